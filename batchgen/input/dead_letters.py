@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageError
-from batchgen.core.json_line import MAX_DEPTH, is_count
+from batchgen.core.json_line import MAX_DEPTH, encode_json, is_count
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.formats.jsonl import parse_jsonl
@@ -28,6 +29,7 @@ from batchgen.input.rows import RowProblem, bad_row, row_id
 
 _SHOWN_ROWS = 5  # of many missing ones
 _ADVICE = 'only "row" may be edited'
+_DIGEST_BYTES = 8
 
 
 @dataclass
@@ -94,8 +96,9 @@ class DeadLetters:
         if not is_count(index) or not is_count(line) or not isinstance(source, str) or "row" not in columns:
             wrong = 'it must hold numbers "index" and "line", a text "source", and the "row"'
             raise self._error(letter, f"not a line as written: {wrong}; {_ADVICE}")
-        after = Cursor(0, 0, 0, index + 1)
         content = columns["row"]
+        digest = blake2b(encode_json(content), digest_size=_DIGEST_BYTES).digest()
+        after = Cursor(0, int.from_bytes(digest), 0, index + 1)  # the text tells a row from one that was mended again
         if isinstance(content, str):  # of a line that was no JSON: a person may have mended it as text
             with suppress(RowProblem):
                 content = parse_jsonl(content.encode())

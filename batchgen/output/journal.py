@@ -191,6 +191,10 @@ class Journal:
         """The JSON text of a finished row. Raises KeyError, or StorageError if it fails its checksum."""
         return self._line(index).payload
 
+    def cursor(self, index: int) -> Cursor:
+        """Where a finished row says that reading goes on after it. Raises as ``payload``."""
+        return self._line(index).cursor
+
     def completed(self) -> Iterator[int]:
         """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""
         num_left = self.done.num_results

@@ -25,7 +25,7 @@ from batchgen.core.units import counted
 from batchgen.output.bucket import Bucket, Entry
 from batchgen.output.heartbeat import Heartbeat, read_heartbeat
 from batchgen.output.manifest import Manifest, OtherVersion
-from batchgen.output.publish import PUBLISHED, Publication, PublishManifest, identity, is_earlier
+from batchgen.output.publish import PUBLISHED, Publication, PublishManifest, identity
 from batchgen.output.restore import fetch_finished, fetch_segments, part_name, parts_in
 from batchgen.output.rundir import OUTPUT_NAMES, PROGRESS_NAME, RunDir
 from batchgen.output.segments import segments
@@ -54,7 +54,6 @@ class Mirror:
         self._heart = Heartbeat(run_dir.path)
         self.manifest: Manifest | None = None  # of the run that is there
         self._published: PublishManifest | None = None  # of its finished files
-        self.is_ahead = False  # of the finished run here, with which another machine has gone on
         self._files: Mapping[str, Entry] = {}  # all that is there, as of the last look
         self._run = ""  # the folder of the journal's parts
         self._there: dict[str, int] = {}  # bytes of each segment, as far as copied
@@ -89,7 +88,7 @@ class Mirror:
 
     def restore(self) -> None:
         """Fetch what the run directory lacks of the run that is there; ``job.json`` first, outputs last."""
-        if self.manifest is None or (self._run_dir.has_outputs() and not self.is_ahead):
+        if self.manifest is None or self._run_dir.has_outputs():
             return
         if not self._run_dir.manifest.exists():
             self._run_dir.write_manifest(self.manifest)
@@ -181,8 +180,6 @@ class Mirror:
                 f"{bucket.address} holds another run, begun {found.created_at}: choose another output.mirror, or "
                 "start anew with --overwrite"
             )
-        if local and not overwrite and self._published is not None:
-            self.is_ahead = is_earlier(self._run_dir, local, self._published)
 
     def _refuse_strangers(self, local: Manifest | None, *, overwrite: bool) -> None:
         """Raises UsageError for files without a ``job.json``, unless they are those of the run ``local``."""

@@ -99,18 +99,25 @@ class Publication:
         """Before anything is run: see that the destination can be written and holds no other run's files.
 
         Those that ``overwrite`` permits to replace are noted there, so that a resume may replace them too. Raises
-        UsageError, also where a later state of this finished run is there.
+        UsageError.
         """
         self._to.prepare()
         found = self._found(overwrite=overwrite) or self._own
-        if not overwrite and is_earlier(self._run_dir, self._manifest, found):
-            raise UsageError(
-                f"{self._to.address} holds a later state of this run than {self._run_dir.path}: go on where that was "
-                "written, or start anew with --overwrite"
-            )
         if not found.complete and (found.files or not isinstance(self._to, HubDataset)):  # a commit is kept for ever
             self._to.write(PUBLISHED, found.to_bytes())
             self._to.commit("Begin a run of batchgen")
+
+    def refuse_earlier(self) -> None:
+        """Raises UsageError where a later state of this finished run is there: what only that has would be replaced."""
+        self._to.prepare()
+        there, report = PublishManifest.read(self._to), _read_report(self._run_dir)
+        is_ours = there is not None and there.is_of(self._own) and there.complete
+        if is_ours and there is not None and report and there.is_later(_finished(self._manifest, report)):
+            raise UsageError(
+                f"{self._to.address} holds a later state of this run than {self._run_dir.path}, written by another "
+                "machine: go on there, or move this folder away and run again, which restores a mirror; where this "
+                f"folder is the newer one, remove {PUBLISHED} there"
+            )
 
     def publish(self) -> str:
         """Copy what is not there yet. Returns what was done, in words.
@@ -179,12 +186,6 @@ def identity(manifest: Manifest) -> tuple[str, str]:
     first = first.get("file") if isinstance(first, dict) else None
     what = [plain["output_keys"], plain["shard"], first, known.get("model")]
     return manifest.created_at, sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-
-
-def is_earlier(run_dir: RunDir, manifest: Manifest, there: PublishManifest) -> bool:
-    """Whether a finished run is in an earlier state here than what is published of it: another machine went on."""
-    report = _read_report(run_dir)
-    return run_dir.has_outputs() and bool(report) and there.complete and there.is_later(_finished(manifest, report))
 
 
 def _finished(manifest: Manifest, report: Mapping[str, Any]) -> PublishManifest:

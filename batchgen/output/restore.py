@@ -79,7 +79,7 @@ def _fetch_segment(bucket: Bucket, path: Path, parts: Iterable[Part]) -> None:
 
 
 def fetch_finished(bucket: Bucket, run_dir: RunDir, digests: Mapping[str, str]) -> None:
-    """Fetch the files of the finished run; what is here is of an earlier state, and goes once all of them are.
+    """Fetch the files of the finished run; a journal that is here is of an earlier state, and goes once all are.
 
     ``digests`` has the SHA-256 of each file that there is, "" where it is unknown. Raises RemoteError for another one.
     """
@@ -93,11 +93,6 @@ def fetch_finished(bucket: Bucket, run_dir: RunDir, digests: Mapping[str, str]) 
             raise RemoteError(f"{what}: choose another output.mirror, or start anew with --overwrite")
         with storage_errors("write", path), temporary.open("rb") as file:
             os.fsync(file.fileno())
-    remove_folder(run_dir.retry)
-    with storage_errors("remove", run_dir.path):
-        for path in reversed(run_dir.finished_files()):  # the outputs first: what a kill leaves is fetched anew
-            path.unlink()
-        sync_folder(run_dir.path)
     for name in names:
         if name in OUTPUT_NAMES.values():
             remove_folder(run_dir.journal)

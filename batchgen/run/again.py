@@ -100,7 +100,8 @@ class CutOffRows:
 
 
 def _holds(values: Values, some: Values) -> bool:
-    return {**values, **some} == values
+    """Whether ``some`` are among the values that a file holds, which has lists for tuples."""
+    return {**values, **json.loads(json.dumps(some))} == values
 
 
 def _name(row_id: object, known: object) -> int:
@@ -116,7 +117,7 @@ class RunAgain(Invocation):
 
     def work(self) -> Outcome:
         """Run the rows again and put their answers into the outputs."""
-        self.remotes.refuse_earlier()
+        self.remotes.refuse_earlier(self.manifest)
         begun = interrupted(self.run_dir)
         if begun is not None and (
             begun[0] != self.where or begun[1] is None or not _holds(begun[1].values, self.values)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import BatchgenError, ExitCode, InputChanged, ResumeMismatch, UsageError
+from batchgen.core.errors import BatchgenError, ExitCode, InputChanged, LockedError, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Record
 from batchgen.core.shard import WHOLE, Shard
@@ -305,7 +305,7 @@ def tidy_on_refusal(folder: Path) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except (UsageError, InputChanged):
+    except (UsageError, InputChanged, LockedError):
         with suppress(OSError):
             for path in made:
                 path.rmdir()

@@ -91,6 +91,7 @@ class _Job(Invocation):
             self.remotes.claim(self.manifest)
             if begun is not None and self.run_dir.is_complete():
                 self._clear_up(begun)
+                self.remotes.refuse_earlier(self.manifest)
                 self.progress.state = "running"
                 assert self.manifest.num_rows is not None, "it is finished"
                 num_kept = source.num_kept(self.manifest.num_rows, self.growth or Growth())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from batchgen.config.job import OutputSpec
-from batchgen.core.errors import BatchgenError, StorageError, UsageError
+from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.remote import refusals_as_usage
 from batchgen.output.manifest import Manifest
 from batchgen.output.mirror import Mirror
@@ -50,18 +50,17 @@ class RemoteCopies:
             self._mirror.close(self._progress.stopper.left_s - _EXIT_S)
 
     def begun(self, local: Manifest | None) -> Manifest | None:
-        """The manifest of the run to go on with: of the run directory, or of a mirror where that is empty or behind."""
-        if self._overwrite or self._mirror is None or (local and not self._mirror.is_ahead):
+        """The manifest of the run to go on with: of the run directory, or of the mirror if that is to be restored."""
+        if self._overwrite or self._mirror is None:
             return local
-        return self._mirror.manifest
+        is_restored = local is None or (self._mirror.is_finished and not self._run_dir.has_outputs())
+        return self._mirror.manifest if is_restored else local
 
-    def refuse_earlier(self) -> None:
+    def refuse_earlier(self, manifest: Manifest) -> None:
         """Raises UsageError where another machine has gone on with the finished run of the run directory."""
-        if self._mirror is not None and self._mirror.is_ahead:
-            raise UsageError(
-                f"{self._output.mirror} holds a later state of this run than {self._run_dir.path}: run its job first, "
-                "which fetches that"
-            )
+        with refusals_as_usage():
+            for address in filter(None, (self._output.publish, self._output.mirror)):
+                Publication(open_destination(address), self._run_dir, manifest).refuse_earlier()
 
     @property
     def is_finished(self) -> bool:

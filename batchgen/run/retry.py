@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,10 @@ from batchgen.core.storage import absolute
 from batchgen.core.units import counted
 from batchgen.input.dead_letters import DeadLetters
 from batchgen.input.ids import Claim, UniqueIds
-from batchgen.input.requests import RequestBuilder
-from batchgen.input.rows import chunked
 from batchgen.input.validator import RowValidator
 from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import differences
-from batchgen.output.record_builder import fingerprint
 from batchgen.output.rundir import RunDir
 from batchgen.run.again import RunAgain, interrupted
 from batchgen.run.invocation import Invocation, Outcome, RunOptions
@@ -62,7 +58,7 @@ def retry_job(
     options, values = replace(options, max_error_rate=None), _sampling_values(flags)
     retry: _Retry | RunAgain = _Retry(spec, options, run_dir, engine_factory)
     begun = interrupted(run_dir)
-    if where == "failed" and not values and begun is not None and begun[1] is not None:
+    if not values and begun is not None and begun[1] is not None and where in ("failed", begun[0]):
         where, values = begun[0], dict(begun[1].values)
     if where != "failed":
         if not values:
@@ -82,7 +78,7 @@ def _sampling_values(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 class _Retry(Invocation):
     def work(self) -> Outcome:
-        self.remotes.refuse_earlier()
+        self.remotes.refuse_earlier(self.manifest)
         is_begun = self.run_dir.retry.is_dir()
         try:
             with closing(Journal.open(self.run_dir.retry, self.manifest.shard)) as journal:
@@ -103,8 +99,7 @@ class _Retry(Invocation):
             self._find_model()
             builder = self.model.builder(self.spec)
             self.progress.keeps_file = True
-            journal.run_again(self._mended_since(letters, builder, journal))
-            todo = (row for row in letters.read() if not _is_run(row, journal))
+            todo = _todo(letters, journal)
             validator = RowValidator(self.spec.input, builder, ids)  # failed rows are this run's, whatever its shard
             if not self.generate(todo, validator, journal):
                 return self.stopped()
@@ -121,38 +116,27 @@ class _Retry(Invocation):
         if self.manifest.num_rows is None:
             raise UsageError(f'{self.run_dir.manifest} lacks "num_rows", so which rows failed is not known')
 
+        def has_succeeded(index: int) -> bool:
+            return index in journal.done and not journal.done.location(index).is_error
+
         outputs = self.run_dir.outputs(output.format)
         shard, num_rows = self.manifest.shard, self.manifest.num_rows
-        has_succeeded = partial(_has_result, journal)
         letters = DeadLetters(self.run_dir.errors, outputs, num_rows, shard, has_succeeded, self.spec.input)
 
         def known_ids() -> Iterator[Claim]:
             for index, record in read_records(self.run_dir, self.spec):
                 letters.add_result(index)
                 yield index, record.get("id", index)
-            for index in journal.done:
-                record = json.loads(journal.payload(index))
-                is_duplicate = journal.done.location(index).is_error and record["code"] == RowErrorCode.DUPLICATE_ID
+            for row in letters.read():
+                if not _is_run(row, journal):
+                    continue
+                record = json.loads(journal.payload(row.index))
+                is_duplicate = record.get("code") == RowErrorCode.DUPLICATE_ID and not has_succeeded(row.index)
                 if record["id"] is not None and not is_duplicate:  # a duplicate's id may be that of a row still to come
-                    yield index, record["id"]
+                    yield row.index, record["id"]
 
         ids.claim(known_ids())
         return letters
-
-    def _mended_since(self, letters: DeadLetters, builder: RequestBuilder, journal: Journal) -> list[int]:
-        """The rows with a result, of an interrupted retry, that is of another prompt or id than they have by now."""
-        done, found = (row for row in letters.read() if _has_result(journal, row.index)), []
-        with closing(UniqueIds(None)) as ids:
-            validator = RowValidator(self.spec.input, builder, ids)
-            for answer in (answer for chunk in chunked(done) for answer in validator.validate(chunk)):
-                if isinstance(answer, BadRow):
-                    found.append(answer.index)
-                    continue
-                row, record = answer[0], json.loads(journal.payload(answer[0].index))
-                now = row.index if row.id is None else row.id, fingerprint(row.index, row.params, row.prompt_token_ids)
-                if now != (record["id"], record["timings"].get("fingerprint")):
-                    found.append(row.index)
-        return found
 
     def _find_model(self) -> None:
         """Find the model. Raises ResumeMismatch if it is not the one that the run was made with."""
@@ -166,14 +150,14 @@ class _Retry(Invocation):
             )
 
 
-def _has_result(journal: Journal, index: int) -> bool:
-    return index in journal.done and not journal.done.location(index).is_error
-
-
 def _is_run(row: Record | BadRow, journal: Journal) -> bool:
-    """Whether this retry has run a row already; one that failed again and was fixed since is run as fixed."""
-    if row.index not in journal.done:
-        return False
-    columns = row.columns if isinstance(row, Record) else row.raw
-    has_result = _has_result(journal, row.index)
-    return has_result or bool(json.loads(journal.payload(row.index))["row"] == columns)
+    """Whether this retry has run a row already; one that was fixed since is run as fixed."""
+    return row.index in journal.done and journal.cursor(row.index) == row.after
+
+
+def _todo(letters: DeadLetters, journal: Journal) -> Iterator[Record | BadRow]:
+    """The rows to be run. Until such a row ends, the journal on disk keeps what it has of its earlier text."""
+    for row in letters.read():
+        if not _is_run(row, journal):
+            journal.done.discard(row.index)
+            yield row

@@ -58,7 +58,7 @@ def test_another_version_is_no_resume_and_the_version_of_before_is_one(place: Re
     spec = job.spec(input={"path": [place.put("job/other.jsonl", content)]})
     assert job.run(spec, quiet(max_total_tokens=3000)).exit_code == ExitCode.STOPPED
     place.put("job/other.jsonl", content.replace(b"What is", b"Who was"))
-    with pytest.raises(ResumeMismatch, match=r"input\.files\[0\]\.version \(other\.jsonl\): was .*, now ") as caught:
+    with pytest.raises(ResumeMismatch, match=r"input\.files\[other\.jsonl\]\.version: was .*, now ") as caught:
         job.run(spec)
     assert caught.value.exit_code == ExitCode.USAGE
     place.put("job/other.jsonl", content)

@@ -693,19 +693,36 @@ def test_a_finished_run_whose_input_grew_goes_on_here_and_elsewhere(job: JobMake
     assert job.outputs() == expected[0]
 
 
-def test_a_machine_that_is_behind_replaces_nothing(job: JobMaker, mirrored: JobSpec) -> None:
-    job.run(mirrored)
-    other, spec = elsewhere(job, mirrored)
-    assert other.run(spec).exit_code == ExitCode.ROWS_FAILED  # restored
+@pytest.mark.parametrize("key", ["mirror", "publish"])
+def test_a_machine_that_is_behind_replaces_nothing(job: JobMaker, bucket: str, key: str) -> None:
+    job.write([*rows_of(NUM_ROWS), DUPLICATE])
+    other, address = JobMaker(job.folder), {key: f"s3://{bucket}/run"}
+    other.output = job.folder / "elsewhere"
+    first, second = (made.spec(output=address) for made in (job, other))
+    job.run(first)
+    shutil.copytree(job.output, other.output)
     (letter,) = job.errors()
     letter["row"]["id"] = "mended"
     (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n", encoding="utf-8")
     assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == ExitCode.OK
-    with pytest.raises(UsageError, match=r"a later state of this run than .*elsewhere: run its job first"):
+    with pytest.raises(UsageError, match=r"a later state of this run than .*elsewhere, written by another"):
         retry_job(other.output, quiet(), {}, engine_factory=stub_factory())
     job.write([*rows_of(NUM_ROWS), DUPLICATE, {**DUPLICATE, "id": "new"}])
-    assert other.run(spec).exit_code == ExitCode.OK
-    assert [record["id"] for record in other.outputs()][-2:] == ["mended", "new"]
-    assert not other.errors()
-    assert job.run(mirrored).lines[0].startswith("already done")  # and so does the first machine
-    assert job.outputs() == other.outputs()
+    with pytest.raises(UsageError, match="a later state of this run than"):
+        other.run(second)
+    assert len(other.errors()) == 1
+    assert job.run(first).exit_code == ExitCode.OK
+    assert [record["id"] for record in job.outputs()][-2:] == ["mended", "new"]
+
+
+def test_a_run_that_is_unfinished_here_and_has_grown_elsewhere_goes_on_from_there(
+    job: JobMaker, mirrored: JobSpec
+) -> None:
+    job.run(mirrored, quiet(max_total_tokens=100))
+    other, spec = elsewhere(job, mirrored)
+    other.run(spec)
+    for more in (1, 2):
+        job.write([*rows_of(NUM_ROWS), DUPLICATE, *({**DUPLICATE, "id": f"new-{n}"} for n in range(more))])
+        made, made_spec = ((other, spec), (job, mirrored))[more - 1]
+        assert made.run(made_spec).exit_code == ExitCode.ROWS_FAILED
+    assert (job.outputs(), job.errors()) == undisturbed(job)

@@ -211,27 +211,28 @@ def test_a_row_mended_while_half_done_goes_on_with_no_token_of_its_old_prompt(jo
     assert [row for row in job.outputs() if row["index"] not in done] == [r for r in expected if r["index"] not in done]
 
 
-@pytest.mark.parametrize("key", ["question", "id"])
+@pytest.mark.parametrize("killed_in", ["batchgen.run.retry.finalize_retry", "batchgen.output.finalize.commit_errors"])
+@pytest.mark.parametrize("key", ["question", "id", "answer"])
 def test_a_row_mended_again_after_a_kill_runs_as_it_was_mended_last(
-    job: JobMaker, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+    job: JobMaker, tmp_path: Path, key: str, killed_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = rows_of(8)
+    rows, kept = rows_of(8), {"input": {"keep_columns": ["answer"]}}
     job.write([row | {"question": ""} if row["id"] in ("q-3", "q-5") else row for row in rows])
-    job.run()
+    job.run(job.spec(**kept))
     letters, first = job.errors(), {**rows[3], "question": "What?"}
     for mended, is_killed in ((first, True), ({**first, key: "Why?"}, False)):
         letters[0]["row"], letters[1]["row"] = mended, rows[5]
         (job.output / "errors.jsonl").write_text("".join(json.dumps(letter) + "\n" for letter in letters))
         with monkeypatch.context() as patch:
             if is_killed:
-                patch.setattr("batchgen.run.retry.finalize_retry", lambda *_: sys.exit("killed"))
+                patch.setattr(killed_in, lambda *_: sys.exit("killed"))
                 with pytest.raises(SystemExit):
                     retried(job)
             else:
                 assert retried(job).exit_code == ExitCode.OK
     assert job.engines[0].num_started == 1
     job.write([*rows[:3], {**first, key: "Why?"}, *rows[4:]])
-    job.run(job.spec(output={"path": str(tmp_path / "whole")}))
+    job.run(job.spec(output={"path": str(tmp_path / "whole")}, **kept))
     assert job.outputs() == outputs_of(tmp_path / "whole")
 
 

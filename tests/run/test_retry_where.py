@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,20 @@ def test_retries_of_retries_are_repeatable(job: JobMaker) -> None:
     assert len({seed for seed in seeds if seed[0] < 4}) == 2 and all((seed is None) == (at == 4) for at, seed in seeds)
 
 
+def test_a_retry_that_was_killed_goes_on_with_the_same_flags_or_none(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(20))
+    job.run(job.spec(sampling={"max_tokens": 3}))
+    values = {"max_tokens": 8, "stop": ["never"], "logit_bias": {"9": -1.0}}
+    for number in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr("batchgen.run.again.finalize_again", lambda *_: sys.exit("killed"))
+            with pytest.raises(SystemExit):
+                again(job.output, **(values if number == 0 else {}))
+    assert again(job.output, **values).exit_code == ExitCode.OK
+
+
 def test_what_is_not_given_is_as_in_the_retry_before(job: JobMaker) -> None:
     job.write(rows_of(40))
     job.run(job.spec(sampling={"max_tokens": 3}), fails=frozenset({4}))
@@ -117,6 +132,8 @@ def test_a_retry_that_was_killed_goes_on_with_its_values(job: JobMaker, workers:
         finish(process)
     with pytest.raises(UsageError, match="interrupted"):
         again(folder, max_tokens=50)
+    with pytest.raises(UsageError, match="interrupted"):
+        again(folder, "incomplete", max_tokens=40)
     code, said = finish(start(["retry", folder, *more]))
     assert code == 0, said
     assert records(folder) == records(job.folder / "whole")

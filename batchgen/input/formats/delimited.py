@@ -59,10 +59,12 @@ class DelimitedFile(LinesFile):
         """See ``LinesFile``; a newline may be one of a cell."""
         is_cut, row_cut_at = super().is_text_cut_at(end)
         if end and row_cut_at is None:
+            with open_text(self.content, end) as stream:
+                newline = len(b"\r\n") if stream.read(2) == b"\r\n" else 1
             with open_text(self.content) as stream:
                 ends = (row.end for row in _records(stream, 0, 0, self._dialect))
                 row_end = next((row_end for row_end in ends if row_end >= end), None)
-            if row_end is None or row_end > end + is_cut:  # None where what came behind is damaged
+            if row_end is None or row_end > end + newline * is_cut:  # None where what came behind is damaged
                 return True, end
         return is_cut, row_cut_at
 

@@ -106,9 +106,9 @@ class LinesFile(StoredFile):
         if not end:
             return False, None
         with open_text(self.content, end - 1) as stream:
-            around = stream.read(2)
+            around = stream.read(3)
         is_cut = not around.startswith(b"\n")
-        is_row_cut = is_cut and (around[1:] != b"\n" or around.startswith(b"\r"))
+        is_row_cut = is_cut and (not around[1:].startswith((b"\n", b"\r\n")) or around.startswith(b"\r"))
         return is_cut, end if is_row_cut else None
 
     def _row(self, line: Line, index: int, file: int) -> Record | BadRow:
