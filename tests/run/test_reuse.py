@@ -293,6 +293,7 @@ def test_a_folder_that_is_no_run_or_in_use_is_refused_before_anything_is_written
         time.sleep(0.02)
     with pytest.raises(LockedError, match="in use by"):
         second(job, rows_of(3))
+    assert not (job.folder / "second").exists()
     process.kill()
     finish(process)
 
