@@ -278,12 +278,13 @@ def test_an_id_that_a_retry_gave_a_row_is_unique_across_nights_too(job: JobMaker
 
 
 @stored
-@pytest.mark.parametrize("missing", [b"", b"\n", b"\r\n"], ids=["whole", "cut", "cut before CRLF"])
+@pytest.mark.parametrize("missing", [b"", b"\n", b"\r\n", b"\r|\n"], ids=["whole", "cut", "before CRLF", "in CRLF"])
 def test_what_a_retry_gave_the_last_row_stays_where_the_row_was_whole(
     job: JobMaker, member: str, missing: bytes
 ) -> None:
     first = b"".join([*LINES[:4], LINES[2]])
-    first = first.rstrip(b"\n") if missing else first
+    *there, missing = missing.split(b"|")
+    first = b"".join([first.rstrip(b"\n"), *there]) if missing else first
     parts = [MEMBERS[member](part) for part in (first, missing + LINES[5] + LINES[6])]
     job.input.write_bytes(parts[0])
     job.run()

@@ -108,7 +108,8 @@ class LinesFile(StoredFile):
         with open_text(self.content, end - 1) as stream:
             around = stream.read(3)
         is_cut = not around.startswith(b"\n")
-        is_row_cut = is_cut and (not around[1:].startswith((b"\n", b"\r\n")) or around.startswith(b"\r"))
+        ends = b"\n" if around.startswith(b"\r") else (b"\n", b"\r\n")
+        is_row_cut = is_cut and not around[1:].startswith(ends)
         return is_cut, end if is_row_cut else None
 
     def _row(self, line: Line, index: int, file: int) -> Record | BadRow:
