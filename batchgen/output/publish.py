@@ -111,8 +111,9 @@ class Publication:
         """Raises UsageError where a later state of this finished run is there: what only that has would be replaced."""
         self._to.prepare()
         there, report = PublishManifest.read(self._to), _read_report(self._run_dir)
-        is_ours = there is not None and there.is_of(self._own) and there.complete
-        if is_ours and there is not None and report and there.is_later(_finished(self._manifest, report)):
+        if there is None or not there.complete or not there.is_of(self._own) or not report:
+            return
+        if there.is_later(_finished(self._manifest, report)):
             raise UsageError(
                 f"{self._to.address} holds a later state of this run than {self._run_dir.path}, written by another "
                 "machine: go on there, or move this folder away and run again, which restores a mirror; where this "
