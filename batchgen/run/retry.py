@@ -121,7 +121,7 @@ class _Retry(Invocation):
 
         outputs = self.run_dir.outputs(output.format)
         shard, num_rows = self.manifest.shard, self.manifest.num_rows
-        letters = DeadLetters(self.run_dir.errors, outputs, num_rows, shard, has_succeeded, self.spec.input)
+        letters = DeadLetters(self.run_dir.errors, outputs, num_rows, shard, journal.done.__contains__, self.spec.input)
 
         def known_ids() -> Iterator[Claim]:
             for index, record in read_records(self.run_dir, self.spec):

@@ -236,6 +236,28 @@ def test_a_row_mended_again_after_a_kill_runs_as_it_was_mended_last(
     assert job.outputs() == outputs_of(tmp_path / "whole")
 
 
+def test_a_row_in_both_files_that_fails_as_mended_again_blocks_no_further_retry(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(6)
+    job.write([row | {"question": ""} if row["id"] in ("q-1", "q-4") else row for row in rows])
+    job.run()
+    letters = job.errors()
+    kills = ("batchgen.output.finalize.commit_errors", "batchgen.run.retry.finalize_retry", None)
+    for mended, killed_in in zip((rows[1], {"id": "q-1"}, {"id": "q-1"}), kills, strict=True):
+        letters[0]["row"], letters[1]["row"] = mended, rows[4]
+        (job.output / "errors.jsonl").write_text("".join(json.dumps(letter) + "\n" for letter in letters))
+        with monkeypatch.context() as patch:
+            if killed_in is None:
+                assert retried(job).exit_code == ExitCode.ROWS_FAILED
+            else:
+                patch.setattr(killed_in, lambda *_: sys.exit("killed"))
+                with pytest.raises(SystemExit):
+                    retried(job)
+    assert [letter["index"] for letter in job.errors()] == [1]
+    assert [record["id"] for record in job.outputs()] == ["q-0", "q-2", "q-3", "q-4", "q-5"]
+
+
 def test_a_folder_in_use_is_named(job: JobMaker) -> None:
     job.write(rows_of(2))
     job.run(options=quiet(max_total_tokens=1))
