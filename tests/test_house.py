@@ -50,8 +50,8 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 7214,
-    "engine": 3543,
+    "kernels": 7226,
+    "engine": 3540,
     "model": 3687,
     "text": 2211,
     "run": 3579,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 611,
     "bench": 607,
 }
-MAX_LINES = 39_127
-MAX_TEST_LINES = 46_806
+MAX_LINES = 39_136
+MAX_TEST_LINES = 46_816
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

@@ -116,6 +116,8 @@ class CudaGraphs:
             is fed from here and overwrites it, behind all that was launched before.
     """
 
+    takes_all = False  # steps: only those with ``is_decode``
+
     def __init__(
         self, model: Decoder, state: StateCache, recorder: Recorder, padding: PaddingSlot, max_model_len: int
     ) -> None:

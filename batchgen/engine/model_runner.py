@@ -8,7 +8,7 @@ from torch import Tensor
 
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.engine.batch import build_input
-from batchgen.engine.replay import Fetched, allocated, fetch_ids, is_decode, runs_behind
+from batchgen.engine.replay import Fetched, allocated, fetch_ids, runs_behind
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sizes import SchedulerConfig
 from batchgen.engine.step_output import CaptureFailed, PendingTokens, StepOutput
@@ -18,8 +18,8 @@ from batchgen.model.decoder import Decoder
 class ModelRunner:
     """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out.
 
-    Decode steps may come from recordings (``replays``), which are made here, before the first step, or as steps are
-    met. ``notes`` are for the user.
+    Steps may come from recordings (``replays``), which are made here, before the first step, or as steps are met.
+    ``notes`` are for the user.
 
     Attributes:
         overlaps: whether a step is launched before the last one is waited for, by default where launches return before
@@ -62,7 +62,7 @@ class ModelRunner:
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
-        if self.replays is not None and is_decode(inputs):
+        if self.replays is not None and (self.replays.takes_all or inputs.is_decode):
             try:
                 return self.replays.run(inputs, pending)
             except CaptureFailed as error:

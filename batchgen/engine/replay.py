@@ -3,7 +3,8 @@
 A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
 host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording
 is cheap but computes every row it has, so it is made of exactly one size; feed and argmax of token ids stay outside, as
-the recorder repeats nothing but kernels of its own. A GPU's are in ``graphs``.
+the recorder repeats nothing but kernels of its own. Other steps are recorded to be run once: without Python between
+their kernels. A GPU's are in ``graphs``.
 """
 
 from __future__ import annotations
@@ -48,42 +49,36 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
     return wait
 
 
-def is_decode(inputs: ModelInput) -> bool:
-    """Whether each sequence has one token in this step, which attends to those before it, and all logits are wanted."""
-    is_single = inputs.is_causal and inputs.num_tokens == inputs.num_seqs
-    return is_single and torch.equal(inputs.logits_indices, torch.arange(inputs.num_tokens))
-
-
 class CpuRecordings:
-    """Runs decode steps of one model; a size is recorded when it is met twice in a row, while that step is computed."""
+    """Runs the steps of one model, each from a recording of its launches; those of decode steps are kept, by size."""
+
+    takes_all = True  # steps, or only those with ``is_decode``
 
     def __init__(self, model: Decoder, state: StateCache, recorder: Recorder) -> None:
         self.model, self.state, self.recorder = model, state, recorder
         self.rotary = model.rotary.upto(0)  # recordings hold the address of the table
         self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
-        self._last_size: StepSize | None = None  # of the steps that were not recorded
 
     def record_all(self) -> None:
         """Do nothing: which sizes there will be is not known."""
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
-        """The output of a step for CPU inputs with ``is_decode``, valid until the next call; see ``CudaGraphs.run``."""
+        """The output of a step for CPU inputs, valid until the next call; see ``CudaGraphs.run``."""
         last = int(inputs.positions.max())
         if (table := self.model.rotary.upto(last + 1)) is not self.rotary:
             self.recorded.clear()
             self.rotary = table
         if pending is not None:
             pending.into(inputs.token_ids)
+        if not inputs.is_decode:
+            return StepOutput(self.recorder.record(lambda: self.model.forward(inputs, self.state, last))[0])
         size = self.size_of(inputs)
-        if size in self.recorded:
-            static, replay = self.recorded[size]
-            static.fill(inputs)
-            return StepOutput(replay())
-        if size != self._last_size:
-            self._last_size = size
-            return StepOutput(self.model.forward(inputs, self.state, last))
-        return StepOutput(self._record(size, inputs, last))
+        if size not in self.recorded:
+            return StepOutput(self._record(size, inputs, last))
+        static, replay = self.recorded[size]
+        static.fill(inputs)
+        return StepOutput(replay())
 
     @staticmethod
     def size_of(inputs: ModelInput) -> StepSize:

@@ -64,6 +64,12 @@ class ModelInput:
     def num_seqs(self) -> int:
         return self.conv_slots.numel()
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one token, which attends to those before it, and all logits are wanted."""
+        is_single = self.is_causal and self.num_tokens == self.num_seqs
+        return is_single and torch.equal(self.logits_indices, torch.arange(self.num_tokens))
+
     def to(self, device: torch.device) -> ModelInput:
         if device.type == "cpu":
             return self

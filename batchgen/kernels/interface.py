@@ -66,7 +66,7 @@ class Recorder(Protocol):
         """The result of ``work``, and a function that repeats it on the same memory.
 
         Kernels must compute everything that ``work`` computes, and it must not read their results: they run after it.
-        A result is valid until the next one of any recording.
+        So whatever else they read must outlive the recording. A result is valid until the next one of any recording.
         """
 
 

@@ -1,4 +1,4 @@
-"""Decode steps that are run again from recordings give what steps launched one by one give."""
+"""Steps that are run from recordings, in one piece or again, give what steps launched one by one give."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def model() -> Decoder:
 
 
 class Counted:
-    """An engine, and how many of its steps came from a recording."""
+    """An engine, how many of its steps were recorded, and how many came from an earlier recording."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.num_replayed = 0
+        self.num_recorded, self.num_replayed = 0, 0
         replays = engine.runner.replays
         assert isinstance(replays, CpuRecordings)
         self.replays = replays
@@ -38,6 +38,7 @@ class Counted:
 
         def counting(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
             result, again = record(work)
+            self.num_recorded += 1
 
             def counted() -> Tensor:
                 self.num_replayed += 1
@@ -82,7 +83,7 @@ def test_those_that_share_blocks_change_from_replay_to_replay(model: Decoder) ->
     def noted(inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
         shared.add(tuple(inputs.query_blocks[:, 3:].flatten().tolist()))
         output = run(inputs, pending)
-        if found := counted.replays.recorded.get(counted.replays.size_of(inputs)):
+        if inputs.is_decode and (found := counted.replays.recorded.get(counted.replays.size_of(inputs))):
             assert torch.equal(found[0].inputs.query_blocks, inputs.query_blocks)
         return output
 
@@ -107,10 +108,20 @@ def test_only_so_many_recordings_are_kept(model: Decoder, monkeypatch: pytest.Mo
     assert len(counted.replays.recorded) == 2
 
 
-def test_a_single_step_of_its_size_is_not_recorded(model: Decoder) -> None:
-    counted = Counted(engine_for(model, num_blocks=20, block_size=8, max_num_seqs=2))
-    tokens_of(counted.engine.run([Request(0, (9, 10, 11), SamplingParams(max_tokens=2, ignore_eos=True))]))
-    assert not counted.replays.recorded
+def test_every_step_is_recorded_and_decode_steps_are_kept(model: Decoder) -> None:
+    counted = Counted(engine_for(model, num_blocks=40, block_size=8, max_num_seqs=2, max_num_batched_tokens=64))
+    requests = [Request(i, tuple(range(9 + i, 29)), SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(2)]
+    tokens_of(counted.engine.run(requests))
+    assert [size.num_seqs for size in counted.replays.recorded] == [2]
+    assert (counted.num_recorded, counted.num_replayed) == (2, counted.engine.stats.num_steps - 2)
+
+
+def test_a_step_without_logits_is_run_from_a_recording(model: Decoder) -> None:
+    counted = Counted(engine_for(model, num_blocks=40, block_size=8, max_num_seqs=2, max_num_batched_tokens=8))
+    request = Request(0, tuple(range(9, 29)), SamplingParams(max_tokens=3, ignore_eos=True))
+    counted.engine.submit(request)
+    assert not counted.engine.step() and counted.num_recorded == 1
+    assert tokens_of(counted.engine.run([])) == solo(model, [request])
 
 
 @pytest.mark.usefixtures("threads_as_before")

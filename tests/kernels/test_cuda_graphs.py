@@ -30,7 +30,6 @@ from torch import Tensor
 from batchgen.engine import graphs as graphs_module
 from batchgen.engine import replay
 from batchgen.engine.graphs import CudaGraphs, PaddingSlot, StaticInput, StepSize, bucket
-from batchgen.engine.replay import is_decode
 from batchgen.engine.step_output import CaptureFailed, PendingTokens
 from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
@@ -230,10 +229,10 @@ def test_the_rotary_table_stays_where_recordings_found_it() -> None:
 
 def test_only_steps_of_one_token_each_with_all_logits_are_taken() -> None:
     one_each, _ = decode_input(3, 0)
-    assert is_decode(one_each)
-    assert not is_decode(ragged_input([(0, 1), (3, 2)], BLOCK_SIZE)[0])
-    assert not is_decode(replace(one_each, logits_indices=torch.tensor([0, 2])))
-    assert not is_decode(replace(one_each, logits_indices=torch.tensor([0, 2, 1])))
+    assert one_each.is_decode
+    assert not ragged_input([(0, 1), (3, 2)], BLOCK_SIZE)[0].is_decode
+    assert not replace(one_each, logits_indices=torch.tensor([0, 2])).is_decode
+    assert not replace(one_each, logits_indices=torch.tensor([0, 2, 1])).is_decode
 
 
 def test_buckets_are_few_and_hold_every_size_with_at_most_a_quarter_of_padding_where_rows_cost_time() -> None:

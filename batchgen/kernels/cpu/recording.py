@@ -1,15 +1,15 @@
-"""Records the launches of kernels, and repeats them without Python on the same memory."""
+"""Records the launches of kernels, runs them in one piece, and repeats them without Python on the same memory."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from batchgen.kernels.cpu.layout import LAUNCHES, NUM_RANGES, RANGES
+from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
 from batchgen.kernels.cpu.parallel import CAPTURE, Launched, pool
 
 _LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
@@ -19,46 +19,46 @@ class Memory:
     """Buffers for results; each belongs to a tensor until that is dropped."""
 
     def __init__(self) -> None:
-        self._buffers: list[tuple[torch.Tensor, Callable[[], object]]] = []  # with a weak reference to its tensor
+        self._buffers: list[tuple[int, torch.Tensor, Callable[[], object]]] = []  # with a weak reference to its tensor
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of this shape. It must not be dropped while a view of it is still to be read."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        free = [i for i, (buffer, user) in enumerate(self._buffers) if user() is None and len(buffer) >= size]
-        if not free:
-            free = [len(self._buffers)]
-            capacity = 1 << max(size - 1, _LEAST_BYTES - 1).bit_length()
-            self._buffers.append((torch.empty(capacity, dtype=torch.uint8), lambda: None))
-        best = min(free, key=lambda i: len(self._buffers[i][0]))
-        buffer = self._buffers[best][0]
-        tensor = buffer[:size].view(dtype).view(*shape)
-        self._buffers[best] = buffer, weakref.ref(tensor)
+        size = math.prod(shape) * dtype.itemsize
+        free = [(of[0], i) for i, of in enumerate(self._buffers) if of[0] >= size and of[2]() is None]
+        if free:
+            capacity, best = min(free)
+            buffer = self._buffers[best][1]
+        else:
+            capacity, best = 1 << max(size - 1, _LEAST_BYTES - 1).bit_length(), len(self._buffers)
+            buffer = torch.empty(capacity, dtype=torch.uint8)
+            self._buffers.append((capacity, buffer, lambda: None))
+        tensor = buffer[:size].view(dtype).view(shape)
+        self._buffers[best] = capacity, buffer, weakref.ref(tensor)
         return tensor
 
     def holding(self, at: int) -> torch.Tensor:
         """The buffer that begins at an address."""
-        return next(buffer for buffer, _ in self._buffers if buffer.data_ptr() == at)
+        return next(buffer for _, buffer, _ in self._buffers if buffer.data_ptr() == at)
 
 
-class Program:
+class Repeated:
     """Launches to repeat: only the contents of memory change."""
 
     def __init__(self, launches: Sequence[Launched]) -> None:
         self._fresh = np.concatenate([np.asarray(words) for _, words, _ in launches])
         self._words = np.empty_like(self._fresh)
-        self._pool, self._num_workers = pool(), max(workers for _, _, workers in launches)
-        table, at = [self._pool.at, len(launches), self._num_workers, 0], 0
+        self._num_workers = max(workers for _, _, workers in launches)
+        self._program, at = list[tuple[int, int]](), 0
         for code, words, _ in launches:
-            address = self._words.ctypes.data + at * words.itemsize
-            self._fresh[at + RANGES] = address + (len(words) - words[NUM_RANGES]) * words.itemsize
-            table += [code, address]
+            address, end = self._words.ctypes.data + at * words.itemsize, len(words) - words[NUM_RANGES]
+            self._fresh[at + RANGES] = address + end * words.itemsize
+            self._fresh[at + end : at + len(words)] = 0
+            self._program.append((code, address))
             at += len(words)
-        self._table = array("q", table)
-        self._table[LAUNCHES] = self._table.buffer_info()[0] + (LAUNCHES + 1) * self._table.itemsize
 
     def run(self) -> None:
         self._words[:] = self._fresh  # kernels count in them
-        self._pool.run(self._table.buffer_info()[0], self._num_workers)
+        pool().run(self._program, self._num_workers)
 
 
 class Recorder:
@@ -74,13 +74,17 @@ class Recorder:
             result = work()
         finally:
             CAPTURE.launches = CAPTURE.memory = None
-        program, shape, dtype = Program(launches), result.shape, result.dtype
+        program = [(code, words.buffer_info()[0]) for code, words, _ in launches]
+        pool().run(program, max((workers for _, _, workers in launches), default=1))
         # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
-        memory = self._memory.holding(result.data_ptr())[: result.nbytes]
-        program.run()
+        at, num_bytes, shape, dtype = result.data_ptr(), result.nbytes, result.shape, result.dtype
+        repeated: list[Repeated] = []  # made when it is first asked for: most recordings are run once
 
         def replay() -> torch.Tensor:
-            program.run()
-            return memory.view(dtype).view(shape)
+            if not repeated:
+                repeated.append(Repeated(launches))
+                launches.clear()
+            repeated[0].run()
+            return self._memory.holding(at)[:num_bytes].view(dtype).view(shape)
 
         return result, replay
