@@ -46,9 +46,12 @@ class Hashed:
         self.kernels = kernels
         self.digest = hashlib.sha256()
 
+    def recorder(self) -> None:
+        """None: recorded kernels run after the calls whose results are hashed."""
+
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.kernels, name)
-        if not callable(found) or name in ("linear", "gated_linear", "recorder"):
+        if not callable(found) or name in ("linear", "gated_linear"):
             return found
 
         def hashed(*arguments: Any, **named: Any) -> Any:

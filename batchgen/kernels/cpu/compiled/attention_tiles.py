@@ -26,7 +26,7 @@ _MOST_SUMS = 4  # of 16 numbers, where a sum takes two of 16 registers, and fact
 # before the next, so that these wait in the first cache, and memory is read from several places at once.
 _DIMENSIONS, _POSITIONS = LANES, 8
 MOST_TOGETHER = 4  # query rows that are scored against several chunks at once
-ROW_COUNTS = (1, 2, 4, MAX_QUERIES)  # of query rows, for each of which there are tiles that fit 32 vector registers
+ROW_COUNTS = (1, 2, 3, 4, MAX_QUERIES)  # of query rows, for each of which there are tiles that fit 32 vector registers
 
 
 def _vector_at(builder, base, index):
@@ -209,36 +209,44 @@ def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks
                 add(loaded(base, then), False, builder.add(weight_at, emit.number(1)))
 
 
+_HAS_WIDE_REGISTERS = has_wide_registers()
+
+
 @jit
-def _wide_vectors(rows):
-    """Vectors of values that a tile of so many rows is wide, at most: its sums fit the registers."""
-    return 2 if rows == MAX_QUERIES else 4
+def _wide_vectors(rows, vectors):
+    """Vectors of values, of ``vectors``, that a tile of so many rows is wide, at most: its sums fit the registers.
+
+    One or two rows wait for memory, which is read faster in whole rows of 128 dimensions.
+    """
+    if rows == MAX_QUERIES:
+        return 2
+    return 8 if _HAS_WIDE_REGISTERS and rows <= 2 and vectors % 8 == 0 else 4
 
 
-def _values(is_wide):
-    """Function of the tiles of ``_emit_values``, as wide as their rows allow or one vector wide."""
+def _values(widths):
+    """Function of the tiles of ``_emit_values`` for each count of rows in ``widths``, so many vectors wide."""
 
     @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
     def values(builder, rows, weights, weight_index, chunks, some, width, out, out_index):
         def tile(count):
-            vectors = _wide_vectors.py_func(count) if is_wide else 1
-            _emit_values(builder, count, vectors, weights, weight_index, chunks, some, width, out, out_index)
+            _emit_values(builder, count, widths[count], weights, weight_index, chunks, some, width, out, out_index)
 
-        emit.switch(builder, rows, ROW_COUNTS, tile)
+        emit.switch(builder, rows, tuple(widths), tile)
 
     return values
 
 
 _scores_wide, _scores_thin = _scores(2, ROW_COUNTS), _scores(1, ROW_COUNTS)
-_scores_of_four_chunks, _scores_of_two = _scores(2, (1, 2)), _scores(2, (4,))
-_values_wide, _values_thin = _values(True), _values(False)
+_scores_of_four_chunks, _scores_of_two = _scores(2, (1, 2)), _scores(2, (3, 4))
+_values_whole, _values_thin = _values({1: 8, 2: 8}), _values(dict.fromkeys(ROW_COUNTS, 1))
+_values_wide = _values({rows: _wide_vectors.py_func(rows, 1) for rows in ROW_COUNTS})
 
 
 @jit
 def score_chunks(rows, last, q, width, keys, starts, stride, ahead, out, to):
     """Scores of up to ``MOST_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions up to ``last``.
 
-    ``starts`` is a tuple of as many. Four queries meet two chunks at a time: the registers hold the sums.
+    ``starts`` is a tuple of as many. Three or four queries meet two chunks at a time: the registers hold the sums.
     """
     if rows <= 2:
         _scores_of_four_chunks(rows, q, width, keys, starts, stride, ahead, out, to)
@@ -273,9 +281,12 @@ def _shifted(chunks, by):
 def accumulate(rows, weights, weight_index, chunks, some, width, out):
     """``out[r, :width]`` plus the values of ``some`` of the ``chunks`` times ``weights[r]``; see ``_emit_values``."""
     vectors = width // LANES
-    step = _wide_vectors(rows)
+    step = _wide_vectors(rows, vectors)
     whole = vectors - vectors % step
     for v in range(0, whole, step):
+        if step == 8:
+            _values_whole(rows, weights, weight_index, _shifted(chunks, v * LANES), some, width, out, v * LANES)
+            continue
         _values_wide(rows, weights, weight_index, _shifted(chunks, v * LANES), some, width, out, v * LANES)
     for v in range(whole, vectors):
         _values_thin(rows, weights, weight_index, _shifted(chunks, v * LANES), some, width, out, v * LANES)

@@ -12,6 +12,7 @@ import numpy as np
 
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER
 from batchgen.kernels.cpu.compiled.simd import F32
 
 GROUP = layout.NUM_STREAMS * layout.CHUNK  # positions whose values are added side by side
@@ -23,10 +24,7 @@ Scratch = namedtuple("Scratch", "rows_q sums scores weights copies scales peak t
 @simd.jit
 def padded(num_rows):
     """The rows of the tile that takes up to ``MAX_QUERIES`` of them."""
-    rows = 1
-    while rows < num_rows:
-        rows *= 2
-    return rows
+    return num_rows if num_rows <= MOST_TOGETHER else layout.MAX_QUERIES
 
 
 @simd.jit
