@@ -50,9 +50,9 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 7235,
-    "engine": 3540,
-    "model": 3687,
+    "kernels": 7252,
+    "engine": 3546,
+    "model": 3689,
     "text": 2211,
     "run": 3579,
     "executors": 2707,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 611,
     "bench": 607,
 }
-MAX_LINES = 39_145
-MAX_TEST_LINES = 46_819
+MAX_LINES = 39_170
+MAX_TEST_LINES = 46_840
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

@@ -15,8 +15,8 @@ from batchgen.kernels.interface import (
     Embedding,
     GatedLinear,
     Kernels,
+    LaunchRecorder,
     Linear,
-    Recorder,
     Router,
     Routing,
     SparseFeedForward,
@@ -52,7 +52,7 @@ class TimedKernels:
         """The least seconds of each kind of work on a machine with these ceilings."""
         return {kind: Work(*counts).floor_s(ceilings) for kind, counts in self.work.items()}
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> LaunchRecorder | None:
         return None if self.is_timing else self._kernels.recorder()
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:

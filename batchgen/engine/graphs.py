@@ -116,8 +116,6 @@ class CudaGraphs:
             is fed from here and overwrites it, behind all that was launched before.
     """
 
-    takes_all = False  # steps: only those with ``is_decode``
-
     def __init__(
         self, model: Decoder, state: StateCache, recorder: Recorder, padding: PaddingSlot, max_model_len: int
     ) -> None:
@@ -137,9 +135,14 @@ class CudaGraphs:
         for num_seqs in sorted({bucket(n + 1, most) for n in range(most)}, reverse=True):
             self._record(StepSize(num_seqs, self._width(1)))
 
+    @staticmethod
+    def takes(inputs: ModelInput) -> bool:
+        """Whether ``run`` computes such a step."""
+        return inputs.is_decode
+
     @torch.inference_mode()
     def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
-        """The output of a step for CPU inputs with ``is_decode``, valid until the next call.
+        """The output of a step for CPU inputs that it ``takes``, valid until the next call.
 
         ``pending`` has the token ids that only the device knows.
 

@@ -62,7 +62,7 @@ class ModelRunner:
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
-        if self.replays is not None and (self.replays.takes_all or inputs.is_decode):
+        if self.replays is not None and self.replays.takes(inputs):
             try:
                 return self.replays.run(inputs, pending)
             except CaptureFailed as error:

@@ -3,8 +3,8 @@
 A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
 host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording
 is cheap but computes every row it has, so it is made of exactly one size; feed and argmax of token ids stay outside, as
-the recorder repeats nothing but kernels of its own. Other steps are recorded to be run once: without Python between
-their kernels. A GPU's are in ``graphs``.
+the recorder repeats nothing but kernels of its own. Other steps are run once, without Python between their kernels.
+A GPU's recordings are in ``graphs``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchgen.engine.graphs import CudaGraphs, CudaRecorder, PaddingSlot, Static
 from batchgen.engine.sizes import SchedulerConfig
 from batchgen.engine.step_output import PendingTokens, StepOutput
 from batchgen.kernels.inputs import ModelInput
-from batchgen.kernels.interface import Recorder
+from batchgen.kernels.interface import LaunchRecorder
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import KV_DTYPES, StateCache, allocate
 
@@ -50,17 +50,20 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
 
 
 class CpuRecordings:
-    """Runs the steps of one model, each from a recording of its launches; those of decode steps are kept, by size."""
+    """Runs the steps of one model, the kernels of each in one piece; decode steps are recorded, by size."""
 
-    takes_all = True  # steps, or only those with ``is_decode``
-
-    def __init__(self, model: Decoder, state: StateCache, recorder: Recorder) -> None:
+    def __init__(self, model: Decoder, state: StateCache, recorder: LaunchRecorder) -> None:
         self.model, self.state, self.recorder = model, state, recorder
         self.rotary = model.rotary.upto(0)  # recordings hold the address of the table
         self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
 
     def record_all(self) -> None:
         """Do nothing: which sizes there will be is not known."""
+
+    @staticmethod
+    def takes(inputs: ModelInput) -> bool:
+        """Whether ``run`` computes such a step: any."""
+        return True
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
@@ -72,7 +75,7 @@ class CpuRecordings:
         if pending is not None:
             pending.into(inputs.token_ids)
         if not inputs.is_decode:
-            return StepOutput(self.recorder.record(lambda: self.model.forward(inputs, self.state, last))[0])
+            return StepOutput(self.recorder.run(lambda: self.model.forward(inputs, self.state, last)))
         size = self.size_of(inputs)
         if size not in self.recorded:
             return StepOutput(self._record(size, inputs, last))
@@ -103,7 +106,7 @@ def has_graphs(model: Decoder) -> bool:
 
 
 def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:
-    """The state of a scheduler of these sizes, and recordings of decode steps that work on it, none made yet.
+    """The state of a scheduler of these sizes, and what runs and records steps on it, if there is such.
 
     CUDA graphs have a block and a slot more, for rows that pad a step.
     """

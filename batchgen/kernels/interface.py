@@ -60,14 +60,24 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Recorder(Protocol):
-    """Records launches of kernels, to repeat work in which only the contents of memory change."""
+    """Records launches of kernels, to repeat work in which only the contents of memory change.
+
+    Kernels must compute everything that the work computes, and it must not read their results: they run after it. So
+    whatever else they read must outlive the recording.
+    """
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
         """The result of ``work``, and a function that repeats it on the same memory.
 
-        Kernels must compute everything that ``work`` computes, and it must not read their results: they run after it.
-        So whatever else they read must outlive the recording. A result is valid until the next one of any recording.
+        A result is valid until the next one of any recording.
         """
+
+
+class LaunchRecorder(Recorder, Protocol):
+    """Also for work that is done once, where the host would take long from one launch to the next."""
+
+    def run(self, work: Callable[[], Tensor]) -> Tensor:
+        """The result of ``work``, whose kernels run in one piece once all are launched."""
 
 
 class Kernels(Protocol):
@@ -103,8 +113,8 @@ class Kernels(Protocol):
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
         """A feed-forward of experts with these weights (gate, up, down), laid out one after the other."""
 
-    def recorder(self) -> Recorder | None:
-        """A recorder that repeats launches without Python; None if there is none. Valid after all linears."""
+    def recorder(self) -> LaunchRecorder | None:
+        """A recorder of launches, without Python between them; None if there is none. Valid after all linears."""
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """``x[rows]`` for int64 indices [num_rows], which are not checked; in float32 of bfloat16 if ``dtype`` asks."""

@@ -47,6 +47,7 @@ class Rotary:
         self.frequencies = [(frequencies(rope, config.head_dim).numpy(), rope.scale) for rope in config.ropes]
         self.device = device
         self.limit = config.max_position_embeddings
+        self._shorter: list[Sequence[Tensor]] = []  # in all no larger; recorded launches may still have to read them
         self._known: tuple[int, Sequence[Tensor]] = 0, [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
 
     def upto(self, num_positions: int) -> Sequence[Tensor]:
@@ -57,6 +58,7 @@ class Rotary:
         known, tables = self._known
         if num_positions > known:
             longer = max(num_positions, min(self.limit, max(1024, 2 * num_positions)))
+            self._shorter.append(tables)
             tables = [self._table(*part, longer) for part in self.frequencies]
             self._known = longer, tables
         return tables

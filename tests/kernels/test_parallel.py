@@ -24,7 +24,7 @@ from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import ARGS, KEY, NUM_ITEMS, NUMBERING
 from batchgen.kernels.cpu.parallel import CAPTURE, Kernel, Launched, Pool, scratch
-from batchgen.kernels.cpu.recording import Repeated
+from batchgen.kernels.cpu.recording import Program
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -118,7 +118,7 @@ def test_every_item_is_done_once_and_workers_have_numbers_of_their_own(
     assert bool(workers.any()) == (items > 0)
 
 
-def program_of(rows: Tensor, rounds: int) -> Repeated:
+def program_of(rows: Tensor, rounds: int) -> Program:
     """Launches of ``add_up``, each from a row to the next."""
     launches: list[Launched] = []
     CAPTURE.launches = launches
@@ -127,7 +127,7 @@ def program_of(rows: Tensor, rounds: int) -> Repeated:
             ADD_UP.launch(torch.float32, len(row), row.data_ptr(), before.data_ptr(), rounds, len(row))
     finally:
         CAPTURE.launches = None
-    return Repeated(launches)
+    return Program(launches)
 
 
 def expected(rows: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def test_threads_that_launch_at_once_take_turns() -> None:
     programs = [program_of(each, 10) for each in rows]
     with ThreadPoolExecutor(4) as executor:
         for _ in range(20):
-            list(executor.map(Repeated.run, programs))
+            list(executor.map(Program.run, programs))
     assert all(torch.equal(each, expected(each)) for each in rows)
 
 

@@ -48,6 +48,14 @@ def test_a_replay_gives_what_running_anew_would(recorder: Recorder, threads: int
         assert torch.equal(replay(), work())
 
 
+def test_what_runs_once_gives_the_same_and_leaves_no_memory(recorder: Recorder) -> None:
+    for num_rows in (7, 640, 3):
+        work = work_on(torch.randn(num_rows, 48), torch.arange(num_rows))
+        assert torch.equal(recorder.run(work), work())
+    assert not recorder._memory._buffers
+    assert not recorder.run(work_on(torch.randn(5, 48), torch.arange(0))).numel()
+
+
 def test_recordings_share_memory_and_do_not_disturb_each_other(recorder: Recorder) -> None:
     cases = []
     for num_rows in (7, 64, 3):

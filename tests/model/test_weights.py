@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +257,12 @@ def test_rotary_angles_do_not_depend_on_how_many_positions_were_needed() -> None
     near = other.rotary.upto(3)[0].clone()
     assert torch.equal(far[:, : near.shape[1]], near)
     assert torch.equal(other.rotary.upto(4000)[0][:, :4000], far[:, :4000])
+
+
+def test_a_shorter_table_outlives_a_longer_one_for_launches_that_were_recorded_with_it() -> None:
+    rotary = tiny_model().rotary
+    shorter = weakref.ref(rotary.upto(3)[0])
+    assert rotary.upto(4000)[0] is not shorter() is not None
 
 
 def test_engines_in_several_threads_get_no_rotary_table_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

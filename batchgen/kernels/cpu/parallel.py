@@ -80,7 +80,7 @@ def scratch(floats: int) -> tuple[int, int]:
 
 
 Launched = tuple[int, "array[int]", int]  # function, words, number of workers
-Program = Sequence[tuple[int, int]]  # launches: the addresses of their functions and words
+Launches = Sequence[tuple[int, int]]  # the addresses of their functions and words
 
 
 class Allocator(Protocol):
@@ -132,7 +132,7 @@ class Kernel:
             return
         workers = min(num_items, torch.get_num_threads())
         ranges = num_ranges or workers
-        # What is recorded is replayed in the pool, whatever launches run on by then.
+        # What is recorded runs in the pool, whatever launches run on by then.
         launch, numbering = _launcher() if CAPTURE.launches is None else (_launch_in_pool, pool().numbering)
         words = array("q", (*numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
         at, size = words.buffer_info()
@@ -164,9 +164,9 @@ class Pool:
         self._num_workers = 1
         self._run = _function(kernel_specs.RUN_ALL)
 
-    def run(self, program: Program, num_workers: int) -> None:
-        """Run the launches of a program; returns when the last is done. It uses no more threads than CPUs."""
-        words = array("q", (self.at, len(program), num_workers, 0, *chain.from_iterable(program)))
+    def run(self, launches: Launches, num_workers: int) -> None:
+        """Run launches in order; returns when the last is done. It uses no more threads than CPUs."""
+        words = array("q", (self.at, len(launches), num_workers, 0, *chain.from_iterable(launches)))
         at, _ = words.buffer_info()
         words[LAUNCHES] = at + (LAUNCHES + 1) * words.itemsize
         with LAUNCHING:

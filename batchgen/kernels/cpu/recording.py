@@ -41,50 +41,57 @@ class Memory:
         return next(buffer for _, buffer, _ in self._buffers if buffer.data_ptr() == at)
 
 
-class Repeated:
+class Program:
     """Launches to repeat: only the contents of memory change."""
 
     def __init__(self, launches: Sequence[Launched]) -> None:
         self._fresh = np.concatenate([np.asarray(words) for _, words, _ in launches])
         self._words = np.empty_like(self._fresh)
         self._num_workers = max(workers for _, _, workers in launches)
-        self._program, at = list[tuple[int, int]](), 0
+        self._launches, at = list[tuple[int, int]](), 0
         for code, words, _ in launches:
-            address, end = self._words.ctypes.data + at * words.itemsize, len(words) - words[NUM_RANGES]
-            self._fresh[at + RANGES] = address + end * words.itemsize
-            self._fresh[at + end : at + len(words)] = 0
-            self._program.append((code, address))
+            address = self._words.ctypes.data + at * words.itemsize
+            self._fresh[at + RANGES] = address + (len(words) - words[NUM_RANGES]) * words.itemsize
+            self._launches.append((code, address))
             at += len(words)
 
     def run(self) -> None:
         self._words[:] = self._fresh  # kernels count in them
-        pool().run(self._program, self._num_workers)
+        pool().run(self._launches, self._num_workers)
 
 
 class Recorder:
-    """``kernels.interface.Recorder`` of launches."""
+    """``kernels.interface.LaunchRecorder`` of this back end."""
 
     def __init__(self) -> None:
         self._memory = Memory()
 
+    def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        memory = Memory()  # of its own, until the kernels have run: that of a large step is not kept
+        result, launches = _recorded(work, memory)
+        workers = max((workers for _, _, workers in launches), default=1)
+        pool().run([(code, words.buffer_info()[0]) for code, words, _ in launches], workers)
+        return result
+
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        launches: list[Launched] = []
-        CAPTURE.launches, CAPTURE.memory = launches, self._memory
-        try:
-            result = work()
-        finally:
-            CAPTURE.launches = CAPTURE.memory = None
-        program = [(code, words.buffer_info()[0]) for code, words, _ in launches]
-        pool().run(program, max((workers for _, _, workers in launches), default=1))
+        result, launches = _recorded(work, self._memory)
+        program, shape, dtype = Program(launches), result.shape, result.dtype
         # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
-        at, num_bytes, shape, dtype = result.data_ptr(), result.nbytes, result.shape, result.dtype
-        repeated: list[Repeated] = []  # made when it is first asked for: most recordings are run once
+        memory = self._memory.holding(result.data_ptr())[: result.nbytes]
+        program.run()
 
         def replay() -> torch.Tensor:
-            if not repeated:
-                repeated.append(Repeated(launches))
-                launches.clear()
-            repeated[0].run()
-            return self._memory.holding(at)[:num_bytes].view(dtype).view(shape)
+            program.run()
+            return memory.view(dtype).view(shape)
 
         return result, replay
+
+
+def _recorded(work: Callable[[], torch.Tensor], memory: Memory) -> tuple[torch.Tensor, list[Launched]]:
+    """The result of ``work``, in ``memory``, and the launches that are to compute it."""
+    launches: list[Launched] = []
+    CAPTURE.launches, CAPTURE.memory = launches, memory
+    try:
+        return work(), launches
+    finally:
+        CAPTURE.launches = CAPTURE.memory = None

@@ -209,7 +209,7 @@ def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks
                 add(loaded(base, then), False, builder.add(weight_at, emit.number(1)))
 
 
-_HAS_WIDE_REGISTERS = has_wide_registers()
+_WHOLE, _IS_WHOLE = 8, has_wide_registers()  # vectors of 128 dimensions, and whether their sums fit the registers
 
 
 @jit
@@ -220,7 +220,7 @@ def _wide_vectors(rows, vectors):
     """
     if rows == MAX_QUERIES:
         return 2
-    return 8 if _HAS_WIDE_REGISTERS and rows <= 2 and vectors % 8 == 0 else 4
+    return _WHOLE if _IS_WHOLE and rows <= 2 and vectors % _WHOLE == 0 else 4
 
 
 def _values(widths):
@@ -238,8 +238,8 @@ def _values(widths):
 
 _scores_wide, _scores_thin = _scores(2, ROW_COUNTS), _scores(1, ROW_COUNTS)
 _scores_of_four_chunks, _scores_of_two = _scores(2, (1, 2)), _scores(2, (3, 4))
-_values_whole, _values_thin = _values({1: 8, 2: 8}), _values(dict.fromkeys(ROW_COUNTS, 1))
-_values_wide = _values({rows: _wide_vectors.py_func(rows, 1) for rows in ROW_COUNTS})
+_values_whole, _values_thin = _values(dict.fromkeys((1, 2), _WHOLE)), _values(dict.fromkeys(ROW_COUNTS, 1))
+_values_wide = _values({rows: _wide_vectors.py_func(rows, 4) for rows in ROW_COUNTS})
 
 
 @jit
@@ -284,7 +284,7 @@ def accumulate(rows, weights, weight_index, chunks, some, width, out):
     step = _wide_vectors(rows, vectors)
     whole = vectors - vectors % step
     for v in range(0, whole, step):
-        if step == 8:
+        if step == _WHOLE:
             _values_whole(rows, weights, weight_index, _shifted(chunks, v * LANES), some, width, out, v * LANES)
             continue
         _values_wide(rows, weights, weight_index, _shifted(chunks, v * LANES), some, width, out, v * LANES)
