@@ -50,7 +50,7 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 7252,
+    "kernels": 7261,
     "engine": 3546,
     "model": 3689,
     "text": 2211,
@@ -66,7 +66,7 @@ ROOM_LINES = {
     "check": 611,
     "bench": 607,
 }
-MAX_LINES = 39_170
+MAX_LINES = 39_179
 MAX_TEST_LINES = 46_840
 # The core, read in this order in an hour.
 READING_PATH = [

@@ -40,6 +40,7 @@ from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import (
     FUTEX,
     LAUNCHES,
+    MOST_WORKERS,
     POOL_WORDS,
     PROGRESS,
     RANGES,
@@ -164,11 +165,15 @@ class Pool:
         self._num_workers = 1
         self._run = _function(kernel_specs.RUN_ALL)
 
-    def run(self, launches: Launches, num_workers: int) -> None:
-        """Run launches in order; returns when the last is done. It uses no more threads than CPUs."""
+    def program(self, launches: Launches, num_workers: int) -> array[int]:
+        """The words, as in ``layout``, by which ``run`` knows launches."""
         words = array("q", (self.at, len(launches), num_workers, 0, *chain.from_iterable(launches)))
-        at, _ = words.buffer_info()
-        words[LAUNCHES] = at + (LAUNCHES + 1) * words.itemsize
+        words[LAUNCHES] = words.buffer_info()[0] + (LAUNCHES + 1) * words.itemsize
+        return words
+
+    def run(self, program: array[int]) -> None:
+        """Run the launches of a program in order; returns when the last is done. It uses no more threads than CPUs."""
+        num_workers = program[MOST_WORKERS]
         with LAUNCHING:
             if num_workers > self._num_workers:
                 for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
@@ -180,7 +185,7 @@ class Pool:
                         break
                 else:
                     self._num_workers = num_workers
-            self._run(at)
+            self._run(program.buffer_info()[0])
 
     @property
     def num_launches(self) -> int:
@@ -274,4 +279,4 @@ def _launcher() -> tuple[Launch, tuple[int, int]]:
 
 
 def _launch_in_pool(function: int, data: int, threads: int) -> None:
-    pool().run([(function, data)], threads)
+    pool().run(pool().program([(function, data)], threads))

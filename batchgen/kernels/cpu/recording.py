@@ -47,17 +47,17 @@ class Program:
     def __init__(self, launches: Sequence[Launched]) -> None:
         self._fresh = np.concatenate([np.asarray(words) for _, words, _ in launches])
         self._words = np.empty_like(self._fresh)
-        self._num_workers = max(workers for _, _, workers in launches)
-        self._launches, at = list[tuple[int, int]](), 0
+        table, at = list[tuple[int, int]](), 0
         for code, words, _ in launches:
             address = self._words.ctypes.data + at * words.itemsize
             self._fresh[at + RANGES] = address + (len(words) - words[NUM_RANGES]) * words.itemsize
-            self._launches.append((code, address))
+            table.append((code, address))
             at += len(words)
+        self._table = pool().program(table, _most_workers(launches))
 
     def run(self) -> None:
         self._words[:] = self._fresh  # kernels count in them
-        pool().run(self._launches, self._num_workers)
+        pool().run(self._table)
 
 
 class Recorder:
@@ -69,8 +69,8 @@ class Recorder:
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         memory = Memory()  # of its own, until the kernels have run: that of a large step is not kept
         result, launches = _recorded(work, memory)
-        workers = max((workers for _, _, workers in launches), default=1)
-        pool().run([(code, words.buffer_info()[0]) for code, words, _ in launches], workers)
+        table = [(code, words.buffer_info()[0]) for code, words, _ in launches]
+        pool().run(pool().program(table, _most_workers(launches)))
         return result
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
@@ -95,3 +95,7 @@ def _recorded(work: Callable[[], torch.Tensor], memory: Memory) -> tuple[torch.T
         return work(), launches
     finally:
         CAPTURE.launches = CAPTURE.memory = None
+
+
+def _most_workers(launches: Sequence[Launched]) -> int:
+    return max((workers for _, _, workers in launches), default=1)
