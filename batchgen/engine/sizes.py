@@ -17,10 +17,9 @@ from batchgen.model.config import ModelConfig
 if TYPE_CHECKING:
     from batchgen.model.decoder import Decoder
 
-# CPU: a linear runs at its best rate from 128 rows up, so wider steps gain nothing and cost latency.
-_CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}
-# An expert meets a share of the rows: with twice as many it still has rows for several tiles.
-_CPU_EXPERTS = {**_CPU, "max_num_batched_tokens": 512, "max_num_seqs": 256}
+# CPU: a linear is near its best rate from 128 rows up, but what each launch costs is shared by more rows, and an expert
+# meets only some of them. Twice as many gain nothing more.
+_CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 256, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": 64}
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
 _CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less what is known to be needed beside
@@ -92,7 +91,7 @@ def sizes_for(
     Raises:
         UsageError: a value that cannot work, or memory for not even one block.
     """
-    defaults = default_sizes(model, is_cuda=is_cuda)
+    defaults = default_sizes(is_cuda=is_cuda)
     max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
     block_size = config.block_size or defaults["block_size"]
     trained = model.max_position_embeddings
@@ -125,9 +124,9 @@ def sizes_for(
     )
 
 
-def default_sizes(model: ModelConfig, *, is_cuda: bool) -> dict[str, int]:
+def default_sizes(*, is_cuda: bool) -> dict[str, int]:
     """The sizes that "auto" stands for, but those of memory."""
-    return _CUDA if is_cuda else {"dense": _CPU, "experts": _CPU_EXPERTS}[model.feed_forward]
+    return _CUDA if is_cuda else _CPU
 
 
 def _step_bytes(tokens: int, max_num_seqs: int, model: ModelConfig, itemsize: int) -> int:

@@ -64,10 +64,10 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
         def make_launcher(start: Start) -> WorkerLauncher:
             start = replace(start, engine_factory=engine_factory)
             if spec.cluster.ray:
-                return RayLauncher(start, model.config, model.context.num_rows)
+                return RayLauncher(start, model.context.num_rows)
             if engine_factory is load_engine:
                 start_kernels(spec, model.config)  # with all processors, beside the start of the workers
-            return LocalLauncher(start, split_machine(spec, model.config, model.context.num_rows))
+            return LocalLauncher(start, split_machine(spec, model.context.num_rows))
 
         return on_workers(make_launcher, spec.cluster.patience_s, spec.cluster.load_patience_s)(spec, model)
 

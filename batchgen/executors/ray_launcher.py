@@ -22,7 +22,6 @@ from batchgen.executors.messages import WorkerLost, WorkerReady, WorkerUpdate
 from batchgen.executors.ray_cluster import Cluster, Node, WorkerResources, reason_of
 from batchgen.executors.slices import MachineSlice, useful_workers
 from batchgen.executors.worker import Start, Worker
-from batchgen.model.config import ModelConfig
 
 _MOST_LOSSES = 3  # of workers on one machine, none of which finished a row
 _MOST_UNPLACED = 12  # losses in a row before a worker had a place
@@ -86,9 +85,7 @@ class RayLauncher(WorkerLauncher):
     kind = "ray"
     is_local = False
 
-    def __init__(
-        self, start: Start, model: ModelConfig, num_rows: int | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, start: Start, num_rows: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         spec, cluster = start.spec, start.spec.cluster
         self._start, self._folder = start, _working_folder()
         self._clock = clock
@@ -97,7 +94,7 @@ class RayLauncher(WorkerLauncher):
             nodes = self._cluster.nodes
             self._resources = WorkerResources.of(cluster, spec.model.device, nodes)
             places = sum(map(self._resources.most_on, nodes))
-            auto = useful_workers(places, spec, model, num_rows, is_cuda=bool(self._resources.gpus))
+            auto = useful_workers(places, spec, num_rows, is_cuda=bool(self._resources.gpus))
             super().__init__(cluster.bounds or (1, auto))
         except BaseException:
             self._cluster.close()

@@ -12,7 +12,6 @@ from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, cpus_by_node, limit_memory, visible_gpus
 from batchgen.core.units import counted
 from batchgen.engine.sizes import default_sizes
-from batchgen.model.config import ModelConfig
 
 _ROWS_PER_SEQ = 4  # with fewer, start and end of a worker take too large a part of its time
 
@@ -35,7 +34,7 @@ class MachineSlice:
             limit_memory(self.memory_bytes)
 
 
-def split_machine(spec: JobSpec, model: ModelConfig, num_rows: int | None) -> list[MachineSlice]:
+def split_machine(spec: JobSpec, num_rows: int | None) -> list[MachineSlice]:
     """The slices of the most workers that a job may have on this machine; ``num_rows`` are those to run, if known.
 
     "auto" is a worker for each GPU that the job may use, or without any for each NUMA node, whose memory its
@@ -51,7 +50,7 @@ def split_machine(spec: JobSpec, model: ModelConfig, num_rows: int | None) -> li
     else:
         is_cuda = bool(gpus) or spec.model.device.startswith("cuda")
         places = len(gpus) // gpus_each if gpus_each else 1 if is_cuda else len(nodes)
-        number = useful_workers(places, spec, model, num_rows, is_cuda=is_cuda)
+        number = useful_workers(places, spec, num_rows, is_cuda=is_cuda)
     if gpus_each and number * gpus_each > len(gpus):
         raise UsageError(
             f"--workers {number} with --worker-gpus {gpus_each}: this machine has {counted(len(gpus), 'GPU')}; ask for "
@@ -69,9 +68,9 @@ def split_machine(spec: JobSpec, model: ModelConfig, num_rows: int | None) -> li
     ]
 
 
-def useful_workers(places: int, spec: JobSpec, model: ModelConfig, num_rows: int | None, *, is_cuda: bool) -> int:
+def useful_workers(places: int, spec: JobSpec, num_rows: int | None, *, is_cuda: bool) -> int:
     """How many of some places for workers to use by default: each with rows for some full batches."""
-    rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_sizes(model, is_cuda=is_cuda)["max_num_seqs"])
+    rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_sizes(is_cuda=is_cuda)["max_num_seqs"])
     return max(1, places if num_rows is None else min(places, num_rows // rows_each))
 
 

@@ -33,15 +33,14 @@ def test_kv_memory_is_what_the_blocks_take() -> None:
     assert (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len) == (5, 33, 500)
 
 
-def test_experts_get_twice_the_rows_of_a_dense_model_on_a_cpu() -> None:
-    config, mixture = EngineConfig(kv_memory=1 << 40, max_model_len=40), dummy_config("dummy:LFM2-8B-A1B")
-    found = [sizes_for(config, model, 2, 1 << 40) for model in (dummy_config("dummy:LFM2-1.2B"), mixture)]
-    assert [(sizes.max_num_seqs, sizes.max_num_batched_tokens) for sizes in found] == [(128, 256), (256, 512)]
-    on_gpus = [sizes_for(config, model, 2, 1 << 40, is_cuda=True) for model in (MODEL.config, mixture)]
-    assert [sizes.admits_in_batches for sizes in (*found, *on_gpus)] == [False, False, True, True]
-    assert [sizes.forecast_memory for sizes in (*found, *on_gpus)] == [True, True, False, False]
-    assert len({(sizes.max_num_seqs, sizes.max_num_batched_tokens) for sizes in on_gpus}) == 1
-    assert sizes_for(EngineConfig(max_num_seqs=3, max_model_len=40), mixture, 2, 1 << 40).max_num_seqs == 3
+def test_what_is_left_open_depends_on_the_device() -> None:
+    config = EngineConfig(kv_memory=1 << 40, max_model_len=40)
+    cpu, gpu = (sizes_for(config, MODEL.config, 2, 1 << 40, is_cuda=is_cuda) for is_cuda in (False, True))
+    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens, cpu.block_size) == (256, 512, 32)
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.block_size) == (1024, 8192, 64)
+    assert (cpu.admits_in_batches, cpu.forecast_memory) == (False, True)
+    assert (gpu.admits_in_batches, gpu.forecast_memory) == (True, False)
+    assert sizes_for(EngineConfig(max_num_seqs=3, max_model_len=40), MODEL.config, 2, 1 << 40).max_num_seqs == 3
 
 
 def test_no_more_blocks_are_made_than_could_ever_be_used() -> None:

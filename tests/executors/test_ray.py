@@ -81,7 +81,7 @@ def workers(
         def make_launcher(start: Start) -> RayLauncher:
             started = engine or stub_factory(**{"step_s": 0.002, **stub})
             made = replace(start, spec=replace(spec, cluster=cluster), engine_factory=started)
-            launchers.append(RayLauncher(made, model.config, None))
+            launchers.append(RayLauncher(made, None))
             return launchers[-1]
 
         backend = on_workers(make_launcher, patience_s)(spec, model)

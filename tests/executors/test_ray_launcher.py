@@ -29,7 +29,6 @@ from batchgen.executors.messages import (
 from batchgen.executors.ray_cluster import Cluster, Node, WorkerResources, reason_of
 from batchgen.executors.ray_launcher import RayLauncher
 from batchgen.executors.worker import Start
-from batchgen.model.registry import load_config
 
 HELLO = WorkerReady(Identity({}, {}, ""), max_num_seqs=8, threads=1)
 ROW = Request(0, (1, 2), SamplingParams())
@@ -89,8 +88,7 @@ class Bench:
     def __init__(self, cluster: ClusterSpec) -> None:
         self.now = 0.0
         spec = load_job(None, {"model": {"path": "dummy:LFM2-350M"}}, needs=("model",))
-        model = load_config(spec.model.path, "main")
-        self.launcher = RayLauncher(Start(replace(spec, cluster=cluster), None, {}), model, None, lambda: self.now)
+        self.launcher = RayLauncher(Start(replace(spec, cluster=cluster), None, {}), None, lambda: self.now)
         self.cluster: FakeCluster = self.launcher._cluster  # type: ignore[assignment]
 
     def launch(self) -> WorkerHandle:

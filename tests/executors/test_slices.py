@@ -14,9 +14,6 @@ from batchgen.core import machine
 from batchgen.core.errors import UsageError
 from batchgen.executors import slices
 from batchgen.executors.slices import MachineSlice, split_machine
-from batchgen.model.registry import load_config
-
-MODEL = load_config("dummy:LFM2-350M", "main")
 
 
 def spec_of(device: str = "auto", **cluster: Any) -> JobSpec:
@@ -49,31 +46,31 @@ def cpus(found: list[MachineSlice]) -> list[tuple[int, ...]]:
     ],
 )
 def test_processors_are_shared_out_by_whole_nodes(given: dict[str, Any], wanted: list[tuple[int, ...]]) -> None:
-    assert cpus(split_machine(spec_of(**given), MODEL, None)) == wanted
+    assert cpus(split_machine(spec_of(**given), None)) == wanted
 
 
 def test_memory_is_shared_out() -> None:
-    assert {share.memory_bytes for share in split_machine(spec_of(workers=4), MODEL, None)} == {4_000_000_000}
+    assert {share.memory_bytes for share in split_machine(spec_of(workers=4), None)} == {4_000_000_000}
 
 
-@pytest.mark.parametrize(("num_rows", "number"), [(None, 2), (10_000, 2), (1024, 2), (1023, 1), (0, 1)])
+@pytest.mark.parametrize(("num_rows", "number"), [(None, 2), (10_000, 2), (2048, 2), (2047, 1), (0, 1)])
 def test_auto_is_a_worker_for_each_node_that_has_rows_enough(num_rows: int | None, number: int) -> None:
-    assert len(split_machine(spec_of(workers="auto"), MODEL, num_rows)) == number
+    assert len(split_machine(spec_of(workers="auto"), num_rows)) == number
 
 
 def test_auto_is_a_worker_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,GPU-a,7")
-    found = split_machine(spec_of(workers="auto"), MODEL, 100_000)
+    found = split_machine(spec_of(workers="auto"), 100_000)
     assert [share.gpus for share in found] == [("3",), ("5",), ("GPU-a",), ("7",)]
     assert {share.memory_bytes for share in found} == {None}
-    found = split_machine(spec_of(workers="auto", worker_gpus=2), MODEL, None)
+    found = split_machine(spec_of(workers="auto", worker_gpus=2), None)
     assert [share.gpus for share in found] == [("3", "5"), ("GPU-a", "7")]
-    assert len(split_machine(spec_of(workers="auto"), MODEL, 4 * 1024 * 3)) == 3
+    assert len(split_machine(spec_of(workers="auto"), 4 * 1024 * 3)) == 3
     with pytest.raises(UsageError, match=r"--workers 5 with --worker-gpus 1: this machine has 4 GPUs; ask for fewer"):
-        split_machine(spec_of(workers=5), MODEL, None)
-    assert [share.gpus for share in split_machine(spec_of(workers=2, worker_gpus=0), MODEL, None)] == [None, None]
-    assert [share.gpus for share in split_machine(spec_of("cpu", workers=2), MODEL, None)] == [None, None]
-    assert len(split_machine(spec_of("cuda:1", workers="auto"), MODEL, 100_000)) == 1
+        split_machine(spec_of(workers=5), None)
+    assert [share.gpus for share in split_machine(spec_of(workers=2, worker_gpus=0), None)] == [None, None]
+    assert [share.gpus for share in split_machine(spec_of("cpu", workers=2), None)] == [None, None]
+    assert len(split_machine(spec_of("cuda:1", workers="auto"), 100_000)) == 1
 
 
 def test_a_share_binds_the_process_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
