@@ -104,7 +104,8 @@ def test_preempted_equals_undisturbed(rows: str, model: str, dtype: str, kv_dtyp
 @every_short_kind
 def test_preempted_before_every_step_equals_undisturbed(rows: str, dtype: str, kv_dtype: str) -> None:
     """All that runs loses its state whenever a token is known, so every token comes from a prompt computed anew."""
-    engine = engine_of(rows, "lfm2", dtype, room=30, max_num_seqs=12, prefix_caching=False, kv_dtype=kv_dtype)
+    sizes = {"max_num_seqs": 12, "max_num_batched_tokens": 256}
+    engine = engine_of(rows, "lfm2", dtype, room=30, prefix_caching=False, kv_dtype=kv_dtype, **sizes)
     schedule, owing = engine.scheduler.schedule, 0
 
     def preempting() -> Schedule:

@@ -210,7 +210,7 @@ def main() -> None:
     step.add_argument("--texts", action="store_true", help="vectors of texts")
     step.add_argument("--rounds", type=int, default=3)
     step.add_argument("--max-tokens", type=int, default=256)
-    step.add_argument("--max-num-seqs", type=int, default=128)
+    step.add_argument("--max-num-seqs", type=int, default=256)
     step = steps.add_parser("table", help="the table of the raw files of a run")
     step.add_argument("raw", type=Path)
     given = parser.parse_args()

@@ -118,7 +118,7 @@ def run_one(peers: dict[str, Callable[[argparse.Namespace, list[Any]], tuple[str
     parser.add_argument("--workload", required=True, type=Path)
     parser.add_argument("--ends", default=[], type=lambda text: [int(token) for token in text.split(",")])
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16")
     given = parser.parse_args()
