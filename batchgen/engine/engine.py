@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from batchgen.config.job import EngineConfig
+from batchgen.core.errors import UsageError
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.core.records import Request, Result
 from batchgen.engine.admission import LookAhead
@@ -74,7 +75,7 @@ class Engine:
         self.sampler = sampler(model.kernels, self.eos_token_ids, num_slots)
         self.stats = EngineStats(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         self.duplicates, self._shares_duplicates = Duplicates(), config.share_duplicates
-        self._stopping = False
+        self._stopping = self._is_midway = False
         self.in_flight: InFlight | None = None
 
     @property
@@ -139,17 +140,23 @@ class Engine:
         """Advance every scheduled sequence; the results that are complete.
 
         Where steps overlap, these are the results of the step before. A step with rows that need the host runs alone.
+        Raises UsageError where Ctrl-C or an error has ended an earlier one midway: its state is half written.
         """
+        if self._is_midway:
+            raise UsageError("a step of this engine was interrupted, and what it holds is unknown: make a new engine")
+        self._is_midway = True
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
         if self.runner.overlaps and not schedule.needs_host:
             launched = self._launch(schedule)
             results = self._collect()
             self._book(launched)
-            return results
-        results = self._collect()
-        self._book(self._launch(schedule.without_finished))
-        return results + self._collect()
+        else:
+            results = self._collect()
+            self._book(self._launch(schedule.without_finished))
+            results += self._collect()
+        self._is_midway = False
+        return results
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
         """Set the device to work on a schedule, behind the step in flight; None without any work."""

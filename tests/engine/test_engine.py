@@ -11,11 +11,14 @@ import torch
 from families import EOS
 from tiny_model import checked_run, engine_for, random_requests, solo, spoil, tiny_model, tokens_of
 
-from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
+from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig, admission
 from batchgen.engine.block_pool import extend_block_hashes
 from batchgen.engine.generation import TextTools
+from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.step_output import PendingTokens, StepOutput
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model
 
@@ -510,3 +513,26 @@ def test_samples_begin_anew_whatever_tokens_a_request_brings() -> None:
     asked = [Request(5, PROMPT, params), Request(5, PROMPT, params, (3, 4, 5, 6))]
     results = [next(iter(engine_for(MODEL, num_blocks=20, block_size=4).run([request]))) for request in asked]
     assert results[0].samples == results[1].samples
+
+
+class Interrupted(ModelRunner):
+    """Runs one step, and is interrupted in the next, once its kernels have run."""
+
+    num_runs = 0
+
+    def run(self, schedule: Schedule, pending: PendingTokens | None = None) -> StepOutput:
+        found = super().run(schedule, pending)
+        self.num_runs += 1
+        if self.num_runs == 2:
+            raise KeyboardInterrupt
+        return found
+
+
+def test_an_engine_that_was_interrupted_within_a_step_gives_no_wrong_tokens() -> None:
+    """The step has moved convolution states on, and its tokens are not known: run again, it would move them twice."""
+    engine, request = Engine(MODEL, runner=Interrupted), Request(0, PROMPT, SamplingParams(max_tokens=5))
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.run([request]))
+    for requests in ([], [replace(request, key=1)]):
+        with pytest.raises(UsageError, match="was interrupted, and what it holds is unknown: make a new engine"):
+            list(engine.run(requests))
