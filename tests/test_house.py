@@ -50,12 +50,12 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 7261,
-    "engine": 3546,
+    "kernels": 7320,
+    "engine": 3553,
     "model": 3689,
     "text": 2211,
     "run": 3579,
-    "executors": 2707,
+    "executors": 2703,
     "output": 3523,
     "core": 2490,
     "input": 3241,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 611,
     "bench": 607,
 }
-MAX_LINES = 39_179
-MAX_TEST_LINES = 46_840
+MAX_LINES = 39_241
+MAX_TEST_LINES = 46_906
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

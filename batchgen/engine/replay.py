@@ -3,7 +3,8 @@
 A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
 host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording
 is cheap but computes every row it has, so it is made of exactly one size; feed and argmax of token ids stay outside, as
-the recorder repeats nothing but kernels of its own. Other steps are run once, without Python between their kernels.
+the recorder repeats nothing but kernels of its own. Of other steps, kernels run on other threads while this one
+launches more.
 A GPU's recordings are in ``graphs``.
 """
 
@@ -50,7 +51,7 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
 
 
 class CpuRecordings:
-    """Runs the steps of one model, the kernels of each in one piece; decode steps are recorded, by size."""
+    """Runs the steps of one model, without Python between their kernels; decode steps are recorded, by size."""
 
     def __init__(self, model: Decoder, state: StateCache, recorder: LaunchRecorder) -> None:
         self.model, self.state, self.recorder = model, state, recorder

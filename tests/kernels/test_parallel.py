@@ -23,7 +23,7 @@ from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import ARGS, KEY, NUM_ITEMS, NUMBERING
-from batchgen.kernels.cpu.parallel import CAPTURE, Kernel, Launched, Pool, scratch
+from batchgen.kernels.cpu.parallel import CAPTURE, Growing, Kernel, Launched, Pool, scratch
 from batchgen.kernels.cpu.recording import Program
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -118,15 +118,19 @@ def test_every_item_is_done_once_and_workers_have_numbers_of_their_own(
     assert bool(workers.any()) == (items > 0)
 
 
-def program_of(rows: Tensor, rounds: int) -> Program:
-    """Launches of ``add_up``, each from a row to the next."""
-    launches: list[Launched] = []
+def launch_all(rows: Tensor, rounds: int, launches: list[Launched] | Growing) -> None:
+    """Add launches of ``add_up``, each from a row to the next."""
     CAPTURE.launches = launches
     try:
         for row, before in zip(rows[1:], rows, strict=False):
             ADD_UP.launch(torch.float32, len(row), row.data_ptr(), before.data_ptr(), rounds, len(row))
     finally:
         CAPTURE.launches = None
+
+
+def program_of(rows: Tensor, rounds: int) -> Program:
+    launches: list[Launched] = []
+    launch_all(rows, rounds, launches)
     return Program(launches)
 
 
@@ -153,6 +157,47 @@ def test_a_launch_begins_when_those_before_are_done(
         wanted = expected(rows)
         program.run()
         assert torch.equal(rows, wanted)
+        rows[1:].zero_()
+        with parallel.pool().growing() as launches:
+            launch_all(rows, rounds, launches)
+        assert torch.equal(rows, wanted)
+
+
+@pytest.mark.parametrize("most_launches", [5, 11, 4096])
+def test_launches_run_while_more_are_added_and_are_done_even_after_an_error(
+    most_launches: int, fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "_MOST_LAUNCHES", most_launches)
+    fresh_pool()
+    torch.set_num_threads(2)
+    rows, more = torch.ones(12, 7), torch.ones(3, 7)
+    wanted, done = expected(rows), 1 + 11 // parallel._LAUNCHES_AT_ONCE * parallel._LAUNCHES_AT_ONCE
+    with pytest.raises(ValueError, match="no"), parallel.pool().growing() as launches:
+        launch_all(rows, 0, launches)
+        until(lambda: torch.equal(rows[:done], wanted[:done]))
+        launch_all(more, 0, launches)
+        raise ValueError("no")
+    assert torch.equal(rows, wanted)
+    assert torch.equal(more, expected(more))
+
+
+def test_launches_are_done_even_if_ctrl_c_comes_as_they_are_to_be_waited_for(
+    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they write is freed next."""
+    end = Growing.end
+
+    def interrupted(_: Growing) -> None:
+        monkeypatch.setattr(Growing, "end", end)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Growing, "end", interrupted)
+    fresh_pool()
+    torch.set_num_threads(2)
+    rows = torch.ones(30, 7)
+    with pytest.raises(KeyboardInterrupt), parallel.pool().growing() as launches:
+        launch_all(rows, 3000, launches)
+    assert torch.equal(rows, expected(rows))
 
 
 def test_no_launch_waits_for_absent_threads(fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

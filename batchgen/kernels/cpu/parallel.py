@@ -14,10 +14,10 @@ Work is taken item by item, so no result may depend on which worker computes it.
 
 Between two kernels that stream weights through every cache, each launch costs Python some 20 microseconds, over a
 hundred times per step: a seventh of the time of a single sequence. So a ``Recorder`` takes down the launches of a step
-before any of them runs, which takes half as long with the interpreter in the caches, and then they run in one piece.
-Where a step does what an earlier one did (every sequence has one token, and there are as many), they are repeated on
-the same memory without Python. Launches run in order, so memory that one no longer needs serves a later one at once,
-as Python's references tell while recording; replays then do the same.
+one after the other, which takes half as long with the interpreter in the caches; the other threads run them meanwhile,
+and this one joins them then. Where a step does what an earlier one did (every sequence has one token, and there are as
+many), they are repeated on the same memory without Python. Launches run in order, so memory that one no longer needs
+serves a later one at once, as Python's references tell while recording; replays then do the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import os
 import platform
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -39,9 +40,13 @@ from batchgen.kernels.cpu import build, kernel_specs
 from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import (
     FUTEX,
+    IS_GROWING,
     LAUNCHES,
     MOST_WORKERS,
+    NUM_LAUNCHES,
+    POOL,
     POOL_WORDS,
+    PROGRAM_WORDS,
     PROGRESS,
     RANGES,
     SELF,
@@ -56,6 +61,8 @@ LAUNCHING = threading.Lock()  # engines in several threads share the workers and
 Launch = Callable[[int, int, int], None]
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
 _NAP_US = 50  # where threads cannot wake each other
+_MOST_LAUNCHES = 4096  # of a program that grows; where there are more, it begins anew
+_LAUNCHES_AT_ONCE = 4  # that are added to it before other threads look: fewer cost calls, more let them wait
 Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``KernelSpec.kinds``
 
 
@@ -97,7 +104,7 @@ class CaptureHook(threading.local):
     Per thread, not an argument: the model is called between the recorder and a launch, and knows of neither.
     """
 
-    launches: list[Launched] | None = None  # None: launches run at once
+    launches: list[Launched] | Growing | None = None  # None: launches run at once
     memory: Allocator | None = None
 
 
@@ -145,6 +152,38 @@ class Kernel:
         launch(code, at, workers)
 
 
+class Growing:
+    """A program to which launches are added while it runs."""
+
+    def __init__(self, pool_at: int, num_workers: int, run: Callable[[int], None]) -> None:
+        self._words = array("q", bytes(8 * (PROGRAM_WORDS + 2 * _MOST_LAUNCHES)))
+        self._at = self._words.buffer_info()[0]
+        for word, value in ((POOL, pool_at), (MOST_WORKERS, num_workers), (LAUNCHES, self._at + 8 * PROGRAM_WORDS)):
+            self._words[word] = value
+        self._run = run
+        self._added: list[array[int]] = []  # words of its launches, to be kept until they are done
+
+    def append(self, launched: Launched) -> None:
+        """Add a launch, which reads nothing that is not in memory by then but for results of those before it."""
+        code, words, _ = launched
+        if len(self._added) == _MOST_LAUNCHES:
+            self.end()
+        at = PROGRAM_WORDS + 2 * len(self._added)
+        self._words[at], self._words[at + 1] = code, words.buffer_info()[0]
+        self._added.append(words)
+        if len(self._added) % _LAUNCHES_AT_ONCE == 0:
+            self._go_on(is_growing=True)
+
+    def end(self) -> None:
+        """Take part in what has been added; returns when the last is done."""
+        self._go_on(is_growing=False)
+        self._added.clear()
+
+    def _go_on(self, *, is_growing: bool) -> None:
+        self._words[NUM_LAUNCHES], self._words[IS_GROWING] = len(self._added), is_growing
+        self._run(self._at)
+
+
 class Pool:
     """Threads of this process for programs of launches, started when first asked for; they end with the process."""
 
@@ -167,25 +206,42 @@ class Pool:
 
     def program(self, launches: Launches, num_workers: int) -> array[int]:
         """The words, as in ``layout``, by which ``run`` knows launches."""
-        words = array("q", (self.at, len(launches), num_workers, 0, *chain.from_iterable(launches)))
-        words[LAUNCHES] = words.buffer_info()[0] + (LAUNCHES + 1) * words.itemsize
+        words = array("q", (self.at, len(launches), num_workers, 0, 0, 0, *chain.from_iterable(launches)))
+        words[LAUNCHES] = words.buffer_info()[0] + PROGRAM_WORDS * words.itemsize
         return words
 
     def run(self, program: array[int]) -> None:
         """Run the launches of a program in order; returns when the last is done. It uses no more threads than CPUs."""
-        num_workers = program[MOST_WORKERS]
         with LAUNCHING:
-            if num_workers > self._num_workers:
-                for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
-                    self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
-                    try:
-                        threading.Thread(target=self._serve, args=(number,), daemon=True).start()
-                    except RuntimeError:  # the system allows no more: this launch needs none, the next tries again
-                        self._num_workers = number
-                        break
-                else:
-                    self._num_workers = num_workers
+            self._start_threads(program[MOST_WORKERS])
             self._run(program.buffer_info()[0])
+
+    @contextmanager
+    def growing(self) -> Iterator[Growing]:
+        """A program that the other threads run while it is made; this thread takes part in it at the end."""
+        with LAUNCHING:
+            num_workers = torch.get_num_threads()
+            self._start_threads(num_workers)
+            program = Growing(self.at, num_workers, self._run)
+            try:
+                try:
+                    yield program
+                finally:
+                    program.end()
+            finally:
+                program.end()  # of what Ctrl-C has kept from its end: the memory that it writes may be freed now
+
+    def _start_threads(self, num_workers: int) -> None:
+        if num_workers > self._num_workers:
+            for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
+                self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
+                try:
+                    threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+                except RuntimeError:  # the system allows no more: this launch needs none, the next tries again
+                    self._num_workers = number
+                    break
+            else:
+                self._num_workers = num_workers
 
     @property
     def num_launches(self) -> int:

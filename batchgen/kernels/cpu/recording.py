@@ -1,4 +1,4 @@
-"""Records the launches of kernels, runs them in one piece, and repeats them without Python on the same memory."""
+"""Runs kernels while Python launches more of them, or records their launches to repeat them without Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
-from batchgen.kernels.cpu.parallel import CAPTURE, Launched, pool
+from batchgen.kernels.cpu.parallel import CAPTURE, Growing, Launched, pool
 
 _LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
 
@@ -53,7 +53,7 @@ class Program:
             self._fresh[at + RANGES] = address + (len(words) - words[NUM_RANGES]) * words.itemsize
             table.append((code, address))
             at += len(words)
-        self._table = pool().program(table, _most_workers(launches))
+        self._table = pool().program(table, max((workers for _, _, workers in launches), default=1))
 
     def run(self) -> None:
         self._words[:] = self._fresh  # kernels count in them
@@ -68,13 +68,12 @@ class Recorder:
 
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         memory = Memory()  # of its own, until the kernels have run: that of a large step is not kept
-        result, launches = _recorded(work, memory)
-        table = [(code, words.buffer_info()[0]) for code, words, _ in launches]
-        pool().run(pool().program(table, _most_workers(launches)))
-        return result
+        with pool().growing() as launches:
+            return _recorded(work, memory, launches)
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        result, launches = _recorded(work, self._memory)
+        launches: list[Launched] = []
+        result = _recorded(work, self._memory, launches)
         program, shape, dtype = Program(launches), result.shape, result.dtype
         # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
         memory = self._memory.holding(result.data_ptr())[: result.nbytes]
@@ -87,15 +86,10 @@ class Recorder:
         return result, replay
 
 
-def _recorded(work: Callable[[], torch.Tensor], memory: Memory) -> tuple[torch.Tensor, list[Launched]]:
-    """The result of ``work``, in ``memory``, and the launches that are to compute it."""
-    launches: list[Launched] = []
+def _recorded(work: Callable[[], torch.Tensor], memory: Memory, launches: list[Launched] | Growing) -> torch.Tensor:
+    """The result of ``work``, in ``memory``; what is to compute it is added to ``launches``."""
     CAPTURE.launches, CAPTURE.memory = launches, memory
     try:
-        return work(), launches
+        return work()
     finally:
         CAPTURE.launches = CAPTURE.memory = None
-
-
-def _most_workers(launches: Sequence[Launched]) -> int:
-    return max((workers for _, _, workers in launches), default=1)

@@ -7,7 +7,8 @@ usually leave it without work, then sleeps: the system moves a thread that was r
 
 ``PROGRESS`` holds the number of the current launch, counted over all programs, above the number of threads in it.
 ``END`` holds the first launch that no program has, above the most workers of the newest program. A thread joins a
-launch below it; ``BASE`` and ``TABLE`` were written before, and cannot change while it is in the launch.
+launch below it; ``BASE`` and ``TABLE`` were written before, and cannot change while it is in the launch. A program may
+grow while the other threads run it: then ``END`` rises, once what is new stands in the table.
 """
 
 from __future__ import annotations
@@ -96,15 +97,21 @@ def take_part(pool, number):
 
 @jit
 def run_all(args):
-    """Compiled: run a program, whose words are as in ``layout``; returns when its last launch is done."""
+    """Compiled: run a program, whose words are as in ``layout``; returns when its last launch is done.
+
+    While it grows, this lets the other threads begin what has been added, and returns at once.
+    """
     pool, num_workers = pointer(args[layout.POOL], np.int64), args[layout.MOST_WORKERS]
-    base, table = fetch(pool, layout.PROGRESS) >> layout.WORKER_BITS, args[layout.LAUNCHES]
-    pool[layout.BASE], pool[layout.TABLE] = base, table
-    end = (base + args[layout.NUM_LAUNCHES] << layout.WORKER_BITS) + num_workers
+    if not args[layout.IS_BEGUN]:
+        pool[layout.BASE] = fetch(pool, layout.PROGRESS) >> layout.WORKER_BITS
+        pool[layout.TABLE] = args[layout.LAUNCHES]
+    end = (pool[layout.BASE] + args[layout.NUM_LAUNCHES] << layout.WORKER_BITS) + num_workers
     fetch_add(pool, layout.END, end - fetch(pool, layout.END))
     if num_workers > 1:
         wake(pool, layout.END)
-    take_part(pool, 0)
+    args[layout.IS_BEGUN] = args[layout.IS_GROWING]
+    if not args[layout.IS_GROWING]:
+        take_part(pool, 0)
 
 
 @jit
