@@ -185,13 +185,18 @@ class RunAgain(Invocation):
         source.check_unchanged()
         counts = journal.counts
         with self.progress.phase("writing the outputs", "write"):
-            num_left = sum(is_cut_off(json.loads(journal.payload(i)), self.where) for i in _results(journal))
+            results, errors = (
+                map(json.loads, map(journal.payload, journal.done.indexes(errors=is_error)))
+                for is_error in (False, True)
+            )
+            num_left = sum(is_cut_off(result, self.where) for result in results)
+            reason = next((error["message"] for error in errors), "")
             finalize_again(self.run_dir, self.spec, journal)
             report = self.follow_report(self.run_dir.retry)
         outcome = self.finished(journal, report)
         lines = [f"{counted(counts.results, 'row')} run again, {num_left:,} of them cut off again"]
         if counts.errors:
-            lines.append(f"{counted(counts.errors, 'row')} failed and kept the answer they had")
+            lines.append(f"{counted(counts.errors, 'row')} failed and kept the answer they had; the first: {reason}")
         if self.num_other:
             lines.append(f"{counted(self.num_other, 'row')} not run again: mended by hand, and not so in the input")
         return self.published(replace(outcome, lines=(*lines, *outcome.lines)))
@@ -204,7 +209,3 @@ class RunAgain(Invocation):
                     self.num_other += 1
                 else:
                     yield answer[0].record
-
-
-def _results(journal: Journal) -> Iterator[int]:
-    return journal.done.indexes(errors=False)
