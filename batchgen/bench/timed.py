@@ -29,8 +29,8 @@ _Count = Callable[[tuple[Any, ...], Any], tuple[float, float]]  # FLOP and bytes
 class TimedKernels:
     """Wraps a CPU's ``Kernels`` and adds the wall time of each operation to ``seconds``, by its name.
 
-    On an asynchronous device this would measure launches. While ``is_timing``, engines get no recorder, because the
-    kernels of a recording run in one piece and would not be timed, and the least work of each operation is added to
+    On an asynchronous device this would measure launches. While ``is_timing``, engines get no recorder, because
+    kernels would run apart from their launches and would not be timed, and the least work of each operation is added to
     ``work`` as [FLOP, bytes]; that takes ``counting_s``. What is several operations is timed as these.
     """
 

@@ -62,8 +62,8 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Recorder(Protocol):
     """Records launches of kernels, to repeat work in which only the contents of memory change.
 
-    Kernels must compute everything that the work computes, and it must not read their results: they run after it. So
-    whatever else they read must outlive the recording.
+    Kernels must compute everything that the work computes, and it must neither read their results nor change what they
+    read: they run beside it or after it. So whatever else they read must outlive the recording.
     """
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -83,7 +83,7 @@ class LaunchRecorder(Recorder, Protocol):
 class Kernels(Protocol):
     """Operations of a back end. All tensors are contiguous; results are new tensors unless said otherwise.
 
-    While a ``Recorder`` records, results exist only after the recording.
+    While a ``Recorder`` records or runs work, results exist only after it.
     """
 
     name: str
