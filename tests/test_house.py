@@ -50,8 +50,8 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 7320,
-    "engine": 3553,
+    "kernels": 7324,
+    "engine": 3559,
     "model": 3689,
     "text": 2211,
     "run": 3580,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 611,
     "bench": 607,
 }
-MAX_LINES = 39_242
-MAX_TEST_LINES = 46_907
+MAX_LINES = 39_252
+MAX_TEST_LINES = 46_926
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

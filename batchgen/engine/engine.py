@@ -140,10 +140,9 @@ class Engine:
         """Advance every scheduled sequence; the results that are complete.
 
         Where steps overlap, these are the results of the step before. A step with rows that need the host runs alone.
-        Raises UsageError where Ctrl-C or an error has ended an earlier one midway: its state is half written.
+        Raises UsageError, as ``flush`` does, where Ctrl-C or an error has ended an earlier one midway.
         """
-        if self._is_midway:
-            raise UsageError("a step of this engine was interrupted, and what it holds is unknown: make a new engine")
+        _check_whole(is_midway=self._is_midway)
         self._is_midway = True
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
@@ -234,6 +233,7 @@ class Engine:
 
     def flush(self) -> list[Result]:
         """Wait for a step in flight, once there is no more work; the results that are complete with it."""
+        _check_whole(is_midway=self._is_midway)
         return self._collect()
 
     def stop(self) -> None:
@@ -244,3 +244,9 @@ class Engine:
         """Tokens generated so far, by request key, of every request that could go on from them."""
         tokens = {s.request.key: s.state.resumable_tokens for s in self.scheduler.unfinished()}
         return {key: generated for key, generated in tokens.items() if generated}
+
+
+def _check_whole(*, is_midway: bool) -> None:
+    """A step that has ended midway may have moved states on without booking its tokens, or lost a result."""
+    if is_midway:
+        raise UsageError("a step of this engine was interrupted, and what it holds is unknown: make a new engine")

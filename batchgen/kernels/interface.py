@@ -77,7 +77,7 @@ class LaunchRecorder(Recorder, Protocol):
     """Also for work that is done once, where the host would take long from one launch to the next."""
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """The result of ``work``, whose kernels are run by other threads while it launches more."""
+        """The result of ``work``, whose kernels are run by other threads, if there are any, while it launches more."""
 
 
 class Kernels(Protocol):

@@ -528,9 +528,19 @@ class Interrupted(ModelRunner):
         return found
 
 
-def test_an_engine_that_was_interrupted_within_a_step_gives_no_wrong_tokens() -> None:
+@pytest.mark.parametrize("where", ["forward", "end"])
+def test_an_engine_that_was_interrupted_within_a_step_gives_no_wrong_tokens_and_loses_no_row(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step has moved convolution states on, and its tokens are not known: run again, it would move them twice."""
-    engine, request = Engine(MODEL, runner=Interrupted), Request(0, PROMPT, SamplingParams(max_tokens=5))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(MODEL, runner=Interrupted if where == "forward" else ModelRunner)
+    request = Request(0, PROMPT, SamplingParams(max_tokens=5))
+    if where == "end":
+        monkeypatch.setattr(engine.duplicates, "end", interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(engine.run([request]))
     for requests in ([], [replace(request, key=1)]):

@@ -23,7 +23,7 @@ from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import ARGS, KEY, NUM_ITEMS, NUMBERING
-from batchgen.kernels.cpu.parallel import CAPTURE, Growing, Kernel, Launched, Pool, scratch
+from batchgen.kernels.cpu.parallel import CAPTURE, GrowingProgram, Kernel, Launched, Pool, scratch
 from batchgen.kernels.cpu.recording import Program
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -118,14 +118,15 @@ def test_every_item_is_done_once_and_workers_have_numbers_of_their_own(
     assert bool(workers.any()) == (items > 0)
 
 
-def launch_all(rows: Tensor, rounds: int, launches: list[Launched] | Growing) -> None:
-    """Add launches of ``add_up``, each from a row to the next."""
+def launch_all(rows: Tensor, rounds: int, launches: list[Launched] | GrowingProgram) -> Tensor:
+    """Add launches of ``add_up``, each from a row to the next; the rows."""
     CAPTURE.launches = launches
     try:
         for row, before in zip(rows[1:], rows, strict=False):
             ADD_UP.launch(torch.float32, len(row), row.data_ptr(), before.data_ptr(), rounds, len(row))
     finally:
         CAPTURE.launches = None
+    return rows
 
 
 def program_of(rows: Tensor, rounds: int) -> Program:
@@ -158,8 +159,7 @@ def test_a_launch_begins_when_those_before_are_done(
         program.run()
         assert torch.equal(rows, wanted)
         rows[1:].zero_()
-        with parallel.pool().growing() as launches:
-            launch_all(rows, rounds, launches)
+        parallel.pool().run_growing(lambda launches: launch_all(rows, rounds, launches))
         assert torch.equal(rows, wanted)
 
 
@@ -172,11 +172,15 @@ def test_launches_run_while_more_are_added_and_are_done_even_after_an_error(
     torch.set_num_threads(2)
     rows, more = torch.ones(12, 7), torch.ones(3, 7)
     wanted, done = expected(rows), 1 + 11 // parallel._LAUNCHES_AT_ONCE * parallel._LAUNCHES_AT_ONCE
-    with pytest.raises(ValueError, match="no"), parallel.pool().growing() as launches:
+
+    def work(launches: GrowingProgram) -> Tensor:
         launch_all(rows, 0, launches)
         until(lambda: torch.equal(rows[:done], wanted[:done]))
         launch_all(more, 0, launches)
         raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        parallel.pool().run_growing(work)
     assert torch.equal(rows, wanted)
     assert torch.equal(more, expected(more))
 
@@ -184,20 +188,25 @@ def test_launches_run_while_more_are_added_and_are_done_even_after_an_error(
 def test_launches_are_done_even_if_ctrl_c_comes_as_they_are_to_be_waited_for(
     fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they write is freed next."""
-    end = Growing.end
+    """What they write is freed next; and who catches it may launch."""
+    end = GrowingProgram.end
 
-    def interrupted(_: Growing) -> None:
-        monkeypatch.setattr(Growing, "end", end)
+    def interrupted(_: GrowingProgram) -> None:
+        monkeypatch.setattr(GrowingProgram, "end", end)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Growing, "end", interrupted)
+    monkeypatch.setattr(GrowingProgram, "end", interrupted)
     fresh_pool()
     torch.set_num_threads(2)
-    rows = torch.ones(30, 7)
-    with pytest.raises(KeyboardInterrupt), parallel.pool().growing() as launches:
-        launch_all(rows, 3000, launches)
-    assert torch.equal(rows, expected(rows))
+    rows, more = torch.ones(30, 7), torch.ones(5, 7)
+    program = program_of(more, 0)
+    try:
+        parallel.pool().run_growing(lambda launches: launch_all(rows, 3000, launches))
+    except KeyboardInterrupt:
+        assert torch.equal(rows, expected(rows))
+        program.run()
+    assert torch.equal(more, expected(more))
+    assert GrowingProgram.end is end
 
 
 def test_no_launch_waits_for_absent_threads(fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ NUM_SLEEPERS, EVENT = 1, 2  # behind ``PROGRESS``, and behind ``END``
 BASE, TABLE, FUTEX, SLEEP, WAKE = range(SELF + 1, SELF + 6)
 POOL_WORDS = 24
 WORKER_BITS = 16  # of ``PROGRESS`` and ``END``: below the number of a launch, one of workers
-# Words of a program: the pool, how many launches and workers at most, the address of a kernel and its words for each
-# launch; whether more launches are to come, and whether a program to which that applies has begun.
+# Words of a program: the pool, how many launches and workers at most, the address of its table, which has a kernel and
+# its words for each launch; whether it grows, and whether it then has begun.
 POOL, NUM_LAUNCHES, MOST_WORKERS, LAUNCHES, IS_GROWING, IS_BEGUN = range(6)
 PROGRAM_WORDS = 6
 

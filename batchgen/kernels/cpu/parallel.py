@@ -27,12 +27,11 @@ import os
 import platform
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -62,7 +61,7 @@ Launch = Callable[[int, int, int], None]
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
 _NAP_US = 50  # where threads cannot wake each other
 _MOST_LAUNCHES = 4096  # of a program that grows; where there are more, it begins anew
-_LAUNCHES_AT_ONCE = 4  # that are added to it before other threads look: fewer cost calls, more let them wait
+_LAUNCHES_AT_ONCE = 4  # that are added to it at once: they take less time than a thread spins before it sleeps
 Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``KernelSpec.kinds``
 
 
@@ -92,19 +91,19 @@ Launches = Sequence[tuple[int, int]]  # the addresses of their functions and wor
 
 
 class Allocator(Protocol):
-    """Where results lie while a step is recorded."""
+    """Where results lie while a step is recorded, or run in one go."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
 
 
 class CaptureHook(threading.local):
-    """Takes the calling thread's launches and allocates their results while a step is recorded.
+    """Takes the calling thread's launches and allocates their results while a step is recorded, or run in one go.
 
     Per thread, not an argument: the model is called between the recorder and a launch, and knows of neither.
     """
 
-    launches: list[Launched] | Growing | None = None  # None: launches run at once
+    launches: list[Launched] | GrowingProgram | None = None  # None: launches run at once
     memory: Allocator | None = None
 
 
@@ -152,19 +151,19 @@ class Kernel:
         launch(code, at, workers)
 
 
-class Growing:
+class GrowingProgram:
     """A program to which launches are added while it runs."""
 
-    def __init__(self, pool_at: int, num_workers: int, run: Callable[[int], None]) -> None:
+    def __init__(self, pool: Pool, num_workers: int) -> None:
+        self._pool = pool
         self._words = array("q", bytes(8 * (PROGRAM_WORDS + 2 * _MOST_LAUNCHES)))
         self._at = self._words.buffer_info()[0]
-        for word, value in ((POOL, pool_at), (MOST_WORKERS, num_workers), (LAUNCHES, self._at + 8 * PROGRAM_WORDS)):
+        for word, value in ((POOL, pool.at), (MOST_WORKERS, num_workers), (LAUNCHES, self._at + 8 * PROGRAM_WORDS)):
             self._words[word] = value
-        self._run = run
         self._added: list[array[int]] = []  # words of its launches, to be kept until they are done
 
     def append(self, launched: Launched) -> None:
-        """Add a launch, which reads nothing that is not in memory by then but for results of those before it."""
+        """Add a launch, whose inputs are in memory or results of earlier launches."""
         code, words, _ = launched
         if len(self._added) == _MOST_LAUNCHES:
             self.end()
@@ -172,16 +171,15 @@ class Growing:
         self._words[at], self._words[at + 1] = code, words.buffer_info()[0]
         self._added.append(words)
         if len(self._added) % _LAUNCHES_AT_ONCE == 0:
-            self._go_on(is_growing=True)
+            self._words[NUM_LAUNCHES], self._words[IS_GROWING] = len(self._added), 1
+            self._pool.publish(self._at)
 
     def end(self) -> None:
-        """Take part in what has been added; returns when the last is done."""
-        self._go_on(is_growing=False)
-        self._added.clear()
-
-    def _go_on(self, *, is_growing: bool) -> None:
-        self._words[NUM_LAUNCHES], self._words[IS_GROWING] = len(self._added), is_growing
-        self._run(self._at)
+        """Take part in what has been added and has not ended; returns when the last is done."""
+        if self._added:
+            self._words[NUM_LAUNCHES], self._words[IS_GROWING] = len(self._added), 0
+            self._pool.run_all(self._at)
+            self._added.clear()
 
 
 class Pool:
@@ -202,7 +200,8 @@ class Pool:
             self._words[self._start + word] = value
         self._library, self._key = library, key
         self._num_workers = 1
-        self._run = _function(kernel_specs.RUN_ALL)
+        self.run_all = _function(kernel_specs.RUN_ALL)
+        self.publish = _function(kernel_specs.RUN_ALL, ctypes.PYFUNCTYPE)  # of what grows: no time to give away the GIL
 
     def program(self, launches: Launches, num_workers: int) -> array[int]:
         """The words, as in ``layout``, by which ``run`` knows launches."""
@@ -211,27 +210,30 @@ class Pool:
         return words
 
     def run(self, program: array[int]) -> None:
-        """Run the launches of a program in order; returns when the last is done. It uses no more threads than CPUs."""
+        """Run the launches of a program in order; returns when the last is done."""
         with LAUNCHING:
             self._start_threads(program[MOST_WORKERS])
-            self._run(program.buffer_info()[0])
+            self.run_all(program.buffer_info()[0])
 
-    @contextmanager
-    def growing(self) -> Iterator[Growing]:
-        """A program that the other threads run while it is made; this thread takes part in it at the end."""
+    def run_growing(self, work: Callable[[GrowingProgram], torch.Tensor]) -> torch.Tensor:
+        """The result of ``work``, whose launches the other threads run meanwhile; this one joins them at the end.
+
+        No context manager: Ctrl-C can come between it and its caller, where neither would end the program.
+        """
         with LAUNCHING:
             num_workers = torch.get_num_threads()
             self._start_threads(num_workers)
-            program = Growing(self.at, num_workers, self._run)
+            program = GrowingProgram(self, num_workers)
             try:
                 try:
-                    yield program
+                    return work(program)
                 finally:
                     program.end()
             finally:
-                program.end()  # of what Ctrl-C has kept from its end: the memory that it writes may be freed now
+                program.end()  # if Ctrl-C has come before the first did: memory that kernels write may be freed now
 
     def _start_threads(self, num_workers: int) -> None:
+        """Have threads for so many workers, but no more than CPUs."""
         if num_workers > self._num_workers:
             for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
                 self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
@@ -260,8 +262,9 @@ class Pool:
         _function(kernel_specs.SERVE)(words.buffer_info()[0])
 
 
-def _function(spec: KernelSpec) -> Callable[[int], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build.address(spec, "any"))
+def _function(spec: KernelSpec, kind: Any = ctypes.CFUNCTYPE) -> Callable[[int], None]:
+    function: Callable[[int], None] = kind(None, ctypes.c_void_p)(build.address(spec, "any"))
+    return function
 
 
 def _address(function: object) -> int:

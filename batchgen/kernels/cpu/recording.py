@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
-from batchgen.kernels.cpu.parallel import CAPTURE, Growing, Launched, pool
+from batchgen.kernels.cpu.parallel import CAPTURE, GrowingProgram, Launched, pool
 
 _LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
 
@@ -68,8 +68,7 @@ class Recorder:
 
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         memory = Memory()  # of its own, until the kernels have run: that of a large step is not kept
-        with pool().growing() as launches:
-            return _recorded(work, memory, launches)
+        return pool().run_growing(lambda launches: _recorded(work, memory, launches))
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         launches: list[Launched] = []
@@ -86,7 +85,9 @@ class Recorder:
         return result, replay
 
 
-def _recorded(work: Callable[[], torch.Tensor], memory: Memory, launches: list[Launched] | Growing) -> torch.Tensor:
+def _recorded(
+    work: Callable[[], torch.Tensor], memory: Memory, launches: list[Launched] | GrowingProgram
+) -> torch.Tensor:
     """The result of ``work``, in ``memory``; what is to compute it is added to ``launches``."""
     CAPTURE.launches, CAPTURE.memory = launches, memory
     try:

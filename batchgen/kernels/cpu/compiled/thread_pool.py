@@ -79,7 +79,7 @@ def wake(pool, place):
 
 @jit
 def take_part(pool, number):
-    """Work in launch after launch until the current program ends, unless that is for fewer workers."""
+    """Work in launch after launch until the current program ends or has no more yet, unless it is for fewer workers."""
     while True:
         progress, end = fetch(pool, layout.PROGRESS), fetch(pool, layout.END)
         launch = progress >> layout.WORKER_BITS
