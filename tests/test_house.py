@@ -51,7 +51,7 @@ FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
     "kernels": 7324,
-    "engine": 3559,
+    "engine": 3557,
     "model": 3689,
     "text": 2211,
     "run": 3580,
@@ -66,14 +66,14 @@ ROOM_LINES = {
     "check": 611,
     "bench": 607,
 }
-MAX_LINES = 39_252
+MAX_LINES = 39_250
 MAX_TEST_LINES = 46_926
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
     *("engine.model_runner", "engine.engine", "model.decoder", "model.layers"),
 ]
-MAX_PATH_LINES = 1743
+MAX_PATH_LINES = 1745
 MAX_ARROWS = {"engine": 47}  # imports between files of a room
 MAX_FILES = {"executors": 18}
 MAX_FILE_LINES = 350

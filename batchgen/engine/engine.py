@@ -33,6 +33,9 @@ from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
 from batchgen.text.tokenizer import Tokenizer
 
+# It may have moved states on without booking its tokens, or lost a result.
+_INTERRUPTED = "a step of this engine was interrupted, and what it holds is unknown: make a new engine"
+
 
 class Engine:
     """Generates tokens for many requests at once with one model.
@@ -142,7 +145,8 @@ class Engine:
         Where steps overlap, these are the results of the step before. A step with rows that need the host runs alone.
         Raises UsageError, as ``flush`` does, where Ctrl-C or an error has ended an earlier one midway.
         """
-        _check_whole(is_midway=self._is_midway)
+        if self._is_midway:
+            raise UsageError(_INTERRUPTED)
         self._is_midway = True
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
@@ -233,7 +237,8 @@ class Engine:
 
     def flush(self) -> list[Result]:
         """Wait for a step in flight, once there is no more work; the results that are complete with it."""
-        _check_whole(is_midway=self._is_midway)
+        if self._is_midway:
+            raise UsageError(_INTERRUPTED)
         return self._collect()
 
     def stop(self) -> None:
@@ -242,11 +247,4 @@ class Engine:
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:
         """Tokens generated so far, by request key, of every request that could go on from them."""
-        tokens = {s.request.key: s.state.resumable_tokens for s in self.scheduler.unfinished()}
-        return {key: generated for key, generated in tokens.items() if generated}
-
-
-def _check_whole(*, is_midway: bool) -> None:
-    """A step that has ended midway may have moved states on without booking its tokens, or lost a result."""
-    if is_midway:
-        raise UsageError("a step of this engine was interrupted, and what it holds is unknown: make a new engine")
+        return {s.request.key: tokens for s in self.scheduler.unfinished() if (tokens := s.state.resumable_tokens)}
