@@ -51,10 +51,10 @@ FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
     "kernels": 7324,
-    "engine": 3557,
+    "engine": 3556,
     "model": 3689,
     "text": 2211,
-    "run": 3580,
+    "run": 3581,
     "executors": 2703,
     "output": 3523,
     "core": 2490,

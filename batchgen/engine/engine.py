@@ -33,7 +33,7 @@ from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
 from batchgen.text.tokenizer import Tokenizer
 
-# It may have moved states on without booking its tokens, or lost a result.
+# A step that ended midway may have moved states on without booking its tokens, or lost a result.
 _INTERRUPTED = "a step of this engine was interrupted, and what it holds is unknown: make a new engine"
 
 

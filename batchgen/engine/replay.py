@@ -3,9 +3,8 @@
 A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
 host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording
 is cheap but computes every row it has, so it is made of exactly one size; feed and argmax of token ids stay outside, as
-the recorder repeats nothing but kernels of its own. Of other steps, kernels run on other threads while this one
-launches more.
-A GPU's recordings are in ``graphs``.
+the recorder repeats nothing but kernels of its own. Kernels of other steps run on other threads while this one launches
+more. A GPU's recordings are in ``graphs``.
 """
 
 from __future__ import annotations

@@ -185,12 +185,8 @@ class RunAgain(Invocation):
         source.check_unchanged()
         counts = journal.counts
         with self.progress.phase("writing the outputs", "write"):
-            results, errors = (
-                map(json.loads, map(journal.payload, journal.done.indexes(errors=is_error)))
-                for is_error in (False, True)
-            )
-            num_left = sum(is_cut_off(result, self.where) for result in results)
-            reason = next((error["message"] for error in errors), "")
+            num_left = sum(is_cut_off(result, self.where) for result in _finished(journal, errors=False))
+            reason = next((error["message"] for error in _finished(journal, errors=True)), "")
             finalize_again(self.run_dir, self.spec, journal)
             report = self.follow_report(self.run_dir.retry)
         outcome = self.finished(journal, report)
@@ -209,3 +205,8 @@ class RunAgain(Invocation):
                     self.num_other += 1
                 else:
                     yield answer[0].record
+
+
+def _finished(journal: Journal, *, errors: bool) -> Iterator[dict[str, Any]]:
+    """The records of the rows that failed, or of those that did not."""
+    return (json.loads(journal.payload(index)) for index in journal.done.indexes(errors=errors))
