@@ -1,4 +1,4 @@
-"""Steps whose kernels run in one piece, and those that are repeated, give what kernels launched one by one give."""
+"""Steps whose kernels run beside their launches, and repeated ones, give what kernels launched one by one give."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def model() -> Decoder:
 
 
 class Counted:
-    """An engine, how many of its steps ran in one piece for the first time, and how many from a recording."""
+    """An engine, how many of its steps Python launched, and how many came from a recording."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.num_in_one_piece, self.num_replayed = 0, 0
+        self.num_launched, self.num_replayed = 0, 0
         replays = engine.runner.replays
         assert isinstance(replays, CpuRecordings)
         self.replays = replays
@@ -38,7 +38,7 @@ class Counted:
 
         def counting(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
             result, again = record(work)
-            self.num_in_one_piece += 1
+            self.num_launched += 1
 
             def counted() -> Tensor:
                 self.num_replayed += 1
@@ -49,7 +49,7 @@ class Counted:
         run = replays.recorder.run
 
         def noted(work: Callable[[], Tensor]) -> Tensor:
-            self.num_in_one_piece += 1
+            self.num_launched += 1
             return run(work)
 
         replays.recorder.record, replays.recorder.run = counting, noted  # type: ignore[method-assign]
@@ -114,19 +114,19 @@ def test_only_so_many_recordings_are_kept(model: Decoder, monkeypatch: pytest.Mo
     assert len(counted.replays.recorded) == 2
 
 
-def test_every_step_runs_in_one_piece_and_decode_steps_are_recorded(model: Decoder) -> None:
+def test_prompts_are_launched_and_decode_steps_recorded(model: Decoder) -> None:
     counted = Counted(engine_for(model, num_blocks=40, block_size=8, max_num_seqs=2, max_num_batched_tokens=64))
     requests = [Request(i, tuple(range(9 + i, 29)), SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(2)]
     tokens_of(counted.engine.run(requests))
     assert [size.num_seqs for size in counted.replays.recorded] == [2]
-    assert (counted.num_in_one_piece, counted.num_replayed) == (2, counted.engine.stats.num_steps - 2)
+    assert (counted.num_launched, counted.num_replayed) == (2, counted.engine.stats.num_steps - 2)
 
 
-def test_a_step_without_logits_runs_in_one_piece(model: Decoder) -> None:
+def test_a_step_without_logits_runs_beside_its_launches(model: Decoder) -> None:
     counted = Counted(engine_for(model, num_blocks=40, block_size=8, max_num_seqs=2, max_num_batched_tokens=8))
     request = Request(0, tuple(range(9, 29)), SamplingParams(max_tokens=3, ignore_eos=True))
     counted.engine.submit(request)
-    assert not counted.engine.step() and counted.num_in_one_piece == 1
+    assert not counted.engine.step() and counted.num_launched == 1
     assert tokens_of(counted.engine.run([])) == solo(model, [request])
 
 
