@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+import batchgen
+from batchgen.cli.main import cli
+from batchgen.config.job import KEYS
 
 PACKAGE = Path(__file__).parents[1] / "batchgen"
 
@@ -58,6 +63,40 @@ MAX_ARROWS = {"engine": 47}  # imports between files of a room
 MAX_FILES = {"executors": 18}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
+# What a user has to know of: the closed list. A name enters when one leaves.
+CONCEPTS = {
+    "commands": "bench check help merge plan report retry run status",
+    "switches of run": """
+        allow-mixed-kernels deadline heartbeat-s help-all json-progress max-cost max-error-rate max-runtime
+        max-total-tokens metrics-file overwrite quiet shard strict
+    """,
+    "input formats": "auto csv hf jsonl openai-batch parquet text",
+    "output formats": "jsonl openai-batch parquet",
+    "extras": "gguf gs lm-eval metrics ray report s3 structured test",
+    "public names": """
+        BatchgenError Engine EngineConfig GateFailed InputChanged JobSpec LockedError ModelError OutOfMemory RemoteError
+        Request Result ResumeMismatch Run RunOptions RunStopped SamplingParams Shard StorageError Tokenizer UsageError
+        __version__ generate load_job load_model run_job
+    """,
+    "[model]": "activations adapter batch_invariant device dtype path revision tokenizer weights",
+    "[input]": """
+        chat chat_template_kwargs delimiter format id keep_columns limit messages path prompt prompt_token_ids system
+    """,
+    "[sampling]": """
+        allowed_token_ids bad_words choices columns frequency_penalty ignore_eos logit_bias logprobs max_repeats
+        max_tokens min_p min_tokens n normalize presence_penalty preset prompt_logprobs repetition_penalty seed stop
+        stop_token_ids structured_outputs temperature top_k top_p
+    """,
+    "[embed]": "dimensions normalize pooling prefix prompt_name truncate",
+    "[engine]": """
+        block_size forecast_memory kv_dtype kv_memory longest_first max_model_len max_num_batched_tokens max_num_seqs
+        prefix_caching share_duplicates speculate threads
+    """,
+    "[output]": """
+        answer expected format mirror order parse_json parse_tools path publish reuse split_reasoning token_ids
+    """,
+    "[cluster]": "load_patience patience price_per_hour ray resources worker_cpus worker_gpus workers",
+}
 
 
 @dataclass(frozen=True)
@@ -227,6 +266,22 @@ RULES: list[Callable[[Tree], list[str]]] = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
     assert rule(package()) == []
+
+
+def test_the_list_of_concepts_is_closed() -> None:
+    """Whoever adds a name takes one away, or says in the commit why a user has to know one more."""
+    run = {option.name for option in cli.commands["run"].params if option.name}
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    there = {
+        "commands": set(cli.commands),
+        "switches of run": {name.replace("_", "-") for name in run if "__" not in name} - {"job"},
+        "input formats": set(KEYS["input"]["format"].kind.choices),
+        "output formats": set(KEYS["output"]["format"].kind.choices),
+        "extras": set(project["optional-dependencies"]),
+        "public names": set(batchgen.__all__),
+        **{f"[{section}]": set(keys) for section, keys in KEYS.items()},
+    }
+    assert there == {kind: set(names.split()) for kind, names in CONCEPTS.items()}
 
 
 def test_no_two_files_of_tests_have_one_name_and_none_imports_another() -> None:
