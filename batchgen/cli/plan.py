@@ -16,6 +16,7 @@ from batchgen.cli.options import (
     GroupedCommand,
     job_options,
     json_option,
+    run_option,
     take_job_flags,
 )
 from batchgen.cli.say import point_out_backslashes, show
@@ -28,6 +29,7 @@ from batchgen.core.errors import ExitCode
 @click.option("--fail-if-over", type=DURATION, help="Exit 4 if the job would take longer.")
 @click.option("--expect-output", type=COUNT, help="Expected tokens per answer [as in the last run].")
 @click.option("--shard", type=SHARD, default="1/1", help="Plan the I-th of N parts of the rows [1/1].")
+@run_option("--overwrite", is_flag=True, hidden=True, help="As for run: what --reuse may name depends on it.")
 @json_option()
 @job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
 def plan(job: Path | None, as_json: bool, **values: Any) -> int:
@@ -51,8 +53,11 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     from batchgen.config.load import load_job
     from batchgen.plan.dry_run import check_time, make_plan
     from batchgen.plan.text import render_plan
+    from batchgen.run.reuse import refuse_own_rows
 
     spec = load_job(job, flags, needs=("model", "input"))
+    if values["overwrite"]:
+        refuse_own_rows(spec)
     expected, shard = values["expect_output"], values["shard"]
     found = make_plan(spec, calibrates=values["calibrate"], output_tokens=expected, shard=shard)
     show(json.dumps(found, indent=2) if as_json else render_plan(found))

@@ -39,7 +39,7 @@ from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.report.usage import cost_of
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
-from batchgen.run.reuse import Reuse, earlier_runs
+from batchgen.run.reuse import Reuse, earlier_runs, is_own
 from batchgen.run.stdin import stdin_as_file
 
 PLAN_VERSION = 1
@@ -83,7 +83,10 @@ def _reuse(spec: JobSpec, model: ModelInfo) -> Reuse:
     runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)]
     digests = Digests(runs[-1].file_states if runs else None)
     known = {"model": model.fingerprint(digests) if runs else {}, "code": {"batchgen": __version__}}
-    return Reuse(spec, Manifest(spec.to_dict(), spec.output_keys(), known), model.record_builder(spec))
+    reuse = Reuse(spec, Manifest(spec.to_dict(), spec.output_keys(), known), model.record_builder(spec))
+    own = (folder for folder in spec.output.reuse if is_own(spec, folder))
+    reuse.lines += [f"no row of {folder} is reused: it is the output folder, with which run goes on" for folder in own]
+    return reuse
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:

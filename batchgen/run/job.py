@@ -34,7 +34,7 @@ from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import has_failed_rows, job_facts, journal_totals, result_ids
 from batchgen.run.results import ResultSink
 from batchgen.run.resume import continued, reopen
-from batchgen.run.reuse import Reuse, earlier_runs, reuse_rows
+from batchgen.run.reuse import Reuse, earlier_runs, refuse_own_rows, reuse_rows
 from batchgen.run.stdin import StdinCopy
 
 _SHARDS_DATE = (
@@ -120,6 +120,7 @@ class _Job(Invocation):
             self.progress.begin_anew()
         if not self.options.overwrite:
             return self.run_dir.read_manifest()
+        refuse_own_rows(self.spec)
         self.run_dir.refuse_foreign_manifest()
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
     found: list[tuple[RunDir, Manifest | OtherVersion]] = []
     for folder in dict.fromkeys(spec.output.reuse):
         run_dir = RunDir(Path(folder))
-        if run_dir.path.resolve() == Path(spec.output.path).resolve():
+        if is_own(spec, folder):
             continue
         manifest: Manifest | OtherVersion | None
         try:
@@ -107,6 +108,26 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
             raise LockedError(f"output.reuse: {folder} is in use by {holder}; run this job once that has ended")
         found.append((run_dir, manifest))
     return found
+
+
+def refuse_own_rows(spec: JobSpec) -> None:
+    """Raises UsageError where the run directory that is to be dropped is one whose rows are to be reused."""
+    for folder in spec.output.reuse:
+        if is_own(spec, folder):
+            raise UsageError(
+                f"--overwrite would drop the rows of {folder} before --reuse can take them, since it is the output "
+                f"folder itself: give the new run a folder of its own, --output NEW_FOLDER --reuse {folder}"
+            )
+
+
+def is_own(spec: JobSpec, folder: str) -> bool:
+    """Whether ``folder``, however it is written, is the job's own run directory."""
+    named, own = Path(folder), Path(spec.output.path)
+    if named.resolve() == own.resolve():
+        return True
+    with suppress(OSError):  # one of them is not there
+        return named.samefile(own)
+    return False
 
 
 def reuse_rows(reuse: Reuse, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress) -> None:

@@ -15,10 +15,12 @@ import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 from stub_engine import stub_factory
 
-from batchgen.core.errors import LockedError, UsageError
+from batchgen.cli.main import call
+from batchgen.core.errors import ExitCode, LockedError, UsageError
 from batchgen.core.shard import Shard
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.rundir import RunDir
+from batchgen.plan.dry_run import make_plan
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.merge import merge
 from batchgen.run.retry import retry_job
@@ -320,3 +322,36 @@ def test_records_that_were_edited_are_computed(job: JobMaker, edit: str) -> None
     second(job, rows_of(5))
     assert computed(job) == 1
     assert_as_fresh(job)
+
+
+@pytest.mark.parametrize("spelling", ["same", "relative", "link", "one of two", "through another folder"])
+def test_a_run_that_is_overwritten_cannot_be_reused_and_keeps_its_rows(
+    job: JobMaker, spelling: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(6))
+    job.run()
+    monkeypatch.chdir(job.folder)
+    (job.folder / "link").symlink_to(job.output)
+    (job.folder / "two").mkdir()
+    spellings = {
+        "same": ["out"],
+        "relative": [f"../{job.folder.name}/out/"],
+        "link": ["link"],
+        "one of two": ["two", "out"],
+        "through another folder": ["two/../out"],
+    }
+    reuse = [flag for folder in spellings[spelling] for flag in ("--reuse", folder)]
+    before = (job.output / "outputs.jsonl").read_bytes()
+    for command in ("run", "plan"):
+        arguments = [command, str(job.toml()), "--overwrite", *reuse]
+        assert call(arguments, stub_factory()) == ExitCode.USAGE
+        assert "--output NEW_FOLDER --reuse" in capsys.readouterr().err
+    assert (job.output / "outputs.jsonl").read_bytes() == before
+
+
+def test_a_plan_says_that_the_output_folder_itself_gives_no_row(job: JobMaker) -> None:
+    job.write(rows_of(6))
+    job.run()
+    plan = make_plan(job.spec(output={"reuse": [str(job.output)]}))
+    assert plan["rows"]["reused"] == 0
+    assert plan["reuse"] == [f"no row of {job.output} is reused: it is the output folder, with which run goes on"]
