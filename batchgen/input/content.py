@@ -5,7 +5,6 @@ It checks the rows' content and the job's [input] section; it counts no tokens a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,14 @@ from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
+from batchgen.input.messages import Message, checked_messages, checked_tools, chosen_tools
 from batchgen.input.openai_batch import check_purpose, parse_batch_line
-from batchgen.input.rows import Embedded, RowProblem, num_chars, type_name, wrong_type
+from batchgen.input.rows import Embedded, RowProblem, num_chars, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import MAX_CHARS
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read the first two
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,7 @@ class ContentFinder:
     def _from_messages(self, name: str, value: object, columns: Mapping[str, Any]) -> Chat:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
-        return self._chat(_checked_messages(name, value), columns)
+        return self._chat(checked_messages(name, value), columns)
 
     def _chat(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> Chat:
         self._require_tokenizer()
@@ -187,9 +185,9 @@ class ContentFinder:
             raise RowProblem(RowErrorCode.TOO_LONG, message)
         if self._spec.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._spec.system}, *messages]
-        tools = _checked_tools(columns.get("tools"))
+        tools = checked_tools(columns.get("tools"))
         choice = columns.get("tool_choice") if tools else None
-        must_call = _chosen_tools(choice, tools)
+        must_call = chosen_tools(choice, tools)
         kwargs = _checked_kwargs(columns.get("chat_template_kwargs"))
         offered = {"tools": tools} if tools and choice != "none" else {}
         variables = {**(self._spec.chat_template_kwargs or {}), **kwargs, **offered}
@@ -226,96 +224,12 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
     return {name: item for name, item in found.items() if item is not None}
 
 
-def _checked_tools(value: object) -> list[dict[str, Any]]:
-    """The tools of a row, if there are any; datasets often hold such objects as JSON text."""
-    try:
-        tools = json.loads(value) if isinstance(value, str) and value else value
-    except (ValueError, RecursionError):
-        tools = value
-    if not tools and isinstance(tools, list | str | None):
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise wrong_type("'tools'", tools, "a list of objects")
-    return tools
-
-
-def _chosen_tools(choice: object, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The tools of which one must be called: none, all, or the one that ``tool_choice`` names."""
-    if choice in (None, "none", "auto"):
-        return ()
-    name = _function_name(choice)
-    found = [tool for tool in tools if choice == "required" or (name is not None and _function_name(tool) == name)]
-    if not found:
-        what = (
-            "none, auto, required, or a function among the tools, as {'type': 'function', 'function': {'name': NAME}}"
-        )
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} must be {what}")
-    return found
-
-
-def _function_name(value: object) -> object:
-    """The name in ``{"type": "function", "function": {"name": ...}}``."""
-    function = value.get("function") if isinstance(value, dict) else None
-    return function.get("name") if isinstance(function, dict) else None
-
-
 def _checked_text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise wrong_type(what, value, "a string")
     if not value or value.isspace():
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{what} is empty")
     return value
-
-
-def _checked_messages(name: str, value: object) -> list[Message]:
-    """The messages in column ``name``: objects with a ``role`` and a ``content`` that is text.
-
-    Content given as OpenAI's list of ``{"type": "text", "text": ...}`` parts is joined, and may be absent beside
-    ``tool_calls``, whose arguments become objects where they are JSON text, as in vLLM: a template would quote them
-    twice. Earlier reasoning goes by any of its names, as in transformers. Other fields go to the template untouched.
-    """
-    if not isinstance(value, list):
-        raise wrong_type(f"column {name!r}", value, "a list of messages")
-    messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
-    if not any(message["content"].strip() for message in messages):
-        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} has no message with any text")
-    return messages
-
-
-def _checked_message(where: str, message: object) -> Message:
-    if not isinstance(message, dict):
-        raise wrong_type(where, message, "an object")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise wrong_type(f"{where}.role", role, "a string")
-    if isinstance(content, list):
-        content = "".join(_part_text(f"{where}.content[{number}]", part) for number, part in enumerate(content))
-    calls = message.get("tool_calls")
-    if calls and content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise wrong_type(f"{where}.content", content, "a string")
-    parsed = {"tool_calls": [_parsed_call(call) for call in calls]} if calls and isinstance(calls, list) else {}
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return {**message, "content": content, **parsed}
-
-
-def _parsed_call(call: Any) -> Any:
-    """A call of a tool with its arguments as an object, where they are one in JSON."""
-    try:
-        arguments = json.loads(call["function"]["arguments"])
-    except (LookupError, TypeError, ValueError, RecursionError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-def _part_text(where: str, part: object) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type_name(part)
-    raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {kind!r}: only text parts are supported")
 
 
 def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
