@@ -86,13 +86,15 @@ def check_files(model: Path, patterns: Iterable[str]) -> None:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> name of its file in ``folder``, by the index of the weights; None where there is no index.
+    """Tensor name -> name of its file in ``folder``, by the index of the weights; None where all are in one file.
+
+    That file comes before an index, as in transformers: it may have been saved over what was there in parts.
 
     Raises:
         ModelError: the index is unusable, or names what is no safetensors file of this folder.
     """
     index = folder / INDEX
-    if not os.path.lexists(index):
+    if os.path.lexists(folder / WEIGHTS) or not os.path.lexists(index):
         return None
     names = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict):

@@ -83,6 +83,8 @@ class ConfigValues:
         for kind in kinds:
             if kind not in ROPE_KINDS:
                 raise self.error(f"rope scaling {shown(kind)} is not supported (known: {', '.join(ROPE_KINDS)})")
+        if new.raw and old.raw and new.raw != old.raw:
+            raise self.error("rope_parameters and rope_scaling do not say the same; keep the one that is meant")
         theta = new.number("rope_theta", default=self.number("rope_theta", "theta", default=default_theta))
         if theta < 1:
             raise self.error(f"rope_theta must be at least 1, or angles exceed float32, not {theta}")

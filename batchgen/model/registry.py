@@ -55,7 +55,11 @@ def _purpose(values: ConfigValues) -> dict[str, Any]:
     """What the model was made for beside text, by the class that its checkpoint names. Raises ModelError."""
     names = values.raw.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    found: dict[str, Any] = {"is_causal": "Bidirec" not in name and values.raw.get("model_type") not in _TRUNKS}
+    is_both_ways = "Bidirec" in name or values.raw.get("model_type") in _TRUNKS
+    if not is_both_ways and not values.flag("is_causal", default=True):  # attention looks both ways in any class
+        values.expect("conv_L_cache", None, "is_causal false with convolutions is not supported")
+        is_both_ways = True
+    found: dict[str, Any] = {"is_causal": not is_both_ways}
     if name.endswith("ForSequenceClassification"):
         found |= {"labels": _labels(values), "has_head": False}
         found["has_many_labels"] = values.text("problem_type", default="") == "multi_label_classification"

@@ -24,6 +24,7 @@ from batchgen.core.units import shortened, shown
 Shape = tuple[int, ...]
 Place = TypeVar("Place")
 _MOST_MAPPED = 1 << 30  # bytes read from a mapping, which holds on to them, before the file is mapped anew
+_DERIVED = (".rotary_emb.inv_freq",)  # frequencies, which the config gives; Llama's checkpoints once held them
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
 
 
@@ -69,7 +70,7 @@ class TensorSource(Protocol):
     dtype: torch.dtype
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that name, of those that not every checkpoint has."""
+        """Whether there is a tensor of that name, in whatever form, of those that not every checkpoint has."""
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name, in ``dtype`` if not the model's.
@@ -78,7 +79,7 @@ class TensorSource(Protocol):
         """
 
     def finish(self, optional: str = "") -> None:
-        """Raises ModelError if a tensor but ``optional`` is left over: an unknown tensor means an unknown model."""
+        """Raises ModelError if a tensor but ``optional`` is left over: what is not used would have changed the tokens."""
 
 
 def open_weights(path: Path) -> Any:
@@ -107,7 +108,8 @@ class StoredTensors(Generic[Place]):
         return name in self._places
 
     def finish(self, optional: str = "") -> None:
-        if left := sorted(self._places.keys() - self._taken - {optional}):
+        left = sorted(name for name in self._places.keys() - self._taken - {optional} if not name.endswith(_DERIVED))
+        if left:
             raise ModelError(f"{self.path}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
 

@@ -63,6 +63,16 @@ def test_a_model_with_an_adapter_is_the_model_merged_beforehand(tmp_path: Path, 
     assert not torch.equal(found, logits(tmp_path / "base", form=form))
 
 
+def test_an_adapter_of_a_head_that_is_a_copy_of_the_embedding_changes_the_head_alone(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "base")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    adapter = write_adapter(tmp_path / "lora", {"lm_head": tensors["lm_head.weight"]})
+    write_checkpoint(tmp_path / "merged", tie_embedding=False)
+    save_file(merged(tensors, adapter, SCALE), tmp_path / "merged" / "model.safetensors")
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "base", tmp_path / "lora"), logits(tmp_path / "merged"))
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "float8 of blocks", "gptq out of order", "awq"])
 def test_matrices_are_added_to_the_exact_values_of_quantized_weights(tmp_path: Path, kind: str, form: str) -> None:

@@ -6,6 +6,7 @@ and behind a cached prefix.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -138,6 +139,21 @@ def check_logits(pair: Pair, back_end: str, lengths: tuple[int, ...], most: floa
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_logits_equal_those_of_transformers(any_pair: Pair, back_end: str) -> None:
     check_logits(any_pair, back_end, LENGTHS, 2e-5)
+
+
+@pytest.mark.parametrize("family", RAW)
+def test_a_head_of_its_own_under_a_config_that_says_tied_is_used_as_by_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved_by_transformers(raw_config(family) | {"tie_embedding": False, "tie_word_embeddings": False}, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    load: Any = AutoModelForCausalLM.from_pretrained  # has no annotations
+    pair = Pair(load(tmp_path, dtype=torch.float32, attn_implementation="eager").eval(), tmp_path)
+    assert pair.reference.lm_head.weight is not pair.reference.get_input_embeddings().weight
+    check_logits(pair, "cpu", (5,), 2e-5)
 
 
 @pytest.mark.slow
@@ -287,6 +303,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("llama", scaled(high_freq_factor=1.0), ["low_freq_factor", "high_freq_factor"]),
         ("llama", scaled(original_max_position_embeddings=None), ["original_max_position_embeddings"]),
         ("llama", scaled(rope_type="yarn"), ["rope", "'yarn'", "llama3"]),
+        ("lfm2", {"is_causal": False}, ["conv_L_cache is 3; is_causal false with convolutions is not supported"]),
         ("lfm2_moe", {"num_experts_per_tok": 7}, ["num_experts_per_tok must be at most 6"]),
         ("lfm2_moe", {"num_experts": 0}, ["num_experts must be a positive integer"]),
         ("lfm2_moe", {"num_dense_layers": -1}, ["num_dense_layers must be an integer from 0 up"]),
@@ -305,6 +322,8 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("lfm3", full_attention(partial_rotary_factor=2), ["partial_rotary_factor"]),
         ("mistral", {"sliding_window": 4096}, ["sliding_window"]),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, ["layer_types must name 3 layers as 'full_attention'"]),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 4}, ["layer_types must name 4 layers as"]),
         (
             "smollm3",
             {"no_rope_layers": [1, 1, 0]},

@@ -184,6 +184,8 @@ def test_other_rope_factors_are_refused(
         ({"llama.rope.scaling.original_context_length": "x"}, "has not the factors of Llama 3"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not computed here"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, which is not computed here"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0, which is not computed"),
+        ({"llama.attention.causal": False}, "llama.attention.causal is False, which is not computed here"),
         ({"llama.attention.head_count_kv": [2, 2, 1]}, "num_key_value_heads must be a positive integer"),
         ({"llama.attention.head_count": 5}, "num_attention_heads 5 is not a multiple of 2"),
         ({"llama.rope.freq_base": None}, "the metadata has no 'llama.rope.freq_base'"),

@@ -130,6 +130,10 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope", "'dynamic'"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope_parameters", "low_freq_factor"]),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}}, ["rope", "'yarn'"]),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            ["rope_parameters and rope_scaling do not say the same"],
+        ),
         *(
             ({"model_type": family, "intermediate_size": 96, **rope}, ["partial_rotary_factor 0.5", "'default'"])
             for family in ("lfm2", "llama", "mistral", "qwen3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -67,11 +68,21 @@ def test_modules_that_were_left_out_are_taken_as_they_are(tmp_path: Path) -> Non
     assert torch.equal(prefix_logits(load(tmp_path), PROMPT), prefix_logits(load(tmp_path / "plain"), PROMPT))
 
 
-def test_scales_of_activations_and_a_copy_of_the_tied_head_are_not_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "packed int4", "fp8", "gptq", "awq"])
+def test_a_quantized_head_is_used_under_a_config_that_says_tied(tmp_path: Path, kind: str) -> None:
+    stored = write_quantized(tmp_path, kind, tie_embedding=False)
+    for folder in (tmp_path, tmp_path / "plain"):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_embedding": True}))
+    assert torch.equal(prefix_logits(load(tmp_path), PROMPT), prefix_logits(load(tmp_path / "plain"), PROMPT))
+    save_file(stored | {"lm_head.bias": torch.ones(128)}, tmp_path / "model.safetensors")
+    assert "unknown tensor 'lm_head.bias'" in refusal(tmp_path)
+
+
+def test_scales_of_activations_are_not_needed(tmp_path: Path) -> None:
     stored = write_quantized(tmp_path, "int8")
-    head = {"lm_head.weight": torch.zeros(128, 64, dtype=torch.int8), "lm_head.weight_scale": torch.ones(128, 1)}
     more = {f"{MODULE}.input_scale": torch.ones(1), "model.layers.1.self_attn.k_scale": torch.ones(1)}
-    save_file(stored | head | more, tmp_path / "model.safetensors")
+    save_file(stored | more, tmp_path / "model.safetensors")
     load(tmp_path)
     save_file(stored | {"model.layers.0.other.weight_scale": torch.ones(1)}, tmp_path / "model.safetensors")
     assert "unknown tensor 'model.layers.0.other.weight_scale'" in refusal(tmp_path)

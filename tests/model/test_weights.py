@@ -98,13 +98,86 @@ def test_tensors_are_found_under_the_names_of_their_family(tmp_path: Path) -> No
     assert torch.equal(prefix_logits(model, PROMPT), expected)
 
 
-def test_a_copy_of_the_tied_embedding_is_tolerated_and_not_read(tmp_path: Path) -> None:
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_copy_of_the_tied_embedding_is_one_table_with_it(tmp_path: Path, stored: torch.dtype) -> None:
+    tensors = {name: tensor.to(stored) for name, tensor in write_checkpoint(tmp_path).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = load_folder(tmp_path)
+    save_file({**tensors, HEAD: tensors[TABLE].clone()}, tmp_path / "model.safetensors")
+    model = load_folder(tmp_path)
+    assert model.config.tie_embedding
+    assert model.numerics == expected.numerics
+    assert torch.equal(prefix_logits(model, PROMPT), prefix_logits(expected, PROMPT))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_says_tied(
+    tmp_path: Path, *, is_sharded: bool
+) -> None:
+    tensors = write_checkpoint(tmp_path, tie_embedding=False)
+    expected = prefix_logits(load_folder(tmp_path), PROMPT)
+    write_checkpoint(tmp_path, tie_embedding=True)
+    if is_sharded:
+        (tmp_path / "model.safetensors").unlink()
+        save_file({name: tensors.pop(name) for name in (HEAD,)}, tmp_path / "head.safetensors")
+        save_file(tensors, tmp_path / "rest.safetensors")
+        names = dict.fromkeys(tensors, "rest.safetensors") | {HEAD: "head.safetensors"}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    model = load_folder(tmp_path)
+    assert torch.equal(prefix_logits(model, PROMPT), expected)
+    assert not model.config.tie_embedding
+    assert model.numerics["head"] == "untied"  # a run that was begun with the other one is not resumed
+
+
+def test_a_head_is_compared_with_the_embedding_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    save_file({**tensors, HEAD: tensors[TABLE].bfloat16()}, tmp_path / "model.safetensors")
+    assert load_folder(tmp_path, torch.bfloat16).config.tie_embedding
+    assert not load_folder(tmp_path, torch.float32).config.tie_embedding
+
+
+@pytest.mark.parametrize(
+    ("head", "said"), [(torch.zeros(130, 64), "has shape [130, 64]"), (torch.zeros(128, 64, dtype=torch.int8), "int8")]
+)
+def test_a_head_that_cannot_be_used_is_refused_under_a_config_that_says_tied(
+    tmp_path: Path, head: Tensor, said: str
+) -> None:
+    save_file({**write_checkpoint(tmp_path), HEAD: head}, tmp_path / "model.safetensors")
+    message = refusal(tmp_path)
+    assert HEAD in message
+    assert said in message
+
+
+def test_rotary_frequencies_that_old_checkpoints_hold_are_not_needed(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path)
     expected = prefix_logits(load_folder(tmp_path), PROMPT)
-    save_file({**tensors, "lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    more = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    save_file({**tensors, **more}, tmp_path / "model.safetensors")
     assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
 
 
+def test_one_file_of_weights_comes_before_the_index_of_others_as_in_transformers(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", conv_bias=True)
+    expected = prefix_logits(load_folder(tmp_path / "one"), PROMPT)
+    write_shards(tmp_path / "both")
+    write_checkpoint(tmp_path / "both", conv_bias=True)
+    assert torch.equal(prefix_logits(load_folder(tmp_path / "both"), PROMPT), expected)
+
+
+def _with(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: tensors | {name: torch.zeros(64)}
+
+
+UNUSED = (
+    *("lm_head.bias", "score.weight", "classifier.weight", "model.layers.4.operator_norm.weight"),
+    *("model.layers.1.self_attn.q_proj.bias", "model.layers.0.conv.conv.bias", "model.layers.0.feed_forward.gate"),
+    *("model.layers.0.conv.q_layernorm.weight", "linear.weight", "mtp.norm.weight", "model.norm.weight"),
+)
 CONV, W1 = "model.layers.0.conv.conv.weight", "model.layers.0.feed_forward.w1.weight"
 
 
@@ -112,6 +185,7 @@ CONV, W1 = "model.layers.0.conv.conv.weight", "model.layers.0.feed_forward.w1.we
     ("changes", "change", "words"),
     [
         ({}, lambda t: t | {"model.layers.0.gate": torch.zeros(2)}, ["unknown tensor 'model.layers.0.gate'"]),
+        *(({}, _with(name), [f"unknown tensor '{name}'"]) for name in UNUSED),
         ({}, lambda t: t | {CONV: t[CONV].squeeze(1)}, [f"'{CONV}'"]),  # without its middle axis
         ({}, lambda t: t | {W1: t[W1].to(torch.int8)}, [f"'{W1}'", "int8"]),
         ({"tie_embedding": False}, lambda t: t.pop("lm_head.weight") is None or t, ["lack tensor 'lm_head.weight'"]),

@@ -56,6 +56,7 @@ class LoraTensors:
             for (module, parts), scale in zip(names.items(), lora.scales(ranks).values(), strict=True)
         }
         self._added: set[str] = set()
+        self._head = config.tensor_names["head"]
         if (embedding := config.tensor_names["embedding"]) in self._matrices:
             raise self._error(f"changes {embedding!r}, which is no linear", "train the adapter without it")
 
@@ -99,8 +100,7 @@ class LoraTensors:
 
     def finish(self, optional: str = "") -> None:
         if left := sorted(self._matrices.keys() - self._added):
-            is_table = f"{left[0]}.weight" == optional
-            what = "is the embedding table of this model too" if is_table else "is no linear of this model"
+            what = "is the embedding table of this model too" if left[0] == self._head else "is no linear of this model"
             more = f" ({len(left)} such modules)" if len(left) > 1 else ""
             base = f"; its own model is {shown(self._lora.base)}" if self._lora.base else ""
             raise self._error(f"changes {shown(left[0])}, which {what}{more}{base}", "give a model that it fits")

@@ -51,6 +51,8 @@ def read_dense(
     """
     values.refuse("attention_bias", "mlp_bias", "use_sliding_window")
     values.expect("hidden_act", "silu", "only 'silu' is supported")
+    if values.get("layer_types", default=None) is not None:
+        values.layer_types(ATTENTION)
     layer = LayerShape(ATTENTION, values.integer("intermediate_size"), values.rope(default_theta))
     layers = (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS)
     return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=is_tied, has_qk_norm=has_qk_norm)

@@ -98,6 +98,12 @@ class QuantizedCheckpoint(Checkpoint):
             raise self._error(name, f"has values that {kind} cannot hold, so its scales are damaged")
         return tensor.to(self.device)
 
+    def holds(self, name: str) -> bool:
+        """As of a plain checkpoint; a quantized matrix is there under the names of its parts."""
+        module = name.removesuffix(".weight")
+        parts = _PARTS[self._settings.method] if module != name else ()
+        return super().holds(name) or any(super(QuantizedCheckpoint, self).holds(f"{module}.{part}") for part in parts)
+
     def finish(self, optional: str = "") -> None:
         head = optional.removesuffix("weight")
         of_head = {name for name in self._places if head and name.startswith(head)}

@@ -52,9 +52,11 @@ _ARCHITECTURES: Mapping[str, Mapping[str, str]] = {  # the name is the model_typ
     "lfm2": _KEYS | {"conv_L_cache": "shortconv.l_cache"},
     **dict.fromkeys(("llama", "qwen3"), _KEYS),
 }
+_IS_CAUSAL = "attention.causal"  # which all are that do not say otherwise
 _NOT_COMPUTED = (  # what other models of these architectures add
     *("expert_count", "attention.sliding_window", "attention.scale"),
-    *("embedding_scale", "residual_scale", "logit_scale"),
+    *("embedding_scale", "residual_scale", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping"),
+    _IS_CAUSAL,
 )
 _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling, in all releases
 _LLAMA3_POSITIONS = 8192
@@ -79,7 +81,8 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
         if raw[key] is None and key != "num_key_value_heads":  # by default as many as there are of queries
             raise ModelError(f"{path}: the metadata has no '{name}.{behind}'; convert the model again")
     for behind in _NOT_COMPUTED:
-        if value := metadata.get(f"{name}.{behind}"):
+        value = metadata.get(f"{name}.{behind}")
+        if value is False if behind == _IS_CAUSAL else value:
             raise ModelError(f"{path}: {name}.{behind} is {shown(value)}, which is not computed here; use safetensors")
     if name == "lfm2":
         raw |= _lfm2_layers(path, raw)
