@@ -28,6 +28,7 @@ from batchgen.core.units import counted
 from batchgen.executors.backend import run_job
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
+from batchgen.report.facts import figures
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory
 from batchgen.run.reports import read_report
@@ -44,15 +45,19 @@ class Run:
     input, known by its ``index``, is in one of them. Both are read when they are first asked for.
     """
 
-    def __init__(self, spec: JobSpec, outcome: Outcome) -> None:
+    def __init__(self, spec: JobSpec, outcome: Outcome, labels: Any = None) -> None:
         self._spec = spec
+        self._labels = labels  # the index of the pandas rows that were given
         self._run_dir = RunDir(Path(spec.output.path))
         self.report: Mapping[str, Any] = outcome.report or read_report(self._run_dir)
         self.path: Path | None = self._run_dir.path
 
     def __repr__(self) -> str:
-        counts = self.report["rows"]
-        return f"<Run: {counted(counts['done'], 'row')} done, {counts['failed']:,} failed>"
+        counts, shown = self.report["rows"], dict(figures(self.report))
+        speed = next((f"{shown[name]} {name}" for name in ("tokens/s out", "tokens/s in") if name in shown), "")
+        match = f", exact match {shown['exact match']}" if "exact match" in shown else ""
+        rows = f"{counted(counts['done'], 'row')} done, {counts['failed']:,} failed"
+        return f"<Run: {rows}; {shown['wall time']}, {speed}{match}>"
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records one by one, in the order of their file, read from the run directory if it was kept."""
@@ -83,8 +88,18 @@ class Run:
         return pq.read_table(file)
 
     def to_pandas(self) -> Any:
-        """``to_arrow`` as a ``pandas.DataFrame``."""
-        return self.to_arrow().to_pandas()
+        """``to_arrow`` as a ``pandas.DataFrame`` whose index is the number of each row in the input.
+
+        So a column of it fits the rows that were given, with NaN where one failed, if their own index counts from 0.
+        Warns of an integer index that does not, since pandas would put answers beside other rows.
+        """
+        if self._labels is not None and _misleads(self._labels):
+            warnings.warn(
+                "to_pandas() counts rows from 0, and the index of the rows given has such numbers in other places: "
+                "for t = run.to_pandas(), df.iloc[t.index] are their rows",
+                stacklevel=2,
+            )
+        return self.to_arrow().to_pandas().set_index("index")
 
     def to_dataset(self) -> Any:
         """``to_arrow`` as a ``datasets.Dataset``."""
@@ -142,7 +157,7 @@ def generate(
         if not RunDir(Path(spec.output.path)).is_complete():
             lost = f"{outcome.lines[0].partition('; ')[0]}; {_NOT_KEPT}"
             raise RunStopped("; ".join(outcome.lines) if is_kept else lost)
-        run = Run(spec, outcome)
+        run = Run(spec, outcome, rows.index if hasattr(rows, "iloc") else None)
         if not is_kept:
             run.read()
     counts = run.report["rows"]
@@ -150,6 +165,16 @@ def generate(
         failed = f"{counts['failed']:,} of {counted(counts['total'], 'row')} failed"
         warnings.warn(f"{failed}: Run.errors has them, and Run.rows does not", stacklevel=2)
     return run
+
+
+def _misleads(labels: Any) -> bool:
+    """Whether a pandas index has the number of a row as the label of another row."""
+    import numpy as np
+
+    if labels.nlevels > 1 or labels.dtype.kind not in "iufO":
+        return False
+    places = np.arange(len(labels))
+    return bool(((labels != places) & labels.isin(places)).any())
 
 
 def _table(value: Any) -> Any:

@@ -12,7 +12,7 @@ from batchgen.cli.options import PATH, POINTS, SHARE, json_option
 from batchgen.cli.say import say, show
 from batchgen.core.errors import ExitCode, UsageError
 
-_SPEED_HELP = "With --compare: exit 4 if tokens/s fall by more, such as 5%."
+_SPEED_HELP = "With --compare: exit 4 if tokens/s while generating fall by more, such as 5%."
 _ACCURACY_HELP = "With --compare: exit 4 if exact match falls by more points, such as 1."
 
 

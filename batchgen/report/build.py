@@ -58,7 +58,8 @@ KEYS = {
     "structured outputs), sample, host (between the model's steps), write (journal, outputs, report), other; they sum "
     "to wall_s; of several workers, the times of their steps are means",
     "generate_s": "prefill + decode + mask + sample + host",
-    "tokens_per_s": "prompt, completion and total tokens of computed rows (without copied and reused ones) over wall_s",
+    "tokens_per_s": "prompt, completion, total tokens of computed rows (without copied and reused ones) over wall_s. "
+    "Texts, and the gate of report --compare, have them over generate_s: neither loading nor compiling kernels counts",
     "latency_s": "p50, p90, p99 over computed rows of each of their timings",
     "histograms": "done rows by length, computed ones by latency: counts between logarithmic edges",
     "slowest": "the computed rows with the longest total_s",

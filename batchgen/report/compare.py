@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import format_duration, printable, shortened
 from batchgen.report.advice import BARE_ANSWERS
-from batchgen.report.facts import Report, at
+from batchgen.report.facts import Report, at, rate
 
 _WIDTH = 80
 _JOB = ("model", "adapter", "numerics", "threads", "input")  # what should be alike for figures to be comparable
 _FIGURES = (  # name, where the report has it, the gate that it counts for, how it is shown
-    ("output tokens/s", "tokens_per_s.completion", "speed", ",.1f"),
-    ("total tokens/s", "tokens_per_s.total", "speed", ",.1f"),
+    ("output tokens/s", "rate.completion", "speed", ",.1f"),
+    ("total tokens/s", "rate.total", "speed", ",.1f"),
     ("failed rows", "failed_share", "any", ".3%"),
     ("exact match", "accuracy.exact_match", "accuracy", ".2%"),
     ("rows compared", "accuracy.total", "", ",.0f"),
@@ -162,5 +162,6 @@ def _number(report: Report, path: str) -> float | None:
     if path == "failed_share":
         rows = report["rows"]
         return rows["failed"] / rows["total"] if rows["total"] else None
-    value = at(report, path)
+    kind = path.removeprefix("rate.")
+    value = at(report, path) if kind == path else rate(report, kind)
     return value if isinstance(value, int | float) else None

@@ -18,6 +18,7 @@ Facts = Iterator[tuple[str, str]]
 ACCOUNTS = {"read": "reading", "load": "loading", "mask": "masks", "sample": "sampling", "host": "between steps"}
 ACCOUNTS |= {"write": "writing"}
 _SHOWN_SHARE = 0.005  # of the wall time
+_LONG_SHARE, _LONG_S = 0.1, 5.0  # of the wall time, and in seconds: what is worth a word
 _NUM_CODES = 10  # error codes named in a line
 _NUM_WORKERS = 100  # named in a table
 _ID_WIDTH = 40
@@ -51,9 +52,35 @@ def joined(facts: Iterable[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
+def rate(report: Report, kind: str) -> float | None:
+    """Tokens of computed rows per second of generating: loading, compiling, reading and writing do not count.
+
+    ``kind`` is prompt, completion or total. Where nothing was generated it is that over the wall time.
+    """
+    found, wall_s, generate_s = at(report, f"tokens_per_s.{kind}"), report.get("wall_s"), report.get("generate_s")
+    return found * wall_s / generate_s if found and wall_s and generate_s else found
+
+
+def pace(report: Report) -> str:
+    """How many tokens in how long, how fast that was, and what else took long."""
+    tokens = report["tokens"]
+    what, kind = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
+    wall_s, generate_s = report["wall_s"], report["generate_s"]
+    without = ", without copies" if report["duplicates"] else ""
+    speed = f" ({rate(report, kind):,.0f} tok/s{without})"
+    others = [
+        f"{ACCOUNTS.get(name, name)} {format_duration(seconds)}"
+        for name, seconds in report["seconds"].items()
+        if name == "load" or (name in ("read", "write") and seconds > max(_LONG_SHARE * wall_s, _LONG_S))
+    ]
+    took = f"{tokens[kind]:,} {what} in {format_duration(generate_s or wall_s)}{speed}"
+    return "; ".join([took, *others]) if generate_s else took
+
+
 def figures(report: Report) -> Facts:
     """The headline numbers, each by itself."""
-    rows, tokens, rates = report["rows"], report["tokens"], report["tokens_per_s"]
+    rows, tokens = report["rows"], report["tokens"]
+    rates = {kind: rate(report, kind) or 0.0 for kind in ("prompt", "completion", "total")}
     accuracy = report.get("accuracy")
     yield "wall time", format_duration(report["wall_s"])
     if tokens["completion"]:
@@ -92,7 +119,8 @@ def outcome(report: Report) -> Facts:
     speed = f"{figure.get('rows/s', 0)} rows/s, {figure.get('tokens/s in')} tokens/s in"
     if "tokens/s out" in figure:
         speed = f"{figure['tokens/s out']} tokens/s out, {figure['tokens/s in and out']} in and out"
-    yield "speed", f"{speed}, without copies" if report["duplicates"] else speed
+    speed += ", without copies" if report["duplicates"] else ""
+    yield "speed", f"{speed}, while generating" if report["generate_s"] else speed
     codes = ", ".join(f"{code} {count}" for code, count, *_ in failures(report).rows[:_NUM_CODES])
     yield "failed", f"{counted(report['rows']['failed'], 'row')}: {codes}" if codes else "no row"
     if accuracy := report.get("accuracy"):
@@ -196,13 +224,17 @@ def _resources(report: Report) -> Facts:
     if report["max_rss_bytes"]:
         yield "memory", f"{driver}{report['max_rss_bytes'] / 2**20:,.0f} MiB at most"
     if sizes:
-        yield "memory", f"KV {sizes['kv_bytes'] / 2**20:,.0f} MiB{each} in blocks of {sizes['block_size']} tokens"
+        used = f", {occupancy['max_kv_use']:.0%} of it used at most" if (occupancy := report["occupancy"]) else ""
+        limit = f"{sizes['kv_bytes'] / 2**20:,.0f} MiB{each} in blocks of {sizes['block_size']} tokens"
+        yield "memory", f"KV limit {limit}{used}"
     if sizes and sizes.get("max_device_bytes"):
         yield "memory", f"{sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU at most"
     if "cost" in report:
         yield "cost", cost_text(report["cost"])
     if cost := _hours(report):
-        yield "cost", f"{cost[1]} {cost[0]}" + (", without copies" if report["duplicates"] else "")
+        load_share = report["seconds"].get("load", 0.0) / (report["wall_s"] or 1.0)
+        loading = f", {load_share:.0%} of it for loading" if load_share > _LONG_SHARE else ""
+        yield "cost", f"{cost[1]} {cost[0]}" + (", without copies" if report["duplicates"] else "") + loading
     if report["machine"]["processor"]:
         yield "ran on", report["machine"]["processor"]
     if report["threads"]:

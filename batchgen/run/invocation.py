@@ -20,14 +20,14 @@ from batchgen.core.errors import BatchgenError, ExitCode, InputChanged, LockedEr
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Record
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import counted, format_duration
+from batchgen.core.units import counted
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_kernels
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import warnings
 from batchgen.report.build import write_report
-from batchgen.report.facts import cost_text, numerics_text
+from batchgen.report.facts import cost_text, numerics_text, pace
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
@@ -244,15 +244,9 @@ class Invocation(ABC):
         journal.remove()
         self.progress.state = "finished"
         self.progress.keeps_file = False
-        rows, tokens = report["rows"], report["tokens"]
-        num_copies = report["duplicates"]
-        copies, without = (f" ({num_copies:,} as copies)", ", without copies") if num_copies else ("", "")
-        what, way, kind = (
-            ("tokens out", "out", "completion") if tokens["completion"] else ("prompt tokens", "in", "prompt")
-        )
-        speed = f"{tokens[kind]:,} {what} in {format_duration(report['wall_s'])}"
-        rate = f"{report['tokens_per_s'][kind]:,.0f} tokens/s {way}{without}"
-        lines = [f"{counted(rows['done'], 'row')} done{copies}, {speed} ({rate})"]
+        rows, num_copies = report["rows"], report["duplicates"]
+        copies = f" ({num_copies:,} as copies)" if num_copies else ""
+        lines = [f"{counted(rows['done'], 'row')} done{copies}, {pace(report)}"]
         if reused := report.get("reused"):
             lines.append(f"{reused['rows']:,} reused, {rows['done'] - reused['rows']:,} computed")
         if rows["failed"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_tables_have_the_columns_of_the_parquet_output(tmp_path: Path) -> None:
     run = generated(ROWS, output={"path": tmp_path / "run", "format": "parquet"})
     table = pq.read_table(tmp_path / "run" / "outputs.parquet")
     assert run.to_arrow().equals(table)
-    assert run.to_pandas().equals(table.to_pandas())
+    assert run.to_pandas().equals(table.to_pandas().set_index("index"))
     assert run.to_dataset().to_list() == table.to_pylist()
 
 
@@ -137,7 +138,47 @@ def test_failed_rows_are_told_of_and_listed() -> None:
         run = generated(rows)
     assert [(row["index"], row["code"]) for row in run.errors] == [(3, "bad_type"), (4, "missing_column")]
     assert [row["index"] for row in run.rows] == [0, 1, 2]
-    assert repr(run) == "<Run: 3 rows done, 2 failed>"
+    assert repr(run).startswith("<Run: 3 rows done, 2 failed; ")
+
+
+def test_a_column_of_the_answers_stands_beside_the_rows_that_were_given() -> None:
+    """A failed row leaves a hole there, and no answer moves into it."""
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(ROWS[:6])
+    table.loc[2, "question"] = None
+    with pytest.warns(UserWarning, match="1 of 6 rows failed"):
+        run = generated(table, sampling={"max_tokens": 16, "temperature": 1.0, "n": 2}, output={"order": "completion"})
+    found = run.to_pandas()
+    assert (found.index.name, found.index.to_list()) == ("index", [0, 1, 3, 4, 5])
+    table["answer"] = found["text"]
+    wanted = {row["index"]: row["text"] for row in run.rows}
+    assert table["answer"].isna().to_list() == [False, False, True, False, False, False]
+    assert table["answer"].dropna().to_dict() == wanted
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_told"),
+    [([3, 1, 0], True), ([1, 2, 5], True), ([0, 1, 7], False), ([10, 20, 30], False), (["a", "b", "c"], False)],
+)
+def test_an_index_with_the_numbers_of_other_rows_is_told_of(labels: list[Any], is_told: bool) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(ROWS[:3], index=labels)
+    run = generated(table)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = run.to_pandas()
+    assert [str(item.message) for item in told if "df.iloc" in str(item.message)] == [
+        str(item.message) for item in told
+    ]
+    assert bool(told) == is_told
+    assert table.iloc[found.index]["question"].to_list() == found["question"].to_list()
+
+
+def test_what_a_notebook_shows_of_a_run_has_its_time_speed_and_accuracy() -> None:
+    run = generated(ROWS[:4], output={"expected": "answer"})
+    assert re.fullmatch(r"<Run: 4 rows done, 0 failed; [\d.]+ s, [\d,]+ tokens/s out, exact match 0\.0%>", repr(run)), (
+        repr(run)
+    )
 
 
 def test_an_output_folder_is_resumed_found_done_and_extended(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from batchgen.engine.stats import EngineStats
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.build import KEYS, build_report
+from batchgen.report.facts import pace
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 from batchgen.run.job import run_job
@@ -97,6 +98,20 @@ def test_what_bounds_a_run_is_named_with_its_flag_and_failed_rows_with_their_cod
     assert [row["index"] for row in report["slowest"]] == list(range(49, 39, -1)), "the longest first"
     assert "--max-num-seqs" in advice(made(engine=engine(sequences_s=70.0)))[0]
     assert any(text.startswith("80 rows exceeded the context") for text in made(errors=80)["advice"])
+
+
+def test_printed_rates_are_those_of_generating_and_name_what_loading_took() -> None:
+    report = made(wall_s=50.0, seconds={"generate": 10.0, "load": 40.0})
+    assert pace(report) == "100 tokens out in 10.0 s (10 tok/s); loading 40.0 s"
+    text = " ".join(render_report(report).split())
+    assert "took 50.0 s" in text and "10 tokens/s out, 30 in and out, while generating" in text
+    assert "CPU-hours per million output tokens, 80% of it for loading" in text
+    assert report["tokens_per_s"]["completion"] == 2.0, "over the wall time, as documented"
+
+
+def test_reading_that_takes_long_is_named_beside_the_rate() -> None:
+    report = made(wall_s=100.0, seconds={"generate": 10.0, "load": 1.0, "read": 89.0})
+    assert pace(report).endswith("; loading 1.0 s; reading 1m 29s")
 
 
 def tailed(seconds: float) -> dict[str, Any]:

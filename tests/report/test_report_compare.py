@@ -41,6 +41,16 @@ def test_a_rate_may_fall_by_the_share_given_and_no_more() -> None:
         gate(report(rate=94), report(), SPEED)
 
 
+def test_loading_and_compiling_make_no_run_slower() -> None:
+    """A fresh machine compiles kernels for 40 s; what counts is how fast it then generates."""
+    before = made(**{"wall_s": 10.0, "seconds": {"generate": 8.0, "load": 2.0}})
+    fresh = made(**{"wall_s": 50.0, "seconds": {"generate": 8.0, "load": 42.0}})
+    slower = made(**{"wall_s": 20.0, "seconds": {"generate": 10.0, "load": 10.0}})
+    assert gate(fresh, before, SPEED)
+    with pytest.raises(GateFailed, match=r"output tokens/s 12\.5 -> 10\.0"):
+        gate(slower, before, SPEED)
+
+
 def test_accuracy_may_fall_by_the_points_given_and_no_more() -> None:
     assert gate(report(exact=0.89), report(), ACCURACY)
     with pytest.raises(GateFailed, match=r"exact match by 1 points\): exact match 90\.00% -> 88\.90%"):
