@@ -7,7 +7,7 @@ a grammar library or a tokenizer: whether a schema can be compiled is found out 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 MAX_BYTES = 1 << 16  # of the canonical text; llguidance's own limits bound what it may cost to compile
@@ -68,26 +68,42 @@ def schema_of(text: str) -> Any:
     return found.get("json", {"type": "object"} if "json_object" in found else None)
 
 
+_FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}  # by type, the other fields
+_OF_SCHEMAS = ("name", "description", "strict", "schema")
+
+
 def from_response_format(value: object) -> dict[str, Any]:
     """``structured_outputs`` for OpenAI's ``response_format``, an object or the JSON text of one.
 
-    Its name and "strict" say nothing about the text. Raises ValueError, which completes its name.
+    A ``schema`` beside json_object counts, as in llama.cpp and at Together and Fireworks. A schema's name, description
+    and "strict" say nothing about the text: it fits in any case. Raises ValueError, which completes its name.
     """
     try:
         given = object_of(value)
     except ValueError:
         given = {"type": None}
+    if not given:
+        return {}
     kind = given.get("type")
-    if kind == "text" or not given:
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        raise ValueError('must be an object whose type is "text", "json_object" or "json_schema"')
+    _check_known(given, ("type", *_FORMATS[kind]), kind)
+    if kind == "text":
         return {}
     if kind == "json_object":
-        return {"json_object": True}
-    if kind == "json_schema":
-        inner = given.get("json_schema")
-        if isinstance(inner, Mapping) and inner.get("schema") is not None:
-            return {"json": inner["schema"]}
-        raise ValueError("of type json_schema must hold json_schema.schema")
-    raise ValueError('must be an object whose type is "text", "json_object" or "json_schema"')
+        schema = given.get("schema")
+        return {"json_object": True} if schema is None or schema == {} else {"json": schema}
+    inner = given.get("json_schema")
+    if isinstance(inner, Mapping) and inner.get("schema") is not None:
+        _check_known(inner, _OF_SCHEMAS, "json_schema")
+        return {"json": inner["schema"]}
+    raise ValueError("of type json_schema must hold json_schema.schema")
+
+
+def _check_known(given: Mapping[str, Any], known: Collection[str], kind: str) -> None:
+    for name, item in given.items():
+        if item is not None and name not in known:
+            raise ValueError(f"of type {kind} has an unknown key {str(name)[:40]!r} (known: {', '.join(known)})")
 
 
 def object_of(value: object) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
 from batchgen.input.messages import Message, checked_messages, checked_tools, chosen_tools
-from batchgen.input.openai_batch import check_purpose, parse_batch_line
+from batchgen.input.openai_batch import check_purpose, effort_kwargs, parse_batch_line
 from batchgen.input.rows import Embedded, RowProblem, num_chars, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import MAX_CHARS
@@ -113,15 +113,18 @@ class ContentFinder:
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
         check_purpose(request, self._embedded)
+        overrides = {**self._overrides(columns), **request.sampling}
         if request.is_chat:
-            return Content(self._from_messages("body.messages", request.content, request.variables), request.sampling)
+            kwargs = effort_kwargs(request.effort, self._names)
+            kwargs |= _checked_kwargs(request.variables["chat_template_kwargs"])
+            variables = {**request.variables, "chat_template_kwargs": kwargs}
+            return Content(self._from_messages("body.messages", request.content, variables), overrides)
         name = "body.prompt" if request.embedding is None else "body.input"
         if isinstance(request.content, list):
-            return Content(self._from_ids(name, request.content), request.sampling)
-        # A completion is raw whatever the job's ``chat`` says.
+            return Content(self._from_ids(name, request.content), overrides)
         text = _checked_text(f"column {name!r}", request.content)
         self._require_tokenizer()
-        return Content(PlainText(text, True), request.sampling)
+        return Content(PlainText(text, True), overrides)  # raw, whatever the job's ``chat`` says
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         overrides = {name: value for name, value in columns.items() if name in self._param_columns}
@@ -192,8 +195,9 @@ class ContentFinder:
         offered = {"tools": tools} if tools and choice != "none" else {}
         variables = {**(self._spec.chat_template_kwargs or {}), **kwargs, **offered}
         if unused := [name for name in variables if name not in self._names]:
-            what = "tools" if unused[0] == "tools" else f"chat_template_kwargs: {shown(unused[0], 60)}"
-            raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: the model's chat template has no such variable")
+            why = f"chat_template_kwargs: {shown(unused[0], 60)}: the model's chat template has no such variable"
+            why = "tools: this model's chat template cannot take tools" if unused[0] == "tools" else why
+            raise RowProblem(RowErrorCode.BAD_PARAM, why)
         may_repeat = choice == "required" and columns.get("parallel_tool_calls") is not False
         return Chat({**variables, "messages": messages}, must_call, may_repeat)
 

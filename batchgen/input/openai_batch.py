@@ -1,12 +1,13 @@
 """OpenAI Batch request lines: their prompt and their sampling values under this package's names.
 
 Fields and urls follow OpenAI's Batch API with vLLM's extra sampling keys in the body. The ``model`` in a body is
-ignored: the job's model answers. A field that would change the answer and is not supported is refused by name; a
-field that only concerns OpenAI's service is ignored.
+ignored: the job's model answers. A field that would change the answer and is not supported is refused by name, inside
+of tools and the like too; a field that only concerns OpenAI's service is ignored.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,39 +19,45 @@ from batchgen.core.units import shown
 from batchgen.input.rows import Embedded, RowProblem, type_name, wrong_type
 
 _LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str))
-_IGNORED = frozenset(
-    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "verbosity"}
-    | {"reasoning_effort"}
-    | {"prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
+_SERVICE = frozenset(
+    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    | {"prompt_cache_retention"}
 )
 # Fields that ask for something other than plain text, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "tools": ([],),  # of a completion: a chat's are read
     "tool_choice": ("none", "auto"),  # of a completion too
+    "parallel_tool_calls": (False, True),  # likewise
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
     "echo": (False,),
     "suffix": ("",),
 }
 _CONTENT_FIELDS = {CHAT_URL: "messages", COMPLETION_URL: "prompt", EMBEDDING_URL: "input"}
 _ENCODINGS = ("float", "base64")
-_OF_CHATS = ("top_logprobs", "tools", "tool_choice", "chat_template_kwargs")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _VARIABLES = ("chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
+_OF_CHATS = (*_VARIABLES, "top_logprobs", "reasoning_effort", "prediction")  # a prediction saves OpenAI's time alone
+_OF_STREAMS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+_OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """The parts of a request, not yet checked: its messages (a chat) or its prompt, and its sampling values.
 
-    ``variables`` are what else the content of a chat depends on, ``embedding`` the fields of a request for a vector.
+    ``variables`` are what else the content of a chat depends on, ``effort`` is its ``reasoning_effort`` as given (see
+    ``effort_kwargs``), ``embedding`` the fields of a request for a vector.
     """
 
     is_chat: bool
     content: Any
     sampling: Mapping[str, Any]
     variables: Mapping[str, Any]
+    effort: Any = None
     embedding: Mapping[str, Any] | None = None
 
 
@@ -75,13 +82,83 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     if content_field not in body:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no {content_field!r} in the body of this request to {url}")
     if url == EMBEDDING_URL:
-        return BatchRequest(False, _one_input(body["input"]), {}, {}, _embedding_fields(body))
-    sampling = _sampling(body, {content_field, "max_completion_tokens", *(_OF_CHATS if is_chat else ())})
-    if is_chat:
-        sampling |= _chat_logprobs(body)
-    if body.get("tool_choice") not in (None, "none", "auto") and not body.get("tools"):
+        return BatchRequest(False, _one_input(body["input"]), {}, {}, embedding=_embedding_fields(body))
+    read = {content_field, "max_completion_tokens", "stream_options", *(_OF_CHATS if is_chat else ())}
+    sampling = _sampling(body, read)
+    _check_inside("stream_options", body.get("stream_options"), _OF_STREAMS)
+    if not is_chat:
+        return BatchRequest(False, body[content_field], sampling, {})
+    _check_tools(body)
+    variables = {name: body.get(name) for name in _VARIABLES}
+    return BatchRequest(
+        True, body[content_field], sampling | _chat_logprobs(body), variables, body.get("reasoning_effort")
+    )
+
+
+def effort_kwargs(effort: Any, names: Collection[str]) -> dict[str, Any]:
+    """What a ``reasoning_effort`` sets of the variables ``names`` of a chat template; null sets none.
+
+    "none" switches thoughts off, any other on, as in vLLM; a template without degrees has no other answer to them.
+    Raises RowProblem bad_param for another value, and where the template has no variable that it could set.
+    """
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        message = f"body field 'reasoning_effort' is {shown(effort, 60)}, none of {', '.join(_EFFORTS)}"
+        raise RowProblem(RowErrorCode.BAD_PARAM, message)
+    variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    found = {name: value for name, value in variables.items() if name in names}
+    if not found:
+        why = f"the model's chat template has no variable for it ({' or '.join(variables)})"
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'reasoning_effort': {why}; leave it out")
+    return found
+
+
+def _check_tools(body: Mapping[str, Any]) -> None:
+    """Refuse tools of another type than functions, fields in them that are unknown, and what cannot be held.
+
+    Whether a tool is an object at all is left to what reads them. Raises RowProblem bad_param.
+    """
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice not in (None, "none", "auto") and not tools:
         raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'tool_choice' needs 'tools'")
-    return BatchRequest(is_chat, body[content_field], sampling, {name: body.get(name) for name in _VARIABLES})
+    _check_function("tool_choice", choice, ("name",))
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            return
+    is_free = choice in (None, "auto")
+    if tools and is_free and body.get("parallel_tool_calls") is False:
+        why = "a model that is free to call tools may call several: give a tool_choice, or leave it out"
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'parallel_tool_calls' is false: {why}")
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+        function = _check_function(f"tools[{number}]", tool, _OF_FUNCTIONS)
+        if is_free and function.get("strict"):
+            why = "arguments are held to a schema only where tool_choice asks for a call: give one, or leave it out"
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'tools[{number}].function.strict' is true: {why}")
+
+
+def _check_function(where: str, value: Any, known: Collection[str]) -> Mapping[str, Any]:
+    """The function in ``{"type": "function", "function": {...}}``, empty where there is none."""
+    if not isinstance(value, dict):
+        return {}
+    if value.get("type", "function") != "function":
+        message = f"body field '{where}' is of the type {shown(value['type'], 60)}: only functions are supported"
+        raise RowProblem(RowErrorCode.BAD_PARAM, message)
+    _check_inside(where, value, ("type", "function"))
+    function = value.get("function")
+    _check_inside(f"{where}.function", function, known)
+    return function if isinstance(function, dict) else {}
+
+
+def _check_inside(where: str, value: Any, known: Collection[str]) -> None:
+    """Refuse unknown fields of an object in the body."""
+    if value is not None and not isinstance(value, dict):
+        raise wrong_type(f"body field '{where}'", value, "an object")
+    for name, item in (value or {}).items():
+        if item is not None and name not in known:
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in body field '{where}'")
 
 
 def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
@@ -92,7 +169,7 @@ def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
     for name, value in body.items():
         if name in ROW_KEYS:
             sampling[name] = value
-        elif value is None or name in read or name in _IGNORED:
+        elif value is None or name in read or name in _SERVICE:
             continue
         elif name not in neutral:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in the body")
@@ -117,8 +194,12 @@ def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
     """Refuse a request for a vector in a job for text, and the other way round. Raises RowProblem bad_param."""
     asked = request.embedding
     if (asked is None) != (embedded is None):
-        what = "a text, and this job gives vectors" if asked is None else "a vector, and this job gives text"
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"the request is for {what} ([embed])")
+        what = (
+            "a text, and this job gives vectors: run such rows as a job of their own, without [embed]"
+            if asked is None
+            else "a vector, and this job gives text: run such rows as a job of their own, with --pooling"
+        )
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"the request is for {what}")
     if asked and embedded and asked["dimensions"] not in (None, embedded.dimensions):
         message = (
             f"body field 'dimensions' is {shown(asked['dimensions'])}, and the job's vectors have {embedded.dimensions}"
@@ -136,8 +217,8 @@ def _one_input(value: Any) -> Any:
 
 def _embedding_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request for a vector; refuses unknown ones."""
-    for name in body:
-        if name not in ("input", "encoding_format", "dimensions", *_IGNORED):
+    for name, value in body.items():
+        if value is not None and name not in ("input", "encoding_format", "dimensions", *_SERVICE):
             raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in the body")
     encoding = body.get("encoding_format") or "float"
     if encoding not in _ENCODINGS:

@@ -1,0 +1,218 @@
+"""Fields of OpenAI's bodies: each is honoured or refused by name, those inside of others too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from input_helpers import VOCAB_SIZE, write_tokenizer
+
+from batchgen.config.job import InputSpec
+from batchgen.config.sampling import ParamError, merge_params
+from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.input.openai_batch import parse_batch_line
+from batchgen.input.requests import RequestBuilder
+from batchgen.input.rows import RowProblem
+from batchgen.text.tokenizer import Tokenizer
+
+CHAT_URL, COMPLETION_URL, EMBEDDING_URL = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+CONTENT: dict[str, dict[str, Any]] = {
+    CHAT_URL: {"messages": [{"role": "user", "content": "Hi"}]},
+    COMPLETION_URL: {"prompt": "Hi"},
+    EMBEDDING_URL: {"input": "Hi"},
+}
+EFFORT = "[{{ reasoning_effort }}]"
+THOUGHTS = "({{ enable_thinking }})"
+FUNCTION = {"name": "now", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def line(url: str = CHAT_URL, **body: Any) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": url, "body": CONTENT[url] | body}
+
+
+class Made:
+    """Requests made of single rows with a template."""
+
+    def __init__(self, folder: Path, template: str, columns: tuple[str, ...] = (), **keys: Any) -> None:
+        self.tokenizer = Tokenizer.load(write_tokenizer(folder, chat_template=template))
+        spec, sizes = InputSpec(path=("rows.jsonl",), **keys), {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
+        self.builder = RequestBuilder(spec, SamplingParams(), self.tokenizer, columns=columns, **sizes)
+
+    def request(self, columns: dict[str, Any]) -> Request | BadRow:
+        [found] = self.builder.build([Record(0, "rows.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
+        return found
+
+    def prompt(self, columns: dict[str, Any]) -> str:
+        """The prompt that a row becomes, or the code and message of its error."""
+        found = self.request(columns)
+        if isinstance(found, BadRow):
+            return f"{found.error.code}: {found.error.message}"
+        return self.tokenizer.decode(found.prompt_token_ids)
+
+
+def refusal(url: str, **body: Any) -> str:
+    """What is said of the body of a line."""
+    with pytest.raises((RowProblem, ParamError)) as caught:
+        merge_params(SamplingParams(), parse_batch_line(line(url, **body)).sampling)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- reasoning_effort
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [
+        (EFFORT, "none", "[none]"),
+        (EFFORT, "high", "[high]"),
+        (THOUGHTS, "none", "(False)"),
+        (THOUGHTS, "low", "(True)"),
+        (EFFORT + THOUGHTS, "none", "[none](False)"),
+        (EFFORT + THOUGHTS, "max", "[max](True)"),
+        (EFFORT + THOUGHTS, None, "[]()"),
+    ],
+)
+def test_an_effort_sets_the_variables_that_the_template_names(
+    tmp_path: Path, template: str, effort: str | None, expected: str
+) -> None:
+    assert Made(tmp_path, template).prompt(line(reasoning_effort=effort)) == expected
+
+
+@pytest.mark.parametrize("effort", ["none", "medium", "high"])
+def test_an_effort_that_the_template_cannot_express_is_refused(tmp_path: Path, effort: str) -> None:
+    said = Made(tmp_path, "{{ messages }}").prompt(line(reasoning_effort=effort))
+    assert said.startswith("bad_param: body field 'reasoning_effort': the model's chat template has no variable for it")
+
+
+@pytest.mark.parametrize("effort", ["off", "", 0, False, ["none"], {"effort": "none"}])
+def test_an_effort_of_another_value_is_refused(tmp_path: Path, effort: Any) -> None:
+    said = Made(tmp_path, EFFORT).prompt(line(reasoning_effort=effort))
+    assert said.startswith("bad_param: body field 'reasoning_effort' is ") and "none of none, minimal" in said
+
+
+def test_a_bodys_own_variables_win_over_its_effort_and_that_over_the_jobs(tmp_path: Path) -> None:
+    made = Made(tmp_path, EFFORT + THOUGHTS, chat_template_kwargs={"enable_thinking": True, "reasoning_effort": "low"})
+    own = {"enable_thinking": True}
+    assert made.prompt(line()) == "[low](True)"
+    assert made.prompt(line(reasoning_effort="none")) == "[none](False)"
+    assert made.prompt(line(reasoning_effort="none", chat_template_kwargs=own)) == "[none](True)"
+
+
+@pytest.mark.parametrize("url", [COMPLETION_URL, EMBEDDING_URL])
+def test_only_a_chat_has_an_effort(url: str) -> None:
+    assert refusal(url, reasoning_effort="none") == "unknown field 'reasoning_effort' in the body"
+
+
+# ---------------------------------------------------------------- fields inside of fields
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "json_object", "schema": SCHEMA}, {"json": SCHEMA}),
+        ({"type": "json_object", "schema": '{"type": "array"}'}, {"json": {"type": "array"}}),
+        ({"type": "json_object", "schema": None}, {"json_object": True}),
+        ({"type": "json_object", "schema": {}}, {"json_object": True}),
+        ({"type": "json_object", "json_schema": None}, {"json_object": True}),
+        ({"type": "json_schema", "json_schema": {"name": "n", "description": "d", "schema": SCHEMA}}, {"json": SCHEMA}),
+    ],
+)
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETION_URL])
+def test_a_response_format_is_taken_with_its_schema(url: str, given: Any, expected: dict[str, Any]) -> None:
+    found = merge_params(SamplingParams(), parse_batch_line(line(url, response_format=given)).sampling)
+    assert found == merge_params(SamplingParams(), {"structured_outputs": expected})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"type": "text", "foo": 1}, "unknown key 'foo'"),
+        ({"type": "text", "schema": SCHEMA}, "unknown key 'schema'"),
+        ({"type": "json_object", "foo": 1}, "unknown key 'foo'"),
+        ({"type": "json_object", "json_schema": {"schema": SCHEMA}}, "unknown key 'json_schema'"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "foo": 1}}, "unknown key 'foo'"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA}, "schema": SCHEMA}, "unknown key 'schema'"),
+        ({"type": "json_schema", "schema": SCHEMA}, "unknown key 'schema'"),
+        ({"type": "grammar", "grammar": "a"}, 'whose type is "text", "json_object" or "json_schema"'),
+        ({"type": ["text"]}, 'whose type is "text", "json_object" or "json_schema"'),
+        ({"schema": SCHEMA}, 'whose type is "text", "json_object" or "json_schema"'),
+    ],
+)
+def test_an_unknown_key_of_a_response_format_is_refused(given: Any, said: str) -> None:
+    found = refusal(CHAT_URL, response_format=given)
+    assert found.startswith("response_format = ") and said in found
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "'tools[0]' is of the type 'web_search': only functions are supported"),
+        ({"tools": [TOOL, {"type": "custom", "custom": {"name": "a"}}]}, "'tools[1]' is of the type 'custom'"),
+        ({"tools": [TOOL | {"cache_control": {}}]}, "unknown field 'cache_control' in body field 'tools[0]'"),
+        ({"tools": [{"name": "now", "parameters": {}}]}, "unknown field 'name' in body field 'tools[0]'"),
+        (
+            {"tools": [{"function": FUNCTION | {"defer_loading": True}}]},
+            "unknown field 'defer_loading' in body field 'tools[0].function'",
+        ),
+        ({"tools": [{"function": 7}]}, "body field 'tools[0].function' is a number, not an object"),
+        ({"tools": [{"function": FUNCTION | {"strict": True}}]}, "body field 'tools[0].function.strict' is true"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "body field 'parallel_tool_calls' is false"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+            "body field 'tool_choice' is of the type 'allowed_tools'",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "now", "strict": True}}},
+            "unknown field 'strict' in body field 'tool_choice.function'",
+        ),
+        ({"stream_options": {"include_foo": True}}, "unknown field 'include_foo' in body field 'stream_options'"),
+        ({"stream_options": True}, "body field 'stream_options' is a boolean, not an object"),
+        ({"verbosity": "low"}, "body field 'verbosity' is not supported with this value"),
+        ({"modalities": ["text", "audio"]}, "body field 'modalities' is not supported with this value"),
+        ({"audio": {"voice": "alloy"}}, "unknown field 'audio' in the body"),
+        ({"web_search_options": {}}, "unknown field 'web_search_options' in the body"),
+        ({"enable_thinking": False}, "unknown field 'enable_thinking' in the body"),
+        ({"continue_final_message": True}, "unknown field 'continue_final_message' in the body"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(body: dict[str, Any], said: str) -> None:
+    assert said in refusal(CHAT_URL, **body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [TOOL, {"function": FUNCTION | {"strict": False, "description": "d"}}]},
+        {"tools": [{"function": FUNCTION | {"strict": True}}], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "now"}}},
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False},
+        {"tools": None, "parallel_tool_calls": False},
+        {"stream": False, "stream_options": {"include_usage": True}},
+        {"verbosity": "medium", "modalities": ["text"], "store": True, "audio": None, "web_search_options": None},
+    ],
+)
+def test_what_asks_for_nothing_else_costs_no_row(body: dict[str, Any]) -> None:
+    assert parse_batch_line(line(**body)).is_chat
+
+
+def test_null_is_no_field_of_a_request_for_a_vector() -> None:
+    assert parse_batch_line(line(EMBEDDING_URL, dimensions=None, truncate_prompt_tokens=None)).embedding
+
+
+# ---------------------------------------------------------------- beside the body
+
+
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETION_URL])
+def test_values_beside_the_body_count_as_in_any_row_and_the_bodys_win(tmp_path: Path, url: str) -> None:
+    made = Made(tmp_path, "{{ messages }}", columns=("max_tokens",))
+    for beside, body, expected in (
+        ({"max_tokens": 3}, {}, 3),
+        ({"sampling": {"max_tokens": 4}}, {}, 4),
+        ({"max_tokens": 3}, {"max_tokens": 5}, 5),
+    ):
+        found = made.request(line(url, **body) | beside)
+        assert isinstance(found, Request) and found.params.max_tokens == expected
