@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
-from batchgen.core.errors import RowError, RowErrorCode, StorageError, TokenizerError
+from batchgen.core.errors import BatchgenError, RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import BadRow, Result
+from batchgen.core.units import one_line
 from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.record_builder import RecordBuilder
@@ -18,7 +19,11 @@ MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows
 
 
 def entry_of(row: Pending, result: Result, record_builder: RecordBuilder) -> JournalEntry:
-    """What the engine's result, which may be an error, comes to for a row."""
+    """What the engine's result, which may be an error, comes to for a row.
+
+    A text that a model wrote can fail its own row only: whatever goes wrong over it would do so again at each resume.
+    Memory, the disk and processes that do not start are no fault of the row, and are raised.
+    """
     record, error = row.record, result.error
     if error is None:
         try:
@@ -27,6 +32,11 @@ def entry_of(row: Pending, result: Result, record_builder: RecordBuilder) -> Jou
             return JournalEntry(record.index, record.after, "result", encode_json(payload), *counts)
         except TokenizerError as problem:
             error = RowError(RowErrorCode.INTERNAL, str(problem))
+        except (MemoryError, OSError, BatchgenError):
+            raise
+        except Exception as problem:
+            what = f"the answer cannot be made a record ({type(problem).__name__}: {one_line(problem)})"
+            error = RowError(RowErrorCode.INTERNAL, f"{what}; this is a bug, please report it")
     where = (record.index, record.source, record.line)
     return failed_entry(BadRow(*where, error, record.columns, record.after, row.id), record_builder)
 

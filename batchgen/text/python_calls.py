@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -145,6 +146,9 @@ def _unquoted(quoted: str) -> str:
 def _escaped(found: re.Match[str]) -> str:
     code = found[1] or found[2] or found[3]
     if code or found[4]:
-        return chr(int(code, 16) if code else int(found[4], 8))
+        point = int(code, 16) if code else int(found[4], 8)
+        if point > sys.maxunicode:  # chr() raises OverflowError for some of these
+            raise ValueError(f"\\U{code} is no character")
+        return chr(point)
     mark = found[5]
     return mark if mark in "\\'\"/" else _ESCAPED.get(mark, f"\\{mark}")

@@ -17,11 +17,12 @@ from stub_engine import stub_factory
 from tokenizers import AddedToken
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.errors import BatchgenError, ResumeMismatch, UsageError
 from batchgen.core.records import Request
 from batchgen.run.loader import read_model
 from batchgen.run.retry import retry_job
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tool_calls import ToolCalls
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 CALL = f'{START}[weather(city="Zürich", days=[1, null])]{END}'
@@ -209,3 +210,47 @@ def test_a_bare_call_is_read_where_llamas_template_asks_for_it(job: JobMaker, sa
     job.write(rows(1))
     job.run(says(['{"name": "now", "parameters": {}}'], DATED, parse_tools=True))
     assert job.outputs()[0]["tool_calls"] == [{"name": "now", "arguments": {}}]
+
+
+def test_an_escape_that_no_character_has_makes_a_malformed_call_not_a_failed_job(job: JobMaker, says: Any) -> None:
+    texts = [f'{START}[f(a="{escape}")]{END}' for escape in (r"\U0001F600", r"\U00110000", r"\UFFFFFFFF")]
+    job.write(rows(3))
+    assert job.run(says(texts, parse_tools=True)).exit_code == 0
+    found = [(row["tool_calls"], row["text"], row["complete"]) for row in job.outputs()]
+    assert found[0] == ([{"name": "f", "arguments": {"a": "\U0001f600"}}], "", True)
+    assert found[1:] == [([], text, False) for text in texts[1:]]
+
+
+@pytest.mark.parametrize("problem", [OverflowError("too large"), RecursionError("too deep"), KeyError("a")])
+def test_whatever_goes_wrong_over_an_answer_fails_its_row_and_never_the_job(
+    job: JobMaker, says: Any, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    job.write(rows(3))
+    spec, read = says(["one", "two", "three"], parse_tools=True), ToolCalls.read
+
+    def fails(self: ToolCalls, text: str) -> Any:
+        if text == "two":
+            raise problem
+        return read(self, text)
+
+    monkeypatch.setattr(ToolCalls, "read", fails)
+    assert job.run(spec).exit_code == 3
+    assert [row["text"] for row in job.outputs()] == ["one", "three"]
+    [error] = job.errors()
+    assert (error["code"], error["index"]) == ("internal", 1) and type(problem).__name__ in error["message"]
+
+
+@pytest.mark.parametrize("problem", [MemoryError(), OSError(28, "No space left on device")])
+def test_memory_and_the_disk_are_no_fault_of_a_row(
+    job: JobMaker, says: Any, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    job.write(rows(1))
+    spec = says(["one"], parse_tools=True)
+
+    def fails(self: ToolCalls, text: str) -> Any:
+        raise problem
+
+    monkeypatch.setattr(ToolCalls, "read", fails)
+    with pytest.raises((BatchgenError, type(problem))):
+        job.run(spec)
+    assert not (job.output / "outputs.jsonl").exists()
