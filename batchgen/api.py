@@ -10,11 +10,12 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -151,7 +152,7 @@ def generate(
         if not is_kept:
             folder = stack.enter_context(TemporaryDirectory(prefix="batchgen-"))
             spec = replace(spec, output=replace(spec.output, path=folder))
-        lines = None if is_path else _lines(rows)
+        lines = None if is_path else _lines(rows, spec.input.request_columns)
         outcome = run_job(spec, options, engine_factory=engine_factory, lines=lines)
         _pass_on_signal(outcome)
         if not RunDir(Path(spec.output.path)).is_complete():
@@ -216,9 +217,9 @@ def _pass_on_signal(outcome: Outcome) -> None:
         signal.raise_signal(number)
 
 
-def _lines(rows: Any) -> Iterator[bytes]:
+def _lines(rows: Any, asked: Collection[str]) -> Iterator[bytes]:
     """Rows in memory as JSON Lines. Raises UsageError for what is no row."""
-    for number, row in enumerate(_rows(rows)):
+    for number, row in enumerate(_rows(rows, asked)):
         if isinstance(row, str):
             columns: Mapping[str, Any] = {"prompt": row}
         elif isinstance(row, list):
@@ -234,7 +235,7 @@ def _lines(rows: Any) -> Iterator[bytes]:
             raise UsageError(f"generate: rows[{number}] is nested too deeply") from None
 
 
-def _rows(rows: Any) -> Iterator[Any]:
+def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
     """Each row as a Python value. Raises UsageError for what holds no rows."""
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
         if not rows.columns.is_unique:
@@ -244,7 +245,7 @@ def _rows(rows: Any) -> Iterator[Any]:
             yield from piece.where(piece.notna(), None).to_dict("records")
     elif hasattr(rows, "with_format") and hasattr(rows, "iter"):  # datasets
         for table in rows.with_format("arrow").iter(_PIECE_ROWS):
-            yield from _arrow_rows(table.to_batches())
+            yield from _arrow_rows(table.to_batches(), asked)
     elif hasattr(rows, "__arrow_c_stream__"):  # Arrow, Polars, DuckDB
         import pyarrow as pa
 
@@ -253,7 +254,7 @@ def _rows(rows: Any) -> Iterator[Any]:
         except pa.ArrowException:
             yield from rows  # of one column, such as a pandas Series of texts
         else:
-            yield from _arrow_rows(batches)
+            yield from _arrow_rows(batches, asked)
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):
         yield from rows
     else:
@@ -261,9 +262,12 @@ def _rows(rows: Any) -> Iterator[Any]:
         raise UsageError(f"generate: rows is a {type(rows).__name__}, not a list, table or path{hint}")
 
 
-def _arrow_rows(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def _arrow_rows(batches: Iterable[Any], asked: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The rows of Arrow batches, ``asked`` as in ``rows_at``. Raises UsageError for one that cannot be read."""
     from batchgen.input.formats.arrow import pieces, rows_at
 
-    for batch in batches:
-        for piece in pieces(batch):
-            yield from (values for values, _ in rows_at(piece, range(piece.num_rows)))
+    for piece in chain.from_iterable(map(pieces, batches)):
+        for values, error in rows_at(piece, range(piece.num_rows), asked):
+            if error:
+                raise UsageError(f"generate: a row cannot be read: {error.message}")
+            yield values

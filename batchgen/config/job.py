@@ -14,7 +14,7 @@ from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.embed import EmbedSpec
-from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS, Again
+from batchgen.config.sampling import COLUMNS, ROW_KEYS, SAMPLING_KEYS, Again
 from batchgen.core import keys
 from batchgen.core.answers import PARSED, check_rule
 from batchgen.core.errors import UsageError
@@ -147,6 +147,13 @@ class InputSpec:
     def is_mapped(self) -> bool:
         """Whether the job says where a row has its prompt."""
         return bool(self.prompt or self.messages or self.prompt_token_ids)
+
+    @property
+    def request_columns(self) -> frozenset[str]:
+        """The columns that a row's prompt or request may be in as objects: all others are data."""
+        return frozenset({self.messages or "messages", "body", "tools", "tool_choice", "chat_template_kwargs"}).union(
+            {"sampling", *ROW_KEYS}
+        )
 
     def is_batch_line(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row is an OpenAI Batch request: by the job's format, or by its shape where no prompt is mapped."""

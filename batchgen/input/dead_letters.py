@@ -22,8 +22,7 @@ from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageErro
 from batchgen.core.json_line import MAX_DEPTH, encode_json, is_count
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.input.formats.jsonl import parse_jsonl
-from batchgen.input.formats.lines import LinesFile
+from batchgen.input.formats.lines import LinesFile, parse_jsonl
 from batchgen.input.input_bytes import LocalFile
 from batchgen.input.rows import RowProblem, bad_row, row_id
 

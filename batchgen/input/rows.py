@@ -5,16 +5,21 @@ Inside the input room a problem of a row is an exception; it leaves as a ``BadRo
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.json_line import MAX_DEPTH, is_too_deep
 from batchgen.core.records import BadRow, Record
 
 _Item = TypeVar("_Item")
+_decode = json.JSONDecoder().decode
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 CHUNK_ROWS = 256
 CHUNK_CHARS = 4 << 20  # a chunk of long rows ends earlier, since it is held in memory
 
@@ -47,6 +52,43 @@ def type_name(value: object) -> str:
 def wrong_type(what: str, value: object, expected: str) -> RowProblem:
     """The problem of a value of another type than ``expected``, which is in words: "a string"."""
     return RowProblem(RowErrorCode.BAD_TYPE, f"{what} is {type_name(value)}, not {expected}")
+
+
+def parse_json(text: str, max_depth: int = MAX_DEPTH) -> Any:
+    """The value of a JSON text, of a line or of a column that holds JSON.
+
+    Stricter than Python's parser where a row could not be written out again (lone surrogates, absurd nesting), as
+    lenient where real data is sloppy: NaN and Infinity are read as floats and the last of duplicate keys wins. Raises
+    RowProblem: bad_json for what is not JSON or cannot be held (numbers of more than 4300 digits, more than
+    ``max_depth`` levels), bad_encoding for escapes that form no character.
+    """
+    try:
+        value = _decode(text)
+    except json.JSONDecodeError as error:
+        raise RowProblem(
+            RowErrorCode.BAD_JSON, f"not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        ) from error
+    except RecursionError as error:
+        raise _too_deep(max_depth) from error
+    except ValueError as error:
+        raise RowProblem(RowErrorCode.BAD_JSON, "a number has more than 4300 digits") from error
+    if is_too_deep(value, text, max_depth):
+        raise _too_deep(max_depth)
+    if _SURROGATE.search(text):
+        _refuse_lone_surrogates(value)
+    return value
+
+
+def _too_deep(max_depth: int) -> RowProblem:
+    return RowProblem(RowErrorCode.BAD_JSON, f"nested more than {max_depth} levels deep")
+
+
+def _refuse_lone_surrogates(value: object) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = "a lone surrogate (half of an escaped character such as \\ud83d) is no text"
+        raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
 
 
 def row_id(record: Record, spec: InputSpec) -> str | int | None:

@@ -256,7 +256,7 @@ def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda pa
             name = item if isinstance(item, str) else str(item.resolve())
             if name in files:
                 raise UsageError(f"input {item} is named twice in input.path")
-            files[name] = open_file(item, spec.format, spec.delimiter)
+            files[name] = open_file(item, spec)
     return Source(list(files.values()), spec.limit)
 
 

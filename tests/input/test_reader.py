@@ -6,7 +6,7 @@ import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +254,9 @@ def test_long_values_that_repeat_are_converted_a_few_at_once(tmp_path: Path, mon
     sizes = []
     convert = arrow.rows_at
 
-    def recorded(batch: pa.RecordBatch, places: Sequence[int]) -> Any:
+    def recorded(batch: pa.RecordBatch, places: Sequence[int], asked: Collection[str]) -> Any:
         sizes.append(batch.nbytes)
-        return convert(batch, places)
+        return convert(batch, places, asked)
 
     monkeypatch.setattr(arrow, "rows_at", recorded)
     pq.write_table(pa.table({"prompt": long * 100}), tmp_path / "long.parquet")

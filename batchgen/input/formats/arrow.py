@@ -1,12 +1,16 @@
 """Rows of Arrow record batches, which both Parquet files and ``datasets`` give.
 
 Values become what ``to_pylist`` makes of them (dates are dates, binary is bytes) and are converted to JSON types only
-on output (``json_line``). A value that cannot be read costs its own row only.
+on output (``json_line``); but a value of the type ``arrow.json``, which ``datasets`` gives to what differs from row to
+row, is what its text says. A value that cannot be read costs its own row only.
+
+Arrow gives each struct of a column the same fields, so a null in one may be nothing that anybody wrote. In the columns
+that become a prompt or a request (``asked``) such fields are left out, and a map is an object, as in JSON Lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +20,15 @@ from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.units import one_line
 from batchgen.input.formats import Rows, Wanted
+from batchgen.input.rows import RowProblem, parse_json
 
 _MAX_BATCH_ROWS = 64  # what repeats is stored once, so that rows may be larger than their file says
 _BATCH_BYTES = 4 << 20
 _VALUE_ERRORS = (ValueError, ArithmeticError, LookupError, pa.ArrowException)  # bad UTF-8, dates out of range, ...
 RowValues = tuple[dict[str, Any], RowError | None]  # the values that can be read, and what is wrong with the others
+_Convert = Callable[[Any], Any]  # of a value as ``to_pylist`` gives it; never asked of null
+_JSON = "arrow.json"
+_EXTENSION = b"ARROW:extension:name"  # of a field whose type's name was not known when it was read
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ def read_batches(
     wanted: Wanted | None,
     source: str,
     rows_before: int = 0,
+    asked: Collection[str] = (),
 ) -> Rows:
     """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``.
 
@@ -57,7 +66,7 @@ def read_batches(
     for batch in batches:
         num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
         places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
-        for place, (values, error) in zip(places, rows_at(batch, places), strict=True):
+        for place, (values, error) in zip(places, rows_at(batch, places, asked), strict=True):
             index, number = at.index + place, at.row + place + 1
             after = Cursor(at.file, at.offset, number, index + 1)
             if error:
@@ -70,28 +79,94 @@ def read_batches(
     return at.index
 
 
-def rows_at(batch: pa.RecordBatch | pa.Table | Unreadable, places: Sequence[int]) -> list[RowValues]:
-    """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read."""
+def rows_at(
+    batch: pa.RecordBatch | pa.Table | Unreadable, places: Sequence[int], asked: Collection[str] = ()
+) -> list[RowValues]:
+    """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read.
+
+    ``asked`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``.
+    """
     if isinstance(batch, Unreadable):
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
     if len(places) < batch.num_rows:
         batch = batch.take(pa.array(places, pa.int64()))
+    found = {field.name: _conversion(field, field.name in asked) for field in batch.schema}
+    conversions = {name: convert for name, convert in found.items() if convert}
     try:
-        return [(values, None) for values in batch.to_pylist()]
-    except _VALUE_ERRORS:
-        return [_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
+        rows = batch.to_pylist()
+        for name, convert in conversions.items():
+            for row in rows:
+                row[name] = None if row[name] is None else convert(row[name])
+        return [(row, None) for row in rows]
+    except (RowProblem, *_VALUE_ERRORS):
+        return [_row(batch.slice(place, 1), conversions) for place in range(batch.num_rows)]
 
 
-def _row(batch: pa.RecordBatch) -> RowValues:
+def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert]) -> RowValues:
     """The one row of ``batch``; its error is that of the first column that cannot be read."""
     readable: dict[str, Any] = {}
     problem: RowError | None = None
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            readable[name] = column.to_pylist()[0]
+            value = column.to_pylist()[0]
+            readable[name] = conversions[name](value) if name in conversions and value is not None else value
+        except RowProblem as error:
+            problem = problem or RowError(error.error.code, f"column {name!r} holds JSON that cannot be read: {error}")
         except _VALUE_ERRORS as error:
             is_text = isinstance(error, UnicodeDecodeError)
             code = RowErrorCode.BAD_ENCODING if is_text else RowErrorCode.BAD_TYPE
             what = "is not UTF-8" if is_text else f"({column.type}) has a value that cannot be read"
             problem = problem or RowError(code, f"column {name!r} {what}: {one_line(error)}")
     return readable, problem
+
+
+def _conversion(field: pa.Field, is_asked: bool) -> _Convert | None:
+    """What makes the values of a field those of JSON Lines; None where they are so already."""
+    kind = field.type
+    name = (field.metadata or {}).get(_EXTENSION, b"").decode(errors="replace")
+    if _JSON in (name, getattr(kind, "extension_name", "")):
+        return _parsed
+    while isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_struct(kind):
+        return _of_structs(kind, is_asked)
+    if pa.types.is_map(kind):
+        return _of_maps(kind, is_asked)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _conversion(pa.field("", kind.value_type), is_asked)
+    item = _conversion(kind.value_field, is_asked) if isinstance(kind, _LISTS) else None
+    return None if item is None else lambda values: [None if value is None else item(value) for value in values]
+
+
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
+
+
+def _parsed(value: str | bytes) -> Any:
+    return parse_json(value if isinstance(value, str) else value.decode())
+
+
+def _of_structs(kind: pa.StructType, is_asked: bool) -> _Convert | None:
+    """Structs lose their null fields where they are ``asked``: the type has each field that any row has."""
+    found = {child.name: _conversion(child, is_asked) for child in kind}
+    conversions = {name: convert for name, convert in found.items() if convert}
+    if not conversions and not is_asked:
+        return None
+
+    def convert(value: dict[str, Any]) -> dict[str, Any]:
+        said = value.items() if not is_asked else [item for item in value.items() if item[1] is not None]
+        return {key: conversions[key](item) if key in conversions and item is not None else item for key, item in said}
+
+    return convert
+
+
+def _of_maps(kind: pa.MapType, is_asked: bool) -> _Convert | None:
+    """Maps become objects where they are ``asked``; a null in one was written, since each has keys of its own."""
+    item = _conversion(kind.item_field, is_asked)
+    if item is None and not is_asked:
+        return None
+
+    def convert(pairs: list[tuple[Any, Any]]) -> Any:
+        said = [(key, item(value) if item and value is not None else value) for key, value in pairs]
+        return dict(said) if is_asked else said
+
+    return convert

@@ -7,7 +7,7 @@ is imported when the first such input is opened, since that alone takes a second
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ def is_saved_dataset(folder: Path) -> bool:
 class DatasetFile(InputFile):
     """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
-    NAME is a dataset on the Hub or the absolute path of a local folder. Raises UsageError when it cannot be opened; a
-    connection that fails while rows are read raises BatchgenError.
+    NAME is a dataset on the Hub or the absolute path of a local folder; ``asked`` as in ``rows_at``. Raises UsageError
+    when it cannot be opened; a connection that fails while rows are read raises BatchgenError.
     """
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, asked: Collection[str]) -> None:
+        self._text, self._asked = text, asked
         name, options = _parse_name(text)
         folder = Path(name)
         if not folder.is_absolute() and folder.is_dir():
@@ -66,7 +66,7 @@ class DatasetFile(InputFile):
         self.local_files = tuple(path for path in map(Path, self._files) if path.is_file())
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        return (yield from read_batches(self._batches(at.row), at, stop, wanted, self._text))
+        return (yield from read_batches(self._batches(at.row), at, stop, wanted, self._text, asked=self._asked))
 
     def _batches(self, first: int) -> Iterator[pa.RecordBatch]:
         if first == self._length:

@@ -13,11 +13,12 @@ from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.fingerprint import digest_of
+from batchgen.core.json_line import MAX_DEPTH
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.input.formats import Rows, StoredFile, Wanted
 from batchgen.input.formats.text_stream import damage, open_text, text_bytes
 from batchgen.input.input_bytes import InputBytes
-from batchgen.input.rows import RowProblem
+from batchgen.input.rows import RowProblem, parse_json, wrong_type
 
 MAX_LINE_BYTES = 256 << 20  # bounds the memory a line takes; a longer one is an error row
 BOM = b"\xef\xbb\xbf"
@@ -31,6 +32,18 @@ def decode_utf8(line: bytes, name: str = "the line") -> str:
     except UnicodeDecodeError as error:
         message = f"not UTF-8: {error.reason} at byte {error.start + 1} of {name}"
         raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
+
+
+def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+    """The columns in one line of JSON Lines.
+
+    Raises RowProblem: bad_encoding for bytes that are not UTF-8, bad_type for JSON that is not an object, and as
+    ``parse_json`` does.
+    """
+    value = parse_json(decode_utf8(line), max_depth)
+    if not isinstance(value, dict):
+        raise wrong_type("the line", value, "a JSON object")
+    return value
 
 
 def parse_text(line: bytes) -> dict[str, Any]:

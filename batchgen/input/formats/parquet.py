@@ -5,7 +5,7 @@ A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,14 +22,15 @@ _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size 
 
 
 class ParquetFile(StoredFile):
-    """A Parquet file. Raises UsageError if the file is not Parquet or cannot be opened.
+    """A Parquet file; ``asked`` as in ``rows_at``. Raises UsageError if it is not Parquet or cannot be opened.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
     file's metadata promises there; the groups after them are read.
     """
 
-    def __init__(self, content: InputBytes) -> None:
+    def __init__(self, content: InputBytes, asked: Collection[str]) -> None:
         super().__init__(content)
+        self._asked = asked
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
 
@@ -56,7 +57,8 @@ class ParquetFile(StoredFile):
                 if indexes and (wanted is None or any(map(wanted, indexes))):
                     start = Cursor(at.file, number, first, index)
                     batches = _batches(file, number, first)
-                    index = yield from read_batches(batches, start, stop, wanted, self.content.name, rows_before)
+                    name = self.content.name
+                    index = yield from read_batches(batches, start, stop, wanted, name, rows_before, self._asked)
                 else:
                     index = end
                 rows_before += num_rows

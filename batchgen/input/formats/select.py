@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.remote import scheme_of
 from batchgen.input.formats import InputFile
 from batchgen.input.formats.delimited import DelimitedFile
 from batchgen.input.formats.hf import DatasetFile
-from batchgen.input.formats.jsonl import parse_jsonl
-from batchgen.input.formats.lines import LinesFile, parse_text
+from batchgen.input.formats.lines import LinesFile, parse_jsonl, parse_text
 from batchgen.input.formats.parquet import ParquetFile
 from batchgen.input.formats.text_stream import open_text
 from batchgen.input.input_bytes import InputBytes, LocalFile, RemoteFile
@@ -20,17 +20,17 @@ from batchgen.input.input_bytes import InputBytes, LocalFile, RemoteFile
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of files: what opens one, and the suffixes of their names. ``delimiter`` is None but in tables."""
+    """A format of files: what opens one for a job, and the suffixes of their names."""
 
-    open: Callable[[InputBytes, str | None], InputFile]
+    open: Callable[[InputBytes, InputSpec], InputFile]
     suffixes: tuple[str, ...]
 
 
 FORMATS = {
     "jsonl": Format(lambda content, _: LinesFile(content, parse_jsonl), (".jsonl", ".ndjson")),
     "text": Format(lambda content, _: LinesFile(content, parse_text), (".txt", ".text")),
-    "csv": Format(DelimitedFile, (".csv", ".tsv")),
-    "parquet": Format(lambda content, _: ParquetFile(content), (".parquet",)),
+    "csv": Format(lambda content, spec: DelimitedFile(content, spec.delimiter), (".csv", ".tsv")),
+    "parquet": Format(lambda content, spec: ParquetFile(content, spec.request_columns), (".parquet",)),
 }
 
 _COMPRESSED = frozenset({".gz", ".zst", ".zstd"})
@@ -46,27 +46,26 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _HEAD_BYTES = 1 << 16
 
 
-def open_file(item: Path | str, given: str, delimiter: str | None = None) -> InputFile:
+def open_file(item: Path | str, spec: InputSpec) -> InputFile:
     """Open one file, or a dataset, which is an ``hf:`` name or a folder; a string may be an address too.
 
-    ``given`` is the job's format, perhaps ``auto``, and ``delimiter`` what separates the cells of its tables. Raises
-    UsageError with a remedy when it cannot be read, contradicts ``given`` or is of no known format, RemoteError when
-    its server cannot be reached.
+    Raises UsageError with a remedy when it cannot be read, contradicts the job's ``format`` or is of no known format,
+    RemoteError when its server cannot be reached.
     """
     if isinstance(item, str) and scheme_of(item):
-        return _open_bytes(RemoteFile(item), given, delimiter)
+        return _open_bytes(RemoteFile(item), spec)
     if isinstance(item, str) or item.is_dir():
-        return DatasetFile(str(item))
+        return DatasetFile(str(item), spec.request_columns)
     if not item.is_file():
         raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
     try:
-        return _open_bytes(LocalFile(item), given, delimiter)
+        return _open_bytes(LocalFile(item), spec)
     except OSError as error:
         raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error
 
 
-def _open_bytes(content: InputBytes, given: str, delimiter: str | None) -> InputFile:
-    return FORMATS[_resolve(content, given, delimiter)].open(content, delimiter)
+def _open_bytes(content: InputBytes, spec: InputSpec) -> InputFile:
+    return FORMATS[_resolve(content, spec.format, spec.delimiter)].open(content, spec)
 
 
 def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:

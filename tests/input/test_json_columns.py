@@ -1,0 +1,153 @@
+"""What Arrow holds as JSON text, pads with nulls or keeps as a map is what the same rows say as JSON Lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from input_helpers import codes, jsonl, source_of
+
+from batchgen.core.records import BadRow, Record
+from batchgen.input.formats.arrow import rows_at
+
+JSON = pa.json_()
+TEXT = '{"a": {"b": null, "c": [1, "é"]}}'
+VALUE = json.loads(TEXT)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ZONE = {"type": "object", "properties": {"tz": {"type": "string", "default": None}}, "required": ["tz"]}
+
+
+def tool(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "a"}], "tools": [tool("weather", CITY), tool("now", ZONE)]},
+    {"messages": [{"role": "user", "content": "b", "name": "x"}], "tools": [tool("now", ZONE)]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"tz": "UTC"}}}]}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"city": "Z"}}}]}]},
+]
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def read(path: Path | str, **keys: Any) -> list[dict[str, Any]]:
+    rows = list(source_of(path, **keys).read())
+    assert codes(rows) == ["ok"] * len(rows), rows
+    return [dict(row.columns) for row in rows if isinstance(row, Record)]
+
+
+def write(folder: Path, column: pa.Array, name: str = "data") -> Path:
+    pq.write_table(pa.table({name: column}), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def of(storage: pa.DataType, value: Any, kind: pa.DataType) -> pa.Array:
+    """One value of a type that has ``arrow.json`` where ``storage`` has a string."""
+    return pa.array([value, None], storage).cast(kind)
+
+
+S = pa.string()
+NESTED = {
+    "itself": (S, TEXT, JSON, VALUE),
+    "large": (pa.large_string(), TEXT, pa.json_(pa.large_string()), VALUE),
+    "list": (pa.list_(S), [TEXT, None], pa.list_(JSON), [VALUE, None]),
+    "large list": (pa.large_list(S), [TEXT], pa.large_list(JSON), [VALUE]),
+    "fixed-size list": (pa.list_(S, 1), [TEXT], pa.list_(JSON, 1), [VALUE]),
+    "struct": (
+        pa.struct([("k", S), ("n", S)]),
+        {"k": TEXT},
+        pa.struct([("k", JSON), ("n", S)]),
+        {"k": VALUE, "n": None},
+    ),
+    "map": (pa.map_(S, S), [("k", TEXT)], pa.map_(S, JSON), [("k", VALUE)]),
+    "list of structs of lists": (
+        pa.list_(pa.struct([("k", pa.list_(S))])),
+        [{"k": [TEXT]}],
+        pa.list_(pa.struct([("k", pa.list_(JSON))])),
+        [{"k": [VALUE]}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("storage", "value", "kind", "expected"), NESTED.values(), ids=NESTED)
+def test_a_value_of_type_json_is_what_its_text_says_at_any_depth(
+    storage: pa.DataType, value: Any, kind: pa.DataType, expected: Any, tmp_path: Path
+) -> None:
+    assert read(write(tmp_path, of(storage, value, kind))) == [{"data": expected}, {"data": None}]
+
+
+def test_a_json_type_that_pyarrow_did_not_know_is_told_by_the_metadata_of_its_field() -> None:
+    field = pa.field("data", pa.list_(pa.field("item", S, metadata={"ARROW:extension:name": "arrow.json"})))
+    batch = pa.record_batch([pa.array([[TEXT]], field.type)], pa.schema([field]))
+    assert rows_at(batch, [0]) == [({"data": [VALUE]}, None)]
+    plain = pa.field("data", S, metadata={"ARROW:extension:name": "arrow.json"})
+    assert rows_at(pa.record_batch([pa.array([TEXT])], pa.schema([plain])), [0]) == [({"data": VALUE}, None)]
+
+
+@pytest.mark.parametrize("bad", ["{", "", "[" * 200 + "]" * 200, '"\\ud800"'])
+def test_a_text_that_is_not_json_costs_its_own_row_only(bad: str, tmp_path: Path) -> None:
+    rows = list(source_of(write(tmp_path, pa.array([TEXT, bad, "1"], S).cast(JSON))).read())
+    assert [row.columns["data"] for row in rows if isinstance(row, Record)] == [VALUE, 1]
+    [problem] = [row for row in rows if isinstance(row, BadRow)]
+    assert problem.index == 1 and problem.error.code in ("bad_json", "bad_encoding")
+    assert problem.error.message.startswith("column 'data' holds JSON that cannot be read: ")
+
+
+def with_datasets(folder: Path, rows: list[dict[str, Any]], form: str) -> Path | str:
+    import datasets
+
+    datasets.disable_progress_bars()
+    (folder / "rows.jsonl").write_bytes(jsonl(rows))
+    if form == "streamed":
+        (folder / "files").mkdir()
+        (folder / "files" / "rows.jsonl").write_bytes(jsonl(rows))
+        return f"hf:{folder / 'files'}"
+    loaded = datasets.load_dataset(
+        "json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache")
+    )
+    if form == "parquet":
+        loaded.to_parquet(folder / "out.parquet")
+        return folder / "out.parquet"
+    loaded.save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved", "streamed"])
+def test_chats_and_tools_that_datasets_wrote_are_those_of_json_lines(form: str, tmp_path: Path) -> None:
+    found = read(with_datasets(tmp_path, CHATS, form))
+    assert [without_nulls(row) for row in found] == without_nulls(CHATS)
+
+
+def test_fields_that_arrow_padded_are_left_out_of_chats_and_tools(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(CHATS), tmp_path / "rows.parquet")
+    expected = without_nulls(CHATS)
+    found = read(tmp_path / "rows.parquet")
+    assert [{name: value for name, value in row.items() if value is not None} for row in found] == expected
+
+
+def test_a_null_in_a_column_of_data_stays_as_the_file_has_it(tmp_path: Path) -> None:
+    rows = [{"meta": {"a": 1, "b": None}, "messages": [{"role": "user", "name": None}], "turns": [{"n": None, "m": 1}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert read(tmp_path / "rows.parquet") == [{**rows[0], "messages": [{"role": "user"}]}]
+    assert read(tmp_path / "rows.parquet", messages="turns") == [{**rows[0], "turns": [{"m": 1}]}]
+
+
+def test_a_null_that_was_written_as_json_stays(tmp_path: Path) -> None:
+    written = '[{"type": "function", "function": {"name": "f", "default": null}}]'
+    assert read(write(tmp_path, pa.array([written], S).cast(JSON), "tools")) == [{"tools": json.loads(written)}]
+
+
+def test_a_map_in_a_chat_is_an_object_and_keeps_its_nulls(tmp_path: Path) -> None:
+    kind = pa.list_(pa.struct([("arguments", pa.map_(S, S)), ("name", S)]))
+    calls = pa.array([[{"arguments": [("tz", "UTC"), ("city", None)], "name": None}]], kind)
+    assert read(write(tmp_path, calls, "messages")) == [{"messages": [{"arguments": {"tz": "UTC", "city": None}}]}]
+    assert read(write(tmp_path, calls)) == [{"data": [{"arguments": [("tz", "UTC"), ("city", None)], "name": None}]}]
