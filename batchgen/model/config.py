@@ -105,6 +105,7 @@ class ModelConfig:
     so adapters. Families without convolutions leave the fields ``conv_*`` as they are. Where it is not ``is_causal``,
     each token sees its whole text; without ``has_head`` the model gives its last hidden state in place of logits, or
     the logits of ``labels``, of which several may hold where it ``has_many_labels``.
+    ``has_unexpected_head``: the output projection is no copy of the embedding, though ``config.json`` says so.
     """
 
     vocab_size: int
@@ -136,6 +137,7 @@ class ModelConfig:
     has_adapter: bool = False
     is_causal: bool = True
     has_head: bool = True
+    has_unexpected_head: bool = False
     labels: tuple[str, ...] = ()
     has_many_labels: bool = False
 

@@ -9,8 +9,6 @@ there are.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from batchgen.model.config import CONV, LayerShape, ModelConfig
 from batchgen.model.layers import Attention, ExpertFeedForward, FeedForward, ShortConv
 from batchgen.model.rope import Rotary
 from batchgen.model.state import StateCache
-from batchgen.model.weights import NamedTensors, TensorSource
+from batchgen.model.weights import NamedTensors, TensorSource, untied
 
 
 class Layer:
@@ -52,21 +50,19 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, source: TensorSource, kernels: Kernels) -> None:
         tensors = NamedTensors(source, config.tensor_names, config.norm_offset)
+        self.config = config = untied(config, tensors)
         self.kernels = kernels
         self.dtype = source.dtype  # of activations
         table = tensors.take("embedding", config.vocab_size, config.hidden_size)
         self.device = table.device
-        head = _own_head(tensors, config, table)
-        self.has_unexpected_head = config.tie_embedding and head is not None
-        self.config = config = replace(config, tie_embedding=config.tie_embedding and head is None)
         self.embedding: Embedding
         self.lm_head: Linear | None = None
         if config.tie_embedding and config.has_head:
             self.embedding, self.lm_head = kernels.tied_embedding(table, self.dtype)
         else:
             self.embedding = TableEmbedding(kernels, table, self.dtype)
-            if head is not None:
-                self.lm_head = kernels.linear(head)
+            if config.has_head:
+                self.lm_head = kernels.linear(tensors.take("head", config.vocab_size, config.hidden_size))
             elif config.labels:
                 self.lm_head = kernels.linear(source.take("score.weight", (len(config.labels), config.hidden_size)))
         self.layers = [Layer(tensors.of(layer=i), shape, config, kernels) for i, shape in enumerate(config.layers)]
@@ -76,18 +72,15 @@ class Decoder:
         scale = torch.tensor(config.embedding_scale, dtype=self.dtype if config.rounds_embedding_scale else None)
         self.embedding_scale = float(scale)
         self.rotary = Rotary(config, self.device)
-        source.finish("" if config.has_head else tensors.name("head"))  # hidden states have no use for a head
+        source.finish("" if config.has_head else tensors.name("head"))
 
     @property
     def numerics(self) -> dict[str, str]:
-        """``dtype`` and ``device`` by name and the ``variant`` of the kernels; others would give other tokens.
-
-        So would other ``weights`` and ``activations``, which are named where they are not "auto".
-        """
+        """``dtype``, ``device``, ``variant`` of the kernels, and what is not usual; others would give other tokens."""
         dtype = str(self.dtype).removeprefix("torch.")
         integers = {"weights": self.kernels.weights, "activations": self.kernels.activations}
         named = {name: value for name, value in integers.items() if value != "auto"}
-        named |= {"head": "untied"} if self.has_unexpected_head else {}  # once it was not looked at
+        named |= {"head": "untied"} if self.config.has_unexpected_head else {}  # which once was not used
         return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.variant, **named}
 
     @torch.inference_mode()
@@ -124,18 +117,3 @@ class Decoder:
         if by != 1:
             self.kernels.scale(x, by)
         return x
-
-
-def _own_head(tensors: NamedTensors, config: ModelConfig, table: Tensor) -> Tensor | None:
-    """The weights of an output projection that is not the embedding ``table``, or None.
-
-    Fine-tunes are saved with a head of their own under a config that still says tied. As in transformers, such a
-    checkpoint is tied where both are equal in the dtype of the model, else the head that it holds is used.
-    """
-    if not config.has_head or (config.tie_embedding and not tensors.holds("head")):
-        return None
-    head = tensors.take("head", config.vocab_size, config.hidden_size)
-    dtype = torch.promote_types(head.dtype, table.dtype)
-    if config.tie_embedding and torch.equal(head.to(dtype), table.to(dtype)):
-        return None
-    return head

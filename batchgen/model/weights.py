@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from batchgen.core.errors import ModelError
 from batchgen.core.machine import is_out_of_memory
 from batchgen.core.model_files import INDEX, WEIGHTS, file_bytes, weight_map
 from batchgen.core.units import shortened, shown
+from batchgen.model.config import ModelConfig
 
 Shape = tuple[int, ...]
 Place = TypeVar("Place")
@@ -79,7 +81,7 @@ class TensorSource(Protocol):
         """
 
     def finish(self, optional: str = "") -> None:
-        """Raises ModelError if a tensor but ``optional`` is left over: what is not used would have changed the tokens."""
+        """Raises ModelError if a tensor but ``optional`` is left over: what is not used may matter."""
 
 
 def open_weights(path: Path) -> Any:
@@ -252,3 +254,18 @@ class NamedTensors:
         """Weights [width] of a norm, in memory of their own and the model's dtype."""
         weight = self.take(role, width, init=Init(1.0 - self._norm_offset, 0.1))
         return (weight.float() + self._norm_offset).to(self.dtype, copy=True)
+
+
+def untied(config: ModelConfig, tensors: NamedTensors) -> ModelConfig:
+    """The shape with an output projection of its own where the checkpoint holds one that differs from the embedding.
+
+    Fine-tunes are saved with such a head under a config that still says tied. As in transformers, both are compared in
+    the dtype of the model.
+    """
+    if not (config.tie_embedding and config.has_head and tensors.holds("head")):
+        return config
+    table, head = (tensors.take(role, config.vocab_size, config.hidden_size) for role in ("embedding", "head"))
+    dtype = torch.promote_types(head.dtype, table.dtype)
+    if torch.equal(head.to(dtype), table.to(dtype)):
+        return config
+    return replace(config, tie_embedding=False, has_unexpected_head=True)

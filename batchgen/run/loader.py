@@ -276,9 +276,9 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     notes = [*engine.runner.notes]
     if info.config.quantization is not None and info.config.quantization.has_activations:
         notes.append("the settings for activations in the quantization_config of this checkpoint are not used")
-    if model.has_unexpected_head:
+    if model.config.has_unexpected_head:
         notes.append(
-            "the output projection of this checkpoint is not its embedding, though its config says so: it is used"
+            "lm_head of this checkpoint is not its embedding, though its config says that they are tied: it is used"
         )
     if info.lora is not None and not info.lora.is_for(info.path):
         notes.append(f"the adapter was trained on {shown(info.lora.base)}, and is added to {info.path}")
