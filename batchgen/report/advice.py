@@ -92,7 +92,8 @@ def _none_right(accuracy: Mapping[str, Any]) -> str:
     """Why no row may be right, and the setting that would help."""
     of_all = f"0 of {accuracy['total']:,}"
     if (lacking := accuracy.get("without_answer")) is not None:
-        return f"no answer equals [output] expected ({of_all}); {lacking:,} texts have none that [output] answer finds"
+        where = f"; in {counted(lacking, 'text')} the rule [output] answer finds no answer" if lacking else ""
+        return f"no answer equals [output] expected ({of_all}){where}"
     found, helped = f"no text equals [output] expected ({of_all})", accuracy.get("helped") or {}
     holding = f", {accuracy['holding']:,} hold it" if accuracy.get("holding") else ""
     if helped:

@@ -98,12 +98,28 @@ KEYS = {
     "structured": "with structured outputs: rows, their samples, those that ended before they were complete "
     "(incomplete), tokens that were not sampled since the grammar left no choice (forced_tokens), and their share of "
     "all generated ones",
+    "compared": "a digest of the ids and right answers of the rows that accuracy counts, in any order: report "
+    "--compare judges accuracy over the same rows alone. null where none was compared",
     "accuracy": "with output.expected: rows compared (total), those whose whole text or, with output.answer, answer is "
     "the expected one (correct), their share (exact_match) and its 95% interval; up to five wrong rows; with "
     "output.answer the rows in whose text none was found (without_answer). Where no text is right: how many hold the "
-    "expected one (holding), and how many would be right with a rule as output.answer (helped)",
+    "expected one (holding), and how many would be right with a rule as output.answer (helped). With n above 1 these "
+    "are of the first sample, and samples has shares over rows: of right samples (mean), of rows whose most frequent "
+    "answer is right (majority), of those with a right one (best). Where answers are labels (choices, a classifier): "
+    "of up to 96 labels, the most frequent first, rows where it is expected, found, and both "
+    "(correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
-_OPTIONAL_KEYS = {"accuracy", "adapter", "cost", "device_s", "price_per_hour", "reused", "structured", "workers"}
+_OPTIONAL_KEYS = {
+    "accuracy",
+    "adapter",
+    "compared",
+    "cost",
+    "device_s",
+    "price_per_hour",
+    "reused",
+    "structured",
+    "workers",
+}
 
 
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Two reports side by side, and the gates by which one is a regression of the other.
 
-Each gate is silent unless it is asked for: tokens per second may fall by a share of what they were, exact match by
-percentage points; with either, the share of failed rows may not rise. All else is shown and does not count: latencies
-and seconds depend on the load of the machine, and change with settings that make a job faster.
+Each gate is silent unless it is asked for: tokens per second of generating may fall by a share of what they were, exact
+match over the same rows by percentage points; with either, the share of failed rows may not rise. All else is shown and
+does not count: latencies and seconds depend on the load of the machine, and change with settings that make it faster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.core.units import format_duration, printable, shortened
+from batchgen.core.units import counted, format_duration, printable, shortened
 from batchgen.report.advice import BARE_ANSWERS
 from batchgen.report.facts import Report, at, rate
 
@@ -90,11 +90,15 @@ class Figure(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The figures of a report beside those of a baseline, and what should have been alike and is not."""
+    """The figures of a report beside those of a baseline, and what should have been alike and is not.
+
+    ``other_rows`` says how the rows that accuracy was counted over differ; "" where they are the same.
+    """
 
     gates: Gates
     figures: list[Figure]
     differences: list[str]
+    other_rows: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
@@ -119,7 +123,7 @@ class Comparison(NamedTuple):
         """Raises GateFailed naming every regression, and UsageError where there is nothing that a gate could judge."""
         found = {f.name: (f.before, f.now) for f in self.figures}
         before, now = found.get("total tokens/s", (None, None))
-        if self.gates.speed is not None and (not before or now is None):
+        if self.gates.speed is not None and not (before and now):
             which = "this run has no rate of tokens" if before else "the run compared with computed no tokens"
             raise UsageError(f"--max-regress-speed has nothing to judge: {which}")
         if self.gates.accuracy is not None:
@@ -133,6 +137,8 @@ class Comparison(NamedTuple):
             if not before:
                 why = "no text of the run compared with equals [output] expected, so none could be lost"
                 raise UsageError(f"{nothing} {why}; {BARE_ANSWERS}")
+            if self.other_rows and not any(f.name == "failed rows" and f.is_regression for f in self.figures):
+                raise UsageError(f"{nothing} {self.other_rows}; run both over the same rows")
         if worse := [f for f in self.figures if f.is_regression]:
             listed = "; ".join(f"{f.name} {f.show(f.before)} -> {f.show(f.now)}" for f in worse)
             raise GateFailed(f"regression ({self.gates}): {listed}")
@@ -140,13 +146,25 @@ class Comparison(NamedTuple):
 
 def compare_reports(now: Report, before: Report, gates: Gates = _NO_GATES) -> Comparison:
     """``now`` beside the baseline ``before``, judged by ``gates``."""
-    figures = []
+    figures, others = [], _other_rows(before, now)
     for name, path, gate, form in _FIGURES:
         was, is_now = _number(before, path), _number(now, path)
         if was is not None or is_now is not None:
-            figures.append(Figure(name, was, is_now, gates.is_regression(gate, was, is_now), form))
+            verdict = None if gate == "accuracy" and others else gates.is_regression(gate, was, is_now)
+            figures.append(Figure(name, was, is_now, verdict, form))
     differences = [text for key in _JOB for text in _differences(key, before.get(key), now.get(key))]
-    return Comparison(gates, figures, differences)
+    return Comparison(gates, figures, differences, others)
+
+
+def _other_rows(before: Report, now: Report) -> str:
+    """How the rows whose answers were compared differ, in words; "" where they do not, or where there are none."""
+    was, is_now = _number(before, "accuracy.total"), _number(now, "accuracy.total")
+    if not was or not is_now:
+        return ""
+    if was != is_now:
+        return f"this run compared {counted(int(is_now), 'row')} with their right answers, the other one {int(was):,}"
+    known = before.get("compared"), now.get("compared")
+    return "the rows compared have other ids or other right answers" if None not in known and len({*known}) > 1 else ""
 
 
 def _differences(name: str, before: Any, now: Any) -> Iterator[str]:

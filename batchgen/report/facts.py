@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from batchgen.core.errors import RowErrorCode
 from batchgen.core.units import counted, format_amount, format_duration, shortened
 
 Report = Mapping[str, Any]
@@ -20,11 +19,10 @@ ACCOUNTS |= {"write": "writing"}
 _SHOWN_SHARE = 0.005  # of the wall time
 _LONG_SHARE, _LONG_S = 0.1, 5.0  # of the wall time, and in seconds: what is worth a word
 _NUM_CODES = 10  # error codes named in a line
-_NUM_WORKERS = 100  # named in a table
-_ID_WIDTH = 40
+_WRONG_WIDTH = 30
 NUM_ANSWERS = 5
 _ANSWER_WIDTH = 400
-_WRONG_WIDTH = 30
+_ID_WIDTH = 40
 
 
 class Table(NamedTuple):
@@ -57,7 +55,8 @@ def rate(report: Report, kind: str) -> float | None:
 
     ``kind`` is prompt, completion or total. Where nothing was generated it is that over the wall time.
     """
-    found, wall_s, generate_s = at(report, f"tokens_per_s.{kind}"), report.get("wall_s"), report.get("generate_s")
+    found: float | None = at(report, f"tokens_per_s.{kind}")
+    wall_s, generate_s = report.get("wall_s"), report.get("generate_s")
     return found * wall_s / generate_s if found and wall_s and generate_s else found
 
 
@@ -121,7 +120,8 @@ def outcome(report: Report) -> Facts:
         speed = f"{figure['tokens/s out']} tokens/s out, {figure['tokens/s in and out']} in and out"
     speed += ", without copies" if report["duplicates"] else ""
     yield "speed", f"{speed}, while generating" if report["generate_s"] else speed
-    codes = ", ".join(f"{code} {count}" for code, count, *_ in failures(report).rows[:_NUM_CODES])
+    errors = sorted(report["errors"].items(), key=lambda item: -item[1])
+    codes = ", ".join(f"{code} {count:,}" for code, count in errors[:_NUM_CODES])
     yield "failed", f"{counted(report['rows']['failed'], 'row')}: {codes}" if codes else "no row"
     if accuracy := report.get("accuracy"):
         share = "no row was compared"
@@ -129,8 +129,9 @@ def outcome(report: Report) -> Facts:
             share = exact_match(accuracy)
         yield "exact match", share
         for row in accuracy.get("wrong", ()):
-            words = (shortened(str(row[name]), _WRONG_WIDTH) for name in ("id", "answer", "expected"))
-            yield "wrong", "{}: {} (expected {})".format(*words)
+            found = "no answer" if row["answer"] is None else shortened(row["answer"], _WRONG_WIDTH) or "no text"
+            row_id, wanted = (shortened(str(row[name]), _WRONG_WIDTH) for name in ("id", "expected"))
+            yield "wrong", f"{row_id}: {found} (expected {wanted})"
     if "structured" in report:
         lacking = f"{figure['not complete']} not complete" if report["structured"]["incomplete"] else "all complete"
         answers = counted(report["structured"]["samples"], "answer")
@@ -144,7 +145,17 @@ def exact_match(accuracy: Mapping[str, Any]) -> str:
     """The share of compared rows that are right, and between what that is known."""
     low, high = accuracy.get("interval") or (None, None)
     known = f"; 95% interval {low:.1%} to {high:.1%}" if low is not None else ""
-    return f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,}{known})"
+    share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,}{known})"
+    return ", ".join([share, *samples_text(accuracy)])
+
+
+def samples_text(accuracy: Mapping[str, Any]) -> Iterator[str]:
+    """Of several samples per row: which one the share is of, and what the others are good for."""
+    if found := accuracy.get("samples"):
+        yield "of the first sample"
+        yield f"mean of all {found['mean']:.2%}"
+        yield f"majority {found['majority']:.2%}"
+        yield f"best of {found['n']} {found['best']:.2%}"
 
 
 def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
@@ -157,29 +168,6 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
         yield "workers", f"{losses:,} lost"
     if given:
         yield "workers", f"{counted(given, 'row')} given to others with {taken:,} tokens"
-
-
-def workers(report: Report) -> Table:
-    """What each worker did, those that did most first."""
-    head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
-    found = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
-    rows = [
-        (
-            *(shortened(worker[name], _ID_WIDTH) for name in ("name", "place")),
-            *(f"{worker[name]:,}" for name in ("rows", "tokens")),
-            f"{worker['busy_share']:.0%}",
-            f"{worker['worker_hours']:,.3f}",
-            *(f"{worker[name]:,}" for name in ("losses", "rows_given_again", "tokens_taken_over")),
-        )
-        for worker in found[:_NUM_WORKERS]
-    ]
-    title = "Workers" if len(rows) == len(found) else f"Workers: {len(rows)} of {len(found):,}"
-    return Table(title, head, rows)
-
-
-def tables(report: Report) -> Iterator[Table]:
-    """All that is shown beside the headline numbers."""
-    yield from (details(report), failures(report), workers(report), latencies(report), slowest(report))
 
 
 def details(report: Report) -> Table:
@@ -249,14 +237,6 @@ def _resources(report: Report) -> Facts:
     yield "versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())
 
 
-def failures(report: Report) -> Table:
-    """Failed rows by code, most frequent first."""
-    errors = sorted(report["errors"].items(), key=lambda item: -item[1])
-    shares = [(code, f"{count:,}", f"{count / report['rows']['total']:.2%}") for code, count in errors]
-    rows = [(code, *share, RowErrorCode(code).remedy) for code, *share in shares]
-    return Table("Failed rows", ("code", "rows", "share", "what to do"), rows)
-
-
 def answers(records: Sequence[Mapping[str, Any]], expected: str | None) -> Table:
     """The beginnings of answers, with the probability of a choice, and what was expected."""
     rows = []
@@ -278,27 +258,6 @@ def _answer(record: Mapping[str, Any]) -> str:
     if "score" in record and "text" not in record:
         return f"{record.get('label', '')} ({record['score']:.1%})".strip()
     return str(record.get("text") if record.get("text") is not None else record.get("token_ids"))
-
-
-def latencies(report: Report) -> Table:
-    """Percentiles of the timings of computed rows."""
-    rows = [
-        (name.removesuffix("_s"), *(f"{value:,.3f}" for value in found.values()))
-        for name, found in report["latency_s"].items()
-        if None not in found.values()
-    ]
-    return Table("Latency of a row, seconds", ("", "p50", "p90", "p99"), rows)
-
-
-def slowest(report: Report) -> Table:
-    """The rows that took longest."""
-    head = ("id", "in", "out", "queue s", "prefill s", "decode s", "total s", "preempted")
-    keys = ("prompt_tokens", "completion_tokens", "queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
-    rows = [
-        (shortened(str(row["id"]), _ID_WIDTH), *(format(row[key], ",.2f" if key[-2:] == "_s" else ",") for key in keys))
-        for row in report["slowest"]
-    ]
-    return Table("Slowest rows", head, rows)
 
 
 def cost_text(cost: Mapping[str, Any]) -> str:

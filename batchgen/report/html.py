@@ -13,8 +13,9 @@ import jinja2
 from markupsafe import Markup
 
 from batchgen.core.storage import check_replaceable, write_atomic
-from batchgen.report.facts import Report, Table, figures, tables
+from batchgen.report.facts import Report, Table, figures
 from batchgen.report.plots import draw
+from batchgen.report.tables import tables
 
 _BAD = ("rows failed", "not complete")  # figures that are bad where they are not 0
 

@@ -5,15 +5,13 @@ Output records and lines of ``errors.jsonl`` are added one by one; memory does n
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from batchgen.core.answers import CHOICE, LAST_NUMBER, find_answer, is_right
-from batchgen.core.units import shortened
+from batchgen.report.accuracy import Accuracy
 from batchgen.report.distribution import Distribution
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
@@ -21,24 +19,20 @@ _LENGTHS = ("prompt_tokens", "completion_tokens")
 _HISTOGRAMS = (*_LENGTHS, "ttft_s", "tpot_s", "total_s")
 _SLOW_TIMINGS = ("queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
 _NUM_SLOWEST = 10
-_NUM_WRONG = 5
-_SHOWN_CHARS = 200  # of a wrong answer
-_Z = 1.959964  # of 95%
 _LEAST_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has a meaning
 
 
 @dataclass
 class RowTotals:
-    """Totals of rows. ``expected`` is the field of a record that its text is compared with, if any.
+    """Totals of rows; ``expected``, ``answer`` and ``has_labels`` are those of ``Accuracy``.
 
-    ``answer`` is the rule by which its answer was found, which is then compared instead. Without it, and as long as no
-    row is right, it counts what would help: rows that hold the expected text, and those that a rule would make right.
     ``tokens`` are those of the report, ``copied_tokens`` are theirs of the ``num_copies`` rows that got a copy,
     ``reused_tokens`` of the ``num_reused`` rows that an earlier run has computed.
     """
 
     expected: str | None = None
     answer: str | None = None
+    has_labels: bool = False
     num_results: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
     num_copies: int = 0
@@ -46,12 +40,6 @@ class RowTotals:
     num_reused: int = 0
     reused_tokens: Counter[str] = field(default_factory=Counter)
     preemptions: int = 0
-    correct: int = 0
-    compared: int = 0
-    without_answer: int = 0
-    holding: int = 0
-    helped: Counter[str] = field(default_factory=Counter)
-    wrong: list[dict[str, Any]] = field(default_factory=list)  # those of the smallest index
     num_structured: int = 0
     completeness: Counter[bool] = field(default_factory=Counter)  # of samples with structured outputs
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -60,6 +48,9 @@ class RowTotals:
         default_factory=lambda: {name: Distribution() for name in (*_LENGTHS, *LATENCIES)}
     )
     slowest: list[dict[str, Any]] = field(default_factory=list)  # longest total_s first
+
+    def __post_init__(self) -> None:
+        self.accuracy = Accuracy(self.expected, self.answer, self.has_labels)
 
     def add_result(self, record: Mapping[str, Any]) -> None:
         """Take in an output record.
@@ -97,31 +88,7 @@ class RowTotals:
         complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
         self.completeness.update(complete)
         self.num_structured += bool(complete)
-        if self.expected is not None and record.get(self.expected) is not None:
-            self._compare(record, record[self.expected])
-
-    def _compare(self, record: Mapping[str, Any], expected: Any) -> None:
-        text = record.get("text", record.get("label")) or ""
-        found = record.get("answer") if self.answer else text
-        self.compared += 1
-        if self.answer:
-            self.without_answer += found is None
-            is_correct = is_right(self.answer, found, expected)
-        else:
-            is_correct = text.strip() == str(expected).strip()
-        self.correct += is_correct
-        if is_correct:
-            return
-        if len(self.wrong) < _NUM_WRONG or record["index"] < self.wrong[-1]["index"]:
-            shown = {"answer": None if found is None else shortened(found, _SHOWN_CHARS)}
-            row = {"id": record["id"], "index": record["index"], **shown}
-            row["expected"] = shortened(str(expected), _SHOWN_CHARS)
-            self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
-        if not self.correct and not self.answer:
-            wanted = str(expected).strip()
-            self.holding += bool(wanted) and wanted in text
-            rules = (LAST_NUMBER, CHOICE)
-            self.helped.update(rule for rule in rules if is_right(rule, find_answer(rule, text), expected))
+        self.accuracy.add(record)
 
     def add_error(self, line: Mapping[str, Any]) -> None:
         """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""
@@ -146,24 +113,7 @@ class RowTotals:
         if self.num_reused:
             names = ("prompt", "completion")
             found["reused"] = {"rows": self.num_reused, **{name: self.reused_tokens[name] for name in names}}
-        if self.expected is not None:
-            found["accuracy"] = self._accuracy()
+        found["compared"] = f"{self.accuracy.digest:016x}" if self.accuracy.total else None
+        if self.accuracy.expected is not None:
+            found["accuracy"] = self.accuracy.section()
         return found
-
-    def _accuracy(self) -> dict[str, Any]:
-        total = self.compared
-        found: dict[str, Any] = {"correct": self.correct, "total": total}
-        found["exact_match"] = round(self.correct / total, 6) if total else None
-        found |= {"interval": interval(self.correct, total) if total else None, "wrong": self.wrong}
-        if self.answer:
-            found["without_answer"] = self.without_answer
-        elif total and not self.correct:
-            found |= {"holding": self.holding, "helped": dict(self.helped.most_common())}
-        return found
-
-
-def interval(correct: int, total: int) -> list[float]:
-    """The 95% interval of a share (Wilson's score): it holds for few rows and where all or none are correct too."""
-    share, spread = correct / total, _Z**2 / total
-    half = _Z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return [round(min(max((share + spread / 2 + side) / (1 + spread), 0.0), 1.0), 6) for side in (-half, half)]

@@ -27,7 +27,7 @@ from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_ker
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import warnings
 from batchgen.report.build import write_report
-from batchgen.report.facts import cost_text, numerics_text, pace
+from batchgen.report.facts import cost_text, numerics_text, pace, samples_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
@@ -254,8 +254,8 @@ class Invocation(ABC):
             lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(self.run_dir.errors)}")
         accuracy = report.get("accuracy")
         if accuracy and accuracy["total"]:
-            share = f"{accuracy['exact_match']:.2%}"
-            lines.append(f"exact match {share} ({accuracy['correct']:,} of {accuracy['total']:,})")
+            share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
+            lines.append(", ".join([f"exact match {share}", *samples_text(accuracy)]))
         if "cost" in report:
             lines.append(f"cost {cost_text(report['cost'])}")
         lines += warnings(report)

@@ -13,6 +13,7 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.storage import check_replaceable, write_atomic
+from batchgen.core.structured import parsed
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
@@ -27,9 +28,13 @@ if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
     from batchgen.run.backend import Backend
 
 
+def _totals_of(spec: JobSpec) -> RowTotals:
+    return RowTotals(spec.expected_field, spec.output.answer, "choice" in parsed(spec.sampling.structured_outputs))
+
+
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a journal. Raises StorageError if one no longer reads back."""
-    totals = RowTotals(spec.expected_field, spec.output.answer)
+    totals = _totals_of(spec)
     for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
     for index in journal.done.indexes(errors=True):
@@ -39,7 +44,7 @@ def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
 
 def output_totals(run_dir: RunDir, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a finished run's outputs and ``errors.jsonl``. Raises StorageError if one is damaged."""
-    totals = RowTotals(spec.expected_field, spec.output.answer)
+    totals = _totals_of(spec)
     for _, record in read_records(run_dir, spec):
         totals.add_result(record)
     for _, line in read_errors(run_dir):

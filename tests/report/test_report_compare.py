@@ -6,13 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from report_samples import made
+from report_samples import ABOUT, made, record
 from run_helpers import JobMaker, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.report.advice import advice
+from batchgen.report.build import build_report
 from batchgen.report.compare import Gates, compare_reports
+from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 
 SPEED, ACCURACY = Gates(speed=0.05), Gates(accuracy=1.0)
@@ -94,6 +96,66 @@ def test_a_gate_over_nothing_is_an_error_and_no_pass(
 ) -> None:
     with pytest.raises(UsageError, match=why):
         gate(now, before, gates)
+
+
+def scored(rows: list[tuple[str, str | None]], model: str = "m") -> dict[str, Any]:
+    """The report over rows, by id and right answer, that all have the text "a"."""
+    totals = RowTotals("wanted")
+    for index, (row_id, wanted) in enumerate(rows):
+        totals.add_result(record(index, text="a", wanted=wanted) | {"id": row_id})
+    return build_report(totals, {"wall_s": 1.0}, {**ABOUT, "model": model})
+
+
+COMPARED: list[tuple[str, str | None]] = [(f"q-{index}", "ab"[index % 2]) for index in range(12)]
+OTHER_ROWS: dict[str, tuple[list[tuple[str, str | None]], str]] = {
+    "fewer": (COMPARED[:7], "compared 7 rows with their right answers, the other one 12"),
+    "more": ([*COMPARED, ("q-12", "a")], "compared 13 rows with their right answers, the other one 12"),
+    "other ids": ([*COMPARED[:11], ("new", "b")], "other ids or other right answers"),
+    "ids that were changed over": ([("q-1", "a"), ("q-0", "b"), *COMPARED[2:]], "other ids or other right answers"),
+    "another right answer": ([*COMPARED[:11], ("q-11", "a")], "other ids or other right answers"),
+    "a row without": ([*COMPARED[:11], ("q-11", None)], "compared 11 rows"),
+    "none": ([("q-1", None)], "this run compared no row"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_ROWS)
+def test_accuracy_over_other_rows_passes_no_gate(kind: str) -> None:
+    rows, why = OTHER_ROWS[kind]
+    comparison = compare_reports(scored(rows), scored(COMPARED), Gates(accuracy=100.0))
+    with pytest.raises(UsageError, match=why):
+        comparison.check()
+    assert "passes" not in comparison.render().split("exact match")[1].splitlines()[0]
+    assert gate(scored(rows), scored(COMPARED), Gates()), "without a gate there is nothing to refuse"
+
+
+def test_accuracy_over_the_same_rows_in_another_order_or_by_another_model_is_judged() -> None:
+    now, before = scored(COMPARED[::-1], "other"), scored(COMPARED)
+    assert gate(now, before, ACCURACY)
+    assert gate(now, {**before, "compared": None}, ACCURACY), "of a report before that key"
+
+
+def test_a_row_that_fails_now_is_a_regression_and_no_usage_error() -> None:
+    now = scored(COMPARED[:11])
+    now["rows"] |= {"failed": 1, "total": 12}
+    with pytest.raises(GateFailed, match="failed rows"):
+        gate(now, scored(COMPARED), ACCURACY)
+
+
+def test_the_command_exits_2_where_a_third_of_the_rows_was_compared(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(12))
+    job.run()
+    job.write([{**row, "answer": done["text"]} for row, done in zip(rows_of(12), job.outputs(), strict=True)])
+    for name, sections in {"whole": {}, "few": {"input": {"limit": 4}}}.items():
+        job.run(job.spec(output={"expected": "answer", "path": str(job.folder / name)}, **sections))
+    few, whole = (str(job.folder / name) for name in ("few", "whole"))
+    capsys.readouterr()
+    assert call(["report", few, "--compare", whole, "--max-regress-accuracy", "30"]) == 2
+    said = capsys.readouterr()
+    assert "this run compared 4 rows with their right answers, the other one 12" in said.err
+    assert "100.00%        100.00%  +0.0 pts\n" in said.out
+    assert call(["report", whole, "--compare", whole, "--max-regress-accuracy", "30"]) == 0
 
 
 def test_an_exact_match_of_none_says_so_with_the_settings_that_would_help() -> None:

@@ -15,9 +15,10 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, ResumeMismatch, UsageError
 from batchgen.core.shard import Shard
+from batchgen.report.accuracy import interval
 from batchgen.report.advice import advice
 from batchgen.report.build import build_report
-from batchgen.report.rows import RowTotals, interval
+from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
@@ -131,7 +132,7 @@ def test_where_no_text_is_right_the_setting_that_would_help_is_named(rule: str) 
 
 def test_where_a_rule_finds_nothing_the_report_says_so() -> None:
     (text,) = [text for text in advice(scored([("", "1"), ("2", "1")], "last_number")) if "expected" in text]
-    assert text == "no answer equals [output] expected (0 of 2); 1 texts have none that [output] answer finds"
+    assert text == "no answer equals [output] expected (0 of 2); in 1 text the rule [output] answer finds no answer"
 
 
 def test_the_report_shows_the_interval_and_five_wrong_rows() -> None:
@@ -149,3 +150,88 @@ def test_the_interval_holds_the_share_and_is_never_a_point(correct: int, total: 
     low, high = interval(correct, total)
     assert 0 <= low <= correct / total <= high <= 1
     assert low < high
+
+
+def test_a_wrong_row_shows_what_was_compared_of_a_whole_solution() -> None:
+    found = scored([("129", "On Sunday he ran 40 and 38 miles, so #### 78"), ("", "so 5")], "last_number")
+    assert [row["expected"] for row in found["accuracy"]["wrong"]] == ["78", "5"]
+    text = " ".join(render_report(found).split())
+    assert "r0: 129 (expected 78), r1: no answer (expected 5)" in text
+
+
+def test_of_several_samples_the_report_says_which_one_counts_and_what_the_others_are_good_for() -> None:
+    totals = RowTotals("wanted", "last_number")
+    answers = [("7", "8", "8", "8"), ("8", "8", "7", "6"), ("1", "2", "3", None), ("8,", "9", "$8", "9"), (None,) * 4]
+    for index, found in enumerate(answers):
+        samples = [{"finish_reason": "stop", "answer": answer, "text": "?"} for answer in found]
+        totals.add_result(record(index, text="?", answer=found[0], samples=samples, wanted="8"))
+    report = build_report(totals, {"wall_s": 1.0}, ABOUT)
+    shares = {"n": 4, "mean": round((3 + 2 + 0 + 2 + 0) / 20, 6), "majority": 0.6, "best": 0.6}
+    assert report["accuracy"]["samples"] == shares
+    text = " ".join(render_report(report).split())
+    assert (
+        "interval 11.8% to 76.9%), of the first sample, mean of all 35.00%, majority 60.00%, best of 4 60.00%" in text
+    )
+    assert "samples" not in scored([("8", "8")])["accuracy"]
+
+
+# ---------------------------------------------------------------- labels
+
+
+def labelled(pairs: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
+    """The report over scored choices: expected label, found one."""
+    totals = RowTotals("wanted")
+    for index, (wanted, found) in enumerate(pairs):
+        totals.add_result(record(index, text=found, choices=[{"text": found}], wanted=wanted, **more))
+    return build_report(totals, {"wall_s": 1.0}, ABOUT)
+
+
+PAIRS = [("good", "good")] * 8 + [("good", "bad")] * 2 + [("bad", "bad")] * 3 + [("bad", "neutral")]
+
+
+def test_labels_are_counted_expected_and_found_with_figures_for_each() -> None:
+    found = labelled(PAIRS)["accuracy"]
+    assert found["labels"] == [
+        {"label": "good", "expected": 10, "found": 8, "correct": 8, "precision": 1.0, "recall": 0.8},
+        {"label": "bad", "expected": 4, "found": 5, "correct": 3, "precision": 0.6, "recall": 0.75},
+        {"label": "neutral", "expected": 0, "found": 1, "correct": 0, "precision": 0.0, "recall": None},
+    ]
+    assert found["confusions"] == [
+        {"expected": "good", "found": "bad", "rows": 2},
+        {"expected": "bad", "found": "neutral", "rows": 1},
+    ]
+    lines = render_report(labelled(PAIRS)).splitlines()
+    start = lines.index("Labels expected (down) and found (across)")
+    assert [line.split() for line in lines[start + 1 : start + 5]] == [
+        ["good", "bad", "neutral"],
+        ["good", "8", "2", "0"],
+        ["bad", "0", "3", "1"],
+        ["neutral", "0", "0", "0"],
+    ]
+
+
+@pytest.mark.parametrize("num_labels", [2, 7, 12, 13, 60])
+def test_the_table_of_labels_is_bounded_and_fits_80_columns(num_labels: int) -> None:
+    names = [f"a label with a long name, {number}" for number in range(num_labels)]
+    pairs = [(name, names[(index + step) % num_labels]) for step in range(3) for index, name in enumerate(names)]
+    report = labelled(pairs * 50)
+    text = render_report(report)
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(report["accuracy"]["labels"]) <= 96 and report["accuracy"]["num_labels"] == num_labels
+    assert ("taken for others, the most frequent" in text) == (num_labels > 12)
+    assert len(text.splitlines()) < 75
+
+
+def test_choices_that_each_row_has_for_itself_are_no_labels() -> None:
+    report = labelled([(f"the answer to {index}", f"another one, {index}") for index in range(1200)])
+    assert "labels" not in report["accuracy"]
+
+
+def test_free_texts_and_numbers_are_no_labels_and_a_structured_choice_is(job: JobMaker) -> None:
+    assert "labels" not in scored([("7", "8")], "last_number")["accuracy"]
+    assert "labels" in scored([("A", "B")], "choice")["accuracy"]
+    job.write(rows_of(4))
+    report = job.run(
+        job.spec(output={"expected": "answer"}, sampling={"structured_outputs": {"choice": ["0", "1"]}})
+    ).report
+    assert report is not None and report["accuracy"]["num_labels"] >= 4

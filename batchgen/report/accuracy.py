@@ -1,0 +1,169 @@
+"""How many answers are right: of the rows that have an expected one, with the wrong ones, samples and labels.
+
+Rows are added one by one; memory does not grow with them. Where answers are labels, from a closed set, each expected
+one is counted with the one found. Nothing is read here, and no text is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from operator import itemgetter
+from typing import Any
+
+from batchgen.core.answers import CHOICE, LAST_NUMBER, PARSED, find_answer, is_right, normal
+from batchgen.core.units import shortened
+
+SHOWN_LABELS = 12  # in a table of expected against found; of more labels the most frequent mistakes are shown
+_MOST_LABELS = 1000  # with more, answers are no labels: each row has choices of its own
+_NUM_WRONG = 5
+_SHOWN_CHARS = 200  # of a wrong answer, and of a label
+_Z = 1.959964  # of 95%
+_MASK = (1 << 64) - 1
+
+
+@dataclass
+class Accuracy:
+    """Counts of rows whose answer was compared with the field ``expected`` of their record.
+
+    ``answer`` is the rule by which the answer was found; without it whole texts are compared. Then, and as long as no
+    row is right, it counts what would help: rows that hold the expected text, and those that a rule would make right.
+    ``has_labels`` says that all answers are from a closed set; scored choices and classifiers' labels are in any case.
+    """
+
+    expected: str | None = None
+    answer: str | None = None
+    has_labels: bool = False
+    correct: int = 0
+    total: int = 0
+    without_answer: int = 0
+    holding: int = 0
+    helped: Counter[str] = field(default_factory=Counter)
+    wrong: list[dict[str, Any]] = field(default_factory=list)  # those of the smallest index
+    most_samples: int = 1
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("mean", "majority", "best"), 0.0))
+    pairs: Counter[tuple[str, str]] | None = field(default_factory=Counter)  # label expected, found; None: no labels
+    digest: int = 0  # of ids and expected answers, in any order of the rows
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take in an output record; one without a value in the field is not compared."""
+        expected = None if self.expected is None else record.get(self.expected)
+        if expected is None:
+            return
+        found, right = self._verdict(record, expected)
+        self.total += 1
+        self.correct += right
+        self.digest = (self.digest + _digest(record["id"], expected)) & _MASK
+        self.without_answer += found is None
+        self._add_samples(record, expected, right=right)
+        if self.has_labels or record.get("choices") is not None or "label" in record or self.answer == CHOICE:
+            self._add_label(str(expected).strip(), found, right=right)
+        if not right:
+            self._add_wrong(record, found, expected)
+
+    def _verdict(self, answer: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
+        """What was found in a record, or in one of its samples, and whether it is right."""
+        if self.answer:
+            found = answer.get("answer")
+            return found, is_right(self.answer, found, expected)
+        text = answer.get("text", answer.get("label")) or ""
+        return text, text.strip() == str(expected).strip()
+
+    def _add_samples(self, record: Mapping[str, Any], expected: Any, *, right: bool) -> None:
+        """Count how good the samples of a row are: each by itself, the answer that most agree on, the best of them."""
+        verdicts = [self._verdict(sample, expected) for sample in record.get("samples") or ()] or [("", right)]
+        self.most_samples = max(self.most_samples, len(verdicts))
+        ballots = [normal(found) if self.answer else found.strip() for found, _ in verdicts if found is not None]
+        ((winner, _),) = Counter(ballots).most_common(1) or ((None, 0),)
+        rights = [is_one for found, is_one in verdicts if found is not None]
+        self.sums["mean"] += sum(rights) / len(verdicts)
+        self.sums["majority"] += winner is not None and rights[ballots.index(winner)]
+        self.sums["best"] += any(rights)
+
+    def _add_label(self, expected: str, found: str | None, *, right: bool) -> None:
+        if self.pairs is None:
+            return
+        named = expected if right else "" if found is None else found.strip()
+        self.pairs[shortened(expected, _SHOWN_CHARS), shortened(named, _SHOWN_CHARS)] += 1
+        if len(self.pairs) > _MOST_LABELS:
+            self.pairs = None
+
+    def _add_wrong(self, record: Mapping[str, Any], found: str | None, expected: Any) -> None:
+        if len(self.wrong) < _NUM_WRONG or record["index"] < self.wrong[-1]["index"]:
+            row = {"id": record["id"], "index": record["index"]}
+            row["answer"] = None if found is None else shortened(found, _SHOWN_CHARS)
+            row["expected"] = shortened(self._compared(expected), _SHOWN_CHARS)
+            self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
+        if not self.correct and not self.answer:
+            text, wanted = found or "", str(expected).strip()
+            self.holding += bool(wanted) and wanted in text
+            rules = (LAST_NUMBER, CHOICE)
+            self.helped.update(rule for rule in rules if is_right(rule, find_answer(rule, text), expected))
+
+    def _compared(self, expected: Any) -> str:
+        """What of the expected answer is compared: of a whole solution what the rule finds in it."""
+        text = str(expected)
+        found = find_answer(self.answer, text) if self.answer and not self.answer.startswith(PARSED) else None
+        return text if found is None else found
+
+    def section(self) -> dict[str, Any]:
+        """The report's ``accuracy``; see ``build.KEYS``."""
+        total = self.total
+        found: dict[str, Any] = {"correct": self.correct, "total": total}
+        found["exact_match"] = round(self.correct / total, 6) if total else None
+        found |= {"interval": interval(self.correct, total) if total else None, "wrong": self.wrong}
+        if self.answer:
+            found["without_answer"] = self.without_answer
+        elif total and not self.correct:
+            found |= {"holding": self.holding, "helped": dict(self.helped.most_common())}
+        if self.most_samples > 1:
+            found["samples"] = {"n": self.most_samples}
+            found["samples"] |= {name: round(count / total, 6) for name, count in self.sums.items()}
+        if self.pairs:
+            found |= self._labels(self.pairs)
+        return found
+
+    def _labels(self, pairs: Mapping[tuple[str, str], int]) -> dict[str, Any]:
+        """Figures of each label, the most frequent first, and the most frequent mistakes; both bounded."""
+        counts: dict[str, Counter[str]] = {}
+        for (expected, found), count in pairs.items():
+            counts.setdefault(expected, Counter())["expected"] += count
+            counts.setdefault(found, Counter())["found"] += count
+            counts[expected]["correct"] += count * (expected == found)
+        ordered = sorted(counts.items(), key=lambda item: (-item[1]["expected"], -item[1]["found"], item[0]))
+        labels = [
+            {
+                "label": label,
+                **{name: number[name] for name in ("expected", "found", "correct")},
+                "precision": round(number["correct"] / number["found"], 6) if number["found"] else None,
+                "recall": round(number["correct"] / number["expected"], 6) if number["expected"] else None,
+            }
+            for label, number in ordered[: 8 * SHOWN_LABELS]
+        ]
+        mistakes = sorted(
+            ((*pair, count) for pair, count in pairs.items() if pair[0] != pair[1]), key=lambda item: (-item[2], *item)
+        )
+        confusions = [dict(zip(("expected", "found", "rows"), item, strict=True)) for item in mistakes]
+        return {"num_labels": len(counts), "labels": labels, "confusions": confusions[: SHOWN_LABELS**2]}
+
+
+def verdict_of(record: Mapping[str, Any], expected: str | None, rule: str | None) -> bool | None:
+    """Whether a record is right, as the report counts it; None where it is not compared."""
+    counted = Accuracy(expected, rule)
+    counted.add(record)
+    return bool(counted.correct) if counted.total else None
+
+
+def interval(correct: int, total: int) -> list[float]:
+    """The 95% interval of a share (Wilson's score): it holds for few rows and where all or none are correct too."""
+    share, spread = correct / total, _Z**2 / total
+    half = _Z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    return [round(min(max((share + spread / 2 + side) / (1 + spread), 0.0), 1.0), 6) for side in (-half, half)]
+
+
+def _digest(row_id: object, expected: object) -> int:
+    said = f"{row_id}\0{str(expected).strip()}".encode(errors="backslashreplace")
+    return int.from_bytes(blake2b(said, digest_size=8).digest())

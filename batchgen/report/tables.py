@@ -1,0 +1,111 @@
+"""Tables of a report: failed rows, labels, workers, latencies, the slowest rows.
+
+What they have in common with the headline numbers is in ``facts``. ``text`` and ``html`` lay them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchgen.core.errors import RowErrorCode
+from batchgen.core.units import shortened
+from batchgen.report.accuracy import SHOWN_LABELS
+from batchgen.report.facts import Report, Table, details
+
+_NUM_WORKERS = 100
+_ID_WIDTH = 40
+_LABEL_WIDTH = 24
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """All that is shown beside the headline numbers."""
+    matrix = confusions(report)
+    yield from (details(report), failures(report), labels(report), matrix if matrix.rows else mistakes(report))
+    yield from (workers(report), latencies(report), slowest(report))
+
+
+def failures(report: Report) -> Table:
+    """Failed rows by code, most frequent first."""
+    errors = sorted(report["errors"].items(), key=lambda item: -item[1])
+    shares = [(code, f"{count:,}", f"{count / report['rows']['total']:.2%}") for code, count in errors]
+    rows = [(code, *share, RowErrorCode(code).remedy) for code, *share in shares]
+    return Table("Failed rows", ("code", "rows", "share", "what to do"), rows)
+
+
+def labels(report: Report) -> Table:
+    """Of each label how many rows it is expected in and found in, precision and recall; the most frequent ones."""
+    accuracy = report.get("accuracy") or {}
+    found = accuracy.get("labels", ())[:SHOWN_LABELS]
+    rows = [
+        (
+            _label(each["label"]),
+            *(f"{each[name]:,}" for name in ("expected", "found", "correct")),
+            *("-" if each[name] is None else f"{each[name]:.1%}" for name in ("precision", "recall")),
+        )
+        for each in found
+    ]
+    total = accuracy.get("num_labels", 0)
+    title = "Labels" if len(rows) == total else f"Labels: {len(rows)} of {total:,}"
+    return Table(title, ("label", "expected", "found", "right", "precision", "recall"), rows)
+
+
+def confusions(report: Report) -> Table:
+    """Rows by the label expected (down) and the one found (across); empty where there are too many labels for it."""
+    accuracy = report.get("accuracy") or {}
+    names = [each["label"] for each in accuracy.get("labels", ())]
+    if accuracy.get("num_labels", 0) > SHOWN_LABELS:
+        return Table("", (), ())
+    counts = {(each["label"], each["label"]): each["correct"] for each in accuracy.get("labels", ())}
+    counts |= {(each["expected"], each["found"]): each["rows"] for each in accuracy.get("confusions", ())}
+    rows = [(_label(name), *(f"{counts.get((name, other), 0):,}" for other in names)) for name in names]
+    return Table("Labels expected (down) and found (across)", ("", *map(_label, names)), rows)
+
+
+def mistakes(report: Report) -> Table:
+    """The labels that were most often taken for others."""
+    found = (report.get("accuracy") or {}).get("confusions", ())[:SHOWN_LABELS]
+    rows = [(_label(each["expected"]), _label(each["found"]), f"{each['rows']:,}") for each in found]
+    return Table("Labels taken for others, the most frequent", ("expected", "found", "rows"), rows)
+
+
+def _label(name: str) -> str:
+    return shortened(name, _LABEL_WIDTH) or "(none)"
+
+
+def workers(report: Report) -> Table:
+    """What each worker did, those that did most first."""
+    head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
+    found = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
+    rows = [
+        (
+            *(shortened(worker[name], _ID_WIDTH) for name in ("name", "place")),
+            *(f"{worker[name]:,}" for name in ("rows", "tokens")),
+            f"{worker['busy_share']:.0%}",
+            f"{worker['worker_hours']:,.3f}",
+            *(f"{worker[name]:,}" for name in ("losses", "rows_given_again", "tokens_taken_over")),
+        )
+        for worker in found[:_NUM_WORKERS]
+    ]
+    title = "Workers" if len(rows) == len(found) else f"Workers: {len(rows)} of {len(found):,}"
+    return Table(title, head, rows)
+
+
+def latencies(report: Report) -> Table:
+    """Percentiles of the timings of computed rows."""
+    rows = [
+        (name.removesuffix("_s"), *(f"{value:,.3f}" for value in found.values()))
+        for name, found in report["latency_s"].items()
+        if None not in found.values()
+    ]
+    return Table("Latency of a row, seconds", ("", "p50", "p90", "p99"), rows)
+
+
+def slowest(report: Report) -> Table:
+    """The rows that took longest."""
+    head = ("id", "in", "out", "queue s", "prefill s", "decode s", "total s", "preempted")
+    keys = ("prompt_tokens", "completion_tokens", "queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
+    rows = [
+        (shortened(str(row["id"]), _ID_WIDTH), *(format(row[key], ",.2f" if key[-2:] == "_s" else ",") for key in keys))
+        for row in report["slowest"]
+    ]
+    return Table("Slowest rows", head, rows)
