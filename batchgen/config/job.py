@@ -155,6 +155,11 @@ class InputSpec:
             {"sampling", *ROW_KEYS}
         )
 
+    @property
+    def may_have_batch_lines(self) -> bool:
+        """Whether a row can be an OpenAI Batch request."""
+        return self.format == "openai-batch" or (self.format == "auto" and not self.is_mapped)
+
     def is_batch_line(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row is an OpenAI Batch request: by the job's format, or by its shape where no prompt is mapped."""
         if self.format != "auto":
@@ -265,6 +270,7 @@ class JobSpec:
     sampling_columns: tuple[str, ...] = ()  # "*": every column named like a sampling key that no prompt uses
     again: Again | None = None  # of a retry, which is no key
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
+    fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
 
     @property
     def record_keys(self) -> frozenset[str]:
@@ -313,13 +319,18 @@ class JobSpec:
                 raise UsageError(f"output.{name} is for text, and [embed] gives vectors: leave it out")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back."""
+        """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back.
+
+        ``max_tokens`` is null where rows without one of their own have several.
+        """
         parts = {section: getattr(self, section) for section in KEYS}
         data: dict[str, Any] = {
             section: {name: item.written(getattr(part, name)) for name, item in keys_of(type(part)).items()}
             for section, part in parts.items()
         }
         data["sampling"]["columns"] = self.sampling_columns
+        if self.fills_context:
+            data["sampling"]["max_tokens"] = None
         return data
 
     def output_keys(self) -> dict[str, Any]:

@@ -84,10 +84,7 @@ class RawSettings:
 
 
 def load_job(
-    path: Path | None,
-    flags: Mapping[str, Mapping[str, Any]] | None = None,
-    *,
-    needs: Sequence[str] = _PLACES,
+    path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None, *, needs: Sequence[str] = _PLACES
 ) -> JobSpec:
     """The validated job of a TOML file, of flags, or of both; flags win.
 
@@ -289,7 +286,9 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
         except ParamError as error:
             raise UsageError(f"{origin.place('sampling', error.key)}: {error}") from error
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
-    return JobSpec(sampling=sampling, sampling_columns=columns, over_preset=over_preset, **parts)
+    is_open = all(origin.values.get("sampling", {}).get("max_tokens") is None for origin in origins)
+    is_open &= parts["input"].may_have_batch_lines
+    return JobSpec(sampling=sampling, sampling_columns=columns, over_preset=over_preset, fills_context=is_open, **parts)
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:

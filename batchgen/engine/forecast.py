@@ -1,9 +1,9 @@
 """Forecast of KV memory: the most blocks that running sequences will hold at once.
 
-How much a sequence may generate is known (``max_tokens``); how much it will is learned from the sequences that ended. A
-preemption costs all that it throws away and an idle block costs little, so admission looks at the coming peak. Until
-then sequences advance together, and the shortest leave first, which gives their blocks back (cf. Gong et al.,
-Past-Future Scheduler for LLM Serving, arXiv:2507.10150).
+How much a sequence may generate is known (``max_tokens``); how much it will is learned from the sequences that ended,
+since few would fit if each were expected to fill the context. A preemption costs all that it throws away and an idle
+block costs little, so admission looks at the coming peak. Until then sequences advance together, and the shortest leave
+first, which gives their blocks back (cf. Gong et al., Past-Future Scheduler for LLM Serving, arXiv:2507.10150).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import deque
 
 import numpy as np
 
-from batchgen.core.keys import INT32_MAX
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.sequence import Sequence
 
 _MEMORY = 512  # ended sequences remembered
 _HUGE = 1 << 40
-_ENOUGH = 32  # before so many have ended, a sequence is expected to generate the most it may
+_ENOUGH = 32  # before so many have ended, nothing is known of lengths
+_UNKNOWN = 1024  # tokens that a sequence is expected to come to where nothing is known, and later twice what it has
 
 
 class OutputLengths:
@@ -41,25 +41,28 @@ class OutputLengths:
     def expected_more(self, sequence: Sequence) -> int:
         """Tokens the sequence will probably still generate: the mean over the remembered lengths beyond its own."""
         most, output = max(sequence.max_new_tokens, 0), sequence.num_output_tokens
-        if sequence.request.params.has_fixed_length or len(self._sorted) < _ENOUGH:
+        if sequence.request.params.has_fixed_length:
             return most
-        return min(most, int(self._expected()[bisect_right(self._sorted, output)]) - output)
+        place = bisect_right(self._sorted, output)
+        if place == len(self._sorted) or len(self._sorted) < _ENOUGH:
+            return min(most, max(output, _UNKNOWN - output))
+        return min(most, int(self._expected()[place]) - output)
 
     def expected_ends(self, num_tokens: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
         """``num_tokens`` that sequences will come to if nothing but their own end tokens ends them, int64."""
-        if len(self._sorted) < _ENOUGH:
-            return num_prompt_tokens + INT32_MAX
         outputs = num_tokens - num_prompt_tokens
-        ends: np.ndarray = (
-            num_prompt_tokens + self._expected()[np.array(self._sorted).searchsorted(outputs, side="right")]
-        )
-        return ends
+        lengths: np.ndarray = np.maximum(2 * outputs, _UNKNOWN)
+        if len(self._sorted) >= _ENOUGH:
+            places = np.array(self._sorted).searchsorted(outputs, side="right")
+            lengths = np.where(places == len(self._sorted), lengths, self._expected()[places])
+        lengths += num_prompt_tokens
+        return lengths
 
     def _expected(self) -> np.ndarray:
-        """The expected length of a sequence by the place of its own length; longer than all others, the most it may."""
+        """The expected length of a sequence by the place of its own length among the others; 0 behind all of them."""
         if self._means is None:
             sums = np.array(self._sorted)[::-1].cumsum()[::-1]
-            self._means = np.append(np.rint(sums / np.arange(len(sums), 0, -1)), INT32_MAX).astype(np.int64)
+            self._means = np.append(np.rint(sums / np.arange(len(sums), 0, -1)), 0).astype(np.int64)
         return self._means
 
 

@@ -7,7 +7,7 @@ format and nothing about how tokens are generated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
@@ -54,9 +54,10 @@ class RequestBuilder:
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
-    that generates nothing needs none. Ids that rows bring must be below ``vocab_size``. Where ``asked`` is
-    ``Embedded``, rows become vectors and sampling values do not count. Raises UsageError when [input] or [sampling]
-    cannot work with this tokenizer.
+    that generates nothing needs none. With ``fills_context``, a request in OpenAI's form that gives no ``max_tokens``
+    may go on to the end of the context, as at OpenAI and in vLLM. Ids that rows bring must be below ``vocab_size``.
+    Where ``asked`` is ``Embedded``, rows become vectors and sampling values do not count. Raises UsageError when
+    [input] or [sampling] cannot work with this tokenizer.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RequestBuilder:
     ) -> None:
         self._spec = spec
         self.again: Again | None = None  # set for a retry
+        self.fills_context = False  # set where the job says no max_tokens
         self._embedded = asked if isinstance(asked, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, columns, self._embedded)
         self._sampling = sampling = _EMBEDDED if isinstance(asked, Embedded) else asked
@@ -140,7 +142,9 @@ class RequestBuilder:
         if self._embedded is not None:
             return self._embedded_draft(record, prompt, self._embedded)
         try:
-            params = merge_params(self._sampling, content.overrides, self._presets)
+            base, is_open = self._sampling, self.fills_context and self._spec.is_batch_line(record.columns)
+            base = replace(base, max_tokens=self._max_model_len) if is_open else base
+            params = merge_params(base, content.overrides, self._presets)
             params = merge_params(params, must_call(params)) if must_call else params
             params = params if self.again is None else self.again.params(params)
         except ParamError as error:

@@ -160,7 +160,7 @@ class ModelInfo:
             presets={"card": card_values(self.path), "model": self.recommended},
             columns=spec.sampling_columns,
         )
-        builder.again = spec.again
+        builder.again, builder.fills_context = spec.again, spec.fills_context
         return builder
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:

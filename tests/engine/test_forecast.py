@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from simulate import one_step
 
 from batchgen.core.records import Request, SamplingParams
+from batchgen.engine import forecast
 from batchgen.engine.forecast import MemoryForecast, OutputLengths, peak_tokens
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import RequestState, Sequence
@@ -43,6 +44,25 @@ def seen(lengths: list[int]) -> OutputLengths:
     for length in lengths:
         found.add(length)
     return found
+
+
+def test_a_sequence_that_may_fill_the_context_is_expected_to_double() -> None:
+    for lengths, output, more in (([], 0, 1024), ([], 900, 900), ([5] * 100, 600, 600), ([5] * 100, 6, 1018)):
+        assert seen(lengths).expected_more(running(output, max_tokens=100_000)) == more
+    assert seen([]).expected_more(running(max_tokens=100_000, ignore_eos=True)) == 100_000
+
+
+def test_sequences_that_may_fill_the_context_run_side_by_side() -> None:
+    scheduler = Scheduler(SchedulerConfig(512, 64, 16, 20_000 // 16, 20_000))
+    for key in range(40):
+        params = SamplingParams(max_tokens=20_000)
+        scheduler.add(RequestState(Request(key, (key, *range(100, 120)), params)).sequences[0])
+    for _ in range(3):
+        one_step(scheduler)
+    assert len(scheduler.running) > 10
+    while scheduler.has_work:  # and those that grow and grow are preempted, not stuck
+        one_step(scheduler, lambda s: s.num_output_tokens >= 20 * (s.request.key + 1))
+    assert len(scheduler.lengths._recent) == 40
 
 
 def test_the_most_is_expected_until_enough_have_ended() -> None:
@@ -102,6 +122,7 @@ STEMS = [tuple(range(start, start + 20)) for start in (100, 200, 300)]
 @pytest.mark.parametrize("seed", range(12))
 def test_the_forecast_of_an_admission_is_the_plain_formula(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, num_asked, known = random.Random(seed), [0], MemoryForecast.peak_blocks
+    monkeypatch.setattr(forecast, "_UNKNOWN", 6 if seed % 2 else 1024)
     config = SchedulerConfig(24, 8, 4, rng.choice([16, 20, 24]), 1000, prefix_caching=bool(seed % 3))
     scheduler = Scheduler(config)
     for key in range(80):
@@ -111,8 +132,8 @@ def test_the_forecast_of_an_admission_is_the_plain_formula(seed: int, monkeypatc
         assert scheduler.refusal(sequence) is None
         scheduler.add(sequence)
 
-    def checked(forecast: MemoryForecast, newcomer: Sequence, prefix: list[int]) -> int:
-        found = known(forecast, newcomer, prefix)
+    def checked(known_of: MemoryForecast, newcomer: Sequence, prefix: list[int]) -> int:
+        found = known(known_of, newcomer, prefix)
         assert found == plain_peak_blocks(scheduler, newcomer, prefix)
         num_asked[0] += 1
         return found

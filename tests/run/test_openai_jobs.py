@@ -1,0 +1,61 @@
+"""Jobs over OpenAI's requests: how long their answers may be, and what their lines say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker
+
+from batchgen.config.load import job_from_dict
+from batchgen.core.errors import ResumeMismatch
+from batchgen.core.records import Request
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+NO_PROMPT = {"id": None, "prompt": None, "chat": True}
+
+
+def line(name: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "body": {"messages": MESSAGES, **body}}
+
+
+def limits(job: JobMaker, **sections: Any) -> list[int]:
+    """The ``max_tokens`` of each row as the engine gets it."""
+    seen: dict[int, Request] = {}
+
+    def note(_: Any) -> None:
+        seen.update({asked.key: asked for asked, *_ in job.engines[0].running.values()})
+
+    job.run(job.spec(**{"input": NO_PROMPT, "sampling": {"max_tokens": None}} | sections), before_step=note)
+    return [seen[key].params.max_tokens for key in sorted(seen)]
+
+
+@pytest.mark.parametrize("form", ["auto", "openai-batch"])
+def test_a_request_without_max_tokens_may_fill_the_context(job: JobMaker, form: str) -> None:
+    completion = {"custom_id": "d", "body": {"prompt": "Hi"}}
+    job.write([line("a"), line("b", max_tokens=None), line("c", max_completion_tokens=3), completion])
+    assert limits(job, input=NO_PROMPT | {"format": form}) == [1024, 1024, 3, 1024]
+
+
+def test_what_the_job_says_of_max_tokens_counts(job: JobMaker) -> None:
+    job.write([line("a"), line("b", max_tokens=5)])
+    assert limits(job, sampling={"max_tokens": 256}) == [256, 5]
+
+
+def test_rows_of_another_form_keep_the_default(job: JobMaker) -> None:
+    job.write([line("a"), {"messages": MESSAGES}])
+    assert limits(job) == [1024, 256]
+
+
+@pytest.mark.parametrize("given", [None, 256])
+def test_a_job_read_back_knows_whether_max_tokens_was_given(job: JobMaker, given: int | None) -> None:
+    spec = job.spec(input=NO_PROMPT, sampling={"max_tokens": given})
+    assert spec.fills_context == (given is None)
+    assert job_from_dict(spec.to_dict()) == spec
+
+
+def test_a_run_goes_on_only_with_the_limit_that_it_was_begun_with(job: JobMaker) -> None:
+    job.write([line("a")])
+    limits(job)
+    with pytest.raises(ResumeMismatch, match=r"sampling\.max_tokens: was \(not set\), now 256"):
+        job.run(job.spec(input=NO_PROMPT, sampling={"max_tokens": 256}))
