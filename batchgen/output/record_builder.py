@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS, JobSpec
 from batchgen.core import structured
@@ -30,7 +30,7 @@ from batchgen.core.records import (
 )
 from batchgen.output.vector_fields import earlier_fields, vector_fields
 from batchgen.text.reasoning import Reasoning
-from batchgen.text.stop_strings import cut_text
+from batchgen.text.stop_strings import Decode, cut_text
 from batchgen.text.tool_calls import ToolCalls
 
 RowId = str | int | None
@@ -40,12 +40,6 @@ _OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", ANSWER, "finish_reaso
 _NULLABLE = ("reasoning", "parsed")  # null is a value of these
 _DIGITS = 6  # of times and log-probabilities
 _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
-
-
-class Decode(Protocol):
-    """The text of token ids, as a tokenizer makes it."""
-
-    def __call__(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class RecordBuilder:

@@ -1,19 +1,27 @@
 """Stop strings: found in a text that grows token by token, and cut off the finished text.
 
 A stop string may begin and end inside tokens, and a character may take several tokens, so text is compared, not tokens.
+Special tokens have no text, but those that a stop string names (``<|im_start|>user``) are text to be compared with it.
 The engine decides when a match counts (``min_tokens``). ``tokenizers.decoders.DecodeStream`` is no substitute: it holds
 back the tokens of an unfinished character, so that a stop string in their text would be found some tokens late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from batchgen.text.tokenizer import Tokenizer
 
 _BLANKS = 32  # tokens: more than a prompt has behind a marker
 _UNDECODED = "\ufffd"  # decoded from bytes that form no character (yet)
 _MAX_OPEN = 8  # tokens whose text may still change
+
+
+class Decode(Protocol):
+    """The text of token ids, as ``Tokenizer.decode`` makes it."""
+
+    def __call__(self, ids: Sequence[int], *, skip_special_tokens: bool = True, shown_in: str = "") -> str: ...
 
 
 class StopStrings:
@@ -27,7 +35,7 @@ class StopStrings:
     __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "remainder")
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer.showing_in(stop)
         self._stop = stop
         self._num_kept = max(map(len, stop), default=1) - 1  # characters in which an unfinished stop string may begin
         self._context: list[int] = []
@@ -44,7 +52,7 @@ class StopStrings:
         does not count again. ``remainder`` is the text that follows it in that token.
         """
         if token_id in self._tokenizer.silent_token_ids or token_id >= self._tokenizer.vocab_size:
-            return None  # special tokens, and rows of the model beyond the vocabulary, have no text
+            return None  # other special tokens, and rows of the model beyond the vocabulary, have no text
         self._open.append(token_id)
         text = self._text_of(self._open)
         window, found = self._tail + text, None
@@ -85,14 +93,22 @@ class StopStrings:
         return next((i for i in cuts if decode(tokens[:i]) + decode(tokens[i:]) == decode(tokens)), len(tokens))
 
 
-def cut_text(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], stop: str) -> str:
+def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
     """The text of generated tokens up to the stop string that the last of them completed.
 
     Earlier occurrences, which ``min_tokens`` let pass, stay.
     """
-    text = decode(token_ids)
-    found = _first_completed(text, (stop,), _num_common(decode(token_ids[:-1]), text))
-    return text[: found[0]] if found else text
+    text, plain = decode(token_ids, shown_in=stop), decode(token_ids)
+    found = _first_completed(text, (stop,), _num_common(decode(token_ids[:-1], shown_in=stop), text))
+    if found is None:
+        return plain
+    end, count, before = found[0], len(token_ids), text
+    if text == plain:
+        return text[:end]
+    while len(before) > end:  # back to the token in which it begins, as special tokens before it have no text
+        count -= 1
+        before = decode(token_ids[:count], shown_in=stop)
+    return decode(token_ids[:count]) + text[len(before) : end]
 
 
 def _first_completed(text: str, stop: Sequence[str], old: int) -> tuple[int, str] | None:

@@ -6,7 +6,7 @@ It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.jso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from datetime import datetime
 from itertools import repeat
@@ -47,6 +47,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
         self.silent_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._shows = False  # special tokens, all but the silent ones
         self.max_token_bytes = _max_token_bytes(backend)
@@ -98,12 +99,23 @@ class Tokenizer:
         shown._shows = True
         return shown
 
+    def showing_in(self, texts: Iterable[str]) -> Tokenizer:
+        """The same tokenizer, but special tokens that are written out in one of ``texts`` are not silent."""
+        silent = {self._added[token_id] for token_id in self.silent_token_ids}
+        named = {token for token in silent for text in texts if token in text}
+        return self.showing(named) if named else self
+
     def token_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary; None for a text that is none."""
         return self._backend.token_to_id(token)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of generated ids; bytes that form no whole character become U+FFFD. Raises TokenizerError."""
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, shown_in: str = "") -> str:
+        """The text of generated ids; bytes that form no whole character become U+FFFD.
+
+        Special tokens are skipped, but not those that are written out in ``shown_in``. Raises TokenizerError.
+        """
+        if shown_in:
+            return self.showing_in((shown_in,)).decode(ids, skip_special_tokens=skip_special_tokens)
         if self._shows and skip_special_tokens:
             ids, skip_special_tokens = [item for item in ids if item not in self.silent_token_ids], False
         try:

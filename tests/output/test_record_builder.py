@@ -27,9 +27,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .\n"
 END = len(LETTERS)
 
 
-def decode(ids: Any, *, skip_special_tokens: bool = True) -> str:
+def decode(ids: Any, *, skip_special_tokens: bool = True, shown_in: str = "") -> str:
     """Every token a character, and an end token."""
-    return "".join(LETTERS[i] if i < END else "" if skip_special_tokens else "<end>" for i in ids)
+    end = "" if skip_special_tokens and "<end>" not in shown_in else "<end>"
+    return "".join(LETTERS[i] if i < END else end for i in ids)
 
 
 def ids_of(text: str) -> tuple[int, ...]:

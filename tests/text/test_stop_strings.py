@@ -52,7 +52,7 @@ def stops_at(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ..
 def looked_up(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...]) -> tuple[int, str] | None:
     """The same from the definition: decode every prefix from its start."""
     for i in range(len(token_ids)):
-        text = tokenizer.decode(token_ids[: i + 1])
+        text = tokenizer.showing_in(stop).decode(token_ids[: i + 1])
         found = [(text.find(item), -len(item), item) for item in stop if item in text]
         if found:
             return i, min(found)[2]
@@ -62,18 +62,23 @@ def looked_up(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, .
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.sampled_from(TOKENS), max_size=40) | st.text(ALPHABET, max_size=20).map(encoded),
-    st.lists(st.text(ALPHABET + "\ufffd", min_size=1, max_size=4), min_size=1, max_size=4).map(tuple),
+    st.lists(
+        st.text(ALPHABET + "\ufffd", min_size=1, max_size=4) | st.sampled_from(["<end>", "a<end>", "<end>é", "<end>"]),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
 )
 @example(encoded("🙂")[:1] * 30 + encoded("🙂a"), ("🙂a",))
 @example(encoded("🙂")[:1] * 6 + encoded("🙂a"), ("🙂a",))
+@example([END, *encoded("a"), END, *encoded("b")], ("<end>b",))
 @example([*encoded("東")[:1], *[END, UNKNOWN] * 20, *encoded("東")[1:]], ("東",))
 def test_a_text_stops_at_the_first_token_that_completes_a_string(token_ids: list[int], stop: tuple[str, ...]) -> None:
     found = stops_at(TOKENIZER, token_ids, stop)
     assert found == looked_up(TOKENIZER, token_ids, stop)
     if found is not None:
         upto = token_ids[: found[0] + 1]
-        text = TOKENIZER.decode(upto)
-        assert cut_text(TOKENIZER.decode, upto, found[1]) == text[: text.index(found[1])]
+        text = TOKENIZER.decode(upto, shown_in=found[1])
+        assert cut_text(TOKENIZER.decode, upto, found[1]) == text[: text.index(found[1])].replace("<end>", "")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,23 @@ def test_a_text_stops_at_the_first_token_that_completes_a_string(token_ids: list
 )
 def test_the_first_stop_string_is_the_one(text: str, stop: tuple[str, ...], expected: tuple[int, str] | None) -> None:
     assert stops_at(TOKENIZER, encoded(text), stop) == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected", "text"),
+    [(("<end>",), (2, "<end>"), "ab"), (("b<end>é",), (4, "b<end>é"), "a")],
+)
+def test_a_special_token_that_a_stop_string_names_is_text_to_it(
+    stop: tuple[str, ...], expected: tuple[int, str], text: str
+) -> None:
+    token_ids = [*encoded("ab"), END, *encoded("é")]
+    assert stops_at(TOKENIZER, token_ids, stop) == expected
+    assert cut_text(TOKENIZER.decode, token_ids[: expected[0] + 1], expected[1]) == text
+
+
+def test_other_special_tokens_are_no_text_in_which_a_stop_string_could_be() -> None:
+    assert stops_at(TOKENIZER, [*encoded("a"), END, *encoded("b")], ("ab",)) == (2, "ab")
+    assert stops_at(TOKENIZER, [*encoded("a"), END, *encoded("b")], ("end",)) is None
 
 
 def test_of_stop_strings_that_begin_together_the_longest_is_the_one() -> None:
