@@ -1,4 +1,4 @@
-"""Memory, address space, processors and GPUs of this machine, the errors of exhausted memory, and fresh interpreters.
+"""Memory, address space, processors and GPUs of this machine, and the errors of exhausted memory.
 
 It imports nothing large, so that limits can be checked before torch is imported.
 """
@@ -6,13 +6,12 @@ It imports nothing large, so that limits can be checked before torch is imported
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -191,15 +190,3 @@ def visible_gpus(device: str) -> list[str]:
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
     return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
-
-
-def fresh_python(program: str, *arguments: object, options: Sequence[str] = ("-I", "-S")) -> list[str]:
-    """The command of a new interpreter that runs ``program`` and finds the modules that this one finds, no others.
-
-    ``arguments`` are JSON in ``sys.argv[2:]``; ``json`` and ``sys`` are imported. By the ``options`` it heeds no
-    variable of the environment and runs no ``site``.
-    """
-    folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]
-    told = [str(folder.absolute()) for folder in folders], *arguments
-    start = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
-    return [sys.executable, *options, "-c", start + program, *map(json.dumps, told)]

@@ -46,9 +46,8 @@ class RecordBuilder:
     """Makes the records of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text.
 
     ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field.
-    ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer. ``tools`` reads the calls in
-    answers of rows for which the job asks that; None where the model's format is not known. ``labels`` are a
-    classifier's.
+    ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer. ``tools`` reads the calls in answers of
+    rows for which the job asks that; None where the model's format is not known. ``labels`` are a classifier's.
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class RecordBuilder:
         self._tools = tools
         self._reasoning_of_tools = Reasoning(tools.tokenizer) if tools else None
         self._labels = labels
+        self.num_unsearched = 0  # texts over which the regular expression for the answer takes too long
 
     def result(
         self,
@@ -220,8 +220,12 @@ class RecordBuilder:
 
     def _answer(self, sample: Mapping[str, Any]) -> dict[str, str | None]:
         """The answer in the text of a sample, or in what is parsed of it, if the job asks for it."""
-        rule = self._spec.output.answer
-        return {ANSWER: find_answer(rule, sample["text"], sample.get("parsed"))} if rule and "text" in sample else {}
+        if not (rule := self._spec.output.answer) or "text" not in sample:
+            return {}
+        return {ANSWER: find_answer(rule, sample["text"], sample.get("parsed"), self._count_unsearched)}
+
+    def _count_unsearched(self) -> None:
+        self.num_unsearched += 1
 
     def _sample(
         self, sample: Sample, params: SamplingParams, prompt_token_ids: Sequence[int], tools: ToolCalls | None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
+from batchgen.core.answers import MAX_CPU_S
 from batchgen.core.errors import BatchgenError, ExitCode, InputChanged, LockedError, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Record
@@ -184,6 +185,9 @@ class Invocation(ABC):
                 sink.close()
             if stream.pending:
                 journal.save_partials(engine.unfinished())
+        if num_unsearched := record_builder.num_unsearched:
+            which = f"output.answer takes more than {MAX_CPU_S:g} s over {counted(num_unsearched, 'text')}"
+            self.progress.display.note(f"{which}, whose answer is null now: give an expression with less repetition")
         journal.commit()
         return stream.is_exhausted and not stream.pending
 

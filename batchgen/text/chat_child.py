@@ -1,25 +1,15 @@
-"""Program that renders chat templates in a child process; ``chat`` starts it, limits it and reads its answers.
+"""Program that renders chat templates in a child process; ``chat`` starts it with limits, by ``core.limited``.
 
 A template is code from a stranger. The sandbox of jinja2 keeps it from files, modules and the interpreter, but cannot
-bound its time or memory: filters, operators and ``join`` run in C. So the kernel bounds both, and a template that
-exceeds a limit ends this process, not the run. Of batchgen it imports ``core.units`` alone.
-
-Each message is one line of JSON. In: the setup, an object; then, repeatedly, a number and as many chats, each the
-template's variables. Out: an answer ``[text, problem]`` when the program has started, after the setup, where the text
-holds all names that the template mentions, and per chat; where there is a problem, the text is empty.
+bound its time or memory: filters, operators and ``join`` run in C. An item is the variables of one chat, and its answer
+the prompt. It imports nothing of batchgen.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import jinja2
@@ -28,8 +18,6 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from batchgen.core.units import one_line
 
 
 class _GenerationBlock(Extension):
@@ -84,63 +72,7 @@ class _Renderer:
         return "".join(pieces)
 
 
-def main(out_of_memory: int) -> None:
-    """Answer until standard input ends.
-
-    The process ends by SIGPROF when an answer exceeds its processor time, and with status ``out_of_memory`` when the
-    process exceeds its memory.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run decides what they mean
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the mask of the run is inherited
-    try:
-        _write(b'["", ""]')
-        _serve(json.loads(sys.stdin.buffer.readline()))
-    except MemoryError:
-        os._exit(out_of_memory)
-    except BrokenPipeError:  # the run has ended
-        os._exit(0)
-
-
-def _serve(setup: dict[str, Any]) -> None:
-    max_cpu_s, max_bytes = setup.pop("max_cpu_s"), setup.pop("max_bytes")
-    _limit(resource.RLIMIT_DATA, max_bytes)
-    _limit(resource.RLIMIT_AS, 2 * max_bytes)  # for kernels whose RLIMIT_DATA covers only the heap
-    _limit(resource.RLIMIT_CORE, 0)
-    compiled: list[_Renderer] = []
-
-    def compile_template() -> str:
-        compiled.append(_Renderer(**setup))
-        return compiled[0].names
-
-    _answer(compile_template, max_cpu_s)
-    read = sys.stdin.buffer.readline
-    while header := read():
-        for chat in [read() for _ in range(int(header))]:  # all at once: both sides would wait if answers filled a pipe
-            _answer(partial(compiled[0].render, chat), max_cpu_s)
-
-
-def _limit(kind: int, soft: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    with suppress(ValueError, OSError):  # a system without this limit
-        resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
-    """Write what ``work`` returns or raises, within a limit of processor time, which a busy machine does not use up."""
-    signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-    try:
-        answer = json.dumps([work(), ""], ensure_ascii=False).encode()  # fails on lone surrogates, as tokenizers do
-    except MemoryError:
-        raise
-    except Exception as error:  # a template may raise anything
-        problem = one_line(error).encode(errors="backslashreplace").decode()
-        answer = json.dumps(["", problem], ensure_ascii=False).encode()
-    signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next chats does not count against them
-    _write(answer)
-
-
-def _write(answer: bytes) -> None:
-    sys.stdout.buffer.write(answer + b"\n")
-    sys.stdout.buffer.flush()
+def start(**setup: Any) -> tuple[str, Callable[[bytes], str]]:
+    """The program, whose greeting is all names that the template mentions, and whose items are JSON objects."""
+    renderer = _Renderer(**setup)
+    return renderer.names, renderer.render

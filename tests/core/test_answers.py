@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from batchgen.core import answers
 from batchgen.core.answers import check_rule, find_answer, is_right, normal
 
 STRICT = r"#### (\-?[0-9\.\,]+)"
@@ -154,3 +155,36 @@ def test_no_text_takes_long(rule: str) -> None:
     for text in ("0" * 10**6 + "x", "A " * 10**5, "answer" * 10**5, "1." * 10**5, "A" + " " * 10**6 + "x", "-" * 10**6):
         is_right(rule, find_answer(rule, text), text)
     assert time.process_time() - began < 60  # seconds; quadratic work would take hours
+
+
+ENDLESS = r"((?:a+)+)$"
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that a search meets soon."""
+    answers._searching.cache_clear()
+    monkeypatch.setattr(answers, "MAX_CPU_S", 0.2)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("rule", [ENDLESS, r"Answer:\s*((?:\w+\s?)+)\.", r"((a|aa)+)$", r"(?=(.*a){30})(x)"])
+def test_a_regular_expression_that_takes_too_long_over_a_text_finds_no_answer(rule: str) -> None:
+    limits: list[None] = []
+    found = [
+        find_answer(rule, text, on_limit=lambda: limits.append(None))
+        for text in ("Answer: aa.", f"Answer: {'a' * 60}!", "aaa")
+    ]
+    assert found[1] is None and len(limits) == 1
+    assert found[0::2] == [(match[1] if (match := re.search(rule, text)) else None) for text in ("Answer: aa.", "aaa")]
+
+
+@pytest.mark.usefixtures("soon")
+def test_the_search_in_what_is_expected_is_bounded_too() -> None:
+    assert not is_right(ENDLESS, "aaa", "a" * 60 + "!")
+    assert is_right(ENDLESS, "aaa", "b aaa")
+
+
+@pytest.mark.parametrize("text", ["\ud800 7", "é\u2028\n7", '"7"', "\x00 7"])
+def test_any_text_reaches_the_search_as_it_is(text: str) -> None:
+    assert find_answer(r"(?s)(.*7)", text) == re.findall(r"(?s)(.*7)", text)[-1].strip()

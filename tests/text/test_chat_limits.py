@@ -21,6 +21,7 @@ from input_helpers import write_tokenizer
 from repeats import slow
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, until_phase
 
+from batchgen.core import limited
 from batchgen.core.errors import BatchgenError, ModelError
 from batchgen.text import chat
 from batchgen.text.chat import ChatTemplate, ChatTemplateError
@@ -156,29 +157,29 @@ def test_a_signal_to_the_process_costs_no_prompt(number: int) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     answers = template.render([user(n) for n in range(600)])
     rendered = [next(answers)]
-    assert template._process is not None
-    os.kill(template._process._popen.pid, number)
+    assert template._program._process is not None
+    os.kill(template._program._process._popen.pid, number)
     assert rendered + list(answers) == [str(n) for n in range(600)]
 
 
 def test_a_process_that_is_killed_again_and_again_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    render = chat._Process.render
+    render = limited._Process.answers
 
-    def killed(self: chat._Process, chats: list[bytes]) -> Any:
+    def killed(self: limited._Process, chats: list[bytes]) -> Any:
         self._popen.kill()
         self._popen.wait()
         return render(self, chats)
 
-    monkeypatch.setattr(chat._Process, "render", killed)
+    monkeypatch.setattr(limited._Process, "answers", killed)
     with pytest.raises(BatchgenError, match="killed repeatedly"):
         list(template.render([user("hi")]))
 
 
 def kill_half_way(template: ChatTemplate) -> None:
     """Kill the process when it has written part of an answer that the pipe cannot hold."""
-    assert template._process is not None
-    popen = template._process._popen
+    assert template._program._process is not None
+    popen = template._program._process._popen
     assert popen.stdout is not None
     deadline = time.monotonic() + 30
     while _num_unread(popen.stdout.fileno()) < 1 << 15:
@@ -205,20 +206,20 @@ def test_an_answer_cut_off_by_the_end_of_the_process_is_asked_for_again(letter: 
 
 def test_processes_that_are_lost_between_good_answers_do_not_end_the_run() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    for _ in range(2 * chat._MAX_LOST):
+    for _ in range(2 * limited._MAX_LOST):
         answers = template.render([user(n) for n in range(600)])
         rendered = [next(answers)]
-        assert template._process is not None
-        template._process._popen.kill()
+        assert template._program._process is not None
+        template._program._process._popen.kill()
         assert rendered + list(answers) == [str(n) for n in range(600)]
 
 
 def test_a_template_that_compiles_no_more_is_one_line_that_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    assert template._process is not None
-    template._process._popen.kill()
-    monkeypatch.setattr(chat._Process, "start", lambda self, setup: ("", "it takes more than 5 s"))
-    with pytest.raises(BatchgenError, match=r"does not compile: it takes .* \(it compiled .*; run again to resume"):
+    assert template._program._process is not None
+    template._program._process._popen.kill()
+    monkeypatch.setattr(limited._Process, "start", lambda self: ("", "it takes more than 5 s"))
+    with pytest.raises(BatchgenError, match=r"does not start again: it takes .* \(it started .*; run again to resume"):
         list(template.render([user("hi")]))
 
 
@@ -258,14 +259,14 @@ def test_the_limit_of_time_holds_where_its_signal_is_blocked() -> None:
         template = ChatTemplate("hi", {})
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert template._process is not None
-    status = Path(f"/proc/{template._process._popen.pid}/status").read_text()
+    assert template._program._process is not None
+    status = Path(f"/proc/{template._program._process._popen.pid}/status").read_text()
     [blocked] = [line.split()[1] for line in status.splitlines() if line.startswith("SigBlk")]
     assert int(blocked, 16) == 0
 
 
 def test_ctrl_c_does_not_reach_the_process_even_while_it_starts() -> None:
-    process = chat._Process()
+    process = limited._Process(ChatTemplate("hi", {})._program._program)
     assert os.getpgid(process._popen.pid) != os.getpgrp()
 
 
@@ -288,7 +289,7 @@ def test_the_process_ends_with_a_run_that_is_killed() -> None:
     code = (
         "from batchgen.text.chat import ChatTemplate\n"
         "template = ChatTemplate('{{ messages }}', {})\n"
-        "print(template._process._popen.pid, flush=True)\n"
+        "print(template._program._process._popen.pid, flush=True)\n"
         "input()\n"
     )
     pipe = subprocess.PIPE

@@ -1,0 +1,239 @@
+"""Programs of Python in child processes: fresh interpreters, and programs with limits per item that they answer.
+
+Code from strangers, and regular expressions over texts of strangers, may take any time and memory, and hold the
+interpreter's lock meanwhile. In a process of its own the kernel bounds both: an item that exceeds a limit costs only
+its own answer, whatever its neighbours are and however busy the machine is. ``limited_child`` is the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import BatchgenError
+
+_BATCH_ITEMS = 256  # sent at once
+_BATCH_BYTES = 4 << 20
+_MAX_LOST = 5  # consecutive processes that end before their first answer, but not through an item
+_OUT_OF_MEMORY = 77  # exit status of a process that exceeds its memory
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
+_PROGRAM = f"""
+try:
+    from importlib import import_module
+    from batchgen.core.limited_child import main
+    start = getattr(import_module(json.loads(sys.argv[2])), "start")
+except BaseException as error:
+    print(json.dumps(["", " ".join(f"{{type(error).__name__}}: {{error}}".split())]))
+else:
+    main(start, {_OUT_OF_MEMORY})
+"""
+
+Answer = tuple[str, str]  # a text, and in its place what is wrong
+
+
+def fresh_python(program: str, *arguments: object, options: Sequence[str] = ("-I", "-S")) -> list[str]:
+    """The command of a new interpreter that runs ``program`` and finds the modules that this one finds, no others.
+
+    ``arguments`` are JSON in ``sys.argv[2:]``; ``json`` and ``sys`` are imported. By the ``options`` it heeds no
+    variable of the environment and runs no ``site``.
+    """
+    folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]
+    told = [str(folder.absolute()) for folder in folders], *arguments
+    start = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
+    return [sys.executable, *options, "-c", start + program, *map(json.dumps, told)]
+
+
+class SetupRefused(Exception):
+    """The program refuses its setup; ``str()`` is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A module with a function ``start``, which takes ``setup`` by its names.
+
+    It returns a text, the program's greeting, and the function that answers an item. ``purpose`` completes "the process
+    that". Limits are per item, and of the setup too: seconds of processor time, and bytes of the whole process.
+    """
+
+    module: str
+    purpose: str
+    setup: Mapping[str, Any]
+    max_cpu_s: float
+    max_bytes: int
+
+    def to_line(self) -> bytes:
+        limits = {"max_cpu_s": self.max_cpu_s, "max_bytes": self.max_bytes}
+        return json.dumps({**self.setup, **limits}).encode()
+
+
+class LimitedProgram:
+    """A program in a child process, which is started again when an item has ended it; for one thread at a time.
+
+    Raises SetupRefused, and BatchgenError when no process can be started.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.greeting = ""
+        self._program = program
+        self._num_lost = 0
+        self._process: _Process | None = self._start()
+
+    def answers(self, items: Sequence[bytes]) -> Iterator[Answer]:
+        """Answers to all of ``items``, one line each, in order, from as many processes as that takes.
+
+        Out of memory or a crash counts against an item only if it was the first of its process, so that nothing left
+        behind by earlier items counts; processor time is measured per item. Raises BatchgenError when the process
+        cannot be started or kept alive.
+        """
+        while items:
+            if self._process is not None and self._process.num_owed:  # its next answers belong to other items
+                self._process.end()
+                self._process = None
+            process = self._process = self._process or self._restart()
+            num_answered, problem = 0, ""
+            try:
+                for answer in process.answers(_batch(items)):
+                    num_answered += 1
+                    yield answer
+            except EOFError:
+                problem = self._cause_of_death(process)
+            finally:
+                if process.num_owed:
+                    process.end()
+                    self._process = None
+            items = items[num_answered:]
+            if problem and (process.is_out_of_time or not process.num_answered):
+                yield "", problem
+                items = items[1:]
+
+    def _start(self) -> _Process:
+        """A process that has taken its setup. Raises SetupRefused, and BatchgenError if none starts."""
+        while True:
+            process = _Process(self._program)
+            try:
+                greeting, problem = process.start()
+            except EOFError:
+                problem = self._cause_of_death(process)
+                if not problem:
+                    continue
+            if problem:
+                process.end()
+                raise SetupRefused(problem)
+            self.greeting = greeting
+            return process
+
+    def _restart(self) -> _Process:
+        """A process in place of one that has ended. Raises BatchgenError."""
+        try:
+            return self._start()
+        except SetupRefused as error:
+            what = f"the process that {self._program.purpose} does not start again"
+            raise BatchgenError(f"{what}: {error} (it started when the run began); run again to resume") from error
+
+    def _cause_of_death(self, process: _Process) -> str:
+        """How an item ended a process; empty if none did. Raises BatchgenError when that recurs."""
+        problem = process.end()
+        if problem and not process.is_started:
+            raise _no_start(self._program, problem)
+        if not problem:
+            self._num_lost = 1 if process.num_answered else self._num_lost + 1
+            if self._num_lost == _MAX_LOST:
+                purpose = self._program.purpose
+                raise BatchgenError(f"the process that {purpose} is killed repeatedly; is memory short?")
+        return problem
+
+
+class _Process:
+    """Child process that runs a program; whatever waits for an answer raises EOFError once it has ended.
+
+    It has a process group of its own, so that Ctrl-C reaches only the run.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        command, pipe, null = fresh_python(_PROGRAM, program.module), subprocess.PIPE, subprocess.DEVNULL
+        try:
+            self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, process_group=0)
+        except OSError as error:
+            raise _no_start(program, str(error)) from error
+        self._end = weakref.finalize(self, _end, self._popen)
+        self.is_started = False
+        self.num_answered = 0
+        self.num_owed = 0  # items without an answer yet
+
+    def start(self) -> Answer:
+        """The program's greeting, and what is wrong with its setup. Raises BatchgenError if it cannot be imported."""
+        if problem := self._receive()[1]:
+            self.end()
+            raise _no_start(self._program, problem)
+        self.is_started = True
+        self._send([self._program.to_line()])
+        return self._receive()
+
+    def answers(self, items: Sequence[bytes]) -> Iterator[Answer]:
+        """An answer per item, in order; ``num_answered`` counts them."""
+        self.num_owed = len(items)
+        self._send([b"%d" % len(items), *items])
+        for _ in items:
+            answer = self._receive()
+            self.num_owed, self.num_answered = self.num_owed - 1, self.num_answered + 1
+            yield answer
+
+    def end(self) -> str:
+        """End it if it runs; how an item ended it, empty if none did."""
+        self._end()
+        status = self._popen.returncode
+        if self.is_out_of_time:
+            return f"it takes more than {self._program.max_cpu_s:g} s of processor time"
+        if status == _OUT_OF_MEMORY:
+            return f"it takes more than {self._program.max_bytes >> 20} MiB of memory"
+        if -status in _CRASHES:
+            return f"it ends its process by {signal.Signals(-status).name}"
+        return f"its process ends with status {status}" if status > 0 else ""
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether it was ended because an item exceeded its processor time."""
+        return self._popen.returncode == -signal.SIGPROF
+
+    def _send(self, lines: Sequence[bytes]) -> None:
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(b"\n".join((*lines, b"")))
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            raise EOFError from None
+
+    def _receive(self) -> Answer:
+        stdout = self._popen.stdout
+        assert stdout is not None
+        line = b"" if stdout.closed else stdout.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        text, problem = json.loads(line)
+        return text, problem
+
+
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    with suppress(BrokenPipeError):  # closing its input flushes what it has not read
+        popen.communicate()
+
+
+def _no_start(program: Program, problem: str) -> BatchgenError:
+    return BatchgenError(f"cannot start the process that {program.purpose}: {problem}")
+
+
+def _batch(items: Sequence[bytes]) -> Sequence[bytes]:
+    """The first items, as many as are sent at once."""
+    sizes = accumulate(map(len, items[:_BATCH_ITEMS]))
+    return items[: max(1, sum(size <= _BATCH_BYTES for size in sizes))]
