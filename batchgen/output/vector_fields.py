@@ -27,8 +27,12 @@ def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) ->
 
 
 def earlier_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a record that was read back; Parquet gives all digits of a float32."""
-    return {name: _shortest(record[name]) for name in _FIELDS if record.get(name) is not None}
+    """The same of a record that was read back; Parquet and base64 give all digits of a float32.
+
+    Raises TypeError where numbers are none.
+    """
+    found = {name: record[name] for name in _FIELDS if record.get(name) is not None}
+    return {name: value if name == "label" else _shortest(value) for name, value in found.items()}
 
 
 def _shortest(value: Any) -> Any:
@@ -36,4 +40,6 @@ def _shortest(value: Any) -> Any:
         return [_shortest(item) for item in value]
     if isinstance(value, dict):
         return {name: _shortest(item) for name, item in value.items()}
-    return float(f"{value:.9g}") if isinstance(value, float) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return float(f"{value:.9g}")

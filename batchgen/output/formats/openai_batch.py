@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import struct
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -106,13 +106,24 @@ class OpenAIBatchFormat(OutputFormat):
         return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
 
+def _numbers(text: str) -> list[float]:
+    """The float32 numbers in base64. Raises ValueError for a text that was edited."""
+    try:
+        return [number for (number,) in struct.iter_unpack("<f", b64decode(text, validate=True))]
+    except struct.error as error:
+        raise ValueError(str(error)) from None
+
+
 def _record_of_vector(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a report needs of the record of a vector."""
+    """The record of a vector, which may stand there as text in base64."""
     body = line["response"]["body"]
+    vector = body["data"][0]["embedding"]
+    if isinstance(vector, str):
+        vector = _numbers(vector)
     return {
         "id": line["custom_id"],
         "index": index_of(line["id"]),
-        "embedding": body["data"][0]["embedding"],
+        "embedding": vector,
         "usage": {"prompt_tokens": body["usage"]["prompt_tokens"], "completion_tokens": 0},
         "timings": line["timings"],
         **line.get("kept_columns", {}),
