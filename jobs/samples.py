@@ -1,5 +1,7 @@
 """The samples of a run as a pandas table, one line per sample, and the answer that most samples of a row agree on.
 
+With output.answer the answers vote, else whole texts do. How many are right is in the report, where output.expected is.
+
 python jobs/samples.py runs/samples/outputs.jsonl
 """
 
@@ -11,12 +13,19 @@ import pandas as pd
 
 if len(sys.argv) != 2:
     sys.exit("usage: python jobs/samples.py runs/samples/outputs.jsonl")
-with Path(sys.argv[1]).open(encoding="utf-8") as file:
-    rows = pd.DataFrame(map(json.loads, file))
-samples = rows[["id", "answer", "samples"]].explode("samples", ignore_index=True)
-table = samples[["id", "answer"]].join(pd.json_normalize(samples["samples"].to_list()))
-print(table)
+path = Path(sys.argv[1])
+with path.open(encoding="utf-8") as file:
+    records = [json.loads(line) for line in file]
+table = pd.DataFrame(
+    {"id": record["id"], **sample} for record in records for sample in record.get("samples") or [record]
+)
+said = "answer" if any("answer" in sample for record in records for sample in record.get("samples", ())) else "text"
+print(table[[name for name in ("id", "text", "answer", "finish_reason") if name in table]])
 
-votes = table.groupby("id").agg(answer=("answer", "first"), voted=("text", lambda texts: texts.mode()[0]))
-print(f"one sample is right: {(table['text'] == table['answer']).mean():.1%}")
-print(f"the vote is right:   {(votes['voted'] == votes['answer']).mean():.1%}")
+votes = table.dropna(subset=[said]).groupby("id", sort=False)[said].agg(lambda found: found.value_counts().index[0])
+print(votes.rename("voted"))
+
+report = json.loads(path.with_name("report.json").read_text(encoding="utf-8"))
+if shares := report.get("accuracy", {}).get("samples"):
+    print(f"one sample is right: {shares['mean']:.1%}")
+    print(f"the vote is right:   {shares['majority']:.1%}")

@@ -33,9 +33,10 @@ def report(
 ) -> int:
     """Show how a finished run went: time, speed, failures.
 
-    With --compare the figures of OTHER appear beside it. Each gate counts only where it is given; with either, a
-    larger share of failed rows is a regression too. A gate that finds nothing to judge is an error (exit 2). --html
-    writes one file that loads nothing else (needs matplotlib).
+    With --compare the figures of OTHER appear beside it and, where it is a folder, which answers changed. Each gate
+    counts only where it is given; with either, a larger share of failed rows is a regression too. A gate that finds
+    nothing to judge, such as accuracy over other rows, is an error (exit 2). --html writes one file that loads nothing
+    else (needs matplotlib).
 
     \b
     Examples:
@@ -49,7 +50,7 @@ def report(
     from batchgen.report.build import read_report_file
     from batchgen.report.compare import Gates, compare_reports
     from batchgen.report.text import render_report
-    from batchgen.run.reports import first_answers, read_report
+    from batchgen.run.reports import compared_answers, first_answers, read_report
 
     gates = Gates(max_regress_speed, max_regress_accuracy)
     if compare is None and gates != Gates():
@@ -63,7 +64,8 @@ def report(
             say(f"the input of {folder} has grown and not all of its new rows are done: the report is of those before")
     if compare is not None:
         before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
-        comparison = compare_reports(found, before, gates)
+        answers = None if compare.is_file() else compared_answers(run_dir, RunDir(compare))
+        comparison = compare_reports(found, before, gates, answers)
         show(json.dumps(comparison.to_dict(), indent=2) if as_json else comparison.render())
         comparison.check()
         return ExitCode.OK

@@ -64,6 +64,11 @@ class Accuracy:
         if not right:
             self._add_wrong(record, found, expected)
 
+    def verdict(self, record: Mapping[str, Any]) -> bool | None:
+        """Whether a record is right; None where it is not compared."""
+        expected = None if self.expected is None else record.get(self.expected)
+        return None if expected is None else self._verdict(record, expected)[1]
+
     def _verdict(self, answer: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
         """What was found in a record, or in one of its samples, and whether it is right."""
         if self.answer:
@@ -148,13 +153,6 @@ class Accuracy:
         )
         confusions = [dict(zip(("expected", "found", "rows"), item, strict=True)) for item in mistakes]
         return {"num_labels": len(counts), "labels": labels, "confusions": confusions[: SHOWN_LABELS**2]}
-
-
-def verdict_of(record: Mapping[str, Any], expected: str | None, rule: str | None) -> bool | None:
-    """Whether a record is right, as the report counts it; None where it is not compared."""
-    counted = Accuracy(expected, rule)
-    counted.add(record)
-    return bool(counted.correct) if counted.total else None
 
 
 def interval(correct: int, total: int) -> list[float]:

@@ -7,7 +7,10 @@ does not count: latencies and seconds depend on the load of the machine, and cha
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
@@ -16,6 +19,7 @@ from batchgen.report.advice import BARE_ANSWERS
 from batchgen.report.facts import Report, at, rate
 
 _WIDTH = 80
+_SHOWN_IDS = 20
 _JOB = ("model", "adapter", "numerics", "threads", "input")  # what should be alike for figures to be comparable
 _FIGURES = (  # name, where the report has it, the gate that it counts for, how it is shown
     ("output tokens/s", "rate.completion", "speed", ",.1f"),
@@ -92,13 +96,15 @@ class Figure(NamedTuple):
 class Comparison(NamedTuple):
     """The figures of a report beside those of a baseline, and what should have been alike and is not.
 
-    ``other_rows`` says how the rows that accuracy was counted over differ; "" where they are the same.
+    ``other_rows`` says how the rows that accuracy was counted over differ; "" where they are the same. ``answers`` are
+    those that changed, see ``answer_changes``; None where the rows of a run are not there.
     """
 
     gates: Gates
     figures: list[Figure]
     differences: list[str]
     other_rows: str = ""
+    answers: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
@@ -107,7 +113,7 @@ class Comparison(NamedTuple):
             for f in self.figures
         ]
         asked = {f"max_regress_{name}": limit for name, limit in self.gates._asdict().items()}
-        return {"figures": figures, "differences": self.differences, **asked}
+        return {"figures": figures, "answers": self.answers, "differences": self.differences, **asked}
 
     def render(self) -> str:
         """A table of at most 80 columns."""
@@ -117,7 +123,21 @@ class Comparison(NamedTuple):
             values = f"{f.show(f.before):>14} {f.show(f.now):>14} {f.show_change():>9}"
             line = f"{f.name:<18} {values}{verdicts[f.is_regression]}"
             lines.append(line.rstrip())
+        lines += [shortened(printable(f"{name:<18} {text}"), _WIDTH) for name, text in self._answer_lines()]
         return "\n".join([*lines, *(shortened(printable(text), _WIDTH) for text in self.differences)])
+
+    def _answer_lines(self) -> Iterator[tuple[str, str]]:
+        if (found := self.answers) is None:
+            return
+        apart = (f", {found[f'only_{when}']:,} only {when}" for when in ("before", "now") if found[f"only_{when}"])
+        yield "rows in both", f"{found['rows']:,}{''.join(apart)}"
+        if found["rows"]:
+            equal = found["rows"] - found["changed"]["rows"]
+            yield "equal answers", f"{equal:,} ({equal / found['rows']:.1%})"
+        for name in ("changed", "newly_right", "newly_wrong"):
+            rows, ids = found[name]["rows"], found[name]["ids"]
+            if rows:
+                yield name.replace("_", " "), f"{rows:,}: {', '.join(map(str, ids))}{', …' if rows > len(ids) else ''}"
 
     def check(self) -> None:
         """Raises GateFailed naming every regression, and UsageError where there is nothing that a gate could judge."""
@@ -144,8 +164,48 @@ class Comparison(NamedTuple):
             raise GateFailed(f"regression ({self.gates}): {listed}")
 
 
-def compare_reports(now: Report, before: Report, gates: Gates = _NO_GATES) -> Comparison:
-    """``now`` beside the baseline ``before``, judged by ``gates``."""
+Answers = Iterator[tuple[str, str, bool | None]]  # id, a digest of the answer, whether it is right (None: not known)
+
+
+def answer_changes(now: Answers, before: Answers) -> dict[str, Any]:
+    """Rows of two runs, matched by their ids: how many are in both, and which answers changed or are newly right.
+
+    Holds a few dozen bytes for each row of ``before``, and the first ids of each kind.
+    """
+    ids, digests, verdicts = array("Q"), array("Q"), bytearray()
+    for row_id, digest, is_right in before:
+        ids.append(_hashed(row_id))
+        digests.append(_hashed(digest))
+        verdicts.append(2 if is_right is None else is_right)
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    ordered = array("Q", (ids[place] for place in order))
+    found: dict[str, Any] = {"rows": 0, "only_before": len(ids), "only_now": 0}
+    found |= {name: {"rows": 0, "ids": []} for name in ("changed", "newly_right", "newly_wrong")}
+    for row_id, digest, is_right in now:
+        known = bisect_left(ordered, key := _hashed(row_id))
+        if known == len(ordered) or ordered[known] != key:
+            found["only_now"] += 1
+            continue
+        place = order[known]
+        found["rows"] += 1
+        found["only_before"] -= 1
+        kinds = ["changed"] if digests[place] != _hashed(digest) else []
+        if is_right is not None and verdicts[place] == 1 - is_right:
+            kinds.append("newly_right" if is_right else "newly_wrong")
+        for kind in kinds:
+            found[kind]["rows"] += 1
+            found[kind]["ids"] += [row_id] if len(found[kind]["ids"]) < _SHOWN_IDS else []
+    return found
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest())
+
+
+def compare_reports(
+    now: Report, before: Report, gates: Gates = _NO_GATES, answers: Mapping[str, Any] | None = None
+) -> Comparison:
+    """``now`` beside the baseline ``before``, judged by ``gates``, with what ``answer_changes`` found."""
     figures, others = [], _other_rows(before, now)
     for name, path, gate, form in _FIGURES:
         was, is_now = _number(before, path), _number(now, path)
@@ -153,7 +213,7 @@ def compare_reports(now: Report, before: Report, gates: Gates = _NO_GATES) -> Co
             verdict = None if gate == "accuracy" and others else gates.is_regression(gate, was, is_now)
             figures.append(Figure(name, was, is_now, verdict, form))
     differences = [text for key in _JOB for text in _differences(key, before.get(key), now.get(key))]
-    return Comparison(gates, figures, differences, others)
+    return Comparison(gates, figures, differences, others, answers)
 
 
 def _other_rows(before: Report, now: Report) -> str:

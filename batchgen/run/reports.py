@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.core.errors import StorageError, UsageError
+from batchgen.core.json_line import encode_json
 from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.core.structured import parsed
 from batchgen.output.finalize import read_errors, read_records
@@ -20,12 +21,16 @@ from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report import prometheus
 from batchgen.report.build import build_report, read_report_file, write_report
+from batchgen.report.compare import answer_changes
 from batchgen.report.facts import NUM_ANSWERS, Table, answers
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
 
 if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
     from batchgen.run.backend import Backend
+
+
+_SAID = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of a record or sample is its answer
 
 
 def _totals_of(spec: JobSpec) -> RowTotals:
@@ -121,6 +126,23 @@ def first_answers(run_dir: RunDir) -> Table | None:
             records = islice(read_records(run_dir, spec), NUM_ANSWERS)
             return answers([record for _, record in records], spec.expected_field)
     return None
+
+
+def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:
+    """How the answers of two finished runs differ, see ``answer_changes``; None where the rows of one are not there."""
+    with suppress(StorageError, UsageError):
+        return answer_changes(_answers(now), _answers(before))
+    return None
+
+
+def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
+    if (manifest := run_dir.read_manifest()) is None:
+        raise UsageError(f"{run_dir.path} is not a run directory: it has no job.json")
+    spec = job_from_dict(manifest.job, run_dir.manifest)
+    accuracy = _totals_of(spec).accuracy
+    for _, record in read_records(run_dir, spec):
+        said = [{name: sample.get(name) for name in _SAID} for sample in record.get("samples") or [record]]
+        yield str(record["id"]), encode_json(said).decode(), accuracy.verdict(record)
 
 
 def has_failed_rows(run_dir: RunDir) -> bool:

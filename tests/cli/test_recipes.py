@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import shlex
@@ -122,6 +123,32 @@ def test_a_chain_hands_on_its_rows_and_new_ones_too(here: Path, commands: dict[s
     assert judged[0]["input_text"] == read_lines(here / "runs/summaries/outputs.jsonl")[0]["text"]
 
 
+def test_a_chain_says_which_job_failed_and_ends_with_its_code(here: Path, commands: dict[str, str]) -> None:
+    chain = ["sh", "jobs/chain.sh", "jobs/summarize.toml", "jobs/judge.toml"]
+    with Path("sample_data/tickets.jsonl").open("a") as file:
+        file.write('{"id": "t-13"}\n')
+    done = subprocess.run(chain, env=commands, timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 3 and "rows of jobs/summarize.toml failed" in done.stderr
+    assert len(read_lines(here / "runs/judgements/outputs.jsonl")) == 12
+    chain.insert(2, "jobs/none.toml")
+    done = subprocess.run(chain, env=commands, timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and "jobs/none.toml ended with exit code 2" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["nightly_table.sh jobs/summarize.toml runs/nights", "chain.sh jobs/summarize.toml"])
+@pytest.mark.usefixtures("here")
+def test_a_script_under_the_short_path_of_cron_says_so_and_takes_the_whole_path(
+    script: str, commands: dict[str, str]
+) -> None:
+    cron = {**commands, "PATH": "/usr/bin:/bin"}
+    command = ["sh", *f"jobs/{script}".split()]
+    done = subprocess.run(command, env=cron, timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 127 and "BATCHGEN=/" in done.stderr
+    whole = shutil.which("batchgen", path=commands["PATH"])
+    assert whole is not None
+    assert subprocess.run(command, env={**cron, "BATCHGEN": whole}, timeout=60, check=False).returncode == 0
+
+
 def test_thinking_can_be_switched_off_where_the_template_has_a_switch(here: Path) -> None:
     shutil.copytree(MODEL, here / "model")
     (here / "model" / "chat_template.jinja").write_text(THINKING)
@@ -181,6 +208,17 @@ def test_the_samples_of_a_run_are_a_table() -> None:
     command = [sys.executable, "jobs/samples.py", "runs/samples/outputs.jsonl"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert said.count("stop") == 12 and "the vote is right:" in said
+
+
+@pytest.mark.usefixtures("here")
+def test_answers_that_a_rule_found_vote_in_place_of_whole_texts() -> None:
+    run("samples", "--limit", "6", "--temperature", "1", "--answer", r"(\w)")
+    command = [sys.executable, "jobs/samples.py", "runs/samples/outputs.jsonl"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    shares = json.loads(Path("runs/samples/report.json").read_text())["accuracy"]["samples"]
+    assert f"the vote is right:   {shares['majority']:.1%}" in said
+    votes = re.findall(r"^q-\d+ +(\S+)$", said, re.MULTILINE)
+    assert len(votes) == 6 and {len(vote) for vote in votes} == {1}
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from report_samples import ABOUT, made, record
-from run_helpers import JobMaker, rows_of
+from run_helpers import JobMaker, rows_of, without_timings
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.report.advice import advice
 from batchgen.report.build import build_report
-from batchgen.report.compare import Gates, compare_reports
+from batchgen.report.compare import Gates, answer_changes, compare_reports
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 
@@ -244,3 +244,57 @@ def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, flags: s
     given = [str(job.output) if flag == "." else flag for flag in flags.split()]
     assert call(["report", str(job.output), *given]) == 2
     assert not (job.folder / "page.html").exists()
+
+
+# ---------------------------------------------------------------- answers that changed
+
+
+def test_answers_that_changed_or_are_newly_right_or_wrong_are_named_by_their_ids(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows come in another order, and some are in one run alone."""
+    job.write(rows_of(8))
+    job.run()
+    texts = [done["text"] for done in job.outputs()]
+    rows = [{**row, "answer": texts[index] if index < 5 else "?"} for index, row in enumerate(rows_of(8))]
+    job.write(rows[:7])
+    job.run(job.spec(output={"expected": "answer", "path": str(job.folder / "before")}))
+    for index, question in ((0, "Other?"), (6, "Another?")):
+        rows[index] = {**rows[index], "question": question}
+    rows[6]["answer"] = "w"
+    job.write(rows[:0:-1] + rows[:1])
+    job.run(job.spec(output={"expected": "answer", "path": str(job.folder / "now"), "format": "parquet"}))
+    before, now = (str(job.folder / name) for name in ("before", "now"))
+    capsys.readouterr()
+    assert call(["report", now, "--compare", before]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "rows in both 7, 1 only now equal answers 5 (71.4%) changed 2: q-6, q-0 newly wrong 1: q-0" in text
+    assert call(["report", before, "--compare", now, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["answers"]
+    assert found == {
+        **{"rows": 7, "only_before": 1, "only_now": 0, "changed": {"rows": 2, "ids": ["q-0", "q-6"]}},
+        **{"newly_right": {"rows": 1, "ids": ["q-0"]}, "newly_wrong": {"rows": 0, "ids": []}},
+    }
+
+
+def test_of_many_answers_that_changed_the_first_are_named() -> None:
+    before = ((f"q-{index}", "a", False) for index in range(500))
+    now = ((f"q-{index}", "b", True) for index in range(500))
+    found = answer_changes(now, before)
+    assert (found["changed"]["rows"], len(found["changed"]["ids"]), found["newly_right"]["rows"]) == (500, 20, 500)
+    text = compare_reports(report(), report(), answers=found).render()
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_sample_other_than_the_first_is_part_of_an_answer(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        job.write(rows_of(6))
+        job.run(job.spec(sampling={"n": 3, "temperature": 1.0, "seed": seed}, output={"path": str(job.folder / name)}))
+    capsys.readouterr()
+    assert call(["report", str(job.folder / "a"), "--compare", str(job.folder / "b"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["answers"]
+    texts = [
+        [[sample["text"] for sample in row["samples"]] for row in without_timings(job.folder / name / "outputs.jsonl")]
+        for name in ("a", "b")
+    ]
+    assert found["changed"]["rows"] == sum(a != b for a, b in zip(*texts, strict=True)) > 0
