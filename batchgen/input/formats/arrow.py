@@ -6,12 +6,17 @@ row, is what its text says. A value that cannot be read costs its own row only.
 
 Arrow gives each struct of a column the same fields, so a null in one may be nothing that anybody wrote. In the columns
 that become a prompt or a request (``asked``) such fields are left out, and a map is an object, as in JSON Lines.
+
+Class labels of ``datasets`` are stored as numbers; their names, which the metadata of the schema hold, are the values.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -90,7 +95,8 @@ def rows_at(
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
     if len(places) < batch.num_rows:
         batch = batch.take(pa.array(places, pa.int64()))
-    found = {field.name: _conversion(field, field.name in asked) for field in batch.schema}
+    features = _features((batch.schema.metadata or {}).get(b"huggingface", b""))
+    found = {field.name: _conversion(field, field.name in asked, features.get(field.name)) for field in batch.schema}
     conversions = {name: convert for name, convert in found.items() if convert}
     try:
         rows = batch.to_pylist()
@@ -120,21 +126,36 @@ def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert]) -> RowValue
     return readable, problem
 
 
-def _conversion(field: pa.Field, is_asked: bool) -> _Convert | None:
-    """What makes the values of a field those of JSON Lines; None where they are so already."""
+@lru_cache(maxsize=8)
+def _features(metadata: bytes) -> Mapping[str, Any]:
+    """What ``datasets`` says of each column, as far as that can be read."""
+    found: Any = {}
+    with suppress(ValueError, RecursionError, LookupError, TypeError):
+        found = json.loads(metadata)["info"]["features"]
+    return found if isinstance(found, dict) else {}
+
+
+def _conversion(field: pa.Field, is_asked: bool, feature: Any = None) -> _Convert | None:
+    """What makes the values of a field those of JSON Lines; None where they are so already.
+
+    ``feature`` is what ``datasets`` says of it, a tree as https://huggingface.co/docs/datasets/about_dataset_features
+    has it.
+    """
     kind = field.type
+    if pa.types.is_integer(kind) and (names := _names(feature)):
+        return lambda number: names[number] if 0 <= number < len(names) else None  # -1 is no label
     name = (field.metadata or {}).get(_EXTENSION, b"").decode(errors="replace")
     if _JSON in (name, getattr(kind, "extension_name", "")):
         return _parsed
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_struct(kind):
-        return _of_structs(kind, is_asked)
+        return _of_structs(kind, is_asked, feature)
     if pa.types.is_map(kind):
         return _of_maps(kind, is_asked)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _conversion(pa.field("", kind.value_type), is_asked)
-    item = _conversion(kind.value_field, is_asked) if isinstance(kind, _LISTS) else None
+        return _conversion(pa.field("", kind.value_type), is_asked, feature)
+    item = _conversion(kind.value_field, is_asked, _item(feature)) if isinstance(kind, _LISTS) else None
     return None if item is None else lambda values: [None if value is None else item(value) for value in values]
 
 
@@ -145,9 +166,29 @@ def _parsed(value: str | bytes) -> Any:
     return parse_json(value if isinstance(value, str) else value.decode())
 
 
-def _of_structs(kind: pa.StructType, is_asked: bool) -> _Convert | None:
-    """Structs lose their null fields where they are ``asked``: the type has each field that any row has."""
-    found = {child.name: _conversion(child, is_asked) for child in kind}
+def _names(feature: Any) -> list[str]:
+    """The names of a class label, in the order of their numbers; none of what is something else."""
+    names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+
+
+def _item(feature: Any) -> Any:
+    """What is said of the items of a list."""
+    if isinstance(feature, list):
+        return feature[0] if feature else None
+    return feature.get("feature") if isinstance(feature, dict) else None
+
+
+def _of_structs(kind: pa.StructType, is_asked: bool, feature: Any) -> _Convert | None:
+    """Structs lose their null fields where they are ``asked``: the type has each field that any row has.
+
+    Older files call a struct of lists a sequence of structs.
+    """
+    children, is_sequence = feature, isinstance(feature, dict) and feature.get("_type") == "Sequence"
+    if is_sequence and isinstance(_item(feature), dict):
+        children = {name: [child] for name, child in _item(feature).items()}
+    children = children if isinstance(children, dict) else {}
+    found = {child.name: _conversion(child, is_asked, children.get(child.name)) for child in kind}
     conversions = {name: convert for name, convert in found.items() if convert}
     if not conversions and not is_asked:
         return None
