@@ -6,6 +6,8 @@ values that contradict each other. Nothing here knows a file format or the engin
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -71,6 +73,10 @@ _WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 _IGNORED = "guided_decoding_backend"  # vLLM's: which library, not which text
 ROW_KEYS = tuple(dict.fromkeys((*PARAM_KEYS, *_WAYS, _IGNORED)))
+_TEXTS = ("preset", "normalize", "guided_regex", "guided_grammar", "guided_whitespace_pattern")
+_LISTS = ("stop", "bad_words", "choices")  # of texts, or one text
+_BOOLEANS = {"true": True, "false": False}  # however pandas and spreadsheets write them
+_GIVES_A_KEY = re.compile(rf"\A\s*\[?\s*{{|\b(?:{'|'.join(ROW_KEYS)})\b[\"']?\s*[:=]")
 _Made = TypeVar("_Made")
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
 
@@ -127,6 +133,44 @@ def merge_params(
     for keys, message in _contradictions(merged):
         raise ParamError(next((key for key in keys if key in given), keys[0]), message)
     return merged
+
+
+def from_cell(key: str, value: Any) -> Any:
+    """The value of a sampling key in a column of its name; None where the cell is empty.
+
+    Text is read as JSON, since a table may hold nothing else, but where the value is a text or may be one.
+    """
+    if not isinstance(value, str) or not value:
+        return None if value == "" else value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = _BOOLEANS.get(value.lower(), value)
+    if key in _LISTS:
+        is_list = isinstance(found, list) and found and all(isinstance(item, str) for item in found)
+        return found if is_list else value
+    return value if key in _TEXTS else found
+
+
+def in_object(value: Any) -> Mapping[str, Any] | None:
+    """The sampling values in a column ``sampling``: an object, or the JSON text of one; None for data of another kind.
+
+    A word or a number is such data, as no key has a value in it. Raises ValueError for what gives a key a value
+    otherwise, or tries to.
+    """
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value) if value else {}
+        except (ValueError, RecursionError):
+            found = None
+    elif value is None:
+        return {}
+    if isinstance(found, Mapping):
+        return found
+    if _GIVES_A_KEY.search(value if isinstance(value, str) else json.dumps(value, default=str)):
+        raise ValueError("gives sampling values, but is no object of them; if it is other data, rename the column")
+    return None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from batchgen.config.job import JobSpec
+from batchgen.config.sampling import in_object
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import resembling
 from batchgen.core.records import BadRow, Record
-from batchgen.core.units import shortened
+from batchgen.core.units import shortened, shown
 from batchgen.input.content import ContentFinder
 from batchgen.input.rows import RowProblem, row_chars
 from batchgen.input.template import Template
@@ -26,8 +28,8 @@ _SHOWN_CHARS = 40
 _FIELD = re.compile(r"\{[^{}]+\}")
 
 
-def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: ContentFinder) -> None:
-    """Look at the first of ``rows``, which are those of all shards.
+def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: ContentFinder) -> list[str]:
+    """Look at the first of ``rows``, which are those of all shards. Returns lines that the user should read.
 
     Raises UsageError where many come first and none is JSON; where all of them lack a column that the job names,
     naming the key, the nearest column and those found; where the prompt's template names no column or cannot be
@@ -37,7 +39,7 @@ def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: Conten
     head = [row for row in tried if isinstance(row, Record)]
     if not head:
         _refuse_other_format([row for row in tried if isinstance(row, BadRow)])
-        return
+        return []
     found = list(dict.fromkeys(name for row in head for name in row.columns))
     among = "the first row does not have" if len(head) == 1 else f"none of the first {len(head)} rows has"
     for key, name in _named(spec, finder):
@@ -50,6 +52,15 @@ def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: Conten
         has_tokenizer = "prompt" in finder.prompt_columns
         advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
         raise UsageError(f"the job names no prompt, and {among} a column {names}: {advice}; {_listed(found)}")
+    return [*_other_data(head)]
+
+
+def _other_data(rows: Sequence[Record]) -> Iterator[str]:
+    for row in rows:
+        with suppress(ValueError):
+            if in_object(value := row.columns.get("sampling")) is None:
+                yield f"the column 'sampling' has no sampling values ({shown(value, _SHOWN_CHARS)}): it is plain data"
+                return
 
 
 def _check_template(prompt: str, template: Template, rows: Sequence[Record]) -> None:

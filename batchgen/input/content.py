@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.job import InputSpec
-from batchgen.config.sampling import ROW_KEYS
+from batchgen.config.sampling import ROW_KEYS, from_cell, in_object
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
@@ -113,7 +113,8 @@ class ContentFinder:
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
         check_purpose(request, self._embedded)
-        overrides = {**self._overrides(columns), **request.sampling}
+        said = {name: value for name, value in request.sampling.items() if value is not None}
+        overrides = {**self._overrides(columns), **said}
         if request.is_chat:
             kwargs = effort_kwargs(request.effort, self._names)
             kwargs |= _checked_kwargs(request.variables["chat_template_kwargs"])
@@ -127,13 +128,11 @@ class ContentFinder:
         return Content(PlainText(text, True), overrides)  # raw, whatever the job's ``chat`` says
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        overrides = {name: value for name, value in columns.items() if name in self._param_columns}
-        given = columns.get("sampling")
-        if given is None:
-            return overrides
-        if not isinstance(given, dict):
-            raise wrong_type("column 'sampling'", given, "an object")
-        return overrides | given
+        own = {name: from_cell(name, value) for name, value in columns.items() if name in self._param_columns}
+        try:
+            return own | dict(in_object(columns.get("sampling")) or {})
+        except ValueError as error:
+            raise RowProblem(RowErrorCode.BAD_TYPE, f"column 'sampling' {error}") from None
 
     def _column_readers(self) -> dict[str, _Reader]:
         """The columns a prompt may be in, each with what reads it."""
@@ -219,7 +218,7 @@ class ContentFinder:
 
 def _checked_kwargs(value: object) -> dict[str, Any]:
     """A row's own variables of the chat template; null means "not given"."""
-    if value is None:
+    if value is None or value == "":
         return {}
     try:
         found = TEMPLATE_KWARGS.parse(value) or {}

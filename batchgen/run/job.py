@@ -98,7 +98,6 @@ class _Job(Invocation):
                 self.manifest = reopen(self.run_dir, self.manifest, num_kept)
             self.builder = self.model.builder(self.spec)
             if begun is None:
-                check_columns(source.read(), self.spec, self.builder.finder)
                 self._begin(source)
             if self.stdin is not None:
                 self.stdin.keep()
@@ -219,6 +218,8 @@ class _Job(Invocation):
 
         ``job.json`` is written first: a directory with any other file of a run has one.
         """
+        for line in check_columns(source.read(), self.spec, self.builder.finder):
+            self.progress.display.note(line)
         self.model.refuse_as_target(self.run_dir)
         if self.options.strict:
             with closing(UniqueIds(None, as_text=self.spec.output.has_text_ids)) as ids:

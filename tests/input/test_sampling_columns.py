@@ -1,0 +1,109 @@
+"""Sampling values in columns: cells of tables are text, and a column ``sampling`` may be no sampling at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from input_helpers import VOCAB_SIZE, read_bytes
+from run_helpers import JobMaker
+
+from batchgen.config.job import InputSpec
+from batchgen.core.records import Cursor, Record, Request, SamplingParams
+from batchgen.input.requests import RequestBuilder
+from batchgen.run.invocation import RunOptions
+from batchgen.text.tokenizer import Tokenizer
+
+JOB = SamplingParams(max_tokens=32, seed=5)
+
+
+def asked(tokenizer: Tokenizer, columns: dict[str, Any]) -> Any:
+    """The sampling values that a row asks for, or the code and message of its error."""
+    sizes = {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
+    builder = RequestBuilder(InputSpec(path=("a",), prompt="q", chat=False), JOB, tokenizer, columns=("*",), **sizes)
+    [found] = builder.build([Record(0, "a", 1, {"q": "Hi", **columns}, Cursor(0, 0, 1, 1))])
+    return found.params if isinstance(found, Request) else f"{found.error.code}: {found.error.message}"
+
+
+def with_values(**values: Any) -> SamplingParams:
+    return replace(JOB, **values)
+
+
+@pytest.mark.parametrize(
+    ("key", "cell", "value"),
+    [
+        ("max_tokens", "3", 3),
+        ("max_tokens", "3.0", 3),
+        ("temperature", "0.7", 0.7),
+        ("temperature", "0", 0.0),
+        ("ignore_eos", "true", True),
+        ("ignore_eos", "True", True),  # of pandas
+        ("ignore_eos", "FALSE", False),  # of a spreadsheet
+        ("n", "1", 1),
+        ("logprobs", "2", 2),
+        ("stop_token_ids", "[2, 7]", (2, 7)),
+        ("logit_bias", '{"9": 1}', ((9, 1.0),)),
+        ("structured_outputs", '{"choice": ["1", "2"]}', '{"choice": ["1", "2"]}'),
+        ("stop", "5", ("5",)),
+        ("stop", "true", ("true",)),
+        ("stop", "[]", ("[]",)),
+        ("stop", "[1]", ("[1]",)),
+        ("stop", '["a", "b"]', ("a", "b")),
+        ("choices", '["yes", "no"]', ("yes", "no")),
+        ("bad_words", "null", ("null",)),
+        ("max_tokens", "null", 32),
+    ],
+)
+def test_a_cell_is_read_as_json_where_its_key_takes_no_text(
+    tokenizer: Tokenizer, key: str, cell: str, value: Any
+) -> None:
+    assert asked(tokenizer, {key: cell}) == with_values(**{key: value})
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "temperature", "stop", "structured_outputs", "guided_regex", "preset"])
+def test_an_empty_cell_is_no_value(tokenizer: Tokenizer, key: str) -> None:
+    assert asked(tokenizer, {key: ""}) == asked(tokenizer, {key: None}) == JOB
+
+
+@pytest.mark.parametrize("cell", ["three", "NaN", "[3]", "1e400", " ", "9" * 5000])
+def test_a_cell_of_another_kind_is_refused_by_its_key(tokenizer: Tokenizer, cell: str) -> None:
+    assert asked(tokenizer, {"max_tokens": cell}).startswith("bad_param: max_tokens = ")
+
+
+def test_a_table_gives_rows_values_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    table = b'q,max_tokens,temperature,stop,n\r\n"a",3,0,5,1\r\nb,,,,\r\n'
+    rows = [row for row in read_bytes(tmp_path, table, "rows.csv") if isinstance(row, Record)]
+    found = [asked(tokenizer, row.columns) for row in rows]
+    assert found == [with_values(max_tokens=3, stop=("5",)), JOB]
+
+
+@pytest.mark.parametrize("value", [{"max_tokens": 4}, '{"max_tokens": 4}', ' {"max_tokens":4}\n'])
+def test_sampling_is_an_object_or_the_text_of_one(tokenizer: Tokenizer, value: Any) -> None:
+    assert asked(tokenizer, {"sampling": value}) == with_values(max_tokens=4)
+
+
+@pytest.mark.parametrize("value", [None, "", {}, "{}", "weekly", "every {n} rows", 44_100, 0.5, True, ["a"], "[1]"])
+def test_a_column_that_gives_no_key_a_value_is_data(tokenizer: Tokenizer, value: Any) -> None:
+    assert asked(tokenizer, {"sampling": value}) == JOB
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['{"max_tokens": 4', "{'max_tokens': 4}", [{"max_tokens": 4}], "max_tokens=4", "temperature: 0.5", ["seed = 4"]],
+)
+def test_what_gives_a_key_a_value_in_another_way_is_not_passed_over(tokenizer: Tokenizer, value: Any) -> None:
+    said = asked(tokenizer, {"sampling": value})
+    assert said.startswith("bad_type: column 'sampling' gives sampling values, but is no object of them")
+
+
+@pytest.mark.parametrize("value", ['{"max_token": 4}', {"max_token": 4}])
+def test_an_unknown_key_in_it_is_refused(tokenizer: Tokenizer, value: Any) -> None:
+    assert asked(tokenizer, {"sampling": value}).startswith("bad_param: not a sampling key: 'max_token'")
+
+
+def test_a_run_says_at_its_start_that_the_column_is_data(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write([{"id": "a", "question": "q"}, {"id": "b", "question": "q", "sampling": "weekly"}])
+    assert job.run(options=RunOptions()).exit_code == 0
+    assert "the column 'sampling' has no sampling values ('weekly'): it is plain data" in capsys.readouterr().err
