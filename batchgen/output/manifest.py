@@ -48,7 +48,8 @@ class Manifest:
     input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over
     all shards, known once the outputs hold them; ``num_kept`` of them were in the outputs before the input grew, the
     journal of the rest holds no others. ``created_at`` is when the run was begun, in ISO 8601 with the
-    offset of its place: the time that a chat template prints, however often the run is resumed. ``file_states`` is
+    offset of its place. ``rendered_at`` is the time that a chat template prints, however often the run is resumed: that
+    of the run whose rows it reuses, else the same. ``file_states`` is
     ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it identifies nothing.
     """
 
@@ -59,12 +60,14 @@ class Manifest:
     num_rows: int | None = None
     num_kept: int = 0
     created_at: str = ""
+    rendered_at: str = ""
     file_states: dict[str, Any] = field(default_factory=dict)
 
     @property
     def begun_at(self) -> datetime | None:
-        """``created_at``, if it is known."""
-        return datetime.fromisoformat(self.created_at) if self.created_at else None
+        """``rendered_at``, if it is known."""
+        found = self.rendered_at or self.created_at
+        return datetime.fromisoformat(found) if found else None
 
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""
@@ -112,9 +115,10 @@ class Manifest:
         if not all(number is None or is_count(number) for number in (self.num_rows, self.num_kept)):
             raise ValueError("num_rows or num_kept is no number of rows")
         try:
-            datetime.fromisoformat(self.created_at or "2026-01-01")
+            for at in (self.created_at, self.rendered_at):
+                datetime.fromisoformat(at or "2026-01-01")
         except (TypeError, ValueError):
-            raise ValueError("created_at is no date and time") from None
+            raise ValueError("created_at or rendered_at is no date and time") from None
 
 
 def _check_object(key: str, value: object) -> None:

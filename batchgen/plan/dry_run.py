@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.report.usage import cost_of
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
-from batchgen.run.reuse import Reuse, earlier_runs, is_own
+from batchgen.run.reuse import Reuse, earlier_runs, is_own, rendered_at
 from batchgen.run.stdin import stdin_as_file
 
 PLAN_VERSION = 1
@@ -56,7 +57,8 @@ def make_plan(
     too, ModelError for unusable weights when calibrating.
     """
     with stdin_as_file(spec.input) as where:
-        model = read_model(spec)
+        at = rendered_at(spec)
+        model = read_model(spec, at)
         spec = model.resolved(spec)
         source = open_source(where, RunDir(Path(spec.output.path)).owns)
         rows = RowRange(source, shard, has_ids=may_have_ids(where))
@@ -64,7 +66,7 @@ def make_plan(
         builder = model.builder(replace(spec, input=where))
         check_columns(source.read(), spec, builder.finder)
         try:
-            with closing(_reuse(spec, model)) as reuse:
+            with closing(_reuse(spec, model, at)) as reuse:
                 validator = RowValidator(where, builder, ids, shard)
                 survey = Survey(validator, model.max_model_len, lambda row: reuse.record(row) is not None)
                 survey.take(rows.read())
@@ -78,12 +80,13 @@ def make_plan(
     return plan
 
 
-def _reuse(spec: JobSpec, model: ModelInfo) -> Reuse:
+def _reuse(spec: JobSpec, model: ModelInfo, at: datetime | None) -> Reuse:
     """The rows of earlier runs; that they computed as this machine does is for the run to find out."""
     runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)]
     digests = Digests(runs[-1].file_states if runs else None)
     known = {"model": model.fingerprint(digests) if runs else {}, "code": {"batchgen": __version__}}
-    reuse = Reuse(spec, Manifest(spec.to_dict(), spec.output_keys(), known), model.record_builder(spec))
+    manifest = Manifest(spec.to_dict(), spec.output_keys(), known, rendered_at=at.isoformat() if at else "")
+    reuse = Reuse(spec, manifest, model.record_builder(spec), None, model.prints_date)
     own = (folder for folder in spec.output.reuse if is_own(spec, folder))
     reuse.lines += [f"no row of {folder} is reused: it is the output folder, with which run goes on" for folder in own]
     return reuse

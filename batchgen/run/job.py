@@ -34,7 +34,7 @@ from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import has_failed_rows, job_facts, journal_totals, result_ids
 from batchgen.run.results import ResultSink
 from batchgen.run.resume import continued, reopen
-from batchgen.run.reuse import Reuse, earlier_runs, refuse_own_rows, reuse_rows
+from batchgen.run.reuse import Reuse, earlier_runs, refuse_own_rows, rendered_at, reuse_rows
 from batchgen.run.stdin import StdinCopy
 
 _SHARDS_DATE = (
@@ -151,7 +151,8 @@ class _Job(Invocation):
 
     def _identify(self, source: Source | None, begun: Manifest | None) -> None:
         """Find the model and set the manifest, which a resume is compared with. Raises UsageError."""
-        begun_at = (begun and begun.begun_at) or datetime.now().astimezone().replace(microsecond=0)
+        now = datetime.now().astimezone().replace(microsecond=0)
+        begun_at = (begun.begun_at if begun else rendered_at(self.spec)) or now
         with self.progress.phase("finding the model", "load"):
             self.model = read_model(self.spec, begun_at)
         if begun is None and (hint := self.model.preset_hint(self.spec)):
@@ -172,7 +173,8 @@ class _Job(Invocation):
             output_keys=self.spec.output_keys(),
             fingerprints={"input": rows, "model": model, "code": {"batchgen": __version__}},
             shard=self.options.shard,
-            created_at=begun_at.isoformat(),
+            created_at=now.isoformat(),
+            rendered_at=begun_at.isoformat(),
             file_states=self.digests.to_plain(),
         )
 
@@ -237,8 +239,7 @@ class _Job(Invocation):
         if self.stdin is not None:
             self.stdin.keep()
         self.run_dir.write_manifest(self.manifest)
-        template = self.model.tokenizer and self.model.tokenizer.chat_template
-        if self.options.shard != WHOLE and template and "strftime_now" in template.names:
+        if self.options.shard != WHOLE and self.model.prints_date:
             self.progress.display.note(_SHARDS_DATE)
 
     def _finish_rows(self, source: Source, journal: Journal, *, is_resumed: bool) -> Outcome:
@@ -277,7 +278,7 @@ class _Job(Invocation):
         if self.spec.output.reuse:
             builder = self.model.record_builder(self.spec)
             with self.progress.phase("reading earlier runs", "read"):
-                reuse = Reuse(self.spec, self.manifest, builder, self.run_dir.journal)
+                reuse = Reuse(self.spec, self.manifest, builder, self.run_dir.journal, self.model.prints_date)
             sink = ResultSink(journal, builder, None, self.progress.clock.on)
             with closing(reuse):
                 reuse_rows(reuse, rows, validator, sink, self.progress)

@@ -93,6 +93,12 @@ class ModelInfo:
                 raise _changed(path)
         return found
 
+    @property
+    def prints_date(self) -> bool:
+        """Whether the chat template may print the time at which it is rendered."""
+        template = self.tokenizer and self.tokenizer.chat_template
+        return bool(template and "strftime_now" in template.names)
+
     def check_unchanged(self, digests: Digests) -> None:
         """Raises ModelError if a file may have changed since its digest was taken: it may have been loaded changed."""
         for _, folder, patterns in self.parts:

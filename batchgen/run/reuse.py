@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,21 @@ _FORMS = ("model.", "engine.", "embed.", "output.split_reasoning")
 class Reuse:
     """The rows of the runs that a job names, for the run of ``manifest``.
 
-    ``lines`` says of each run that differs how; of one that computes otherwise no row is taken. Without numerics in the
-    manifest, as in a plan, these are not compared. Close it. Raises UsageError as ``earlier_runs``, and for files that
-    cannot be read.
+    ``lines`` says of each run that differs how; of one that computes otherwise no row is taken. Where the chat template
+    ``prints_date``, it says which one. Without numerics in the manifest, as in a plan, these are not compared. Close
+    it. Raises UsageError as ``earlier_runs``, and for files that cannot be read.
     """
 
-    def __init__(self, spec: JobSpec, manifest: Manifest, builder: RecordBuilder, scratch: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        manifest: Manifest,
+        builder: RecordBuilder,
+        scratch: Path | None = None,
+        prints_date: bool = False,
+    ) -> None:
         self.lines: list[str] = []
+        self._printed_at = manifest.begun_at if prints_date and spec.input.chat else None
         self._builder = builder
         self._rows = EarlierRows(scratch)
         for run_dir, earlier in earlier_runs(spec):
@@ -81,9 +90,22 @@ class Reuse:
             self._rows.add(run_dir, job_from_dict(earlier.job, run_dir.manifest))
         except StorageError as error:
             raise UsageError(f"output.reuse: {error}") from None
+        if self._printed_at and earlier.begun_at:
+            its, own = (f"{at:%Y-%m-%d}" for at in (earlier.begun_at, self._printed_at))
+            more = f"that of {run_dir.path}" if its == own else f"and {its} in {run_dir.path}, whose chats differ"
+            self.lines.append(f"the chat template prints a date: {own}, {more}")
         others = differences({"": earlier.output_keys}, {"": manifest.output_keys})
         if others:
             self.lines.append(f"since {run_dir.path} the job has changed: {'; '.join(others)}")
+
+
+def rendered_at(spec: JobSpec) -> datetime | None:
+    """The time that chat templates print in the newest of the runs that ``output.reuse`` names; None without any.
+
+    A job that reuses rows prints it too: else no prompt of another day would be equal. Raises as ``earlier_runs``.
+    """
+    times = [earlier.begun_at for _, earlier in earlier_runs(spec) if isinstance(earlier, Manifest)]
+    return max(filter(None, times), key=datetime.timestamp, default=None)
 
 
 def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
