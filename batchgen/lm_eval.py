@@ -27,6 +27,8 @@ from batchgen.config.job import KEYS
 from batchgen.config.load import job_from_values
 from batchgen.core.errors import BatchgenError, TokenizerError, UsageError
 from batchgen.core.keys import nearest
+from batchgen.input.messages import checked_messages
+from batchgen.input.rows import RowProblem
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.tokenizer import special_tokens
@@ -105,7 +107,11 @@ class BatchgenLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt of a chat; without ``add_generation_prompt`` it ends with the text of the last message."""
-        chat = {"messages": chat_history, "add_generation_prompt": add_generation_prompt}
+        try:
+            messages = checked_messages("messages", chat_history)
+        except RowProblem as problem:
+            raise UsageError(f"lm-eval: {problem}") from None
+        chat = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         text = next(iter(self.tokenizer.render_chats([chat])))
         if isinstance(text, ChatTemplateError):
             raise UsageError(f"lm-eval: the chat template fails: {text}")

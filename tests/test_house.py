@@ -37,7 +37,7 @@ LONGEST_CHAINS = {
     "core": 3,
     "kernels": 9,
     "config": 3,
-    "text": 4,
+    "text": 5,  # a tokenizer shows chats through probes of its template
     "model": 8,
     "engine": 8,
     "input": 7,  # down to the bytes of a file, remote ones included

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import Request, SamplingParams
+from batchgen.input.messages import checked_messages
+from batchgen.input.rows import RowProblem
 from batchgen.text.chat import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -115,7 +117,15 @@ def from_file(
             if any(type(number) is not int or number < 0 for number in (max_tokens, *(given or ()))):
                 raise ValueError("token ids and max_tokens are whole numbers from 0 on")
             prompt = _token_ids(row, tokenizer) if given is None else tuple(given)
-        except (ValueError, KeyError, TypeError, AttributeError, ChatTemplateError, TokenizerError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RowProblem,
+            ChatTemplateError,
+            TokenizerError,
+        ) as error:
             needs = "needs prompt_token_ids, or messages or a prompt and a model with a tokenizer"
             raise UsageError(f"{path}, line {number}: {needs} ({error!r})") from None
         requests.append(Request(number - 1, prompt, replace(default, max_tokens=max_tokens)))
@@ -131,7 +141,8 @@ def _token_ids(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
         raise KeyError("prompt_token_ids")
     is_chat = bool(messages) or tokenizer.chat_template is not None
     if is_chat:
-        (text,) = tokenizer.render_chats([messages or [{"role": "user", "content": text}]])
+        chat = checked_messages("messages", messages) if messages else [{"role": "user", "content": text}]
+        (text,) = tokenizer.render_chats([chat])
     found = text if isinstance(text, Exception) else tokenizer.encode_batch([str(text)], not is_chat)[0]
     if isinstance(found, Exception):
         raise found

@@ -132,7 +132,11 @@ class RowErrorCode(StrEnum):
         "Shorten it, or retry with larger limits.",
     )
     BAD_ENCODING = "bad_encoding", "The line is not valid UTF-8.", "Put the correct JSON object into `row`."
-    TEMPLATE_ERROR = "template_error", "The template fails on this row.", "Change what the message names in `row`."
+    TEMPLATE_ERROR = (
+        "template_error",
+        "The template fails on this row, or would not show all of it.",
+        "Change what the message names in `row`.",
+    )
     INTERNAL = "internal", "batchgen or the machine failed at the row.", "Retry it; if it fails again, report a bug."
 
     def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Self:

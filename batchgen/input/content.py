@@ -36,10 +36,13 @@ class PlainText:
 class Chat:
     """A chat yet to be rendered by the model's chat template: its variables, ``messages`` among them.
 
-    Of the tools in ``must_call`` the answer has to call one, or with ``may_repeat`` several.
+    ``name`` is what the row calls them, the first ``num_added`` being the job's. Of the tools in ``must_call`` the
+    answer has to call one, or with ``may_repeat`` several.
     """
 
     variables: Mapping[str, Any]
+    name: str = "messages"
+    num_added: int = 0
     must_call: Sequence[Mapping[str, Any]] = ()
     may_repeat: bool = True
 
@@ -171,22 +174,21 @@ class ContentFinder:
         text = _checked_text(what, value)
         if not self._spec.chat:
             return PlainText(text, True)
-        return self._chat(
-            [{"role": "user", "content": text}], {"chat_template_kwargs": columns.get("chat_template_kwargs")}
-        )
+        variables = {"chat_template_kwargs": columns.get("chat_template_kwargs")}
+        return self._chat(what, [{"role": "user", "content": text}], variables)
 
     def _from_messages(self, name: str, value: object, columns: Mapping[str, Any]) -> Chat:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
-        return self._chat(checked_messages(name, value), columns)
+        return self._chat(name, checked_messages(name, value), columns)
 
-    def _chat(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> Chat:
+    def _chat(self, name: str, messages: Sequence[Message], columns: Mapping[str, Any]) -> Chat:
         self._require_tokenizer()
         if (size := num_chars(messages)) > MAX_CHARS:
             message = f"the messages have {size:,} characters; no context takes more than {MAX_CHARS:,}"
             raise RowProblem(RowErrorCode.TOO_LONG, message)
-        if self._spec.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._spec.system}, *messages]
+        has_system = messages[0]["role"] in ("system", "developer")  # one name for it, or the other
+        added = [{"role": "system", "content": self._spec.system}] if self._spec.system and not has_system else []
         tools = checked_tools(columns.get("tools"))
         choice = columns.get("tool_choice") if tools else None
         must_call = chosen_tools(choice, tools)
@@ -198,7 +200,7 @@ class ContentFinder:
             why = "tools: this model's chat template cannot take tools" if unused[0] == "tools" else why
             raise RowProblem(RowErrorCode.BAD_PARAM, why)
         may_repeat = choice == "required" and columns.get("parallel_tool_calls") is not False
-        return Chat({**variables, "messages": messages}, must_call, may_repeat)
+        return Chat({**variables, "messages": [*added, *messages]}, name, len(added), must_call, may_repeat)
 
     def _require_tokenizer(self) -> None:
         if not self._has_tokenizer:
@@ -217,7 +219,7 @@ class ContentFinder:
 
 
 def _checked_kwargs(value: object) -> dict[str, Any]:
-    """A row's own variables of the chat template; null means "not given"."""
+    """A row's own variables of the chat template; null and an empty cell mean "not given"."""
     if value is None or value == "":
         return {}
     try:

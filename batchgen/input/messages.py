@@ -1,89 +1,151 @@
-"""Messages and tools of a chat, as a row brings them: what they may hold before a chat template sees them.
+"""Messages and tools of a chat, as a row brings them: what they hold before a chat template sees them is said here.
 
-It knows no columns beside the values that it is given, and renders nothing.
+It knows no columns beside the values that it is given, no template, and renders nothing.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.units import shown
-from batchgen.input.rows import RowProblem, type_name, wrong_type
+from batchgen.input.rows import RowProblem, parse_json, type_name, wrong_type
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read the first two
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
+_MEDIA = ("audio", "image", "images", "video", "videos")  # of a message: what its turn says, and no text
+_NO_ARGUMENTS = (None, "", "null")
 Message = dict[str, Any]
 
 
 def checked_messages(name: str, value: object) -> list[Message]:
-    """The messages in column ``name``: objects with a ``role`` and a ``content`` that is text.
+    """The messages in column ``name``, a list or that as JSON text: objects with a ``role`` and a ``content``.
 
-    Content given as OpenAI's list of ``{"type": "text", "text": ...}`` parts is joined, and may be absent beside
-    ``tool_calls``, whose arguments become objects where they are JSON text, as in vLLM: a template would quote them
-    twice. Earlier reasoning goes by any of its names, as in transformers. Other fields go to the template untouched.
+    A key that is null is not there, nor are ``tool_calls`` that are empty: clients write both for "none", and
+    templates ask whether a key is defined (transformers drops nulls, vLLM empty calls). Content is a text, or a list of
+    text parts, ``{"type": "text", "text": ...}`` each, in any of OpenAI's names for them. It may be absent in a turn of
+    an assistant that called, thought or was refused; the text of a refusal stands in its place. ``function_call``, the
+    older form of one call, is a call. Arguments become objects where they are JSON text or nothing, as in vLLM: a
+    template would quote them twice. Earlier reasoning goes by any of its names, as in transformers. Other fields are
+    untouched. Raises RowProblem, bad_type or empty_prompt.
     """
-    if not isinstance(value, list):
-        raise wrong_type(f"column {name!r}", value, "a list of messages")
+    value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
-    if not any(message["content"].strip() for message in messages):
+    if not any(_has_text(message["content"]) for message in messages):
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} has no message with any text")
     return messages
+
+
+def _from_text(what: str, value: object, expected: str) -> list[Any]:
+    """A list, which tables often hold as JSON text. Raises RowProblem bad_type."""
+    if isinstance(value, str) and value:
+        try:
+            value = parse_json(value)
+        except RowProblem as problem:
+            message = f"{what} is a string that is not JSON, not {expected}: {problem}"
+            raise RowProblem(RowErrorCode.BAD_TYPE, message) from None
+    if value == "":
+        value = []
+    if not isinstance(value, list):
+        raise wrong_type(what, value, expected)
+    return value
+
+
+def _has_text(content: str | list[dict[str, Any]]) -> bool:
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return any(text.strip() for text in texts)
 
 
 def _checked_message(where: str, message: object) -> Message:
     if not isinstance(message, dict):
         raise wrong_type(where, message, "an object")
-    role, content = message.get("role"), message.get("content")
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
     if not isinstance(role, str):
         raise wrong_type(f"{where}.role", role, "a string")
-    if isinstance(content, list):
-        content = "".join(_part_text(f"{where}.content[{number}]", part) for number, part in enumerate(content))
-    calls = message.get("tool_calls")
-    if calls and content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise wrong_type(f"{where}.content", content, "a string")
-    parsed = {"tool_calls": [_parsed_call(call) for call in calls]} if calls and isinstance(calls, list) else {}
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if media := [name for name in _MEDIA if message.get(name)]:
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where}.{media[0]}: only text is supported")
+    calls = _checked_calls(where, message)
+    message.pop("tool_calls", None)
+    content = _checked_content(f"{where}.content", role, message, bool(calls))
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    return {**message, "content": content, **parsed}
+    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _parsed_call(call: Any) -> Any:
-    """A call of a tool with its arguments as an object, where they are one in JSON."""
+def _checked_content(where: str, role: str, message: Message, has_calls: bool) -> str | list[dict[str, Any]]:
+    content = message.get("content")
+    if not content and isinstance(message.get("refusal"), str):
+        return str(message.pop("refusal"))
+    if isinstance(content, list):
+        return [_checked_part(f"{where}[{number}]", part) for number, part in enumerate(content)] or ""
+    if content is None and (role == "assistant" or has_calls):
+        return ""
+    if not isinstance(content, str):
+        raise wrong_type(where, content, "a string")
+    return content
+
+
+def _checked_part(where: str, part: object) -> dict[str, Any]:
+    """A part of a content as a part of type "text"."""
+    if not isinstance(part, dict):
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {type_name(part)}: only text parts are supported")
+    part = {key: value for key, value in part.items() if value is not None}
+    kind = part.pop("type", None)
+    text = part.pop(_TEXT_PARTS.get(kind, ""), None) if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {shown(kind, 60)}: only text parts are supported")
+    return {"type": "text", "text": text, **part}
+
+
+def _checked_calls(where: str, message: Message) -> list[dict[str, Any]]:
+    calls = _from_text(f"{where}.tool_calls", message.get("tool_calls", []) or [], "a list of objects")
+    older = message.pop("function_call", None)
+    if older and calls:
+        what = f"{where} has both tool_calls and function_call, the older form of one call: give one of them"
+        raise RowProblem(RowErrorCode.BAD_TYPE, what)
+    if older:
+        calls = [{"type": "function", "function": older}]
+    return [_checked_call(f"{where}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
+
+
+def _checked_call(where: str, call: object) -> dict[str, Any]:
+    """A call with its arguments as an object; one without ``function`` is itself the function, as templates allow."""
+    if not isinstance(call, dict):
+        raise wrong_type(where, call, "an object")
+    function = call.get("function")
+    if function is None:
+        return _with_arguments(call) if "name" in call else call
+    if not isinstance(function, dict):
+        raise wrong_type(f"{where}.function", function, "an object")
+    return {**call, "function": _with_arguments(function)}
+
+
+def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    text = arguments.strip() if isinstance(arguments, str) else arguments
+    if text in _NO_ARGUMENTS:
+        return {**function, "arguments": {}}
     try:
-        arguments = json.loads(call["function"]["arguments"])
-    except (LookupError, TypeError, ValueError, RecursionError):
-        return call
-    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-def _part_text(where: str, part: object) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type_name(part)
-    raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {kind!r}: only text parts are supported")
+        found = parse_json(text) if isinstance(text, str) else arguments
+    except RowProblem:
+        return function  # what no JSON is, is shown as it stands
+    return {**function, "arguments": found} if isinstance(found, dict) else function
 
 
 def checked_tools(value: object) -> list[dict[str, Any]]:
-    """The tools of a row, if there are any; datasets often hold such objects as JSON text."""
-    try:
-        tools = json.loads(value) if isinstance(value, str) and value else value
-    except (ValueError, RecursionError):
-        tools = value
-    if not tools and isinstance(tools, list | str | None):
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    """The tools of a row, if there are any; datasets often hold such objects as JSON text. Raises RowProblem."""
+    tools = _from_text("'tools'", [] if value is None else value, "a list of objects")
+    if not all(isinstance(tool, dict) for tool in tools):
         raise wrong_type("'tools'", tools, "a list of objects")
     return tools
 
 
 def chosen_tools(choice: object, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """The tools of which one must be called: none, all, or the one that ``tool_choice`` names."""
-    if choice in (None, "none", "auto"):
+    if choice in (None, "", "none", "auto"):
         return ()
     name = _function_name(choice)
     found = [tool for tool in tools if choice == "required" or (name is not None and _function_name(tool) == name)]

@@ -20,6 +20,7 @@ from batchgen.input.rows import Embedded, RowProblem, bad_row, bounded, num_char
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
+from batchgen.text.probes import HiddenError
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_grammars import required_calls
@@ -136,7 +137,8 @@ class RequestBuilder:
         if isinstance(prompt, Chat):
             text = next(rendered)
             if isinstance(text, ChatTemplateError):
-                raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(text))
+                what = text.told(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
+                raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
             must_call = partial(self._call_of, prompt, text) if prompt.must_call else None
             prompt = PlainText(text, add_special_tokens=False)
         if self._embedded is not None:

@@ -42,9 +42,11 @@ class Template:
             elif match["column"]:
                 parts.append((match["column"], *_STEP.findall(match["steps"])))
             elif len(token) == 1:
-                raise UsageError(f"input.prompt: lone {token!r} at character {match.start() + 1}; write {token * 2!r}")
+                where = f"lone {token!r} at character {match.start() + 1}"
+                raise UsageError(f"input.prompt: {where}; write {token * 2!r} for a brace that names no column")
             else:
-                raise UsageError(f"input.prompt: cannot read the field {token}; write {{column}} or {{column[key][0]}}")
+                named = "write {column} or {column[key][0]}; other braces, as of JSON, are doubled: {{ and }}"
+                raise UsageError(f"input.prompt: cannot read the field {token}; {named}")
         parts.append(text[end:])
         return cls(tuple(part for part in parts if part != ""))
 

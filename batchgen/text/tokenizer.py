@@ -19,6 +19,7 @@ from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError
+from batchgen.text.probes import Probes
 from batchgen.text.tokenizer_limits import check_expansion
 
 _MAX_FILE_BYTES = 1 << 26
@@ -44,6 +45,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.chat_template = chat_template
+        self._probes = Probes(chat_template.render) if chat_template else None
         self.eos_token_ids = eos_token_ids
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
@@ -126,11 +128,12 @@ class Tokenizer:
     def render_chats(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
         """Per chat, in order, its prompt text, bos included, or what is wrong; see ``ChatTemplate.render``.
 
-        Encode it with ``add_special_tokens=False``.
+        Messages are as ``input.messages`` gives them; what the template would not show of a chat is an error, see
+        ``Probes``. Encode it with ``add_special_tokens=False``.
         """
-        if self.chat_template is None:
+        if self._probes is None:
             return repeat(ChatTemplateError("the model has no chat template"), len(chats))
-        return self.chat_template.render(chats)
+        return self._probes.render([chat if isinstance(chat, Mapping) else {"messages": chat} for chat in chats])
 
 
 def reason(error: BaseException) -> str:

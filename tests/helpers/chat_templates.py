@@ -113,6 +113,152 @@ LISTED = (
     "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{# [TOOL_CALLS] #}" + _TURNS + "<|im_start|>assistant\n"
 )
 
+# As LFM2's first: tools beside the first system turn, whatever role as it is, and no word of calls.
+LISTING = r"""
+{{- bos_token -}}
+{%- set opening = "" -%}
+{%- if messages[0]["role"] == "system" -%}
+    {%- set opening = messages[0]["content"] -%}
+    {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- if opening or tools -%}
+    {{- "<|im_start|>system\n" + opening -}}
+    {%- if tools -%}
+        {{- ("\n" if opening else "") + "Functions: <|tools|>[" -}}
+        {%- for tool in tools -%}
+            {{- tool if tool is string else tool | tojson -}}{{- ", " if not loop.last -}}
+        {%- endfor -%}
+        {{- "]<|/tools|>" -}}
+    {%- endif -%}
+    {{- "<|im_end|>\n" -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- set text = message["content"] -%}
+    {%- if text is not string -%}{%- set text = text | tojson -%}{%- endif -%}
+    {%- if message["role"] == "tool" -%}{%- set text = "<|answer|>" + text + "<|/answer|>" -%}{%- endif -%}
+    {{- "<|im_start|>" + message["role"] + "\n" + text + "<|im_end|>\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
+"""
+
+# As LFM2.5's: calls as Python writes them, where they are defined, and thoughts of earlier answers cut out of the text.
+PYTHONIC = r"""
+{{- bos_token -}}
+{%- set keeps = keep_past_thinking | default(false) -%}
+{%- macro literal(value) -%}
+    {%- if value is string -%}{{- "'" + value + "'" -}}
+    {%- elif value is mapping or value is iterable -%}{{- value | tojson -}}
+    {%- else -%}{{- value | string -}}{%- endif -%}
+{%- endmacro -%}
+{%- macro call(one) -%}
+    {{- one.name -}}(
+    {%- for key, value in one.arguments.items() -%}
+        {{- key -}}={{- literal(value) -}}{{- ", " if not loop.last -}}
+    {%- endfor -%})
+{%- endmacro -%}
+{%- set at = namespace(opening="", last=-1) -%}
+{%- if messages[0].role == "system" -%}
+    {%- set at.opening = messages[0].content if messages[0].content is string else messages[0].content | tojson -%}
+    {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- if tools -%}
+    {%- set at.opening = at.opening + ("\n" if at.opening else "") + "Functions: " + tools | tojson -%}
+{%- endif -%}
+{%- if at.opening -%}{{- "<|im_start|>system\n" + at.opening + "<|im_end|>\n" -}}{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role == "assistant" -%}{%- set at.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+    {{- "<|im_start|>" + message.role + "\n" -}}
+    {%- set text = message.content -%}
+    {%- if text is not string -%}{%- set text = text | tojson -%}{%- endif -%}
+    {%- if message.role == "assistant" and not keeps and loop.index0 != at.last and "</think>" in text -%}
+        {%- set text = text.split("</think>")[-1] | trim -%}
+    {%- endif -%}
+    {{- text -}}
+    {%- if message.tool_calls is defined -%}
+        {{- "<|calls|>[" -}}
+        {%- for one in message.tool_calls -%}{{- call(one.function) -}}{{- ", " if not loop.last -}}{%- endfor -%}
+        {{- "]<|/calls|>" -}}
+    {%- endif -%}
+    {{- "<|im_end|>\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
+"""
+
+# As SmolLM3's: the date and the mode in the system turn, the answer marked for training, and no word of calls.
+MODED = r"""
+{%- set thinks = enable_thinking | default(true) -%}
+{%- set own = "" -%}
+{%- if messages[0].role == "system" -%}
+    {%- set own = messages[0].content -%}
+    {%- if "/no_think" in own -%}{%- set thinks = false -%}{%- endif -%}
+    {%- set own = own.replace("/no_think", "").rstrip() -%}
+{%- endif -%}
+{{- "<|im_start|>system\nToday: " + strftime_now("%d %B %Y") + "\nMode: " -}}
+{{- ("/think" if thinks else "/no_think") + "\n\n" + own + "\n" -}}
+{%- if xml_tools or tools -%}
+    {{- "Functions:\n<tools>\n" -}}
+    {%- for tool in xml_tools or tools -%}{{- tool.function | string + "\n" -}}{%- endfor -%}
+    {{- "</tools>\n" -}}
+{%- endif -%}
+{{- "<|im_end|>\n" -}}
+{%- for message in messages -%}
+    {%- set text = message.content if message.content is string else "" -%}
+    {%- if message.role == "user" -%}
+        {{- "<|im_start|>user\n" + text + "<|im_end|>\n" -}}
+    {%- elif message.role == "assistant" -%}
+        {% generation %}
+        {{- "<|im_start|>assistant\n" + ("" if thinks else "<think>\n\n</think>\n") -}}
+        {{- text.lstrip("\n") + "<|im_end|>\n" -}}
+        {% endgeneration %}
+    {%- elif message.role == "tool" -%}
+        {{- "<|im_start|>user\n" + text + "<|im_end|>\n" -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- "<|im_start|>assistant\n" + ("" if thinks else "<think>\n\n</think>\n") -}}
+{%- endif -%}
+"""
+
+# As Gemma 3's: the system turn before the first user turn, turns that alternate, parts of a content taken as they are.
+ALTERNATING = r"""
+{{- bos_token -}}
+{%- set before = "" -%}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}{%- set before = messages[0]['content'] + '\n\n' -%}
+    {%- else -%}{%- set before = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}
+    {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{- raise_exception("Turns of user and assistant must alternate") -}}
+    {%- endif -%}
+    {{- '<|im_start|>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' -}}
+    {{- before if loop.first -}}
+    {%- if message['content'] is string -%}
+        {{- message['content'] | trim -}}
+    {%- elif message['content'] is iterable -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'text' -%}{{- part['text'] | trim -}}{%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- raise_exception("Not a content") -}}
+    {%- endif -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>model\n' -}}{%- endif -%}
+"""
+
+PUBLISHED = {
+    "lfm2": LISTING,
+    "lfm2.5": PYTHONIC,
+    "qwen3": THINKING,
+    "llama3": DATED,
+    "smollm3": MODED,
+    "gemma3": ALTERNATING,
+}
+
 TOOLS = [
     {
         "type": "function",

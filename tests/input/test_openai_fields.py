@@ -34,10 +34,10 @@ def line(url: str = CHAT_URL, **body: Any) -> dict[str, Any]:
 
 
 class Made:
-    """Requests made of single rows with a template."""
+    """Requests made of single rows with a template, which follows the messages in a line of their own."""
 
     def __init__(self, folder: Path, template: str, columns: tuple[str, ...] = (), **keys: Any) -> None:
-        self.tokenizer = Tokenizer.load(write_tokenizer(folder, chat_template=template))
+        self.tokenizer = Tokenizer.load(write_tokenizer(folder, chat_template="{{ messages }}\n" + template))
         spec, sizes = InputSpec(path=("rows.jsonl",), **keys), {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
         self.builder = RequestBuilder(spec, SamplingParams(), self.tokenizer, columns=columns, **sizes)
 
@@ -46,11 +46,11 @@ class Made:
         return found
 
     def prompt(self, columns: dict[str, Any]) -> str:
-        """The prompt that a row becomes, or the code and message of its error."""
+        """The end of the prompt that a row becomes, or the code and message of its error."""
         found = self.request(columns)
         if isinstance(found, BadRow):
             return f"{found.error.code}: {found.error.message}"
-        return self.tokenizer.decode(found.prompt_token_ids)
+        return self.tokenizer.decode(found.prompt_token_ids).partition("\n")[2]
 
 
 def refusal(url: str, **body: Any) -> str:

@@ -75,7 +75,7 @@ def chat(*turns: tuple[str, str]) -> str:
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
             {},
-            chat(("user", "ab")),
+            chat(("user", "a\nb")),
         ),
         ({"prompt_token_ids": [1, 8, 9], "prompt": "no", "messages": "no"}, {}, None),
         ({"ids": [1, 8, 9]}, {"prompt_token_ids": "ids"}, None),
@@ -195,6 +195,8 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
         ({"prompt": "{}"}, "cannot read the field {}"),
         ({"prompt": "{a!r}"}, "cannot read the field {a!r}"),
         ({"prompt": "{a:>10}"}, "cannot read the field {a:>10}"),
+        ({"prompt": 'As {"label": "a"}: {q}'}, "other braces, as of JSON, are doubled: {{ and }}"),
+        ({"prompt": 'As {"a": {"b": 1}}: {q}'}, "write '{{' for a brace that names no column"),
         ({"prompt": "{a[b}"}, "cannot read the field"),
         ({"prompt": "{a[]}"}, "cannot read the field"),
         ({"prompt": "{[a]}"}, "cannot read the field"),

@@ -171,7 +171,8 @@ def test_ids_and_chats_are_those_of_transformers(made: Made, monkeypatch: pytest
         theirs.apply_chat_template(chat, tokenize=True, add_generation_prompt=True, return_dict=False, **variables)
         for chat, variables in asked
     ]
-    prompts = ours.render_chats([{**variables, "messages": chat} for chat, variables in asked])
+    assert ours.chat_template is not None
+    prompts = ours.chat_template.render([{**variables, "messages": chat} for chat, variables in asked])
     assert ours.encode_batch([str(prompt) for prompt in prompts], add_special_tokens=False) == expected
 
 

@@ -269,7 +269,8 @@ def test_tools_and_variables_render_as_in_transformers(
         for chat, variables in asked
     ]
     assert len(set(expected)) > 12  # they do make a difference
-    assert list(ours.render_chats([{**variables, "messages": chat} for chat, variables in asked])) == expected
+    assert ours.chat_template is not None
+    assert list(ours.chat_template.render([{**variables, "messages": chat} for chat, variables in asked])) == expected
 
 
 @pytest.mark.parametrize(

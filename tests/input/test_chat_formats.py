@@ -1,0 +1,363 @@
+"""One chat, one prompt: whatever form its row is stored in, and as transformers renders it, or it is refused in all."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import PUBLISHED, fix_date
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from input_helpers import VOCAB_SIZE, jsonl, source_of, write_tokenizer
+
+from batchgen.config.job import InputSpec
+from batchgen.core.records import BadRow, SamplingParams
+from batchgen.input.requests import RequestBuilder
+from batchgen.text.tokenizer import Tokenizer
+
+NOW = datetime(2026, 5, 1)
+CHAT_URL = "/v1/chat/completions"
+REASONING = ("reasoning_content", "thinking", "reasoning")
+Row = dict[str, Any]
+Drawn = Callable[[st.SearchStrategy[Any]], Any]
+
+
+# ---------------------------------------------------------------- rows: each text and number is there once
+
+
+def message(draw: Drawn, words: Iterator[str], num: int) -> Row:
+    role = draw(st.sampled_from(["user", "assistant", "tool", "system", "developer", "function", "context"]))
+    if num == 0 and draw(st.booleans()):
+        role = "user"
+    found: Row = {"role": role, "content": content(draw, words, role)}
+    if role == "assistant":
+        found |= said(draw, words)
+    if role in ("tool", "function") and draw(st.booleans()):
+        found["tool_call_id"] = draw(st.sampled_from(["call00001", None]))
+    if draw(st.integers(0, 5)) == 0:
+        found[draw(st.sampled_from(["name", "refusal", "audio", "tool_calls", "thinking", "weight"]))] = None
+    return found
+
+
+def content(draw: Drawn, words: Iterator[str], role: str) -> Any:
+    kind = draw(st.sampled_from(["text", "text", "text", "parts", "empty", "null"]))
+    if kind == "null" and role == "assistant":
+        return None
+    if kind == "parts":
+        names = draw(st.lists(st.sampled_from(["text", "input_text"]), min_size=1, max_size=2))
+        nulls = {"image_url": None} if draw(st.booleans()) else {}
+        return [{"type": name, "text": next(words), **nulls} for name in names]
+    return "" if kind == "empty" else next(words) + draw(st.sampled_from(["", " é", "\n東京"]))
+
+
+def said(draw: Drawn, words: Iterator[str]) -> Row:
+    """What an assistant's message may have beside a content."""
+    found: Row = {}
+    kind = draw(st.sampled_from(["none", "none", "empty", "null", "calls", "older"]))
+    if kind in ("empty", "null"):
+        found["tool_calls"] = [] if kind == "empty" else None
+    elif kind == "calls":
+        found["tool_calls"] = [call(draw, words) for _ in range(draw(st.integers(1, 2)))]
+    elif kind == "older":
+        found["function_call"] = call(draw, words)["function"]
+    if draw(st.integers(0, 3)) == 0:
+        found[draw(st.sampled_from(REASONING))] = draw(st.sampled_from([next(words), None, ""]))
+    return found
+
+
+def call(draw: Drawn, words: Iterator[str]) -> Row:
+    names = draw(st.lists(st.sampled_from(["city", "days", "deep"]), unique=True))
+    values = {"city": next(words), "days": int(next(words)[1:-1]) + 10_000, "deep": {"list": [next(words)]}}
+    arguments: Any = {name: values[name] for name in names}
+    form = draw(st.sampled_from(["object", "text", "nothing"]))
+    if form == "text":
+        arguments = json.dumps(arguments)
+    elif form == "nothing":
+        arguments = draw(st.sampled_from([None, "", "null"]))
+    return {"id": "call00001", "type": "function", "function": {"name": next(words), "arguments": arguments}}
+
+
+def tool(draw: Drawn, words: Iterator[str]) -> Row:
+    named = [next(words) for _ in range(draw(st.integers(0, 2)))]
+    properties = {
+        name: {"type": "string", "enum": ["a"]} if draw(st.booleans()) else {"type": "string"} for name in named
+    }
+    parameters = {"type": "object", "properties": properties, "required": named[:1]}
+    described = {"description": next(words)} if draw(st.booleans()) else {}
+    return {"type": "function", "function": {"name": next(words), **described, "parameters": parameters}}
+
+
+@st.composite
+def chats(draw: Drawn) -> list[Row]:
+    words = (f"w{number}x" for number in itertools.count())
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        row: Row = {"messages": [message(draw, words, num) for num in range(draw(st.integers(1, 4)))]}
+        row["tools"] = draw(st.sampled_from([None, [], "some"]))
+        if row["tools"]:
+            row["tools"] = [tool(draw, words) for _ in range(draw(st.integers(1, 2)))]
+        row["chat_template_kwargs"] = draw(st.sampled_from([None, None, {"enable_thinking": False}]))
+        rows.append(row)
+    return rows
+
+
+# ---------------------------------------------------------------- the forms that rows are stored in
+
+
+def as_json_lines(rows: Sequence[Row], folder: Path) -> str:
+    (folder / "rows.jsonl").write_bytes(jsonl([{k: v for k, v in row.items() if v is not None} for row in rows]))
+    return str(folder / "rows.jsonl")
+
+
+def as_openai_lines(rows: Sequence[Row], folder: Path) -> str:
+    lines = [{"custom_id": str(n), "url": CHAT_URL, "body": dict(row)} for n, row in enumerate(rows)]
+    (folder / "requests.jsonl").write_bytes(jsonl(lines))
+    return str(folder / "requests.jsonl")
+
+
+def as_csv(rows: Sequence[Row], folder: Path) -> str:
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows({name: "" if v is None else json.dumps(v) for name, v in row.items()} for row in rows)
+    return str(folder / "rows.csv")
+
+
+def as_text_in_parquet(rows: Sequence[Row], folder: Path) -> str:
+    texts = [{name: None if v is None else json.dumps(v) for name, v in row.items()} for row in rows]
+    pq.write_table(pa.Table.from_pylist(texts), folder / "texts.parquet")
+    return str(folder / "texts.parquet")
+
+
+def as_parquet(rows: Sequence[Row], folder: Path) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def as_requests_in_parquet(rows: Sequence[Row], folder: Path) -> str:
+    lines = [{"custom_id": str(n), "url": CHAT_URL, "body": dict(row)} for n, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(lines), folder / "requests.parquet")
+    return str(folder / "requests.parquet")
+
+
+def _dataset(rows: Sequence[Row]) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_list(list(rows), on_mixed_types="use_json")
+
+
+def as_datasets_parquet(rows: Sequence[Row], folder: Path) -> str:
+    _dataset(rows).to_parquet(str(folder / "datasets.parquet"))
+    return str(folder / "datasets.parquet")
+
+
+def as_saved_dataset(rows: Sequence[Row], folder: Path) -> str:
+    _dataset(rows).save_to_disk(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+def as_streamed_dataset(rows: Sequence[Row], folder: Path) -> str:
+    (folder / "files").mkdir()
+    as_json_lines(rows, folder / "files")
+    return f"hf:{folder / 'files'}"
+
+
+TEXTS = [as_openai_lines, as_csv, as_text_in_parquet]
+TYPED = [as_parquet, as_requests_in_parquet, as_datasets_parquet, as_saved_dataset]  # cannot hold any chat
+_NO_FORM = (pa.ArrowException, TypeError, ValueError)
+
+
+class Made:
+    """A template in a tokenizer of ours and of transformers; made once, as each has a process."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        import transformers
+
+        write_tokenizer(folder / name, chat_template=PUBLISHED[name])
+        self.ours = Tokenizer.load(folder / name, NOW)
+        self.theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / name)
+        sizes = {"max_model_len": 99_999, "vocab_size": VOCAB_SIZE}
+        self._builder = RequestBuilder(InputSpec(path=("rows",)), SamplingParams(), self.ours, **sizes)
+
+    def answers(self, path: str) -> list[str]:
+        """Per row its prompt, or why there is none."""
+        records: list[Any] = list(source_of(path).read())
+        assert not [record for record in records if isinstance(record, BadRow)], records
+        return [self._told(built) for built in self._builder.build(records)]
+
+    def _told(self, built: Any) -> str:
+        if isinstance(built, BadRow):
+            return f"{built.error.code}: {built.error.message.replace('body.', '')}"
+        return self.ours.decode(built.prompt_token_ids, skip_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Made]]:
+    with pytest.MonkeyPatch.context() as patch:
+        fix_date(NOW, patch)
+        yield {name: Made(name, tmp_path_factory.mktemp("tokenizers")) for name in PUBLISHED}
+
+
+def check_forms(made: Made, rows: Sequence[Row], forms: Sequence[Callable[[Sequence[Row], Path], str]]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        expected = made.answers(as_json_lines(rows, folder))
+        for form in forms:
+            try:
+                path = form(rows, folder)
+            except _NO_FORM:
+                continue
+            assert made.answers(path) == expected, form.__name__
+
+
+@given(chats(), st.sampled_from(sorted(PUBLISHED)))
+@settings(max_examples=40, deadline=None)
+def test_a_chat_has_one_prompt_in_all_forms_of_text(templates: dict[str, Made], rows: list[Row], name: str) -> None:
+    check_forms(templates[name], rows, TEXTS)
+
+
+@given(chats(), st.sampled_from(sorted(PUBLISHED)))
+@settings(max_examples=25, deadline=None)
+def test_a_chat_has_one_prompt_in_all_forms_with_types(templates: dict[str, Made], rows: list[Row], name: str) -> None:
+    check_forms(templates[name], rows, TYPED)
+
+
+@pytest.mark.slow
+@given(chats(), st.sampled_from(sorted(PUBLISHED)))
+@settings(max_examples=400, deadline=None)
+def test_many_chats_have_one_prompt_in_all_forms(templates: dict[str, Made], rows: list[Row], name: str) -> None:
+    check_forms(templates[name], rows, [*TEXTS, *TYPED, as_streamed_dataset])
+
+
+# ---------------------------------------------------------------- what transformers makes of them
+
+
+def cleaned(row: Row) -> Row | None:
+    """A row as the documents say it is taken; None if it has no text at all."""
+    messages = [_cleaned(item) for item in row["messages"]]
+    if not any(text.strip() for item in messages for text in _texts(item["content"])):
+        return None
+    variables = {"tools": row["tools"] or None, **(row["chat_template_kwargs"] or {})}
+    return {"messages": messages, **{key: value for key, value in variables.items() if value is not None}}
+
+
+def _cleaned(given: Row) -> Row:
+    found = {key: value for key, value in given.items() if value is not None}
+    calls = found.pop("tool_calls", [])
+    if "function_call" in found:
+        calls = [{"type": "function", "function": found.pop("function_call")}]
+    text = found.get("content", "")
+    if isinstance(text, list):
+        text = [{"type": "text", "text": part["text"]} for part in text]
+    for item in calls:
+        arguments = item["function"]["arguments"]
+        parsed = json.loads(arguments) if arguments and isinstance(arguments, str) else arguments
+        item["function"] = {**item["function"], "arguments": parsed or {}}
+    return {**found, "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [part["text"] for part in value]
+    return [value]
+
+
+def forms_of(row: Row) -> Iterator[Row]:
+    """A chat with each list of parts as it is or joined, and each of OpenAI's roles as it is or by its other name."""
+    lists = [n for n, item in enumerate(row["messages"]) if isinstance(item["content"], list)]
+    for renamed in ({}, {"developer": "system"}, {"function": "tool"}, {"developer": "system", "function": "tool"}):
+        for size in range(len(lists) + 1):
+            for joined in itertools.combinations(lists, size):
+                messages = [
+                    {
+                        **item,
+                        "role": renamed.get(item["role"], item["role"]),
+                        "content": "\n".join(_texts(item["content"])) if n in joined else item["content"],
+                    }
+                    for n, item in enumerate(row["messages"])
+                ]
+                yield {**row, "messages": messages}
+
+
+def wanted(row: Row) -> set[str]:
+    """The texts and numbers that a prompt of the row must have, thoughts aside."""
+    spoken = [{key: value for key, value in item.items() if key not in REASONING} for item in row["messages"]]
+    text = json.dumps([spoken, row.get("tools")])
+    return {
+        word for word in text.replace('"', " ").replace("\\", " ").split() if word[0] == "w" and word[-1] == "x"
+    } | {
+        number
+        for item in spoken
+        for one in item.get("tool_calls", [])
+        for number in _numbers(one["function"]["arguments"])
+    }
+
+
+def _numbers(arguments: Mapping[str, Any]) -> list[str]:
+    return [str(value) for value in arguments.values() if isinstance(value, int)]
+
+
+def whole_prompts(made: Made, row: Row) -> list[str]:
+    """What transformers renders of the forms of a chat, where all of it is in there and no part is as it is written."""
+    found = []
+    for form in forms_of(row):
+        variables = {key: value for key, value in form.items() if key != "messages"}
+        try:
+            prompt = made.theirs.apply_chat_template(
+                form["messages"], tokenize=False, add_generation_prompt=True, **variables
+            )
+        except Exception:  # templates may raise anything
+            continue
+        is_dumped = any(mark in prompt for mark in ("{'type': 'text'", '{"type": "text"'))
+        if not is_dumped and all(word in prompt for word in wanted(row)):
+            found.append(prompt)
+    return found
+
+
+def check_against_transformers(made: Made, rows: Sequence[Row]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        answers = made.answers(as_json_lines(rows, Path(name)))
+    for row, answer in zip(rows, answers, strict=True):
+        if (clean := cleaned(json.loads(json.dumps(row)))) is None:
+            assert answer.startswith("empty_prompt"), (row, answer)
+            continue
+        expected = whole_prompts(made, clean)
+        # A turn of another role without a text leaves nothing to look for, but is not passed over either.
+        others = [item["content"] for item in clean["messages"] if item["role"] in ("developer", "function", "context")]
+        is_silent = "" in others
+        has_thoughts = any(item.get(key) for item in clean["messages"] for key in REASONING)
+        if answer.startswith("template_error") and "reasoning" in answer.partition(":")[2].partition(":")[0]:
+            assert has_thoughts, (row, answer)
+        elif answer.startswith("bad_param: "):
+            assert "this model's chat template cannot take tools" in answer or "no such variable" in answer
+        elif answer.startswith("template_error: "):
+            assert expected == [] or is_silent, (row, answer)
+        else:
+            assert answer in expected[: None if is_silent else 1], (row, answer)
+
+
+@given(chats(), st.sampled_from(sorted(PUBLISHED)))
+@settings(max_examples=60, deadline=None)
+def test_a_chat_has_the_prompt_of_transformers_or_is_refused(
+    templates: dict[str, Made], rows: list[Row], name: str
+) -> None:
+    check_against_transformers(templates[name], rows)
+
+
+@pytest.mark.slow
+@given(chats(), st.sampled_from(sorted(PUBLISHED)))
+@settings(max_examples=3000, deadline=None)
+def test_many_chats_have_the_prompt_of_transformers_or_are_refused(
+    templates: dict[str, Made], rows: list[Row], name: str
+) -> None:
+    check_against_transformers(templates[name], rows)

@@ -1,0 +1,175 @@
+"""What a message may hold before a template sees it: what says nothing is not there, and what is no text is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from batchgen.input.messages import checked_messages, checked_tools
+from batchgen.input.rows import RowProblem
+
+USER = {"role": "user", "content": "Time?"}
+# What OpenAI's own client writes of a message, see model_dump().
+UNSAID = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None, "name": None}
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+
+
+def said(**keys: Any) -> dict[str, Any]:
+    """An assistant's message as a template gets it."""
+    [_, message] = checked_messages("messages", [USER, {"role": "assistant", **keys}])
+    return message
+
+
+def problem(value: Any, name: str = "messages") -> str:
+    with pytest.raises(RowProblem) as caught:
+        checked_messages(name, value)
+    return f"{caught.value.error.code}: {caught.value}"
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "reasoning_content", "thinking", "name", "anything", "tool_call_id"])
+def test_a_key_that_is_null_is_not_there(name: str) -> None:
+    assert said(content="12:00", **{name: None}) == {"role": "assistant", "content": "12:00"}
+    assert checked_messages("messages", [{**USER, name: None}]) == [USER]
+
+
+@pytest.mark.parametrize("calls", [None, [], "", "[]"])
+def test_calls_that_are_empty_are_not_there(calls: Any) -> None:
+    assert said(content="12:00", tool_calls=calls) == {"role": "assistant", "content": "12:00"}
+
+
+def test_a_message_as_openais_client_dumps_it_says_no_more_than_its_text() -> None:
+    assert said(content="12:00", **UNSAID) == {"role": "assistant", "content": "12:00", "annotations": []}
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", None, "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    assert said(content=None, tool_calls=[call(arguments)])["tool_calls"] == [call({})]
+    bare = {"function": {"name": "now"}}
+    assert said(tool_calls=[bare])["tool_calls"] == [{"function": {"name": "now", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("arguments", ['{"tz": "UTC", "n": null}', {"tz": "UTC", "n": None}])
+def test_arguments_are_an_object_with_the_nulls_that_somebody_wrote(arguments: Any) -> None:
+    for calls in ([call(arguments)], json.dumps([call(arguments)])):
+        assert said(tool_calls=calls)["tool_calls"] == [call({"tz": "UTC", "n": None})]
+    flat = {"name": "now", "arguments": arguments}
+    assert said(tool_calls=[flat])["tool_calls"] == [{"name": "now", "arguments": {"tz": "UTC", "n": None}}]
+
+
+@pytest.mark.parametrize("arguments", ["not json", "[1]", "7", "[" * 5000 + "]" * 5000])
+def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
+    assert said(tool_calls=[call(arguments)])["tool_calls"] == [call(arguments)]
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"content": None}, {"content": None, "tool_calls": []}, {"reasoning_content": "x"}]
+)
+def test_an_assistant_may_have_said_nothing(keys: dict[str, Any]) -> None:
+    assert said(**keys)["content"] == ""
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool", "developer"])
+def test_of_others_a_content_is_required(role: str) -> None:
+    assert problem([USER, {"role": role, "content": None}]) == "bad_type: messages[1].content is null, not a string"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_by_any_name_win_over_names_that_are_null(name: str) -> None:
+    nulls = dict.fromkeys(("thinking", "reasoning_content", "reasoning"))
+    found = said(content="12:00", **{**nulls, name: "look it up"})
+    assert found["thinking"] == found["reasoning_content"] == "look it up" and None not in found.values()
+
+
+@pytest.mark.parametrize("arguments", ['{"tz": "UTC"}', {"tz": "UTC"}])
+def test_a_function_call_is_a_call(arguments: Any) -> None:
+    older = {"name": "now", "arguments": arguments}
+    expected = [{"type": "function", "function": {"name": "now", "arguments": {"tz": "UTC"}}}]
+    assert said(content=None, function_call=older) == {"role": "assistant", "content": "", "tool_calls": expected}
+    both = [USER, {"role": "assistant", "function_call": older, "tool_calls": [call("")]}]
+    assert problem(both).startswith("bad_type: messages[1] has both tool_calls and function_call")
+    assert problem([USER, {"role": "assistant", "function_call": "now"}]).startswith(
+        "bad_type: messages[1].tool_calls[0]"
+    )
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_the_text_of_a_refusal_is_what_the_assistant_said(content: Any) -> None:
+    assert said(content=content, refusal="I cannot.") == {"role": "assistant", "content": "I cannot."}
+    assert said(content="Well.", refusal="I cannot.")["refusal"] == "I cannot."  # a probe tells whether it is shown
+
+
+@pytest.mark.parametrize("name", ["audio", "images", "image", "video", "videos"])
+def test_what_a_turn_says_in_no_text_is_refused_by_name(name: str) -> None:
+    assert problem([USER, {**USER, name: [{"id": "a"}]}]) == f"bad_type: messages[1].{name}: only text is supported"
+    assert checked_messages("messages", [{**USER, name: []}]) == [{**USER, name: []}]
+
+
+# ---------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "text": "a"},
+        {"type": "input_text", "text": "a"},
+        {"type": "output_text", "text": "a", "image_url": None},
+        {"type": "refusal", "refusal": "a", "text": None},
+    ],
+)
+def test_a_part_of_text_is_one_by_any_of_its_names(part: Any) -> None:
+    assert checked_messages("c", [{"role": "user", "content": [part]}])[0]["content"] == [{"type": "text", "text": "a"}]
+
+
+def test_other_keys_of_a_part_stay() -> None:
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    assert checked_messages("c", [{"role": "user", "content": [part]}])[0]["content"] == [part]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {}}, {"text": "a"}, {"type": "text"}, 7, None, "a", {"type": []}]
+)
+def test_a_part_that_is_no_text_is_refused(part: Any) -> None:
+    found = problem([{"role": "user", "content": [part]}])
+    assert found.startswith("bad_type: messages[0].content[0] is ") and found.endswith(
+        ": only text parts are supported"
+    )
+
+
+def test_parts_without_any_text_are_an_empty_prompt() -> None:
+    for content in ([], [{"type": "text", "text": " "}]):
+        assert problem([{"role": "user", "content": content}]).startswith("empty_prompt")
+
+
+# ---------------------------------------------------------------- JSON text
+
+
+def test_messages_and_tools_may_be_json_text() -> None:
+    assert checked_messages("messages", json.dumps([USER])) == [USER]
+    assert checked_tools(json.dumps([{"a": None}])) == [{"a": None}]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "hello",
+            "is a string that is not JSON, not a list of messages: not valid JSON: Expecting value at character 1",
+        ),
+        ('[{"role": "user"', "is a string that is not JSON, not a list of messages: not valid JSON"),
+        ("{}", "is an object, not a list of messages"),
+        ("7", "is a number, not a list of messages"),
+        ("null", "is null, not a list of messages"),
+        ("[" * 5000, "is a string that is not JSON, not a list of messages: nested more than 100 levels deep"),
+    ],
+)
+def test_a_text_that_is_no_list_in_json_is_told(value: str, message: str) -> None:
+    assert problem(value, "chat").startswith(f"bad_type: column 'chat' {message}")
+
+
+def test_an_empty_text_is_an_empty_prompt() -> None:
+    assert problem("") == "empty_prompt: column 'messages' has no message with any text"
