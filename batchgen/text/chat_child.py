@@ -15,19 +15,49 @@ from typing import Any
 import jinja2
 import jinja2.debug  # jinja2 imports it at the first error, when memory may have run out
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what training counts; in a prompt only its content remains."""
+    """``{% generation %}…{% endgeneration %}`` marks what training counts; in a prompt only its content remains.
+
+    As in ``transformers`` it is a call block, so that what is set in it stays in it.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """``namespace``, which refuses what the sandbox would not read again: it would be empty in the prompt."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` may be a name in it
+        self, attributes = args[0], dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(
+            f"a namespace cannot have {name!r}: names with an underscore in front are not for templates"
+        )
 
 
 def _raise_exception(message: str) -> None:
@@ -53,6 +83,7 @@ class _Renderer:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
+        environment.globals["namespace"] = _Namespace
         environment.globals["strftime_now"] = datetime.fromisoformat(now).strftime
         self._max_chars = max_chars
         tree = environment.parse(source)
