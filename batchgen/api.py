@@ -7,6 +7,7 @@ same reader, journal and resume. Nothing is computed here. The names are exporte
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import warnings
@@ -25,7 +26,7 @@ from batchgen.config.load import job_from_values
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.keys import nearest
-from batchgen.core.units import counted
+from batchgen.core.units import counted, one_line
 from batchgen.executors.backend import run_job
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
@@ -220,8 +221,8 @@ def _pass_on_signal(outcome: Outcome) -> None:
 def _lines(rows: Any, asked: Collection[str]) -> Iterator[bytes]:
     """Rows in memory as JSON Lines. Raises UsageError for what is no row."""
     for number, row in enumerate(_rows(rows, asked)):
-        if isinstance(row, str):
-            columns: Mapping[str, Any] = {"prompt": row}
+        if isinstance(row, str) or _is_missing(row):
+            columns: Mapping[str, Any] = {"prompt": row if isinstance(row, str) else None}
         elif isinstance(row, list):
             columns = {"messages": row}
         elif isinstance(row, Mapping):
@@ -231,8 +232,13 @@ def _lines(rows: Any, asked: Collection[str]) -> Iterator[bytes]:
             raise UsageError(f"generate: {what}; a row is a string, a mapping of columns or a chat, a list of messages")
         try:
             yield encode_json(dict(columns)) + b"\n"
-        except RecursionError:
-            raise UsageError(f"generate: rows[{number}] is nested too deeply") from None
+        except (RecursionError, ValueError) as error:  # of too many levels, or of an integer of thousands of digits
+            yield f"rows[{number}] cannot be written as JSON: {one_line(error)}\n".encode(errors="replace")
+
+
+def _is_missing(row: Any) -> bool:
+    """Whether a row is a hole in a column of texts: None, NaN, or what pandas has for one."""
+    return row is None or (isinstance(row, float) and math.isnan(row)) or type(row).__name__ in ("NAType", "NaTType")
 
 
 def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:

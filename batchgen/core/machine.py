@@ -21,7 +21,9 @@ _LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compi
 SMALLER_SIZES = "give a smaller --kv-memory, --max-num-batched-tokens or --max-num-seqs, or --weights int8"
 _SIGNS = re.compile(r"allocate memory|unable to allocate|out of memory|bad_alloc|alloc_failed", re.IGNORECASE)
 # These have other causes too (a folder without execution, a limit on processes), so they count only under a limit.
-_SIGNS_UNDER_A_LIMIT = re.compile(r"failed to map segment from shared object$|can't start new thread")
+_NO_THREAD = "can't start new thread"
+_SIGNS_UNDER_A_LIMIT = re.compile(rf"failed to map segment from shared object$|{_NO_THREAD}")
+_MORE_THREADS = "raise the limit on processes and threads (ulimit -u, or --pids-limit of the container), then run again"
 _REMEDIES = "end other processes, or raise the limit"
 _AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d.]+ [kKMGTPE]?i?B(?:ytes)?\b)", re.I)
 _CGROUP_V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
@@ -56,7 +58,9 @@ def require_address_space(weights_bytes: int = 0) -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error of Python, NumPy, torch or the loader, or one of its causes, reports exhausted memory."""
-    while error is not None:
+    seen: set[int] = set()  # an error that was raised again may be a cause of its own
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
         if isinstance(error, RuntimeError | OSError | ImportError) and _says_so(str(error)):
@@ -78,12 +82,17 @@ def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
     ``advice`` adds a remedy to ending other processes and raising the limit.
 
     Raises:
-        OutOfMemory: instead of that error; all others pass.
+        OutOfMemory: instead of that error.
+        BatchgenError: no thread can be started, which a limit on processes forbids; all other errors pass.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, BatchgenError) or not is_out_of_memory(error):
+        if isinstance(error, BatchgenError):
+            raise
+        if not is_out_of_memory(error):
+            if _NO_THREAD in str(error):
+                raise BatchgenError(f"cannot start a thread: {_MORE_THREADS}") from error
             raise
         amount = _AMOUNT.search(str(error))
         asked = f" (asked for {amount[1]} more)" if amount else ""

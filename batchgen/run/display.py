@@ -36,19 +36,27 @@ class Display:
 
 
 class _Tolerant:
-    """A stream that drops what it cannot write, so that a run outlives the reader of its stderr."""
+    """A stream that drops what it cannot write, so that a run outlives the reader of its stderr.
+
+    The stream may be another program's, closed, or of fewer methods than a file has.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):
+        with suppress(Exception):
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(Exception):
             self._file.flush()
+
+    def isatty(self) -> bool:
+        with suppress(Exception):
+            return self._file.isatty()
+        return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -150,7 +158,7 @@ def make_display(kind: Literal["auto", "bar", "json", "quiet"], interval_s: floa
     file: Any = _Tolerant(sys.stderr)
     if kind == "json":
         return JsonDisplay(interval_s, file)
-    if sys.stderr.isatty() or is_notebook():
+    if file.isatty() or is_notebook():
         return BarDisplay(file)
     return LineDisplay(interval_s, file) if kind == "auto" else Display()
 

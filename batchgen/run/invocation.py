@@ -19,6 +19,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.answers import MAX_CPU_S
 from batchgen.core.errors import BatchgenError, ExitCode, InputChanged, LockedError, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests
+from batchgen.core.machine import memory_errors
 from batchgen.core.records import BadRow, Record
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
@@ -32,9 +33,9 @@ from batchgen.report.facts import cost_text, numerics_text, pace, samples_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
-from batchgen.run.progress import GENERATING, Progress
+from batchgen.run.progress import GENERATING, Progress, row_counts
 from batchgen.run.remote_copies import RemoteCopies
-from batchgen.run.reports import following_report, job_facts
+from batchgen.run.reports import following_report, job_facts, last_report
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
 from batchgen.run.stop import Limits, Stopper, StopRequested
@@ -103,6 +104,7 @@ class Invocation(ABC):
         self.progress.price_per_hour, self.progress.is_anew = spec.cluster.price_per_hour, options.overwrite
         self.remotes = RemoteCopies(spec.output, run_dir, self.progress, overwrite=options.overwrite)
 
+    @memory_errors("running this job")
     def execute(self) -> Outcome:
         """Do the work of the subclass under the lock, up to its end or a request to stop."""
         with self.stopper.listening(), tidy_on_refusal(self.run_dir.path):
@@ -114,12 +116,21 @@ class Invocation(ABC):
                     with self.remotes, self.progress, self.stopper.interruptible():
                         self.remotes.open()
                         outcome = self.work()
+                        self._conclude(outcome.report or last_report(self.run_dir))
                 except StopRequested:
                     outcome = self.stopped()
                 finally:
                     if self.backend is not None:
                         self.backend.close()
         return replace(outcome, stop_reason=self.stopper.reason)
+
+    def _conclude(self, report: Mapping[str, Any] | None) -> None:
+        """The work has ended well: unless it was stopped, the run is finished, and its rows are those of its report."""
+        if self.progress.state == "running":
+            self.progress.state = "finished"
+        if self.progress.state == "finished" and report is not None:
+            rows, num_reused = report["rows"], report.get("reused", {}).get("rows", 0)
+            self.progress.final_rows = row_counts(rows["total"], rows["done"], rows["failed"], num_reused)
 
     @abstractmethod
     def work(self) -> Outcome:

@@ -101,8 +101,8 @@ class Progress:
         self.clock = Clock()
         self._engine_counts: dict[str, Any] = {}
         self._mean_workers = 1.0
-        self._failure = ""
-        self._phase = "starting"
+        self.final_rows: dict[str, Any] | None = None  # those of a finished run's report
+        self._failure, self._phase = "", "starting"
         self._phase_at = time.monotonic()
         self._began = _now()
         self._saved_at = 0.0
@@ -208,7 +208,7 @@ class Progress:
         done, failed = rows_before.get("done", 0), rows_before.get("failed", 0)
         if self.sink is not None:
             done, failed = self.sink.num_done, self.sink.num_failed
-        rows = row_counts(self.rows_total, done, failed, self.num_reused)
+        rows = self.final_rows or row_counts(self.rows_total, done, failed, self.num_reused)
         rate = self._rate()
         tokens_left = None if rows["left"] is None else self._tokens_left(rows["left"])
         eta_s = tokens_left / rate if tokens_left is not None and rate > 0 else None

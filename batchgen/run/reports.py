@@ -118,6 +118,13 @@ def read_report(run_dir: RunDir) -> dict[str, Any]:
     return read_report_file(run_dir.report)
 
 
+def last_report(run_dir: RunDir) -> dict[str, Any] | None:
+    """The report of a run, None where it has none that can be read."""
+    with suppress(StorageError, UsageError):
+        return read_report(run_dir)
+    return None
+
+
 def first_answers(run_dir: RunDir) -> Table | None:
     """A few answers of a finished run, for a person to look at; None where its files no longer tell them."""
     with suppress(StorageError, UsageError):

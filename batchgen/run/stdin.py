@@ -8,7 +8,6 @@ costs an existing run nothing.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -37,8 +36,8 @@ class StdinCopy:
         run is to begin and standard input is a terminal or closed, StorageError.
         """
         if self._lines is not None:
-            with staged_file(self._path) as file:
-                file.writelines(self._lines)
+            with _as_they_are(self._lines) as lines, staged_file(self._path) as file:
+                file.writelines(lines)
             self._staged = temporary_name(self._path)
             return self._staged
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
@@ -78,13 +77,44 @@ def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
 def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
     """Copy standard input to a file beside ``target`` and return that file; ``commit_staged(target)`` puts it in place.
 
-    Raises UsageError when standard input is a terminal or closed, StorageError when the copy cannot be written.
+    Raises UsageError when standard input is a terminal, closed or cannot be read, StorageError when the copy cannot be
+    written.
     """
     if stdin is None and sys.stdin is None:
         raise UsageError("input.path is - and standard input is closed; pipe rows into it")
     source = stdin or sys.stdin.buffer
     if source.isatty():
         raise UsageError("input.path is - and standard input is a terminal; pipe rows into it")
-    with staged_file(target) as file:
-        shutil.copyfileobj(source, file, 1 << 20)
+    pieces = iter(lambda: source.read(1 << 20), b"")
+    try:
+        with _as_they_are(pieces) as read, staged_file(target) as file:
+            file.writelines(read)
+    except OSError as error:
+        raise UsageError(f"input.path is - and standard input cannot be read: {error.strerror or error}") from error
     return temporary_name(target)
+
+
+class _OfTheRows(Exception):
+    """Carries an OSError of what is read past those of what is written."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
+@contextmanager
+def _as_they_are(pieces: Iterable[bytes]) -> Iterator[Iterator[bytes]]:
+    """The pieces to be written somewhere; an OSError of theirs is raised here as it is, none of that place."""
+
+    def read() -> Iterator[bytes]:
+        try:
+            yield from pieces
+        except OSError as error:
+            raise _OfTheRows(error) from error
+
+    failed: OSError | None = None
+    try:
+        yield read()
+    except _OfTheRows as problem:
+        failed = problem.error
+    if failed is not None:  # raised out here, so that it has no other context than its own
+        raise failed

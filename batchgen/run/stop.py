@@ -133,13 +133,16 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP while inside; does nothing outside the main thread, where Python cannot."""
+        """Handle SIGINT, SIGTERM and SIGHUP while inside, but for those that are ignored: so ``nohup`` has it, a shell
+        for its background jobs, and a caller that does not want to be stopped.
+
+        Does nothing outside the main thread, where Python cannot.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            signals.append(signal.SIGHUP)
+        known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signals = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
         if self._may_exit:
             self._watchdog = Watchdog(signals, DRAIN_S, lambda: self.reason)
         previous = {number: signal.signal(number, self._on_signal) for number in signals}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -217,7 +218,7 @@ def test_without_an_output_folder_nothing_stays(stub: dict[str, Any], tmp_path: 
         ({"a": 1}, {}, "rows is a dict, not a list"),
         (5, {}, "rows is a int, not a list"),
         ([1], {}, r"rows\[0\] is a int"),
-        (["a", None], {"prompt": None}, r"rows\[1\] is a NoneType"),
+        (["a", b"c"], {"prompt": None}, r"rows\[1\] is a bytes"),
         (pa.chunked_array([["a"]]), {}, r"rows\[0\] is a StringScalar"),
         (["a"], {}, "names column 'question'.*columns found: 'prompt'"),
         (ROWS, {"max_tokens": 3}, r"unknown argument 'max_tokens': give it as sampling=\{'max_tokens': ...\}"),
@@ -244,9 +245,87 @@ def deep() -> dict[str, Any]:
     return row
 
 
-def test_a_row_that_holds_itself_is_refused() -> None:
-    with pytest.raises(batchgen.UsageError, match=r"rows\[1\] is nested too deeply"):
-        generated([ROWS[0], deep()])
+@pytest.mark.parametrize(("row", "said"), [(deep(), ""), ({"question": "a", "n": 10**5000}, "limit")])
+def test_a_row_that_json_cannot_hold_is_an_error_row(row: dict[str, Any], said: str) -> None:
+    with pytest.warns(UserWarning, match="1 of 3 rows failed"):
+        run = generated([ROWS[0], row, ROWS[1]])
+    [error] = run.errors
+    assert (error["index"], error["code"]) == (1, "bad_json")
+    assert error["row"].startswith("rows[1] cannot be written as JSON") and said in error["row"]
+    assert [record["index"] for record in run.rows] == [0, 2]
+
+
+def holes(kind: str) -> Any:
+    pandas = pytest.importorskip("pandas")
+    texts: list[Any] = ["a", None, "b", NAN]
+    kinds = {
+        "list": lambda: texts,
+        "iterator": lambda: iter(texts),
+        "Series": lambda: pandas.Series(texts),
+        "string": lambda: pandas.Series(texts, dtype="string"),
+        "dates": lambda: ["a", pandas.NaT, "b", pandas.NA],
+        "DataFrame": lambda: pandas.DataFrame({"prompt": texts}),
+        "table": lambda: pa.table({"prompt": ["a", None, "b", None]}),
+    }
+    return kinds[kind]()
+
+
+@pytest.mark.parametrize("kind", ["list", "iterator", "Series", "string", "dates", "DataFrame", "table"])
+@pytest.mark.parametrize("prompt", [None, "prompt", "Say {prompt}"])
+def test_a_missing_text_is_an_error_row_however_the_texts_come(kind: str, prompt: str | None) -> None:
+    with pytest.warns(UserWarning, match="2 of 4 rows failed"):
+        run = generated(holes(kind), prompt=prompt)
+    code = "bad_type" if prompt else "missing_column"
+    assert [(error["index"], error["code"]) for error in run.errors] == [(1, code), (3, code)]
+    assert [record["index"] for record in run.rows] == [0, 2]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ConnectionError("lost"), ValueError("x")])
+def test_an_error_of_the_rows_themselves_is_raised_as_it_is(error: Exception, tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield ROWS[0]
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        generated(rows(), output=tmp_path / "run")
+    assert caught.value is error
+    assert not (tmp_path / "run").exists() or not [*(tmp_path / "run").glob("*spool*")]
+
+
+class Bare:
+    """A stream as programs put in the place of stderr."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError("no writing")
+
+
+@pytest.mark.parametrize("kind", ["closed", "bare", "none"])
+def test_progress_that_cannot_be_shown_is_no_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", {"closed": closed, "bare": Bare(), "none": None}[kind])
+    for progress in ("bar", "auto", "json"):
+        options = batchgen.RunOptions(progress=progress)  # type: ignore[arg-type]
+        assert len(generated(ROWS, options=options).rows) == 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert len(generated(ROWS, stub=raising(number)).rows) == 40
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_no_thread_to_be_had_is_one_line_that_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(BatchgenError, match=r"cannot start a thread: raise the limit on processes .*ulimit -u"):
+        generated(ROWS)
 
 
 def raising(*numbers: signal.Signals) -> dict[str, Any]:

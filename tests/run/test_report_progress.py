@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from run_helpers import JobMaker, finish, rows_of, start, until_rows_are_done
+from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.records import Result, Timings
@@ -98,3 +99,27 @@ def test_a_finished_run_has_the_rate_of_its_whole_time(job: JobMaker) -> None:
     assert found["tokens"]["computed"] == computed > 0
     assert found["tokens_per_s"] == pytest.approx(computed / report["wall_s"], rel=0.01)
     assert "tok/s computed" in render_status(found)
+
+
+def ends(job: JobMaker, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    """The last event of a run of the job's file."""
+    capsys.readouterr()
+    call(["run", str(job.toml()), "--json-progress", *flags], engine_factory=stub_factory())
+    found: dict[str, Any] = json.loads(capsys.readouterr().err.splitlines()[-1])
+    return found
+
+
+def test_the_last_event_says_what_status_says_of_the_finished_run(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write([*rows_of(5), {"id": "bad"}])
+    for flags in ((), (), ("--overwrite",), ("--max-total-tokens", "1")):
+        end, status = ends(job, capsys, *flags), read_status(job.output)
+        assert (end["event"], end["state"], end["phase"], end["advice"]) == ("end", "finished", "done", None), flags
+        assert end["rows"] == status["rows"] == {"total": 6, "done": 5, "failed": 1, "left": 0}
+
+
+def test_the_last_event_of_a_stopped_run_says_how_to_go_on(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(40))
+    end = ends(job, capsys, "--max-total-tokens", "1")
+    assert (end["state"], end["advice"]) == ("stopped", "run again to resume")

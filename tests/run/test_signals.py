@@ -119,3 +119,18 @@ def test_a_stop_while_outputs_are_written_is_harmless(job: JobMaker) -> None:
     assert not (job.output / "outputs.jsonl").exists()
     assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
     assert len(job.outputs()) == 20
+
+
+def test_signals_that_the_parent_ignores_do_not_stop_a_run(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        process = start(["run", job.toml()], step_s=0.02)  # as ``sh -c 'batchgen run ... &'`` starts it
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    until_rows_are_done(process, job.output)
+    for number in before:
+        process.send_signal(number)
+    code, said = finish(process)
+    assert code == ExitCode.OK, said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,19 @@ def test_a_terminal_is_no_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="terminal"):
         stage_stdin(tmp_path / "stdin", Terminal())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_standard_input_that_cannot_be_read_is_named_as_such(
+    stdin: Stdin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Lost(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def read(self, size: int = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=Lost(), isatty=lambda: False))
+    with pytest.raises(UsageError, match=r"standard input cannot be read: Input/output error$"):
+        stage_stdin(tmp_path / "copy")
+    assert not [*tmp_path.iterdir()]
