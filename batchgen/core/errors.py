@@ -122,7 +122,7 @@ class RowErrorCode(StrEnum):
 
     BAD_JSON = "bad_json", "The line is not valid JSON.", "Put the correct JSON object into `row`."
     MISSING_COLUMN = "missing_column", "The row lacks a column that it needs.", "Add the column to `row`."
-    BAD_TYPE = "bad_type", "A value has the wrong type, such as null for a text.", "Correct the value in `row`."
+    BAD_TYPE = "bad_type", "A value has the wrong type, such as a list for a text.", "Correct the value in `row`."
     EMPTY_PROMPT = "empty_prompt", "The prompt has no text or no tokens.", "Fill in the column of the prompt."
     BAD_PARAM = "bad_param", "A sampling value is unknown or impossible.", "Correct or remove the value in `row`."
     DUPLICATE_ID = "duplicate_id", "An earlier row has the same id.", "Give `row` an id of its own."

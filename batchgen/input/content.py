@@ -162,10 +162,18 @@ class ContentFinder:
         if self.template is not None:
             template = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
             text = self.template.render(columns)
+            empty = self.template.empty_fields(columns)
+            if empty and len(empty) == self.template.num_fields and text.strip():
+                named = (
+                    f"{', '.join(empty)}, which the prompt's template names, {'is' if len(empty) == 1 else 'are'} empty"
+                )
+                raise RowProblem(RowErrorCode.EMPTY_PROMPT, named)
             return self._from_text(f"the prompt that the template {template!r} makes", text, columns)
         for name, read in self.prompt_columns.items():
             if name in columns and (self._spec.is_mapped or columns[name] is not None):
                 return read(name, columns)
+        if nulls := [name for name in self.prompt_columns if name in columns]:
+            raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {nulls[0]!r} is empty")
         wanted = " or ".join(map(repr, self.prompt_columns))
         has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
@@ -230,7 +238,7 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
 
 
 def _checked_text(what: str, value: object) -> str:
-    if not isinstance(value, str):
+    if value is not None and not isinstance(value, str):
         raise wrong_type(what, value, "a string")
     if not value or value.isspace():
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{what} is empty")

@@ -56,12 +56,26 @@ class Template:
         return frozenset(part[0] for part in self.parts if isinstance(part, tuple))
 
     def render(self, columns: Mapping[str, Any]) -> str:
-        """The text for one row: strings unchanged, dates as ISO 8601, anything else as JSON.
+        """The text for one row: strings unchanged, null as no text, dates as ISO 8601, anything else as JSON.
 
-        Raises RowProblem: missing_column where a column, key or item does not exist, bad_type where a value is
-        null, template_error where a step goes into something that is neither object nor list.
+        Raises RowProblem: missing_column where a column, key or item does not exist, bad_type for binary data,
+        template_error where a step goes into something that is neither object nor list.
         """
         return "".join(part if isinstance(part, str) else _text(_look_up(part, columns), part) for part in self.parts)
+
+    def empty_fields(self, columns: Mapping[str, Any]) -> tuple[str, ...]:
+        """The fields that a row has no text for: null, and texts of white space alone. Raises as ``render``."""
+        fields = dict.fromkeys(part for part in self.parts if isinstance(part, tuple))
+        return tuple(_shown(field) for field in fields if _is_empty(_look_up(field, columns)))
+
+    @property
+    def num_fields(self) -> int:
+        """How many different fields it has."""
+        return len({part for part in self.parts if isinstance(part, tuple)})
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
@@ -85,9 +99,9 @@ def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
 
 
 def _text(value: Any, field: _Field) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None or isinstance(value, bytes):
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bytes):
         message = f"{_shown(field)}, which the prompt's template names, is {type_name(value)}"
         raise RowProblem(RowErrorCode.BAD_TYPE, message)
     encoded = encode_json(value).decode()

@@ -137,6 +137,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "input": list(spec.input.path),
         "rows": {"total": num_good + num_bad, "good": num_good, "bad": num_bad},
         "errors": dict(sorted(survey.errors.items())),
+        "empty_fields": dict(sorted(survey.empty_fields.items())),
         "bad_rows": [
             {"source": row.source, "line": row.line, "index": row.index, "id": row.id}
             | {"code": str(row.error.code), "message": row.error.message}

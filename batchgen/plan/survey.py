@@ -121,6 +121,7 @@ class Survey:
         self.sample: Reservoir[Lengths] = Reservoir(_NUM_SAMPLED)
         self.sampled_prompts: Reservoir[SampledPrompt] = Reservoir(_NUM_PROMPTS)
         self.read_s = 0.0
+        self.empty_fields: Counter[str] = Counter()  # of the prompt's template: rows that can run without them
         self._is_greedy = True
 
     @property
@@ -168,6 +169,8 @@ class Survey:
         is_scored = bool(request.choices)
         is_fixed = params.has_fixed_length or is_scored
         max_output = 0 if is_scored else min(params.max_tokens, self._max_model_len - length)
+        if template := self._validator.builder.finder.template:
+            self.empty_fields.update(template.empty_fields(pending.record.columns))
         self.prompt_lengths[length] += 1
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
         self._is_greedy &= params.is_greedy

@@ -37,6 +37,8 @@ def _rows(plan: Plan) -> Lines:
         yield "", shortened(listed[0]["message"], _SHOWN_CHARS) if listed else "(not listed)"
     if plan["errors"]:
         yield "", "all of them: --json, bad_rows"
+    for name, count in plan["empty_fields"].items():
+        yield "empty", f"{name} in {counted(count, 'row')}, whose prompts are made without it"
     if (structured := plan["structured"])["rows"]:
         fitting = f"{counted(structured['rows'], 'row')} must fit a schema or grammar"
         yield "structured", f"{fitting}; different ones: {structured['distinct']:,}"

@@ -77,6 +77,8 @@ def advice(report: Mapping[str, Any]) -> list[str]:
 
 def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     """What makes answers, or the count of right ones, not what was asked for."""
+    for name, count in report.get("empty_fields", {}).items():
+        yield f"{counted(count, 'row')} ran with an empty {name} in the prompt"
     found = report.get("structured") or {"incomplete": 0}
     if found["incomplete"]:
         answers = f"{found['incomplete']:,} of {counted(found['samples'], 'structured answer')}"

@@ -89,6 +89,7 @@ KEYS = {
     "cost": "with it: device_s at that price (total), the same over completion tokens of computed rows "
     "(per_million_output_tokens) and over their prompt tokens (per_million_prompt_tokens)",
     "max_rss_bytes": "most memory the process held, without its workers",
+    "empty_fields": "done rows by field of the prompt's template that is empty there (null, or white space)",
     "workers": "where rows ran on workers, each one's name, place, rows, tokens out, busy_share (of the time that it "
     "was there), worker_hours, losses, rows_given_again to others, tokens_taken_over by these; invocations add up",
     "bound_by": "what most of the time went into, in words",
@@ -162,6 +163,7 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
         "device_hours_per_million_output_tokens": _device_hours(job_facts, devices_s, computed["completion"]),
         "device_hours_per_million_prompt_tokens": _device_hours(job_facts, devices_s, computed["prompt"]),
         "max_rss_bytes": usage.get("max_rss_bytes", 0),
+        "empty_fields": dict(sorted(usage.get("empty_fields", {}).items())),
         **_machine(),
     }
     if workers:

@@ -62,6 +62,7 @@ def usage_of(report: Numbers) -> dict[str, Any]:
         "engine": {**report["engine"], "series": report["series"]} | ({"workers": workers} if workers else {}),
         "max_rss_bytes": report["max_rss_bytes"],
         "tail_s": report["tail_s"] or 0.0,
+        "empty_fields": report.get("empty_fields", {}),
     }
 
 

@@ -168,7 +168,10 @@ class Invocation(ABC):
         """
         record_builder = self.model.record_builder(self.spec)
         charge = self.progress.clock.on
-        sink = self.progress.sink = ResultSink(journal, record_builder, self.options.max_error_rate, charge)
+        before, limit, template = self.progress.sink, self.options.max_error_rate, validator.builder.finder.template
+        sink = self.progress.sink = ResultSink(journal, record_builder, limit, charge, template)
+        if before is not None:  # of rows that were taken over
+            sink.empty_fields += before.empty_fields
         stream = RequestStream(sink, validator, self.stopper, charge)
         tasks = stream.tasks(rows)
         self.stopper.check_limits(0, self.progress.cost)  # before a model is loaded for nothing

@@ -279,7 +279,7 @@ class _Job(Invocation):
             builder = self.model.record_builder(self.spec)
             with self.progress.phase("reading earlier runs", "read"):
                 reuse = Reuse(self.spec, self.manifest, builder, self.run_dir.journal, self.model.prints_date)
-            sink = ResultSink(journal, builder, None, self.progress.clock.on)
+            sink = ResultSink(journal, builder, None, self.progress.clock.on, self.builder.finder.template)
             with closing(reuse):
                 reuse_rows(reuse, rows, validator, sink, self.progress)
 

@@ -175,6 +175,7 @@ class Progress:
             "seconds": self.clock.seconds(),
             "engine": self._engine_counts,
             "max_rss_bytes": peak_bytes(),
+            "empty_fields": dict(self.sink.empty_fields) if self.sink else {},
         }
         return follow(self._before.get("spent", {}), mine | self._token_counts())
 
@@ -269,8 +270,7 @@ class Progress:
 
         What was cached, and copies of identical rows, cost nothing and count as nothing.
 
-        Tokens of unfinished rows are subtracted, up to half of the total: short rows finish first, so that early on
-        the unfinished ones seem to be further along than they are.
+        Tokens of unfinished rows are subtracted, up to half of the total: short ones finish first, so it is early.
         """
         num_done = self.sink.num_done - self.sink.num_done_before if self.sink else 0
         if self.sink is None or not num_done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
@@ -10,6 +11,7 @@ from batchgen.core.errors import BatchgenError, RowError, RowErrorCode, StorageE
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import BadRow, Result
 from batchgen.core.units import one_line
+from batchgen.input.template import Template
 from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.record_builder import RecordBuilder
@@ -56,10 +58,16 @@ class ResultSink:
     """
 
     def __init__(
-        self, journal: Journal, record_builder: RecordBuilder, max_error_rate: float | None, charge: Charge
+        self,
+        journal: Journal,
+        record_builder: RecordBuilder,
+        max_error_rate: float | None,
+        charge: Charge,
+        template: Template | None = None,
     ) -> None:
         self.journal = journal
         self._charge = charge
+        self._template = template
         self._is_open = True
         self._lock = threading.Lock()  # guards the journal: ``tick`` is called from the progress thread
         self._record_builder = record_builder
@@ -69,6 +77,7 @@ class ResultSink:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_computed_tokens = 0
+        self.empty_fields: Counter[str] = Counter()  # of the prompt's template: done rows that have no text for them
 
     @property
     def num_done(self) -> int:
@@ -80,7 +89,10 @@ class ResultSink:
 
     def finish(self, row: Pending, answer: Result | JournalEntry) -> None:
         """Record what came of a row, which may be an error. Raises StorageError."""
-        self._append(answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self._record_builder))
+        entry = answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self._record_builder)
+        self._append(entry)
+        if self._template is not None and entry.kind == "result":
+            self.empty_fields.update(self._template.empty_fields(row.record.columns))
 
     def fail(self, row: BadRow) -> None:
         """Record a row that cannot run. Raises StorageError."""

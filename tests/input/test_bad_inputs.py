@@ -125,7 +125,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "sampling is a list": (prompt_row(sampling=[0.5]), "bad_type"),
     "no prompt": (b'{"question": "hi"}', "missing_column"),
     "no columns": (b"{}", "missing_column"),
-    "prompt is null": (prompt_row(prompt=None), "missing_column"),
+    "prompt is null": (prompt_row(prompt=None), "empty_prompt"),
     "empty prompt": (prompt_row(prompt=""), "empty_prompt"),
     "blank prompt": (prompt_row(prompt=" \n\t\u2003"), "empty_prompt"),
     "no messages": (chat_row(), "empty_prompt"),
@@ -193,10 +193,11 @@ def test_a_bad_line_is_one_error_row_and_costs_no_neighbour(name: str, tmp_path:
         ({"a": "text"}, {"prompt": "{a[0]}"}, "template_error"),
         ({"a": 5}, {"prompt": "{a[b][c]}"}, "template_error"),
         ({"a": None}, {"prompt": "{a[b]}"}, "template_error"),
-        ({"a": None}, {"prompt": "{a}"}, "bad_type"),
-        ({"a": {"b": None}}, {"prompt": "{a[b]}"}, "bad_type"),
+        ({"a": None}, {"prompt": "{a}"}, "empty_prompt"),
+        ({"a": {"b": None}}, {"prompt": "{a[b]}"}, "empty_prompt"),
         ({"a": ""}, {"prompt": "{a}"}, "empty_prompt"),
-        ({"a": None}, {"prompt": "a"}, "bad_type"),
+        ({"a": " ", "b": None}, {"prompt": "What is {a}, and {b} or {a}?"}, "empty_prompt"),
+        ({"a": None}, {"prompt": "a"}, "empty_prompt"),
         ({"prompt": "hi"}, {"prompt": "a"}, "missing_column"),
         ({"prompt": "hi"}, {"messages": "a"}, "missing_column"),
         ({"prompt": "hi"}, {"prompt_token_ids": "a"}, "missing_column"),
@@ -248,7 +249,7 @@ def test_parquet_columns_of_odd_types_are_rows_or_error_rows(column: str, tmp_pa
         elif name == "timestamp out of range":
             assert code == "bad_type"
         elif column == "meta" or name == "null":
-            assert code == ("missing_column" if column == "prompt" else "ok")
+            assert code == ("empty_prompt" if column == "prompt" else "ok")
         else:
             assert code in ("ok", "bad_type", "bad_param", "missing_column")
         assert not (column == "prompt" and name == "binary" and code == "ok")
