@@ -270,7 +270,7 @@ class Progress:
 
         What was cached, and copies of identical rows, cost nothing and count as nothing.
 
-        Tokens of unfinished rows are subtracted, up to half of the total: short ones finish first, so it is early.
+        Tokens of unfinished rows are subtracted, up to half of the total: short rows end first, so others seem ahead.
         """
         num_done = self.sink.num_done - self.sink.num_done_before if self.sink else 0
         if self.sink is None or not num_done:

@@ -120,4 +120,4 @@ def test_a_prompt_has_the_name(job: JobMaker) -> None:
     assert job.run(spec).exit_code == 3
     [row] = job.outputs()
     assert "".join(token["token"] for token in row["prompt_logprobs"]).endswith("Is it World?")
-    assert [error["code"] for error in job.errors()] == ["bad_type"] * 2
+    assert [error["code"] for error in job.errors()] == ["empty_prompt"] * 2
