@@ -50,7 +50,7 @@ def finalize(run_dir: RunDir, spec: JobSpec, journal: Journal, *, num_rows: int)
     a row is missing, StorageError if the disk refuses.
     """
     _refuse_gaps(run_dir, journal, num_rows)
-    form, output = output_format(spec), spec.output
+    form, output = _form(run_dir, spec), spec.output
     manifest = run_dir.read_manifest()
     if manifest is not None and manifest.num_rows != num_rows:
         run_dir.write_manifest(replace(manifest, num_rows=num_rows))
@@ -92,6 +92,11 @@ def finalize_again(run_dir: RunDir, spec: JobSpec, journal: Journal) -> Counts:
     return _replace_outputs(run_dir, spec, journal, lambda: read_errors(run_dir), keeps_failed=True)
 
 
+def _form(run_dir: RunDir, spec: JobSpec) -> OutputFormat:
+    manifest = run_dir.read_manifest()
+    return output_format(spec, manifest.begun_at if manifest else None)
+
+
 def _refuse_gaps(run_dir: RunDir, journal: Journal, num_rows: int) -> None:
     journal.commit()
     if not journal.done.covers(num_rows):
@@ -113,7 +118,7 @@ def _replace_outputs(
 
     ``keeps_failed``: a row that is an error in the journal keeps its place in the outputs.
     """
-    form, output, done = output_format(spec), spec.output, journal.done
+    form, output, done = _form(run_dir, spec), spec.output, journal.done
 
     def is_kept(index: int) -> bool:
         return index not in done or (keeps_failed and done.location(index).is_error)

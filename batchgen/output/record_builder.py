@@ -5,9 +5,8 @@ Pure functions from a row and its result to plain data, without any file.
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -25,9 +24,9 @@ from batchgen.core.records import (
     Sample,
     SamplingParams,
     Timings,
-    TokenLogprob,
     url_of,
 )
+from batchgen.output.token_scores import TokenScores, perplexity, rounded, softmax
 from batchgen.output.vector_fields import earlier_fields, vector_fields
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import Decode, cut_text
@@ -38,8 +37,7 @@ _TIMINGS = tuple(item.name for item in fields(Timings))
 # Before usage and timings.
 _OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", ANSWER, "finish_reason", "complete")
 _NULLABLE = ("reasoning", "parsed")  # null is a value of these
-_DIGITS = 6  # of times and log-probabilities
-_LEAST_MEAN = -700.0  # exp(709.8) is the largest float
+_DIGITS = 6  # of times
 
 
 class RecordBuilder:
@@ -58,6 +56,7 @@ class RecordBuilder:
         text_behind: Callable[[str, Sequence[int], Sequence[int], str], str] | None = None,
         tools: ToolCalls | None = None,
         labels: Sequence[str] = (),
+        token_bytes: Callable[[int], bytes | None] | None = None,
     ) -> None:
         self._spec = spec
         self._decode = decode
@@ -66,6 +65,7 @@ class RecordBuilder:
         self._tools = tools
         self._reasoning_of_tools = Reasoning(tools.tokenizer) if tools else None
         self._labels = labels
+        self._scores = TokenScores(decode, token_bytes)
         self.num_unsearched = 0  # texts over which the regular expression for the answer takes too long
 
     def result(
@@ -114,14 +114,14 @@ class RecordBuilder:
         if len(samples) > 1:
             payload["samples"] = samples
         if scores:
-            found = zip(params.choices, _softmax(scores), result.choice_logprobs, result.choice_means, strict=True)
+            found = zip(params.choices, softmax(scores), result.choice_logprobs, result.choice_means, strict=True)
             payload["choices"] = [
-                {"text": text, "prob": _rounded(prob), "logprob": _rounded(total), "mean_logprob": _rounded(mean)}
+                {"text": text, "prob": rounded(prob), "logprob": rounded(total), "mean_logprob": rounded(mean)}
                 for text, prob, total, mean in found
             ]
         if result.prompt_logprobs is not None:
-            payload["prompt_logprobs"] = self._logprobs(result.prompt_logprobs)
-            payload["perplexity"] = _perplexity(result.prompt_logprobs)
+            payload["prompt_logprobs"] = self._scores.fields(result.prompt_logprobs)
+            payload["perplexity"] = perplexity(result.prompt_logprobs)
         if self._spec.again is not None:
             payload["retried"] = self._spec.again.named(params)
         return payload | self._kept(record)
@@ -207,6 +207,8 @@ class RecordBuilder:
             columns = {**columns, "url": url_of(columns)}  # which kind of answer was asked for
             if encoding := columns["body"].get("encoding_format"):
                 columns = {**columns, "encoding_format": encoding}
+            if isinstance(model := columns["body"].get("model"), str):
+                columns = {"model": model, **columns}
         if spec.input.keep_columns == ("*",):
             names = [name for name in columns if name != spec.input.id or name != "id"]
         else:
@@ -214,7 +216,7 @@ class RecordBuilder:
             if spec.output.expected is not None:
                 wanted[spec.output.expected] = None
             if answers_batch:
-                wanted |= {"url": None, "encoding_format": None}
+                wanted |= {"url": None, "encoding_format": None, "model": None}
             names = [name for name in wanted if name in columns]
         return {kept_name(name, columns, spec.record_keys): columns[name] for name in names}
 
@@ -258,19 +260,8 @@ class RecordBuilder:
         if self._spec.output.token_ids or self._decode is None:
             shaped["token_ids"] = list(sample.token_ids)
         if sample.logprobs is not None:
-            shaped["logprobs"] = self._logprobs(sample.logprobs)
+            shaped["logprobs"] = self._scores.fields(sample.logprobs)
         return shaped | self._answer(shaped)
-
-    def _logprobs(self, tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-        """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there."""
-        return [
-            self._logprob(token.token_id, token.logprob) | {"top_logprobs": [self._logprob(*top) for top in token.top]}
-            for token in tokens
-        ]
-
-    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = None if self._decode is None else self._decode([token_id], skip_special_tokens=False)
-        return {"token_id": token_id, "token": text, "logprob": _rounded(logprob)}
 
 
 def check_record(record: Mapping[str, Any]) -> None:
@@ -315,24 +306,6 @@ def _json_or_none(text: str) -> Any:
 
 def _timings(timings: Timings) -> dict[str, Any]:
     return {name: round(getattr(timings, name), _DIGITS) for name in _TIMINGS}
-
-
-def _rounded(logprob: float) -> float:
-    return round(logprob, _DIGITS) + 0.0  # never -0.0
-
-
-def _softmax(scores: Sequence[float]) -> list[float]:
-    most = max(scores)
-    weights = [math.exp(score - most) for score in scores]
-    return [weight / math.fsum(weights) for weight in weights]
-
-
-def _perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
-    """exp(-mean log-probability); None without tokens, or where it exceeds the largest float."""
-    if not tokens:
-        return None
-    mean = math.fsum(token.logprob for token in tokens) / len(tokens)
-    return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
 
 
 def kept_name(name: str, columns: dict[str, Any], record_keys: frozenset[str] = RECORD_KEYS) -> str:

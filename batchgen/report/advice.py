@@ -82,7 +82,8 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     found = report.get("structured") or {"incomplete": 0}
     if found["incomplete"]:
         answers = f"{found['incomplete']:,} of {counted(found['samples'], 'structured answer')}"
-        yield f"{answers} ended before they were complete: raise max_tokens where finish_reason is length"
+        whole = "it was complete" if found["incomplete"] == 1 else "they were complete"
+        yield f"{answers} ended before {whole}: raise max_tokens where finish_reason is length"
     accuracy = report.get("accuracy")
     if accuracy and not accuracy["total"]:
         yield "nothing was compared: no row that is done has a value in the column that [output] expected names"

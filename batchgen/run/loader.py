@@ -177,7 +177,8 @@ class ModelInfo:
         form = tool_format(self.tokenizer)
         tools = ToolCalls(self.tokenizer, form) if form else None
         behind = partial(text_behind, self.tokenizer)
-        return RecordBuilder(spec, self.tokenizer.decode, reasoning, behind, tools, self.config.labels)
+        named = (self.config.labels, self.tokenizer.token_bytes)
+        return RecordBuilder(spec, self.tokenizer.decode, reasoning, behind, tools, *named)
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]

@@ -6,6 +6,7 @@ It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.jso
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from datetime import datetime
@@ -23,6 +24,7 @@ from batchgen.text.probes import Probes
 from batchgen.text.tokenizer_limits import check_expansion
 
 _MAX_FILE_BYTES = 1 << 26
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a token of one byte in SentencePiece's BPE
 
 
 class Tokenizer:
@@ -52,7 +54,9 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.silent_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._shows = False  # special tokens, all but the silent ones
-        self.max_token_bytes = _max_token_bytes(backend)
+        # Bytes C3 A9 of UTF-8.
+        self._is_byte_level = backend.decoder is not None and backend.decoder.decode(["Ã", "©"]) == "é"
+        self.max_token_bytes = _max_token_bytes(backend) if self._is_byte_level else None
         if getattr(backend.model, "dropout", None):  # of BPE: merges left out at random, for training
             backend.model.dropout = None
         backend.encode("")  # fails here rather than on each row if it adds special tokens that it does not have
@@ -125,6 +129,17 @@ class Tokenizer:
         except BaseException as error:
             raise TokenizerError(f"the tokenizer cannot decode the tokens: {reason(error)}") from error
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token of byte-level or byte-fallback BPE; None for another one."""
+        token = self._backend.id_to_token(token_id)
+        if not token:
+            return None
+        if found := _FALLBACK.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        if not self._is_byte_level or any(char not in _BYTES for char in token):
+            return None
+        return bytes(_BYTES[char] for char in token)
+
     def render_chats(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
         """Per chat, in order, its prompt text, bos included, or what is wrong; see ``ChatTemplate.render``.
 
@@ -147,9 +162,21 @@ def reason(error: BaseException) -> str:
     return one_line(error)
 
 
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte that a character stands for in byte-level BPE: itself if it can be printed, else one from U+0100 on.
+
+    The table of GPT-2: https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _bytes_of_characters()
+
+
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    is_byte_level = backend.decoder is not None and backend.decoder.decode(["Ã", "©"]) == "é"  # bytes C3 A9 of UTF-8
-    if not is_byte_level or backend.normalizer is not None:
+    if backend.normalizer is not None:
         return None
     added = backend.get_added_tokens_decoder()
     if any(token.lstrip or token.rstrip for token in added.values()):

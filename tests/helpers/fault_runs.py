@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fault_injection import DEADLY, KILLED, KINDS, POWER, Fault, Injector, Operation
+from run_helpers import timeless
 from stub_engine import stub_factory
 
 import batchgen.run.job  # noqa: F401 - what commands import late is imported once here instead of in every child
@@ -311,16 +312,12 @@ def _content(path: Path) -> Any:
         return {key: report[key] for key in ("rows", "errors", "tokens", "finish_reasons")}
     if path.name == "outputs.parquet":
         table = pq.read_table(path)
-        return str(table.schema), [_timeless(row) for row in table.to_pylist()]
+        return str(table.schema), [timeless(row) for row in table.to_pylist()]
     if path.name == "outputs.jsonl":
-        rows = [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         is_ordered = json.loads((path.parent / "job.json").read_bytes())["job"]["output"]["order"] == "input"
         return rows if is_ordered else sorted(rows, key=lambda row: int(row["index"]))
     return path.read_bytes()
-
-
-def _timeless(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "timings"}
 
 
 class Attack:

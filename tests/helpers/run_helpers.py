@@ -140,10 +140,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def without_timings(path: Path) -> list[dict[str, Any]]:
     """The records of an outputs file of any format, in file order."""
-    records = pq.read_table(path).to_pylist() if path.suffix == ".parquet" else read_lines(path)
-    for record in records:
-        record.pop("timings", None)
-    return records
+    return [*map(timeless, pq.read_table(path).to_pylist() if path.suffix == ".parquet" else read_lines(path))]
+
+
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without its timings, and without the time when its run was begun, which OpenAI's form has."""
+    record = {name: value for name, value in record.items() if name != "timings"}
+    if isinstance(record.get("response"), dict):
+        body = {name: value for name, value in record["response"]["body"].items() if name != "created"}
+        record["response"] = record["response"] | {"body": body}
+    return record
 
 
 def start(arguments: Iterable[str | Path], *, stdin: Path | str = os.devnull, **stub: Any) -> subprocess.Popen[str]:

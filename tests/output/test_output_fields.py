@@ -125,6 +125,15 @@ def test_a_chats_log_probabilities_are_in_openais_shape() -> None:
     assert second["bytes"] is None  # part of a character: which bytes is not known
 
 
+def test_the_bytes_of_a_part_of_a_character_are_told_as_openai_shows_them() -> None:
+    part = token(9, " \ufffd", -1.5) | {"bytes": [0x20, 0xF0, 0x9F]}
+    (choice,) = body(record(0, logprobs=[part]), chat=True)["choices"]
+    [found] = choice["logprobs"]["content"]
+    assert (found["token"], found["bytes"]) == (" \\xf0\\x9f", [0x20, 0xF0, 0x9F])
+    (choice,) = body(record(0, logprobs=[part]), chat=False)["choices"]
+    assert choice["logprobs"]["tokens"] == [" \ufffd"]  # whose lengths are the offsets in the text
+
+
 def test_a_completions_log_probabilities_are_in_openais_shape() -> None:
     (choice,) = body(record(0, logprobs=LOGPROBS), chat=False)["choices"]
     assert choice["logprobs"] == {

@@ -247,3 +247,14 @@ def test_a_batch_line_without_a_url_is_answered_as_its_body_asks(keep: tuple[str
         SPEC, input=replace(SPEC.input, keep_columns=keep), output=replace(SPEC.output, format="openai-batch")
     )
     assert RecordBuilder(spec, decode).result(row, "a", result())["url"] == "/v1/completions"
+
+
+def test_a_part_of_a_character_has_its_bytes_beside_it() -> None:
+    def parts(ids: Any, **_: Any) -> str:
+        return "\ufffd" if 3 in ids else "a"
+
+    builder = RecordBuilder(SPEC, parts, token_bytes=lambda token_id: bytes([0xF0, token_id]))
+    scores = (TokenLogprob(3, -0.5, ((4, -0.5), (3, -1.0))), TokenLogprob(4, -0.5))
+    first, second = builder.result(ROW, None, result(logprobs=scores))["logprobs"]
+    assert (first["bytes"], first["top_logprobs"][1]["bytes"]) == ([0xF0, 3], [0xF0, 3])
+    assert "bytes" not in second and "bytes" not in first["top_logprobs"][0]

@@ -211,6 +211,8 @@ def test_rows_with_structured_outputs_are_counted_and_those_cut_off_told_of_with
     assert report["structured"] == {"rows": 4, "samples": 6, "incomplete": 2, "forced_tokens": 50, "forced_share": 0.25}
     assert report["advice"][0].startswith("2 of 6 structured answers ended before they were complete: raise max_tokens")
     assert "6 answers, 2 not complete, 25% of tokens forced" in " ".join(render_report(report).split())
+    [said, *_] = structured([False], **counts)["advice"]
+    assert said.startswith("1 of 1 structured answer ended before it was complete:")
     whole = structured([True], [None], **counts)
     assert not any("structured" in text for text in whole["advice"])
     assert "1 answer, all complete" in render_report(whole)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker
+from run_helpers import MODEL, JobMaker, read_lines
 
+from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.core.errors import ResumeMismatch
 from batchgen.core.records import Request
@@ -59,3 +62,38 @@ def test_a_run_goes_on_only_with_the_limit_that_it_was_begun_with(job: JobMaker)
     limits(job)
     with pytest.raises(ResumeMismatch, match=r"sampling\.max_tokens: was \(not set\), now 256"):
         job.run(job.spec(input=NO_PROMPT, sampling={"max_tokens": 256}))
+
+
+# ---------------------------------------------------------------- lines
+
+
+def bodies(job: JobMaker) -> list[dict[str, Any]]:
+    return [row["response"]["body"] for row in read_lines(job.output / "outputs.jsonl")]
+
+
+def openai_job(job: JobMaker, **given: Any) -> JobSpec:
+    output = {"path": str(job.output), "format": "openai-batch"}
+    return job.spec(input=NO_PROMPT | given, output=output)
+
+
+@pytest.mark.parametrize("keep", [[], ["*"]])
+def test_a_line_names_the_model_that_was_asked_for_or_else_this_one_without_its_path(
+    job: JobMaker, keep: list[str]
+) -> None:
+    job.write([line("a", model="gpt-4o-mini"), line("b"), line("c", model=7)])
+    job.run(openai_job(job, keep_columns=keep))
+    assert [body["model"] for body in bodies(job)] == ["gpt-4o-mini", MODEL.name, MODEL.name]
+
+
+def test_all_lines_were_created_when_the_run_was_begun_also_those_that_came_later(job: JobMaker) -> None:
+    job.write([line(str(number)) for number in range(5)])
+    before = int(time.time())
+    job.run(openai_job(job))
+    created = {body["created"] for body in bodies(job)}
+    assert len(created) == 1 and before <= created.pop() <= time.time()
+    manifest = json.loads((job.output / "job.json").read_text(encoding="utf-8"))
+    manifest["created_at"] = "2026-01-01T00:00:00+01:00"
+    (job.output / "job.json").write_text(json.dumps(manifest), encoding="utf-8")
+    job.write([line(str(number)) for number in range(7)])
+    job.run(openai_job(job))
+    assert [body["created"] for body in bodies(job)][5:] == [1767222000] * 2

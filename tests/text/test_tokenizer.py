@@ -304,3 +304,14 @@ def test_a_variable_of_one_chat_is_none_of_the_next() -> None:
 def test_the_time_of_a_template_is_the_one_given_in_its_own_place() -> None:
     given = datetime.fromisoformat("2026-02-03T23:30:00-11:00")
     assert list(ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", {}, given).render([[]])) == ["03 Feb 2026 23:30"]
+
+
+def test_the_bytes_of_a_token_are_told_where_its_text_hides_them(tokenizer: Tokenizer) -> None:
+    text = " 🙂é"
+    [ids] = tokenizer.encode_batch([text], False)
+    assert not isinstance(ids, Exception)
+    assert b"".join(tokenizer.token_bytes(token_id) or b"?" for token_id in ids) == text.encode()
+    assert tokenizer.token_bytes(10**6) is None
+    vocab = {"<unk>": 0, "<0xF0>": 1, "▁a": 2}
+    fallback = Tokenizer(tokenizers.Tokenizer(models.BPE(vocab, merges=[], byte_fallback=True)))
+    assert [fallback.token_bytes(token_id) for token_id in range(3)] == [None, b"\xf0", None]

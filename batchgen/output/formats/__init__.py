@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
+
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.output.formats.jsonl import OutputFormat
@@ -10,13 +13,15 @@ from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 __all__ = ["OutputFormat", "output_format"]
 
 
-def output_format(spec: JobSpec) -> OutputFormat:
-    """The format of a job's outputs. Raises UsageError if unknown."""
+def output_format(spec: JobSpec, begun_at: datetime | None = None) -> OutputFormat:
+    """The format of a job's outputs, of which some say when the run was begun. Raises UsageError if unknown."""
     name = spec.output.format
     if name == "jsonl":
         return OutputFormat()
     if name == "openai-batch":
-        return OpenAIBatchFormat(spec.model.path, spec.input.chat)
+        path = spec.model.path
+        model = Path(path).name if Path(path).is_absolute() else path  # no one else's machine has that path
+        return OpenAIBatchFormat(model, spec.input.chat, int(begun_at.timestamp()) if begun_at else 0)
     if name == "parquet":
         from batchgen.output.formats.parquet import ParquetFormat, fixed_types  # pyarrow, where it is needed
 

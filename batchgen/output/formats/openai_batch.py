@@ -1,13 +1,13 @@
 """Output and error files in the format of OpenAI's Batch API, for code that reads that format.
 
-Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`` is derived from the row, so a resumed
-run writes the same bytes: ids come from the row's index and ``created`` is 0. A kept ``url`` says per row whether a
-chat or a text completion was asked for. Fields that OpenAI lacks are added beside its own, where readers of its format
-ignore them: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
-``reasoning_content``, where vLLM has it, and ``parsed``, where OpenAI's SDK has it, in the message of a chat or the
-choice of a completion, and there ``tool_calls``;
-``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has
-no such reason, ``stop_reason`` in a choice.
+Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`` is derived from the row and from when
+the run was begun, so a resumed run writes the same bytes: ids come from the row's index, ``created`` is the run's. A
+kept ``url`` says per row whether a chat or a text completion was asked for, and a kept ``model`` of which. Fields that
+OpenAI lacks are added beside its own, where readers of its format ignore them: ``timings`` and ``kept_columns`` in the
+line; ``prompt_logprobs`` and ``perplexity`` in the body; ``reasoning_content``, where vLLM has it, and ``parsed``,
+where OpenAI's SDK has it, in the message of a chat or the choice of a completion, and there ``tool_calls``;
+``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has no such reason,
+``stop_reason`` in a choice.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ from batchgen.output.formats.jsonl import OutputFormat, index_of, read_lines
 
 @dataclass(frozen=True, slots=True)
 class OpenAIBatchFormat(OutputFormat):
-    """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``."""
+    """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``.
+
+    ``model`` is named where a request named none; ``created`` is when the run was begun, in seconds since 1970.
+    """
 
     model: str
     chat: bool
+    created: int = 0
 
     def result_row(self, payload: bytes) -> bytes:
         """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
@@ -80,7 +84,7 @@ class OpenAIBatchFormat(OutputFormat):
 
     def _body(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
         if "embedding" in record:
-            return self._embedding(record, is_base64=kept.get("encoding_format") == "base64")
+            return self._embedding(record, kept)
         url = kept.get("url")
         chat = self.chat if not isinstance(url, str) else url.rstrip("/").endswith("/chat/completions")
         usage = record["usage"]
@@ -89,21 +93,25 @@ class OpenAIBatchFormat(OutputFormat):
         body = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{record['index']:012d}",
             "object": "chat.completion" if chat else "text_completion",
-            "created": 0,
-            "model": self.model,
+            "created": self.created,
+            "model": self._named(kept),
             "choices": [_choice(i, sample, chat, record["index"]) for i, sample in enumerate(samples)],
             "usage": {**usage, "total_tokens": total},
         }
         return body | {name: record[name] for name in ("prompt_logprobs", "perplexity") if name in record}
 
-    def _embedding(self, record: Mapping[str, Any], *, is_base64: bool) -> dict[str, Any]:
+    def _named(self, kept: Mapping[str, Any]) -> str:
+        asked = kept.get("model")
+        return asked if isinstance(asked, str) and asked else self.model
+
+    def _embedding(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
         """The body of a vector; base64 is of its float32 numbers, lowest byte first."""
         vector, count = record["embedding"], record["usage"]["prompt_tokens"]
-        if is_base64:
+        if kept.get("encoding_format") == "base64":
             vector = b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         data = [{"object": "embedding", "index": 0, "embedding": vector}]
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return {"object": "list", "data": data, "model": self.model, "usage": usage}
+        return {"object": "list", "data": data, "model": self._named(kept), "usage": usage}
 
 
 def _numbers(text: str) -> list[float]:
@@ -203,9 +211,12 @@ def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _chat_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    """``bytes`` is null where the token is not a whole number of characters: its text does not tell them."""
-    text = _token_text(token)
-    return {"token": text, "logprob": token["logprob"], "bytes": None if "\ufffd" in text else [*text.encode()]}
+    """``bytes`` is null where the token is no whole number of characters and the record does not tell them."""
+    text, known = _token_text(token), token.get("bytes")
+    if known is None:
+        return {"token": text, "logprob": token["logprob"], "bytes": None if "\ufffd" in text else [*text.encode()]}
+    shown = bytes(known).decode(errors="backslashreplace")  # as OpenAI shows it
+    return {"token": shown, "logprob": token["logprob"], "bytes": known}
 
 
 def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""Log-probabilities in an output record: of tokens, of scored choices, and the perplexity of a prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from batchgen.core.records import TokenLogprob
+from batchgen.text.stop_strings import Decode
+
+_DIGITS = 6
+_LEAST_MEAN = -700.0  # exp(709.8) is the largest float
+
+
+class TokenScores:
+    """Makes the fields of tokens with their log-probabilities; see ``RecordBuilder`` for its arguments."""
+
+    def __init__(self, decode: Decode | None, token_bytes: Callable[[int], bytes | None] | None) -> None:
+        self._decode = decode
+        self._token_bytes = token_bytes
+
+    def fields(self, tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+        """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there.
+
+        ``bytes`` is beside the token where that is a part of a character, whose text does not tell them.
+        """
+        return [
+            self._field(token.token_id, token.logprob) | {"top_logprobs": [self._field(*top) for top in token.top]}
+            for token in tokens
+        ]
+
+    def _field(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = None if self._decode is None else self._decode([token_id], skip_special_tokens=False)
+        known = self._token_bytes(token_id) if self._token_bytes and text and "\ufffd" in text else None
+        told = {} if known is None else {"bytes": [*known]}
+        return {"token_id": token_id, "token": text, **told, "logprob": rounded(logprob)}
+
+
+def rounded(logprob: float) -> float:
+    """A log-probability as it is written, never -0.0."""
+    return round(logprob, _DIGITS) + 0.0
+
+
+def softmax(scores: Sequence[float]) -> list[float]:
+    """Probabilities that add up to 1."""
+    most = max(scores)
+    weights = [math.exp(score - most) for score in scores]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
+    """exp(-mean log-probability); None without tokens, or where it exceeds the largest float."""
+    if not tokens:
+        return None
+    mean = math.fsum(token.logprob for token in tokens) / len(tokens)
+    return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
