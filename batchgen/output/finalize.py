@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -94,7 +95,9 @@ def finalize_again(run_dir: RunDir, spec: JobSpec, journal: Journal) -> Counts:
 
 def _form(run_dir: RunDir, spec: JobSpec) -> OutputFormat:
     manifest = run_dir.read_manifest()
-    return output_format(spec, manifest.begun_at if manifest else None)
+    return output_format(
+        spec, datetime.fromisoformat(manifest.created_at) if manifest and manifest.created_at else None
+    )
 
 
 def _refuse_gaps(run_dir: RunDir, journal: Journal, num_rows: int) -> None:
