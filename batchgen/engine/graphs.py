@@ -55,7 +55,7 @@ class CudaRecorder:
             with torch.cuda.stream(self.stream):
                 work()
                 result, graph = self._captured(work)
-        except RuntimeError as error:
+        except Exception as error:  # Triton's errors have no base of their own
             if is_out_of_memory(error):
                 raise
             raise CaptureFailed(str(error).partition("\n")[0]) from error
@@ -263,7 +263,7 @@ class StaticInput:
             host["block_tables"][:count, :width] = inputs.block_tables
         self._target.copy_(source.memory, non_blocking=True)
         if source.copied is not None:
-            source.copied.record()
+            source.copied.record(torch.cuda.current_stream(self._target.device))
 
 
 class _Source:

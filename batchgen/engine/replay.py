@@ -40,7 +40,7 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
     host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
     host.copy_(token_ids, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    copied.record()
+    copied.record(torch.cuda.current_stream(token_ids.device))  # a thread's current device may be another
 
     def wait() -> list[int]:
         copied.synchronize()

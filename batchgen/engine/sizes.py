@@ -23,6 +23,7 @@ _CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 256, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": 64}
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
 _CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less what is known to be needed beside
+_MAX_HALVINGS = 5  # of the tokens and sequences of a step, where a card is too small for both
 _CUDA_BYTES = 1 << 30  # that libraries and graphs take
 _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per block
 
@@ -92,16 +93,19 @@ def sizes_for(
         UsageError: a value that cannot work, or memory for not even one block.
     """
     defaults = default_sizes(is_cuda=is_cuda)
-    max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
     block_size = config.block_size or defaults["block_size"]
     trained = model.max_position_embeddings
     max_model_len = min(config.max_model_len or trained, trained)
     if max_model_len < 2:
         raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
     block_bytes = model.kv_block_bytes(block_size, itemsize, config.kv_dtype)
-    tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"]
-    kept = max_num_seqs * model.conv_slot_bytes(itemsize)
-    kept += _step_bytes(tokens, max_num_seqs, model, itemsize) if is_cuda else 0
+    for halvings in range(_MAX_HALVINGS + 1 if is_cuda else 1):  # on a small card full steps would leave no block
+        tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"] >> halvings
+        max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"] >> halvings
+        kept = max_num_seqs * model.conv_slot_bytes(itemsize)
+        kept += _step_bytes(tokens, max_num_seqs, model, itemsize) if is_cuda else 0
+        if kept <= _MEMORY_SHARE * free_bytes:
+            break
     share = _CUDA_MEMORY_SHARE if is_cuda else _MEMORY_SHARE
     memory = config.kv_memory or max(0, int(share * free_bytes) - kept)
     # Memory for every sequence at full length is all that can ever be used.

@@ -73,6 +73,8 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
         )
     if where.type == "cpu" and kind != torch.float16 and kernels is None and (why := cpu_obstacle(activations)):
         raise ModelError(f"device 'cpu': {why}")
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # what names no device, such as an event, then means this one
     source: TensorSource
     if model is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))

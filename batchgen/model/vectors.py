@@ -16,6 +16,7 @@ from batchgen.kernels.interface import Kernels, Linear
 from batchgen.model.vector_files import Dense
 from batchgen.model.weights import Checkpoint
 
+_CPU = torch.device("cpu")
 _LEAST_NORM = np.float32(1e-12)  # torch's functional.normalize
 
 
@@ -36,21 +37,31 @@ class VectorSettings:
 class VectorHead:
     """Makes a text's vectors, float32 [num_rows, dimensions], of its pooled states [num_rows, hidden_size]."""
 
-    def __init__(self, settings: VectorSettings, kernels: Kernels, width: int, dtype: torch.dtype) -> None:
-        """``width`` is the model's. Raises ModelError for dense layers that do not fit, and impossible dimensions."""
-        self._settings, self._dtype = settings, dtype
+    def __init__(
+        self,
+        settings: VectorSettings,
+        kernels: Kernels,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ) -> None:
+        """``width``, ``dtype`` and ``device`` are the model's.
+
+        Raises ModelError for dense layers that do not fit, and impossible dimensions.
+        """
+        self._settings, self._dtype, self._device = settings, dtype, device
         self._layers: list[tuple[Linear, bool]] = []
         for layer in settings.dense:
             if layer.inputs != width:
                 raise ModelError(f"{layer.folder}: takes {layer.inputs} numbers, and is given {width}")
             width = layer.outputs
-            self._layers.append((_loaded(layer, kernels, dtype), layer.has_tanh))
+            self._layers.append((_loaded(layer, kernels, dtype, device), layer.has_tanh))
         if settings.dimensions and settings.dimensions > width:
             raise ModelError(f"embed.dimensions = {settings.dimensions}: the model's vectors have {width}")
 
     def __call__(self, states: np.ndarray) -> np.ndarray:
         for linear, has_tanh in self._layers:
-            product = linear(torch.from_numpy(states).to(self._dtype)).float()
+            product = linear(torch.from_numpy(states).to(self._device, self._dtype)).float().cpu()
             states = (product.tanh() if has_tanh else product).numpy()
         states = np.ascontiguousarray(states[:, : self._settings.dimensions], dtype=np.float32)
         if self._settings.scores:
@@ -70,8 +81,8 @@ def _scores(row: np.ndarray, kind: str) -> np.ndarray:
     return scores
 
 
-def _loaded(layer: Dense, kernels: Kernels, dtype: torch.dtype) -> Linear:
-    source = Checkpoint(layer.folder, dtype, torch.device("cpu"))
+def _loaded(layer: Dense, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Linear:
+    source = Checkpoint(layer.folder, dtype, device)
     weight = source.take("linear.weight", (layer.outputs, layer.inputs))
     bias = source.take("linear.bias", (layer.outputs,)) if layer.has_bias else None
     source.finish()

@@ -97,6 +97,7 @@ class Invocation(ABC):
         self.run_dir = run_dir
         self.engine_factory = engine_factory or load_engine
         self.backend: Backend | None = None
+        self._num_told = 0  # of its notes
         if options.limits.max_cost is not None and spec.cluster.price_per_hour is None:
             raise UsageError("--max-cost needs a price: give --price-per-hour, or cluster.price_per_hour in the job")
         self.stopper = Stopper(options.limits, may_exit=options.may_exit)
@@ -144,9 +145,14 @@ class Invocation(ABC):
                 self.model.check_unchanged(self.digests)
             with self.progress.phase("compiling kernels for this machine, once", "load"):
                 self.backend.prepare()
-            for line in self.backend.notes:
-                self.progress.display.note(line)
+            self._tell_notes(self.backend)
         return self.backend
+
+    def _tell_notes(self, backend: Backend) -> None:
+        """Show what the engine has noted since the last call: it may find out late that it must go slower."""
+        for line in backend.notes[self._num_told :]:
+            self.progress.display.note(line)
+        self._num_told = len(backend.notes)
 
     def _context(self) -> RunContext:
         known = self.manifest.fingerprints
@@ -196,6 +202,7 @@ class Invocation(ABC):
                     journal.commit()
                 raise
             finally:
+                self._tell_notes(backend)
                 sink.close()
             if stream.pending:
                 journal.save_partials(engine.unfinished())

@@ -280,7 +280,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *_forms(spec, info.config))
     from batchgen.kernels.cpu import build
 
-    notes = [*engine.runner.notes]
+    notes = engine.runner.notes  # the list itself, which may grow
     if info.config.quantization is not None and info.config.quantization.has_activations:
         notes.append("the settings for activations in the quantization_config of this checkpoint are not used")
     if model.config.has_unexpected_head:

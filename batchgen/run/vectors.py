@@ -70,4 +70,4 @@ def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder) -> Callable[...
     if config.labels:
         scores = "sigmoid" if len(config.labels) == 1 or config.has_many_labels else "softmax"
     settings = VectorSettings(files.dense, bool(embed.normalize), embed.dimensions, scores)
-    return partial(Pooler, VectorHead(settings, model.kernels, config.hidden_size, model.dtype))
+    return partial(Pooler, VectorHead(settings, model.kernels, config.hidden_size, model.dtype, model.device))

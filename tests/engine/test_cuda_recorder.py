@@ -69,13 +69,23 @@ def test_a_result_leaves_its_memory_to_the_next_recording(cuda: FakeCuda) -> Non
     assert torch.equal(alias, base) and alias.data_ptr() == base.data_ptr()
 
 
-def failing(cuda: FakeCuda, message: str) -> Callable[[], Tensor]:
+def failing(cuda: FakeCuda, message: str, kind: type[Exception] = RuntimeError) -> Callable[[], Tensor]:
     def work() -> Tensor:
         if cuda.capturing:
-            raise RuntimeError(message)
+            raise kind(message)
         return ones()
 
     return work
+
+
+class TritonError(Exception):
+    """Triton's own derive from no other, as this one."""
+
+
+@pytest.mark.parametrize("kind", [TritonError, AssertionError, ImportError])
+def test_any_error_of_a_capture_is_a_failure_to_record(cuda: FakeCuda, kind: type[Exception]) -> None:
+    with pytest.raises(CaptureFailed, match=r"^out of resource: shared memory, Required: 262152$"):
+        CudaRecorder(DEVICE).record(failing(cuda, "out of resource: shared memory, Required: 262152", kind))
 
 
 def test_a_capture_that_fails_is_ended_and_told_by_its_first_line(cuda: FakeCuda) -> None:

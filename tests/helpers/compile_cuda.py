@@ -1,8 +1,8 @@
 """Compiles every CUDA kernel as a real step would launch it, for a GPU that need not be there.
 
-Run as a program: arguments are the compute capability and dtypes; prints a line of JSON per binary: registers of a
-thread, bytes of stack (registers spilled to memory) and of shared memory, and how many matrix instructions and wide
-asynchronous copies it has.
+Run as a program: arguments are the compute capability and dtypes, and ``head_dim=N`` before them for the mixers alone,
+with other heads. Prints a line of JSON per binary: registers of a thread, bytes of stack (registers spilled to memory)
+and of shared memory, and how many matrix instructions and wide asynchronous copies it has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     kernels.sample(logits, SamplingRows(*(zeros(2, dtype=t) for t in types)))
 
 
-def call_mixers(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int, int]]) -> None:
+def call_mixers(
+    kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int, int]], head_dim: int = HEAD_DIM
+) -> None:
     """What is computed between the projections of a layer."""
     inputs, num_blocks = ragged_input(pieces, BLOCK_SIZE)
     tokens, slots = inputs.num_tokens, inputs.num_seqs
@@ -96,16 +99,16 @@ def call_mixers(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
-    for cached, (norm, window, gates) in product((dtype, torch.int8), ((zeros(HEAD_DIM), 0, 0), (None, 256, HEADS))):
-        keys = zeros(num_blocks + 1, KV_HEADS, 1, BLOCK_SIZE, HEAD_DIM, dtype=cached)
-        values = zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=cached)
+    rotary = zeros(2, 1024, head_dim // 2, dtype=torch.float32)
+    for cached, (norm, window, gates) in product((dtype, torch.int8), ((zeros(head_dim), 0, 0), (None, 256, HEADS))):
+        keys = zeros(num_blocks + 1, KV_HEADS, 1, BLOCK_SIZE, head_dim, dtype=cached)
+        values = zeros(num_blocks, KV_HEADS, BLOCK_SIZE, head_dim, dtype=cached)
         scales = zeros(num_blocks, KV_HEADS, 2, BLOCK_SIZE, dtype=torch.float32) if cached is torch.int8 else None
         cache = KVCache(keys, values, BLOCK_SIZE, scales)
-        qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM + gates)
-        heads = Heads(HEADS, HEAD_DIM, norm, norm, 1e-5)
+        qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * head_dim + gates)
+        heads = Heads(HEADS, head_dim, norm, norm, 1e-5)
         q = kernels.rope_and_cache(qkv, heads, rotary, inputs, cache)
-        kernels.attention(q, cache, inputs, HEAD_DIM, dtype, window, qkv if gates else None)
+        kernels.attention(q, cache, inputs, head_dim, dtype, window, qkv if gates else None)
     state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
     weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
     kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)
@@ -132,14 +135,18 @@ def report(name: str, kernel: Any) -> dict[str, Any]:
     }
 
 
-def main(capability: str, *dtypes: str) -> None:
+def main(capability: str, *arguments: str) -> None:
     driver.set_active(NoDriver(int(capability)))
     found = compile_instead_of_launching()
-    for dtype in dtypes:
+    call: Any = call_everything
+    for dtype in arguments:
+        if dtype.startswith("head_dim="):
+            call = partial(call_mixers, head_dim=int(dtype.removeprefix("head_dim=")))
+            continue
         for batch_invariant in (False, True):
             kernels = CudaKernels(batch_invariant=batch_invariant)
-            call_everything(kernels, getattr(torch, dtype), [(5, 1), (600, 1), (9, 1)])
-            call_everything(kernels, getattr(torch, dtype), [(0, 40), (600, 1), (3, 20)])
+            call(kernels, getattr(torch, dtype), [(5, 1), (600, 1), (9, 1)])
+            call(kernels, getattr(torch, dtype), [(0, 40), (600, 1), (3, 20)])
     for name, kernel in found.values():
         print(json.dumps(report(name, kernel)))
 

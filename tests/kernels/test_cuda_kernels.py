@@ -298,6 +298,8 @@ def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_miss
 
 
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable or set triton.knobs")
+NO_DRIVER = AssertionError("libcuda.so cannot found!")
+OUT_OF_RESOURCES = type("OutOfResources", (Exception,), {})()  # Triton's errors have no base of their own
 NO_HEADERS = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "cuda_utils.c"])
 
 
@@ -312,6 +314,8 @@ NO_HEADERS = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "cuda_utils.c"])
             r"Failed to find C compiler.*needs a C compiler and Python's headers \(gcc, python3-dev\)",
         ),
         ((9, 0), NO_HEADERS, "cuda_utils.c.*needs a C compiler"),
+        ((9, 0), NO_DRIVER, "libcuda.so cannot found!.*needs a C compiler"),
+        ((9, 0), OUT_OF_RESOURCES, "OutOfResources.*needs a C compiler"),
     ],
 )
 def test_a_gpu_that_triton_cannot_use_is_refused_with_the_remedy_unless_rows_may_depend_on_the_batch(
@@ -323,6 +327,7 @@ def test_a_gpu_that_triton_cannot_use_is_refused_with_the_remedy_unless_rows_may
 
     for name, value in {"is_available": True, "device_count": 1, "get_device_capability": capability}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(selection, "_launch_one", launch)
     monkeypatch.setattr(load, "Decoder", lambda config, source, kernels: kernels.name)
     with pytest.raises(ModelError, match=rf"'cuda:0': .*{found}.*--no-batch-invariant.*--device cpu"):

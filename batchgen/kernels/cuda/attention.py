@@ -274,8 +274,11 @@ def attend(
     group, is_wide = num_heads // num_kv_heads, out.element_size() == 4
     rows = max(tuning.LEAST_ROWS, power_of_two(group))
     tile, dims = tuning.TILE_FLOAT32 if is_wide else tuning.TILE, max(16, power_of_two(head_dim))
+    prompt_rows, num_stages = tuning.PROMPT_ROWS, tuning.ATTENTION_STAGES
+    if dims > tuning.WIDE_DIMS:
+        prompt_rows, num_stages = tuning.WIDE_PROMPT_ROWS, tuning.WIDE_STAGES
     layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, window)
-    options = {"LAYOUT": layout, "num_stages": tuning.ATTENTION_STAGES, "enable_fp_fusion": not one_order}
+    options = {"LAYOUT": layout, "num_stages": num_stages, "enable_fp_fusion": not one_order}
     kv = (cache.keys, cache.values, cache.scales)
     tensors = (q, *kv, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
     gating = (gates, 0 if gates is None else gates.shape[1])
@@ -291,7 +294,7 @@ def attend(
     if num_tokens == num_seqs:
         return
     if not one_order:
-        rows = max(tuning.PROMPT_ROWS_FLOAT32 if is_wide else tuning.PROMPT_ROWS, rows)
+        rows = max(tuning.PROMPT_ROWS_FLOAT32 if is_wide else prompt_rows, rows)
     attend_tile[(num_tiles(num_tokens, num_seqs, rows // group), num_kv_heads)](
         *(tensors, gating, out, num_seqs, num_heads, num_kv_heads, max_blocks),
         ROWS=rows,

@@ -17,6 +17,8 @@ PROMPT_ROWS_FLOAT32 = 16  # which has no matrix instruction to feed, and taller 
 ATTENTION_STAGES = (
     5  # the pipeline's first two fetch the block table; the others are tiles of keys and values under way
 )
+WIDE_DIMS = 128  # of a head; tiles of wider ones take more shared memory than small GPUs have for a block
+WIDE_PROMPT_ROWS, WIDE_STAGES = 32, 3
 ONE_TOKEN_WARPS = 4
 PROMPT_WARPS, TALL_PROMPT_WARPS = 4, 8  # of tiles up to 64 rows, and of taller ones
 
