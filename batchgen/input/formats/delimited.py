@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
@@ -22,6 +22,7 @@ from batchgen.input.input_bytes import InputBytes
 from batchgen.input.rows import RowProblem
 
 MAX_ROW_BYTES = MAX_LINE_BYTES // 4  # the reader keeps a cell in four bytes a character
+MAX_ROW_LINES = 100_000  # a quote that is never closed takes all that follows, which is read line by line
 _SKIP_BYTES = 1 << 20
 
 
@@ -30,7 +31,8 @@ class DelimitedFile(LinesFile):
 
     ``delimiter`` None is a tab in a ``.tsv`` file and where the first line has tabs and no comma, else a comma. Empty
     lines are no rows. A row with more or fewer cells than the header, or with a quote that the next cell does not
-    follow, is a ``bad_type`` row, one of more than ``MAX_ROW_BYTES`` a ``too_long`` row; damage is as in ``LinesFile``.
+    follow, is a ``bad_type`` row, one of more than ``MAX_ROW_BYTES`` or ``MAX_ROW_LINES`` a ``too_long`` row; damage is
+    as in ``LinesFile``.
     A column without a name is ``column_N``. Raises UsageError for a header that is no list of different names.
     """
 
@@ -109,8 +111,8 @@ class _Lines:
     """
 
     def __init__(self, stream: BinaryIO, number: int, is_first: bool) -> None:
-        self.content: list[bytes] = []
-        self.num_bytes = 0
+        self.content = bytearray()
+        self.num_lines = 0
         self.problem: RowProblem | None = None
         self.is_ended = False
         self._stream = stream
@@ -121,18 +123,21 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._stream.readline(MAX_ROW_BYTES + 1 - self.num_bytes)
+        line = self._stream.readline(MAX_ROW_BYTES + 1 - len(self.content))
         self.is_ended = not line.endswith(b"\n")
         if not line:
             raise StopIteration
-        self.content.append(line)
-        self.num_bytes += len(line)
-        if self.num_bytes > MAX_ROW_BYTES:
+        self.content += line
+        self.num_lines += 1
+        if len(self.content) > MAX_ROW_BYTES:
             raise RowProblem(RowErrorCode.TOO_LONG, f"the row has more than {MAX_ROW_BYTES} bytes")
+        if self.num_lines > MAX_ROW_LINES:
+            why = "are the quotes of a cell never closed?"
+            raise RowProblem(RowErrorCode.TOO_LONG, f"the row has more than {MAX_ROW_LINES} lines; {why}")
         if self._is_first:
             line, self._is_first = line.removeprefix(BOM), False
         try:
-            return decode_utf8(line, f"line {self._number + len(self.content)}")
+            return decode_utf8(line, f"line {self._number + self.num_lines}")
         except RowProblem as problem:
             self.problem = self.problem or problem
             return line.decode(errors="surrogateescape")
@@ -143,25 +148,23 @@ def _records(stream: BinaryIO, offset: int, number: int, dialect: Any) -> Iterat
     while True:
         lines = _Lines(stream, number, is_first=offset == 0)
         cells: list[str] = []
-        num_skipped = num_lines = 0
+        num_skipped = shown_bytes = 0
         try:
             cells = next(csv.reader(lines, dialect), cells)
         except csv.Error as error:
-            lines.problem = lines.problem or _broken(str(error), number + len(lines.content))
+            lines.problem = lines.problem or _broken(str(error), number + lines.num_lines)
         except RowProblem as problem:
             lines.problem = problem
-            num_skipped, num_lines = _skip_row(stream, lines.content)
-            lines.content = [b"".join(lines.content)[:SHOWN_BYTES]]
-        content = b"".join(lines.content)
+            num_skipped, shown_bytes = _skip_row(stream, lines), SHOWN_BYTES
+        content = bytes(lines.content[:shown_bytes] if shown_bytes else lines.content)
         if lines.is_ended and (reason := damage(stream)):
             yield torn_line(content, number + 1, offset, reason)
             return
         if not content:
             return
-        offset += lines.num_bytes + num_skipped
-        num_lines += len(lines.content)
-        yield Line(content, number + 1, offset, lines.problem, num_lines=num_lines, cells=cells)
-        number += num_lines
+        offset += len(lines.content) + num_skipped
+        yield Line(content, number + 1, offset, lines.problem, num_lines=lines.num_lines, cells=cells)
+        number += lines.num_lines
 
 
 def _broken(reason: str, line: int) -> RowProblem:
@@ -175,16 +178,15 @@ def _broken(reason: str, line: int) -> RowProblem:
     return RowProblem(RowErrorCode.BAD_TYPE, f"{what}, in line {line}")
 
 
-def _skip_row(stream: BinaryIO, content: Sequence[bytes]) -> tuple[int, int]:
+def _skip_row(stream: BinaryIO, row: _Lines) -> int:
     """Read to the end of a row without keeping it: to the first line at whose end its quotes are even.
 
-    Returns the number of bytes, and of the lines that end in them or in ``content`` beside a last one.
+    Returns the number of bytes; the lines that end in them are added to those of the row.
     """
-    size, num_lines = 0, len(content) - 1
-    line, num_quotes = content[-1], sum(part.count(b'"') for part in content)
+    size, line, num_quotes = 0, bytes(row.content[-1:]), row.content.count(b'"')
     while line and (num_quotes % 2 or not line.endswith(b"\n")):
-        num_lines += line.endswith(b"\n")
-        line = stream.readline(_SKIP_BYTES)
+        is_new_line, line = line.endswith(b"\n"), stream.readline(_SKIP_BYTES)
+        row.num_lines += is_new_line and bool(line)
         size += len(line)
         num_quotes += line.count(b'"')
-    return size, num_lines
+    return size

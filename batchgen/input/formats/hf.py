@@ -7,15 +7,16 @@ is imported when the first such input is opened, since that alone takes a second
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
-from batchgen.core.errors import BatchgenError, UsageError
+from batchgen.core.errors import BatchgenError, InputUnreadable, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
@@ -25,6 +26,7 @@ from batchgen.input.formats.arrow import pieces, read_batches
 PREFIX = "hf:"
 _OPTIONS = frozenset({"config", "split", "revision"})
 _BATCH_ROWS = 256
+_REVISION = re.compile(r"@[0-9a-f]{40}(?=/)")
 # The splits of an opened dataset, the data files of each where known, and the library's own digest of them.
 _Opened = tuple[Mapping[str, Any], Mapping[str, tuple[str, ...]], str]
 
@@ -78,9 +80,20 @@ class DatasetFile(InputFile):
                 for table in self._dataset.skip(first).iter(batch_size=_BATCH_ROWS):
                     yield from chain.from_iterable(map(pieces, table.to_batches()))
         except Exception as error:  # as above
-            raise BatchgenError(
-                f"cannot read on in {self._text}: {one_line(error)}; run the same command again"
-            ) from error
+            what = f"cannot read on in {self._text}: {one_line(error)}"
+            if _is_of_a_value(error):
+                way = f"files read by themselves give each row as it is: name {self._files_by_name()}"
+                raise InputUnreadable(
+                    f"{what}; all files of a dataset must agree on the types of columns: {way}"
+                ) from error
+            raise BatchgenError(f"{what}; run the same command again") from error
+
+    def _files_by_name(self) -> str:
+        """A pattern of ``input.path`` for the files of the split."""
+        name = _parse_name(self._text)[0]
+        first = str(self._files[0]) if self._files else f"{name if self.path else f'hf://datasets/{name}'}/FILE.jsonl"
+        folder, _, file = _REVISION.sub("", first).rpartition("/")
+        return f"{folder}/*{''.join(PurePosixPath(file).suffixes)}"
 
     def num_rows(self) -> int | None:
         """The length of a saved dataset; of others what the Hub's description says, if anything."""
@@ -104,6 +117,16 @@ class DatasetFile(InputFile):
             path = Path(name)
             digest.update((digests.digest(path) if path in local else name).encode())
         return {"path": self._text, "split": self._split, "sha256": digest.hexdigest()}
+
+
+def _is_of_a_value(error: BaseException | None) -> bool:
+    """Whether an error, which datasets wraps in its own, is of what a file holds and of no connection or disk."""
+    found = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    is_of_reading = any(isinstance(item, OSError) for item in found)
+    return not is_of_reading and any(isinstance(item, ValueError | TypeError | pa.ArrowException) for item in found)
 
 
 def _parse_name(text: str) -> tuple[str, dict[str, str]]:

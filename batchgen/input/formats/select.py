@@ -14,7 +14,7 @@ from batchgen.input.formats.delimited import DelimitedFile
 from batchgen.input.formats.hf import DatasetFile
 from batchgen.input.formats.lines import LinesFile, parse_jsonl, parse_text
 from batchgen.input.formats.parquet import ParquetFile
-from batchgen.input.formats.text_stream import open_text
+from batchgen.input.formats.text_stream import foreign_compression, open_text
 from batchgen.input.input_bytes import InputBytes, LocalFile, RemoteFile
 
 
@@ -75,15 +75,36 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
         return "parquet"
     if is_parquet:
         raise UsageError(f'{content.name} is a Parquet file and input.format = "{given}"; leave the format to "auto"')
+    if packed := foreign_compression(content):
+        remedy = "unpack it" if packed in ("zip", "7-Zip") else "recompress it with gzip or zstd"
+        raise UsageError(f"{content.name} is compressed by {packed}, which cannot be read; {remedy}")
     with open_text(content) as stream:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(_UTF16_MARKS):
         raise UsageError(f"{content.name} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
-    if given == "auto":
-        return "csv" if delimiter else _detect(content, head)
     if given == "hf":
         raise UsageError(f'{content.name} is a file and input.format = "hf"; leave the format to "auto"')
-    return given if given in FORMATS else "jsonl"  # OpenAI Batch lines
+    found = given if given in FORMATS else "jsonl"  # OpenAI Batch lines
+    if given == "auto":
+        found = "csv" if delimiter else _detect(content, head)
+    if found == "jsonl" and (program := _unrolling(head)):
+        what = "JSON over several lines or an array, not JSON Lines, one object per line"
+        raise UsageError(f"{content.name} is {what}: jq -c {program} FILE > NEW_FILE.jsonl")
+    return found
+
+
+def _unrolling(head: bytes) -> str:
+    """The program of jq that makes lines of a file that holds one JSON value, or values over several lines; else empty.
+
+    A line that alone is no row beside others that may be is left to the reader, which makes it an error row.
+    """
+    first, *others = head.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n")
+    first, second = first.rstrip(), next((line.strip() for line in others if line.strip()), b"")
+    program = "'.[]'" if first.startswith(b"[") else "."
+    if first in (b"[", b"{", b"[{", b"[ {") or (first.startswith(b"[") and first.endswith(b",")):
+        return program
+    is_array = first.startswith(b"[") and first[1:].lstrip().startswith(b"{")
+    return program if is_array and (not second or second.startswith(b"[")) else ""
 
 
 def _detect(content: InputBytes, head: bytes) -> str:

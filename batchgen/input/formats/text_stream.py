@@ -1,11 +1,12 @@
 """The bytes of a text file, decompressed where needed; a damaged compressed file ends early with the reason.
 
-Compression is recognized by the first bytes, never by the name: no UTF-8 text begins with the marks of gzip or zstd.
+Compression is recognized by the first bytes, never by the name: no UTF-8 text begins with these marks.
 """
 
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Generator
 from typing import Any, BinaryIO
 
@@ -14,7 +15,17 @@ import pyarrow as pa
 from batchgen.core.units import one_line
 from batchgen.input.input_bytes import BUFFER_BYTES, InputBytes
 
+_SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte from 0x50 to 0x5f: a frame of no content, with which pzstd begins
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_MAGIC |= {bytes([0x50 + number]) + _SKIPPABLE: "zstd" for number in range(16)}
+_FOREIGN_MAGIC = {
+    b"\xfd7zXZ\0": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"PK\x03\x04": "zip",
+    b"7z\xbc\xaf\x27\x1c": "7-Zip",
+    b"\xff\x06\0\0sNaPpY": "snappy",
+    **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},
+}
 
 
 class Decompressed(io.RawIOBase):
@@ -65,6 +76,26 @@ class Decompressed(io.RawIOBase):
                     if error.errno is not None:
                         raise
                     self.damage = one_line(error)
+        if self._codec == "gzip" and self._is_padded():
+            self.damage = None
+
+    def _is_padded(self) -> bool:
+        """Whether nothing but zeros follows the last whole member of a gzip file, as tapes leave them."""
+        with self._content.open() as file:
+            left, member, is_begun = self._num_bytes, zlib.decompressobj(31), False
+            while piece := file.read(min(left, BUFFER_BYTES)):
+                left -= len(piece)
+                while piece:
+                    piece = piece if is_begun else piece.lstrip(b"\0")
+                    is_begun = bool(piece)
+                    try:
+                        member.decompress(piece, BUFFER_BYTES)
+                    except zlib.error:
+                        return False
+                    piece = member.unconsumed_tail
+                    if member.eof:
+                        piece, member, is_begun = member.unused_data, zlib.decompressobj(31), False
+        return not is_begun
 
     def _decompressed(self, file: BinaryIO) -> Any:
         return pa.CompressedInputStream(pa.PythonFile(file, "r").get_stream(0, self._num_bytes), self._codec)
@@ -108,3 +139,10 @@ def damage(stream: BinaryIO) -> str | None:
     """Why a stream of ``open_text`` ended before its file did; None while it has not."""
     raw = getattr(stream, "raw", None)
     return raw.damage if isinstance(raw, Decompressed) else None
+
+
+def foreign_compression(content: InputBytes) -> str | None:
+    """The name of a compression that is not read, where a file begins with its mark."""
+    with content.open() as stream:
+        head = stream.read(16)
+    return next((name for magic, name in _FOREIGN_MAGIC.items() if head.startswith(magic)), None)

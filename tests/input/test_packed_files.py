@@ -1,0 +1,137 @@
+"""Files that are packed, padded or laid out as no reader expects: read whole, or refused with the way out."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import zipfile
+from pathlib import Path
+
+import pytest
+from input_helpers import codes, read_bytes, source_of, zstd
+
+from batchgen.core.errors import ExitCode, InputUnreadable, UsageError
+from batchgen.input.formats import delimited
+
+ROWS = [{"n": number, "text": f"row {number}"} for number in range(300)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def skippable(size: int, number: int = 0) -> bytes:
+    """A frame of zstd that holds none of the content, as pzstd writes them."""
+    return bytes([0x50 + number]) + b"\x2a\x4d\x18" + size.to_bytes(4, "little") + b"x" * size
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.zst", "rows.jsonl", "rows"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        skippable(4) + zstd(LINES),
+        skippable(0, 15) + skippable(9, 3) + zstd(LINES[:99]) + skippable(4) + zstd(LINES[99:]),
+        zstd(LINES) + skippable(4),
+    ],
+)
+def test_skippable_frames_are_no_content_wherever_they_stand(name: str, content: bytes, tmp_path: Path) -> None:
+    found = read_bytes(tmp_path, content, name)
+    assert [row.columns for row in found] == ROWS
+
+
+@pytest.mark.parametrize("zeros", [1, 511, 600_000])
+@pytest.mark.parametrize("members", [1, 2])
+def test_zeros_behind_a_gzip_file_are_no_damage(zeros: int, members: int, tmp_path: Path) -> None:
+    parts = [LINES] if members == 1 else [LINES[:777], LINES[777:]]
+    found = read_bytes(tmp_path, b"".join(map(gzip.compress, parts)) + bytes(zeros), "rows.jsonl.gz")
+    assert [row.columns for row in found] == ROWS
+
+
+@pytest.mark.parametrize(
+    "behind", [b"\0\0x", b"garbage", gzip.compress(LINES)[:-9], b"\0" * 9 + gzip.compress(LINES)[:40]]
+)
+def test_what_else_stands_behind_a_gzip_file_is_one_failed_row(behind: bytes, tmp_path: Path) -> None:
+    found = read_bytes(tmp_path, gzip.compress(LINES) + behind, "rows.jsonl.gz")
+    assert codes(found)[-1] == "bad_encoding" and len(found) >= 301
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows", "rows.txt.gz"])
+@pytest.mark.parametrize("kind", ["bzip2", "xz", "lz4", "zip"])
+def test_other_compressions_are_refused_by_name_whatever_the_file_is_called(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "packed"
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("rows.jsonl", LINES)
+    else:
+        pack = {"bzip2": bz2.compress, "xz": lzma.compress, "lz4": lambda text: b"\x04\x22\x4d\x18" + text}[kind]
+        path.write_bytes(pack(LINES))
+    with pytest.raises(UsageError, match=rf"is compressed by {kind}, which cannot be read; (unpack|recompress)"):
+        read_bytes(tmp_path, path.read_bytes(), name)
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        (json.dumps(ROWS, indent=2), r"'\.\[\]'"),
+        (json.dumps(ROWS), r"'\.\[\]'"),
+        (json.dumps(ROWS * 300), r"'\.\[\]'"),  # of more than is looked at
+        ("[" + ",\n".join(map(json.dumps, ROWS)) + "]", r"'\.\[\]'"),
+        ("\ufeff\n [\r\n" + ",\r\n".join(map(json.dumps, ROWS)) + "]", r"'\.\[\]'"),
+        ("\n".join(json.dumps(row, indent=1) for row in ROWS), r"\."),
+        (json.dumps(ROWS[:2]) + "\n" + json.dumps(ROWS[2:]), r"'\.\[\]'"),
+    ],
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.ndjson.gz"])
+def test_json_that_is_no_json_lines_is_refused_with_the_command_that_makes_lines(
+    text: str, program: str, name: str, tmp_path: Path
+) -> None:
+    content = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    with pytest.raises(
+        UsageError, match=rf"not JSON Lines.*: jq -c {program} FILE > NEW_FILE.jsonl|jq -c '\.\[\]' FILE"
+    ):
+        read_bytes(tmp_path, content, name)
+
+
+@pytest.mark.parametrize("first", [b"[1, 2]", b'[{"a": 1}]', b'{"a": 1', b"[1, 2", b"{}"])
+def test_a_bad_line_before_good_ones_costs_no_more_than_itself(first: bytes, tmp_path: Path) -> None:
+    found = read_bytes(tmp_path, first + b"\n" + LINES, "rows.jsonl")
+    assert [row.columns for row in found[1:]] == ROWS
+
+
+def test_a_quote_that_is_never_closed_over_short_lines_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delimited, "MAX_ROW_LINES", 50)
+    content = b'p,q\na,"1\n2"\nb,"' + b"x\n" * 1000 + b'"\nc,3\n'
+    found = read_bytes(tmp_path, content, "rows.csv")
+    assert codes(found) == ["ok", "too_long", "ok"]
+    assert [row.line for row in found] == [2, 4, 1005]
+    assert codes(read_bytes(tmp_path, b'p,q\nb,"' + b"x\n" * 1000, "rows.csv")) == ["too_long"]
+
+
+def test_the_lines_of_a_table_row_are_kept_as_their_bytes_alone(tmp_path: Path) -> None:
+    import tracemalloc
+
+    (tmp_path / "rows.csv").write_bytes(b'p,q\nb,"' + b"x\n" * 90_000 + b'"\n')
+    tracemalloc.start()
+    try:
+        assert len([*source_of(tmp_path / "rows.csv").read()]) == 1
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20  # 80 bytes for each line would be more
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("values", [(1, "n/a"), (1, {"a": 1})])
+def test_files_of_a_dataset_that_do_not_agree_are_refused_for_good_with_the_way_to_read_them(
+    values: tuple[object, object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, value in enumerate(values):
+        lines = "".join(json.dumps({"prompt": "a", "score": value}) + "\n" for _ in range(400))
+        (folder / f"part{number}.jsonl").write_text(lines)
+    source = source_of(f"hf:{folder}")
+    with pytest.raises(InputUnreadable, match=rf"must agree on the types.*name {folder}/\*\.jsonl$") as caught:
+        list(source.read())
+    assert caught.value.exit_code == ExitCode.USAGE and "run the same command again" not in str(caught.value)
