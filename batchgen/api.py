@@ -248,7 +248,8 @@ def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
             raise UsageError("generate: rows is a DataFrame with several columns of one name")
         for first in range(0, len(rows), _PIECE_ROWS):
             piece = rows.iloc[first : first + _PIECE_ROWS].astype(object)
-            yield from piece.where(piece.notna(), None).to_dict("records")
+            for row in piece.where(piece.notna(), None).to_dict("records"):
+                yield {name: _unpadded(value) if name in asked else value for name, value in row.items()}
     elif hasattr(rows, "with_format") and hasattr(rows, "iter"):  # datasets
         for table in rows.with_format("arrow").iter(_PIECE_ROWS):
             yield from _arrow_rows(table.to_batches(), asked)
@@ -266,6 +267,15 @@ def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
     else:
         hint = "; choose one split of it" if isinstance(rows, Mapping) and hasattr(rows, "num_rows") else ""
         raise UsageError(f"generate: rows is a {type(rows).__name__}, not a list, table or path{hint}")
+
+
+def _unpadded(value: Any, is_read: bool = False) -> Any:
+    """A cell of pandas without the nulls that Arrow gave its objects: what was read of Parquet has arrays for lists."""
+    if getattr(value, "ndim", 0):
+        value, is_read = list(value), True
+    if isinstance(value, dict):
+        return {key: _unpadded(item, is_read) for key, item in value.items() if not (is_read and item is None)}
+    return [_unpadded(item, is_read) for item in value] if isinstance(value, list) else value
 
 
 def _arrow_rows(batches: Iterable[Any], asked: Collection[str]) -> Iterator[dict[str, Any]]:

@@ -52,15 +52,25 @@ def _from_text(what: str, value: object, expected: str) -> list[Any]:
     return value
 
 
+def _object(where: str, value: object) -> dict[str, Any]:
+    """An object, which what lost its type on the way (``arrow.json`` in pandas) holds as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except RowProblem:
+            raise wrong_type(where, value, "an object") from None
+    if not isinstance(value, dict):
+        raise wrong_type(where, value, "an object")
+    return value
+
+
 def _has_text(content: str | list[dict[str, Any]]) -> bool:
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     return any(text.strip() for text in texts)
 
 
 def _checked_message(where: str, message: object) -> Message:
-    if not isinstance(message, dict):
-        raise wrong_type(where, message, "an object")
-    message = {key: value for key, value in message.items() if value is not None}
+    message = {key: value for key, value in _object(where, message).items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str):
         raise wrong_type(f"{where}.role", role, "a string")
@@ -113,14 +123,11 @@ def _checked_calls(where: str, message: Message) -> list[dict[str, Any]]:
 
 def _checked_call(where: str, call: object) -> dict[str, Any]:
     """A call with its arguments as an object; one without ``function`` is itself the function, as templates allow."""
-    if not isinstance(call, dict):
-        raise wrong_type(where, call, "an object")
+    call = _object(where, call)
     function = call.get("function")
     if function is None:
         return _with_arguments(call) if "name" in call else call
-    if not isinstance(function, dict):
-        raise wrong_type(f"{where}.function", function, "an object")
-    return {**call, "function": _with_arguments(function)}
+    return {**call, "function": _with_arguments(_object(f"{where}.function", function))}
 
 
 def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +145,34 @@ def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
 def checked_tools(value: object) -> list[dict[str, Any]]:
     """The tools of a row, if there are any; datasets often hold such objects as JSON text. Raises RowProblem."""
     tools = _from_text("'tools'", [] if value is None else value, "a list of objects")
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise wrong_type("'tools'", tools, "a list of objects")
-    return tools
+    try:
+        found = [_object("a tool", tool) for tool in tools]
+    except RowProblem:
+        raise wrong_type("'tools'", tools, "a list of objects") from None
+    return [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(found)]
+
+
+def _checked_tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool whose function, schema and properties are objects, where it has them: they may be JSON text too."""
+    if tool.get("function") is None:
+        return _with_objects(where, tool)
+    where = f"{where}.function"
+    return {**tool, "function": _with_objects(where, _object(where, tool["function"]))}
+
+
+def _with_objects(where: str, function: dict[str, Any]) -> dict[str, Any]:
+    if function.get("parameters") is None:
+        return function
+    where = f"{where}.parameters"
+    schema = _object(where, function["parameters"])
+    if schema.get("properties") is None:
+        return {**function, "parameters": schema}
+    properties = _object(f"{where}.properties", schema["properties"])
+    known = {
+        name: _object(f"{where}.properties[{name!r}]", item) if isinstance(item, str) else item
+        for name, item in properties.items()
+    }
+    return {**function, "parameters": {**schema, "properties": known}}
 
 
 def chosen_tools(choice: object, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

@@ -215,8 +215,18 @@ def _message_shape(message: Mapping[str, Any]) -> object:
 
 
 def _field_shape(key: str, value: Any) -> object:
-    is_text = key in ("content", "refusal", "name", "tool_calls", *REASONING) or key.endswith("id")
+    if key == "tool_calls":
+        return [_call_shape(call) for call in value]
+    is_text = key in ("content", "refusal", "name", *REASONING) or key.endswith("id")
     return _outline(value) if is_text else value
+
+
+def _call_shape(call: Mapping[str, Any]) -> object:
+    """A call with the types of its arguments, whose names are as many as there are functions."""
+    function = function_of(call)
+    arguments = function.get("arguments")
+    values = list(arguments.values()) if isinstance(arguments, dict) else arguments
+    return _outline({**call, "function": {**function, "arguments": values}})
 
 
 def _outline(value: Any, depth: int = -1) -> object:

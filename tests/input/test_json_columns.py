@@ -11,6 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from input_helpers import codes, jsonl, source_of
 
+from batchgen.api import _lines
+from batchgen.config.job import InputSpec
+from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Record
 from batchgen.input.formats.arrow import rows_at
 
@@ -151,3 +154,35 @@ def test_a_map_in_a_chat_is_an_object_and_keeps_its_nulls(tmp_path: Path) -> Non
     calls = pa.array([[{"arguments": [("tz", "UTC"), ("city", None)], "name": None}]], kind)
     assert read(write(tmp_path, calls, "messages")) == [{"messages": [{"arguments": {"tz": "UTC", "city": None}}]}]
     assert read(write(tmp_path, calls)) == [{"data": [{"arguments": [("tz", "UTC"), ("city", None)], "name": None}]}]
+
+
+# ---------------------------------------------------------------- rows in memory
+
+
+def in_memory(folder: Path, kind: str) -> Any:
+    import datasets
+    import pandas as pd
+
+    table = pa.Table.from_pylist([{"tools": None, "messages": None, "data": {"a": None}, **row} for row in CHATS])
+    if kind == "arrow":
+        return table
+    if kind == "pandas":
+        pq.write_table(table, folder / "rows.parquet")
+        return pd.read_parquet(folder / "rows.parquet")
+    return datasets.Dataset.from_list(CHATS, on_mixed_types="use_json") if kind == "json" else datasets.Dataset(table)
+
+
+@pytest.mark.parametrize("kind", ["arrow", "pandas", "datasets", "json"])
+def test_rows_in_memory_lose_what_arrow_padded_too(kind: str, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in _lines(in_memory(tmp_path, kind), InputSpec().request_columns)]
+    found = [
+        {"messages": line["messages"], **({"tools": line["tools"]} if line.get("tools") else {})} for line in lines
+    ]
+    assert found == (CHATS if kind == "json" else without_nulls(CHATS))  # a null in JSON was written
+    assert [line.get("data") for line in lines] == [None if kind == "json" else {"a": None}] * len(CHATS)
+
+
+def test_a_row_in_memory_that_cannot_be_read_is_refused() -> None:
+    table = pa.table({"tools": pa.array(["[]", "{"], S).cast(JSON)})
+    with pytest.raises(UsageError, match="a row cannot be read: column 'tools' holds JSON that cannot be read"):
+        list(_lines(table, InputSpec().request_columns))

@@ -173,3 +173,54 @@ def test_a_text_that_is_no_list_in_json_is_told(value: str, message: str) -> Non
 
 def test_an_empty_text_is_an_empty_prompt() -> None:
     assert problem("") == "empty_prompt: column 'messages' has no message with any text"
+
+
+def test_what_lost_its_type_on_the_way_is_read_of_its_text() -> None:
+    """As pandas reads ``arrow.json`` of Parquet: a text at whatever depth the type stood."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    whole = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+
+    def written(value: Any) -> str:
+        return json.dumps(value)
+
+    shapes: list[Any] = [
+        written(whole),
+        {**whole, "function": written(whole["function"])},
+        {**whole, "function": {"name": "weather", "parameters": written(schema)}},
+        {
+            **whole,
+            "function": {"name": "weather", "parameters": {**schema, "properties": written(schema["properties"])}},
+        },
+        {
+            **whole,
+            "function": {
+                "name": "weather",
+                "parameters": {**schema, "properties": {"city": written({"type": "string"})}},
+            },
+        },
+    ]
+    assert [checked_tools([shape]) for shape in shapes] == [[whole]] * len(shapes)
+    assert checked_messages("messages", [written(USER)]) == [USER]
+    assert said(tool_calls=[written(call({"a": 1}))])["tool_calls"] == [call({"a": 1})]
+    assert said(tool_calls=[{**call(""), "function": written({"name": "now", "arguments": {"a": 1}})}]) == said(
+        tool_calls=[call({"a": 1})]
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        ({"function": "x"}, "tools[0].function is a string"),
+        ({"function": 7}, "tools[0].function is a number"),
+        ({"function": {"parameters": "x"}}, "tools[0].function.parameters is a string"),
+        ({"name": "f", "parameters": {"properties": "[]"}}, "tools[0].parameters.properties is a list"),
+        (
+            {"function": {"parameters": {"properties": {"a": "x"}}}},
+            "tools[0].function.parameters.properties['a'] is a string",
+        ),
+    ],
+)
+def test_a_tool_whose_schema_is_a_text_that_is_no_object_is_refused(tool: Any, place: str) -> None:
+    with pytest.raises(RowProblem) as caught:
+        checked_tools([tool])
+    assert str(caught.value) == f"{place}, not an object"
