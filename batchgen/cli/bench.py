@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from batchgen.core.records import POOLINGS, Request, SamplingParams
 if TYPE_CHECKING:
     from batchgen.text.tokenizer import Tokenizer
 
+_HEARTBEAT_S = 30.0
 _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]."
 
 
@@ -75,7 +77,7 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     from batchgen.bench import measure
     from batchgen.model.registry import load_config
 
-    where, note = spec.model, _note if sys.stderr.isatty() else _keep_quiet
+    where, note = spec.model, _note if sys.stderr.isatty() else _Heartbeat()
     note("loading the model")
     tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(where)
     config = load_config(where.path, where.revision)
@@ -102,8 +104,16 @@ def _note(text: str) -> None:
     say(f"{text} ...")
 
 
-def _keep_quiet(text: str) -> None:
-    """Where no person watches."""
+class _Heartbeat:
+    """Where no person watches: of the notes one every half minute, as ``run`` has lines."""
+
+    def __init__(self) -> None:
+        self._noted_at = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._noted_at >= _HEARTBEAT_S:
+            self._noted_at = time.monotonic()
+            _note(text)
 
 
 def _requests(values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None) -> list[Request]:

@@ -165,6 +165,12 @@ def roofline_section(
     return {**known, "flops": work.flops, "bytes": work.num_bytes, **shares}
 
 
+def beyond(share: float | None) -> str:
+    """Why a share of the roofline may be above one, in words; "" where it is not."""
+    over = "above 100%: weights stay in the processor's cache, or it was busy when its rates were measured"
+    return over if share is not None and share > 1 else ""
+
+
 def machine_key(processor: str, config: ModelConfig, numerics: Mapping[str, str], threads: int) -> str:
     """The conditions under which ceilings hold: machine, shape of the linears, dtype, device, kernels, threads."""
     shape = f"{config.linear_params_per_token}/{config.num_layers}/{config.hidden_size}"

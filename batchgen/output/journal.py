@@ -297,7 +297,12 @@ class Journal:
 
 def read_counts(folder: Path, shard: Shard = WHOLE) -> Counts:
     """Rows finished so far in a journal that another process may be writing; changes nothing on disk."""
+    return read_rows(folder, shard)[0]
+
+
+def read_rows(folder: Path, shard: Shard = WHOLE) -> tuple[Counts, int]:
+    """``read_counts``, and how many rows are half done: a resume goes on behind the tokens that were saved of them."""
     journal = Journal(folder, shard)
     with storage_errors("read the journal", folder):
         journal._recover(repair=False)
-    return journal.counts
+    return journal.counts, len(journal.partials)

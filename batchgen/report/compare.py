@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import counted, format_duration, printable, shortened
+from batchgen.model.roofline import beyond
 from batchgen.report.advice import BARE_ANSWERS
 from batchgen.report.facts import Report, at, rate
 
@@ -123,6 +124,8 @@ class Comparison(NamedTuple):
             values = f"{f.show(f.before):>14} {f.show(f.now):>14} {f.show_change():>9}"
             line = f"{f.name:<18} {values}{verdicts[f.is_regression]}"
             lines.append(line.rstrip())
+        shares = [share for f in self.figures if f.name == "roofline share" for share in (f.before, f.now) if share]
+        lines += [f"roofline share {why}" for why in [beyond(max(shares, default=None))] if why]
         lines += [shortened(printable(f"{name:<18} {text}"), _WIDTH) for name, text in self._answer_lines()]
         return "\n".join([*lines, *(shortened(printable(text), _WIDTH) for text in self.differences)])
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchgen.core.units import counted, format_amount, format_duration, shortened
+from batchgen.model.roofline import beyond
 
 Report = Mapping[str, Any]
 Facts = Iterator[tuple[str, str]]
@@ -289,6 +290,8 @@ def _roofline(roofline: Mapping[str, Any] | None) -> Facts:
         yield "roofline", f"{roofline['flops_share']:.0%} of {roofline['flops_per_s'] / 1e9:,.0f} GFLOP/s"
         moved = f"{roofline['bytes_share']:.0%} of {roofline['memory_bytes_per_s'] / 1e9:,.0f} GB/s"
         yield "roofline", f"{moved} while generating ({source})"
+        if why := beyond(roofline["share"]):
+            yield "roofline", why
         if peak := roofline["peaks"].get(roofline["product"]):
             yield "peak", f"{peak / 1e9:,.0f} GFLOP/s ({roofline['product']}) in registers"
             yield "peak", f"of which linears sustain {roofline['flops_per_s'] / peak:.0%}"

@@ -37,14 +37,18 @@ def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
 
 
 def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
-    """``add_up`` with ``more`` coming after ``totals`` in time: its series begins where their wall time ends."""
+    """``add_up`` with ``more`` coming after ``totals`` in time: its series begins where their wall time ends.
+
+    The ``tail_s`` of an invocation, which has none yet, is that of its own series: one with other sizes before it, or
+    one that was stopped, had no end.
+    """
     series = more.get("engine", {}).get("series")
     if not series:
         return add_up(totals, more)
     at_s = [round(at + totals.get("wall_s", 0.0), 3) for at in series["at_s"]]
     total = add_up(totals, {**more, "engine": {**more["engine"], "series": {**series, "at_s": at_s}}})
     total["engine"]["series"] = thin(total["engine"]["series"])
-    return total
+    return total if "tail_s" in more else {**total, "tail_s": tail_s(series)}
 
 
 def usage_of(report: Numbers) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import UsageError
 from batchgen.core.units import format_duration, printable
 from batchgen.output.finalize import read_errors
-from batchgen.output.journal import read_counts
+from batchgen.output.journal import read_rows
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report.facts import cost_text
@@ -24,6 +25,7 @@ from batchgen.run.stop import RESUME
 
 WATCH_S = 2.0  # the interval at which a run writes its progress
 START_S = 10.0
+_SILENT_S = 10.0  # a process that has written nothing for so long stands still
 _SHOWN_WORKERS = 40
 
 
@@ -55,6 +57,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "cost": progress.get("cost"),
         "workers": live.get("workers", []),
         "updated_at": progress.get("updated_at"),
+        "silent_s": _silent_s(progress) if holder and progress.get("pid") == holder.pid else None,
     }
     if status["state"] in ("stopped", "failed", "interrupted"):
         status["advice"] = progress.get("advice", RESUME)
@@ -63,9 +66,10 @@ def read_status(folder: Path) -> dict[str, Any]:
         status |= {"reason": None, "advice": unfinished}
         status |= _finished(run_dir, manifest)
     elif holder is None and manifest is not None and run_dir.journal.is_dir():
-        counts = read_counts(run_dir.journal, manifest.shard)
+        counts, num_partial = read_rows(run_dir.journal, manifest.shard)
         total, reused = (status["rows"].get(name) for name in ("total", "reused"))
         status["rows"] = row_counts(total, counts.results, counts.errors, reused or 0)
+        status["rows"] |= {"half_done": num_partial} if num_partial else {}
     return status
 
 
@@ -94,8 +98,11 @@ def render_status(status: Mapping[str, Any]) -> str:
     if status["state"] == "failed" and reason:
         reason = f": {status['reason']}"
     advice = f"; {status['advice']}" if status["advice"] else ""
+    if (status.get("silent_s") or 0) > _SILENT_S:
+        what += f", last progress {format_duration(status['silent_s'])} ago: it stands still, or its machine does"
     lines = [printable(f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}")]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
+    left = f", {rows['half_done']:,} half done{left}" if rows.get("half_done") else left
     reused = f" ({rows['reused']:,} reused)" if rows.get("reused") else ""
     lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done{reused}, {rows['failed']:,} failed{left}")
     lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")
@@ -105,6 +112,11 @@ def render_status(status: Mapping[str, Any]) -> str:
     if status["cost"]:
         lines.append(f"cost    {cost_text(status['cost'])}")
     return "\n".join([*lines, *_worker_lines(status["workers"])])
+
+
+def _silent_s(progress: Mapping[str, Any]) -> float:
+    """Seconds since a running process has written its progress, which it does every ``WATCH_S``."""
+    return max(0.0, round((datetime.now(UTC) - datetime.fromisoformat(progress["updated_at"])).total_seconds(), 1))
 
 
 def _worker_lines(workers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

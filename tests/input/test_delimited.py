@@ -188,7 +188,7 @@ REFUSED = {
     "quotes": (b'a,"b\n1,2\n', {}, "the header: the quotes of a cell are never closed"),
     "no UTF-8": (b"\na,\xff\n1,2\n", {}, "line 2, the header: not UTF-8"),
     "carriage returns for lines": (b"a,b\r1,2\r3,4\r", {}, "a carriage return stands in a cell"),
-    "semicolons": (b"a;b\n1;2\n", {}, "give input.delimiter"),
+    "semicolons": (b"a;b\n1;2\n", {}, "give input.delimiter = ';' (--delimiter ';')"),
     "two delimiters": (b"a,b\n", {"delimiter": ",,"}, "must be one character"),
     "a quote": (b"a,b\n", {"delimiter": '"'}, "must be one character"),
     "a delimiter of lines": (b"a,b\n", {"delimiter": ";", "format": "jsonl"}, "input.delimiter is of tables"),

@@ -15,9 +15,11 @@ from batchgen.engine.stats import EngineStats
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.build import KEYS, build_report
+from batchgen.report.compare import compare_reports
 from batchgen.report.facts import pace
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
+from batchgen.report.usage import follow
 from batchgen.run.job import run_job
 from batchgen.run.reports import read_report
 
@@ -126,6 +128,34 @@ def test_a_long_tail_is_told_with_advice_and_a_short_one_without() -> None:
     assert any("for the last 3.0 s less than half of the rows were running" in text for text in tailed(3.0)["advice"])
     assert "3.0 s at the end" in render_report(tailed(3.0))
     assert not any("rows were running" in text for text in tailed(0.9)["advice"])
+
+
+def test_the_tail_is_that_of_the_last_invocation_and_not_of_one_with_other_sizes_before() -> None:
+    """First 60 rows at once, then a resume of 12 at once that ends with all of them."""
+
+    def session(sequences: list[float]) -> dict[str, Any]:
+        length = len(sequences)
+        series = {"at_s": [10.0 * i for i in range(length)], "span_s": [10.0] * length, "sequences": sequences}
+        series |= {"steps": [5] * length, "kv_use": [0.5] * length}
+        counts = engine(series=series)
+        return {"sessions": 1, "wall_s": 10.0 * length, "seconds": {"generate": 10.0 * length}, "engine": counts}
+
+    usage = follow(session([60.0, 60.0]), session([12.0, 12.0, 12.0]))
+    report = made(**usage)
+    assert report["tail_s"] == 0.0 and not any("rows were running" in text for text in report["advice"])
+    assert made(**follow(usage, session([12.0, 2.0])))["tail_s"] == 10.0
+    assert made(**follow(session([12.0, 2.0]), {"sessions": 1, "wall_s": 1.0}))["tail_s"] == 10.0
+
+
+def test_a_share_above_the_roofline_is_never_shown_without_a_word() -> None:
+    above = {"flops_per_s": 1e9, "memory_bytes_per_s": 1e9, "source": "s", "measured_at": "2026-01-02", "peaks": {}}
+    report = made(engine=engine())
+    found = {"share": 1.432, "flops_share": 0.3, "bytes_share": 1.432, "product": "", **above}
+    text = " ".join(render_report({**report, "roofline": found}).split())
+    assert "143% of 1 GB/s while generating (s, 2026-01-02), above 100%: weights stay in the processor's cache" in text
+    assert "above 100%" not in render_report({**report, "roofline": {**found, "share": 0.9, "bytes_share": 0.9}})
+    table = compare_reports({**report, "roofline": found}, {**report, "roofline": found}).render()
+    assert "roofline share above 100%: weights stay" in table and max(map(len, table.splitlines())) <= 110
 
 
 def test_what_was_spared_and_recomputed_is_told_where_the_engine_counts_it() -> None:

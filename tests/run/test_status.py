@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -74,6 +75,35 @@ def test_a_stopped_run_says_why_and_what_to_do(job: JobMaker) -> None:
     assert status["rows"]["done"] + status["rows"]["left"] == 60
     assert "max total tokens of 200" in render_status(status)
     assert "run again to resume" in render_status(status)
+
+
+def test_a_stopped_run_counts_the_rows_that_are_half_done(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    (said, *_) = job.run(options=quiet(max_total_tokens=200)).lines
+    status = read_status(job.output)
+    assert f"{status['rows']['half_done']} half done and saved" in said
+    assert f"{status['rows']['half_done']} half done, " in render_status(status)
+    job.run()
+    assert "half_done" not in read_status(job.output)["rows"]
+
+
+def test_a_process_that_stands_still_is_said_to(job: JobMaker) -> None:
+    job.write(rows_of(40))
+    process = start(["run", job.toml()], step_s=0.05)
+    until_rows_are_done(process, job.output, 2)
+    status = read_status(job.output)
+    assert status["silent_s"] < 10 and "last progress" not in render_status(status)
+    process.send_signal(signal.SIGSTOP)
+    path = job.output / "progress.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "updated_at": "2026-01-02T03:04:05+00:00"}))
+    assert re.search(
+        r"running: generating, last progress \d+d .*ago: it stands still", render_status(read_status(job.output))
+    )
+    path.write_text(json.dumps({**found, "pid": 1, "updated_at": "2026-01-02T03:04:05+00:00"}))
+    assert "last progress" not in render_status(read_status(job.output)), "of an invocation before this one"
+    process.kill()
+    process.communicate()
 
 
 def test_a_killed_run_shows_what_its_journal_holds(job: JobMaker) -> None:

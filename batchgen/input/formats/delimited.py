@@ -85,7 +85,8 @@ class DelimitedFile(LinesFile):
         if repeated := [name for name, count in Counter(self._names).items() if count > 1]:
             raise self._error(header, f"two columns are named {shown(repeated[0])}: give each a name of its own")
         if self._delimiter is None and len(self._names) == 1 and ";" in self._names[0]:
-            raise self._error(header, f'it has one column, {shown(self._names[0])}: give input.delimiter (";" or ",")')
+            why = f"it has one column, {shown(self._names[0])}: give input.delimiter = ';' (--delimiter ';')"
+            raise self._error(header, f"{why}, or ',' if that is the name of one")
         return header
 
     def _first_record(self) -> Line:
