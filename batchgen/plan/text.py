@@ -42,6 +42,8 @@ def _rows(plan: Plan) -> Lines:
     if (structured := plan["structured"])["rows"]:
         fitting = f"{counted(structured['rows'], 'row')} must fit a schema or grammar"
         yield "structured", f"{fitting}; different ones: {structured['distinct']:,}"
+        if parts := plan["open_schema"]:
+            yield "", f"open, so that an answer may fill them until max_tokens: {'; '.join(parts)}"
     yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 

@@ -18,6 +18,7 @@ _HALF = 0.5
 _CUT_OFF_SHARE = 0.1  # of the rows
 _TAIL_SHARE = 0.1  # of the wall time
 _LEAST_TAIL_S = 1.0
+_SHOWN_PARTS = 4  # of a schema
 _IDLE_SHARE = 0.3  # of the time that workers were there
 
 _WORK = {  # words for the accounts of the time; those with the same words are one
@@ -83,7 +84,11 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     if found["incomplete"]:
         answers = f"{found['incomplete']:,} of {counted(found['samples'], 'structured answer')}"
         whole = "it was complete" if found["incomplete"] == 1 else "they were complete"
-        yield f"{answers} ended before {whole}: raise max_tokens where finish_reason is length"
+        remedy = "raise max_tokens where finish_reason is length"
+        if parts := report.get("open_schema"):
+            more = ", …" if len(parts) > _SHOWN_PARTS else ""
+            remedy = f"limit lists and strings in the schema ({'; '.join(parts[:_SHOWN_PARTS])}{more})"
+        yield f"{answers} ended before {whole}: {remedy}"
     accuracy = report.get("accuracy")
     if accuracy and not accuracy["total"]:
         yield "nothing was compared: no row that is done has a value in the column that [output] expected names"

@@ -14,7 +14,7 @@ from batchgen.config.load import job_from_dict
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.storage import check_replaceable, write_atomic
-from batchgen.core.structured import parsed
+from batchgen.core.structured import parsed, schema_of
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
@@ -25,6 +25,7 @@ from batchgen.report.compare import answer_changes
 from batchgen.report.facts import NUM_ANSWERS, Table, answers
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
+from batchgen.text.open_schemas import open_parts
 
 if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
     from batchgen.run.backend import Backend
@@ -66,6 +67,7 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
         "created_at": manifest.created_at,
         "numerics": manifest.fingerprints.get("numerics", {}),
         "threads": backend.threads if backend else None,
+        "open_schema": open_parts(schema_of(spec.sampling.structured_outputs)),
         **(backend.facts() if backend else {}),
         **spec.cluster.priced,
     }

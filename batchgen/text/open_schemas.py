@@ -1,0 +1,61 @@
+"""Open parts of a JSON schema: lists and strings without a limit, which a model may fill until ``max_tokens`` ends it.
+
+A pattern, a format and an enum count as limits of a string. It refuses nothing and changes no schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MOST = 20  # parts that are listed
+_BRANCHES = ("anyOf", "oneOf", "allOf")
+_STRING_LIMITS = ("maxLength", "enum", "const", "pattern", "format")
+
+
+def open_parts(schema: Any) -> list[str]:
+    """Each open part with the keyword that it lacks, such as ``items[].name: no maxLength``; at most ``_MOST``."""
+    found = dict.fromkeys(_open(schema, "", schema, set()))
+    return [*found][:_MOST]
+
+
+def _open(schema: Any, path: str, root: Any, seen: set[str]) -> Iterator[str]:
+    """``seen`` are the references followed so far: each definition is looked at once, where it stands first."""
+    if not isinstance(schema, Mapping):
+        return
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        yield from _open(_definition(root, reference), path, root, seen)
+    for key in _BRANCHES:
+        for part in schema[key] if isinstance(schema.get(key), list) else ():
+            yield from _open(part, path, root, seen)
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    name = path or "the value"
+    if "string" in kinds and not any(key in schema for key in _STRING_LIMITS):
+        yield f"{name}: no maxLength"
+    if "array" in kinds:
+        items = schema.get("items")
+        if "maxItems" not in schema and items is not False and not ("prefixItems" in schema and "items" not in schema):
+            yield f"{name}: no maxItems"
+        yield from _open(items, f"{path}[]", root, seen)
+        for number, part in enumerate(schema["prefixItems"] if isinstance(schema.get("prefixItems"), list) else ()):
+            yield from _open(part, f"{path}[{number}]", root, seen)
+    properties = schema.get("properties")
+    for key, part in properties.items() if isinstance(properties, Mapping) else ():
+        yield from _open(part, f"{path}.{key}" if path else str(key), root, seen)
+    more = schema.get("additionalProperties")
+    if more is True or isinstance(more, Mapping):
+        if "maxProperties" not in schema:
+            yield f"{name}: no additionalProperties = false"
+        yield from _open(more, f"{path}.*" if path else "*", root, seen)
+
+
+def _definition(root: Any, reference: str) -> Any:
+    """What a reference inside of the schema stands for; None for any other."""
+    found = root
+    for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ():
+        key = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return None if found is root else found
