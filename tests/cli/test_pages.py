@@ -15,6 +15,7 @@ from repeats import slow
 from run_helpers import REPOSITORY
 
 from batchgen.cli.main import call, cli
+from batchgen.model.roofline import cache_file
 from batchgen.output.rundir import RunDir
 from batchgen.report import advice
 
@@ -109,3 +110,15 @@ def test_the_python_shown_prints_what_the_page_says(
         exec(text, {})
         assert sorted(capsys.readouterr().out.splitlines()) == re.findall(r"`(\d [A-Z]+)`", page) != []
     assert len(texts) == 2
+
+
+def test_the_page_on_operations_names_each_place_that_uninstalling_leaves_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = (DOCS / "operations.md").read_text(encoding="utf-8")
+    section = page.split("## Uninstall")[1].split("## ")[0]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert f"`~/{cache_file().parent.relative_to(tmp_path)}/`" in section
+    for name in ("TMPDIR/batchgen-*/", "TMPDIR/batchgen-*.txt", "HF_HOME", "XDG_CACHE_HOME/batchgen/"):
+        assert f"`${name}" in section
