@@ -117,15 +117,9 @@ def from_file(
             if any(type(number) is not int or number < 0 for number in (max_tokens, *(given or ()))):
                 raise ValueError("token ids and max_tokens are whole numbers from 0 on")
             prompt = _token_ids(row, tokenizer) if given is None else tuple(given)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RowProblem,
-            ChatTemplateError,
-            TokenizerError,
-        ) as error:
+        except (RowProblem, ChatTemplateError) as error:
+            raise UsageError(f"{path}, line {number}: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, TokenizerError) as error:
             needs = "needs prompt_token_ids, or messages or a prompt and a model with a tokenizer"
             raise UsageError(f"{path}, line {number}: {needs} ({error!r})") from None
         requests.append(Request(number - 1, prompt, replace(default, max_tokens=max_tokens)))

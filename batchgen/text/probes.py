@@ -31,8 +31,8 @@ class HiddenError(ChatTemplateError):
     """A part of a chat that would not be in its prompt as it is; ``str()`` is one line."""
 
     def __init__(self, place: Place, why: str = _HIDDEN) -> None:
-        super().__init__(place, why)
         self._place, self._why = place, why
+        super().__init__(self.told())
 
     def told(self, messages: str = "messages", num_added: int = 0) -> str:
         """What is wrong, where ``messages`` is the name of the row's own, the first ``num_added`` being the job's."""
@@ -45,9 +45,6 @@ class HiddenError(ChatTemplateError):
             where = f"{messages}[{place.message - num_added}].{place.key}"
         role = f" (role {place.role[:40]!r})" if place.role and place.role not in _ROLES else ""
         return f"{where}{role}: {self._why}"
-
-    def __str__(self) -> str:
-        return self.told()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from chat_templates import DATED, THINKING
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, quiet, rows_of
+from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
+from batchgen.arrow import generate
+from batchgen.bench.workload import from_file
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.records import SamplingParams
 from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
@@ -24,6 +29,7 @@ from batchgen.run import job as job_module
 from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
 from batchgen.text import chat as chat_module
+from batchgen.text.tokenizer import Tokenizer
 
 OFF = {"enable_thinking": False}
 
@@ -182,3 +188,55 @@ def test_a_flag_and_a_job_file_take_variables_alike(
     assert totals[0] == totals[1] != totals[2] == totals[3]
     assert call(["plan", str(tmp_path / "job.toml"), "--chat-template-kwargs", "{enable_thinking: false}"]) == 2
     assert "must be an object of JSON values" in " ".join(capsys.readouterr().err.split())
+
+
+# ---------------------------------------------------------------- what a template would not show
+
+# A branch for users and assistants, and none for any other.
+DEAF = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}<|im_start|>assistant\n"
+)
+HIDDEN = "the model's chat template never shows it"
+
+
+def test_run_and_plan_refuse_a_row_whose_turn_the_template_would_not_show(job: JobMaker) -> None:
+    user = {"role": "user", "content": "Hi"}
+    chats = [[user], [{"role": "system", "content": "Be terse."}, user], [user, {"role": "tool", "content": "12:00"}]]
+    job.write([{"id": f"{n}", "chat": chat} for n, chat in enumerate(chats)])
+    spec = spec_with(job, DEAF)
+    spec = replace(spec, input=replace(spec.input, prompt=None, messages="chat"))
+    assert make_plan(spec)["errors"] == {"template_error": 2}
+    assert job.run(spec).exit_code == 3
+    places = [(line["code"], line["message"].partition(":")[0]) for line in read_lines(job.output / "errors.jsonl")]
+    assert places == [("template_error", "chat[0].content"), ("template_error", "chat[1].content")]
+
+
+def test_a_system_prompt_of_the_job_that_the_template_would_not_show_fails_its_rows(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    assert job.run(spec_with(job, DEAF, system="Be terse.")).exit_code == 3
+    errors = read_lines(job.output / "errors.jsonl")
+    assert [line["message"].partition(";")[0] for line in errors] == [f"input.system: {HIDDEN}"] * 2
+
+
+def test_tables_and_workloads_are_shown_whole_too(job: JobMaker) -> None:
+    folder = write_tokenizer(job.folder / "tokenizer", chat_template=DEAF)
+    chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}]
+    batch = pa.RecordBatch.from_pylist([{"messages": chat}, {"messages": chat[1:]}])
+    model = {"path": str(MODEL), "tokenizer": str(folder)}
+    [answered] = generate(iter([batch]), model=model, engine_factory=stub_factory())
+    told = f"template_error: messages[0].content: {HIDDEN}"
+    assert [error and error.partition(";")[0] for error in answered.column("error").to_pylist()] == [told, None]
+    (job.folder / "work.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    with pytest.raises(UsageError, match=r"messages\[0\]\.content"):
+        from_file(job.folder / "work.jsonl", SamplingParams(), tokenizer=Tokenizer.load(folder))
+
+
+def test_an_evaluation_is_refused_where_its_description_would_not_be_shown(job: JobMaker) -> None:
+    pytest.importorskip("lm_eval")
+    from batchgen.lm_eval import BatchgenLM
+
+    model = BatchgenLM(str(MODEL), tokenizer=str(write_tokenizer(job.folder / "tokenizer", chat_template=DEAF)))
+    chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}]
+    with pytest.raises(UsageError, match=r"messages\[0\]\.content: the model's chat template never shows it"):
+        model.apply_chat_template(chat)
