@@ -17,9 +17,10 @@ from batchgen.config.embed import EmbedSpec
 from batchgen.config.sampling import COLUMNS, ROW_KEYS, SAMPLING_KEYS, Again
 from batchgen.core import keys
 from batchgen.core.answers import PARSED, check_rule
+from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
-from batchgen.core.records import SamplingParams, is_batch_shape
+from batchgen.core.records import SamplingParams
 from batchgen.core.remote import WRITABLE, check_address, scheme_of
 from batchgen.core.units import parse_size, shown
 

@@ -6,9 +6,9 @@ its Result lies in the journal (``output.journal``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from batchgen.core import keys
@@ -151,7 +151,7 @@ class Request:
     with any, the request is scored and generates nothing. ``bad_words`` holds the tokens of each way to write one of
     ``params.bad_words``. ``num_row_chars`` is about how much of its row is kept in memory until there is a result.
     ``pooling`` names the tokens of the prompt whose hidden states make up its vector (``POOLINGS``), "" for none: such
-    a request generates nothing.
+    a request generates nothing. ``text_lengths`` are those of the texts in the prompt where each gets a vector.
     """
 
     key: int
@@ -162,6 +162,20 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_row_chars: int = field(default=0, compare=False)
     pooling: str = ""
+    text_lengths: tuple[int, ...] = ()
+
+    @property
+    def named_tokens(self) -> tuple[int, ...]:
+        """The tokens of the prompt, by which a result is found again; behind several texts where each ends."""
+        return (*self.prompt_token_ids, -1, *self.text_lengths) if self.text_lengths else self.prompt_token_ids
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        """The texts in the prompt: one, or as many as there are ``text_lengths``."""
+        lengths = self.text_lengths or (len(self.prompt_token_ids),)
+        return [
+            self.prompt_token_ids[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)
+        ]
 
     @property
     def token_lists(self) -> tuple[tuple[int, ...], ...]:
@@ -224,7 +238,7 @@ class Result:
     ``Sample``), ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's
     tokens, ``choice_means`` are those per token; then ``token_ids`` are the best choice's.
     ``prompt_logprobs`` has one entry per prompt token but the first. ``vector`` has the float32 numbers of a text's
-    vector, or of those of all its tokens one after the other.
+    vector, or of those of all its tokens one after the other, or of ``num_texts`` texts.
     """
 
     key: int
@@ -241,6 +255,7 @@ class Result:
     choice_means: tuple[float, ...] = ()
     is_complete: bool | None = None
     vector: bytes = b""
+    num_texts: int = 1
 
     def choice_scores(self, params: SamplingParams) -> tuple[float, ...]:
         """The log-probabilities that decide between the choices: means per token, or sums."""
@@ -267,24 +282,3 @@ class Result:
         """All samples, the first one first."""
         first = Sample(self.token_ids, self.finish_reason, self.stop, self.logprobs, self.is_complete)
         return (first, *self.more_samples)
-
-
-CHAT_URL = "/v1/chat/completions"
-COMPLETION_URL = "/v1/completions"
-EMBEDDING_URL = "/v1/embeddings"
-
-
-def is_batch_shape(columns: Mapping[str, Any]) -> bool:
-    """Whether a row has the columns that no line of another format has together."""
-    return "custom_id" in columns and isinstance(columns.get("body"), dict)
-
-
-def url_of(columns: Mapping[str, Any]) -> Any:
-    """The ``url`` of a line as given; without one, that which fits the body: its ``input``, ``prompt`` or chat."""
-    if "url" in columns:
-        return columns["url"]
-    body = columns.get("body")
-    if isinstance(body, dict) and "input" in body:
-        return EMBEDDING_URL
-    is_completion = isinstance(body, dict) and "prompt" in body and "messages" not in body
-    return COMPLETION_URL if is_completion else CHAT_URL

@@ -95,7 +95,7 @@ def _digest(state: RequestState) -> bytes | None:
     request = state.request
     if state.digest is None and request.params.is_greedy:
         tokens = array("i", request.prompt_token_ids).tobytes()
-        choices = repr((request.choices, request.bad_words, request.pooling)).encode()
+        choices = repr((request.choices, request.bad_words, request.pooling, request.text_lengths)).encode()
         state.digest = blake2b(_name(request.params) + choices + b"\0" + tokens, digest_size=16).digest()
     return state.digest
 

@@ -110,6 +110,12 @@ class RequestState:
             for sequence in self.sequences:
                 sequence.generation.score_choice()
             return
+        if request.text_lengths:
+            texts = [replace(request, prompt_token_ids=text, text_lengths=()) for text in request.texts]
+            self.sequences = [Sequence(text, self, i) for i, text in enumerate(texts)]
+            for sequence in self.sequences:
+                sequence.generation.score_given()
+            return
         num_different = 1 if request.params.is_greedy else request.params.n
         if num_different > 1:  # the tokens of an earlier run belong to no single sample
             request = self.request = replace(request, output_token_ids=())
@@ -145,7 +151,8 @@ class RequestState:
             scores = scored.choice_scores(params)
             return replace(scored, token_ids=self.request.choices[scores.index(max(scores))])
         if self.request.pooling:
-            return replace(base, finish_reason=FinishReason.STOP, vector=first.generation.vector)
+            vector = b"".join(s.generation.vector for s in self.sequences)
+            return replace(base, finish_reason=FinishReason.STOP, vector=vector, num_texts=len(self.sequences))
         samples = [s.generation.to_sample() for s in self.sequences]
         samples += samples[:1] * (params.n - len(samples))
         return replace(

@@ -15,7 +15,7 @@ from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
 from batchgen.input.messages import Message, checked_messages, checked_tools, chosen_tools
-from batchgen.input.openai_batch import check_purpose, effort_kwargs, parse_batch_line
+from batchgen.input.openai_batch import check_purpose, effort_kwargs, inputs_of, parse_batch_line
 from batchgen.input.rows import Embedded, RowProblem, num_chars, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import MAX_CHARS
@@ -53,10 +53,14 @@ _Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a row asks for: its prompt, and the sampling values it brings, not yet checked."""
+    """What a row asks for: its prompt, and the sampling values it brings, not yet checked.
+
+    ``more`` are further texts of a request for a vector of each.
+    """
 
     prompt: Prompt
     overrides: Mapping[str, Any]
+    more: Sequence[PlainText | list[int]] = ()
 
 
 class ContentFinder:
@@ -123,12 +127,19 @@ class ContentFinder:
             kwargs |= _checked_kwargs(request.variables["chat_template_kwargs"])
             variables = {**request.variables, "chat_template_kwargs": kwargs}
             return Content(self._from_messages("body.messages", request.content, variables), overrides)
-        name = "body.prompt" if request.embedding is None else "body.input"
-        if isinstance(request.content, list):
-            return Content(self._from_ids(name, request.content), overrides)
-        text = _checked_text(f"column {name!r}", request.content)
+        contents = {"body.prompt": request.content}
+        if self._embedded is not None:
+            contents = inputs_of(request.content, self._embedded)
+        first, *more = [self._plain(name, content) for name, content in contents.items()]
+        return Content(first, overrides, more)
+
+    def _plain(self, name: str, value: object) -> PlainText | list[int]:
+        """A text that is raw, whatever the job's ``chat`` says, or token ids."""
+        if isinstance(value, list):
+            return self._from_ids(name, value)
+        text = _checked_text(f"column {name!r}", value)
         self._require_tokenizer()
-        return Content(PlainText(text, True), overrides)  # raw, whatever the job's ``chat`` says
+        return PlainText(text, True)
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         own = {name: from_cell(name, value) for name, value in columns.items() if name in self._param_columns}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.sampling import ROW_KEYS
+from batchgen.core.batch_lines import CHAT_URL, COMPLETION_URL, EMBEDDING_URL, url_of
 from batchgen.core.errors import RowErrorCode
-from batchgen.core.records import CHAT_URL, COMPLETION_URL, EMBEDDING_URL, url_of
 from batchgen.core.units import shown
 from batchgen.input.rows import Embedded, RowProblem, type_name, wrong_type
 
@@ -38,6 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _CONTENT_FIELDS = {CHAT_URL: "messages", COMPLETION_URL: "prompt", EMBEDDING_URL: "input"}
 _ENCODINGS = ("float", "base64")
+_MAX_INPUTS = 2048  # OpenAI's limit
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _VARIABLES = ("chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
 _OF_CHATS = (*_VARIABLES, "top_logprobs", "reasoning_effort", "prediction")  # a prediction saves OpenAI's time alone
@@ -82,7 +83,7 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     if content_field not in body:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no {content_field!r} in the body of this request to {url}")
     if url == EMBEDDING_URL:
-        return BatchRequest(False, _one_input(body["input"]), {}, {}, embedding=_embedding_fields(body))
+        return BatchRequest(False, body["input"], {}, {}, embedding=_embedding_fields(body))
     read = {content_field, "max_completion_tokens", "stream_options", *(_OF_CHATS if is_chat else ())}
     sampling = _sampling(body, read)
     _check_inside("stream_options", body.get("stream_options"), _OF_STREAMS)
@@ -207,12 +208,18 @@ def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
         raise RowProblem(RowErrorCode.BAD_PARAM, message)
 
 
-def _one_input(value: Any) -> Any:
-    """The text or token ids of a request for one vector: a list may hold one."""
-    is_list = isinstance(value, list) and value and not isinstance(value[0], int)
-    if is_list and len(value) > 1:
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'input' holds {len(value)} texts: give each its own line")
-    return value[0] if is_list else value
+def inputs_of(value: Any, embedded: Embedded) -> dict[str, Any]:
+    """The texts, or lists of token ids, of a request for vectors, each under the name of its place in the body.
+
+    Raises RowProblem bad_param where there are more than are taken.
+    """
+    if not isinstance(value, list) or not value or isinstance(value[0], int):
+        return {"body.input": value}
+    most = _MAX_INPUTS if embedded.takes_lists else 1
+    if len(value) > most:
+        remedy = f"at most {most:,} are taken" if most > 1 else "give each its own line"
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'input' holds {len(value):,} texts: {remedy}")
+    return {f"body.input[{number}]": item for number, item in enumerate(value)}
 
 
 def _embedding_fields(body: Mapping[str, Any]) -> dict[str, Any]:

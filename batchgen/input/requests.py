@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from batchgen.config.job import InputSpec
@@ -36,11 +37,18 @@ Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row whose prompt is yet to be tokenized; ``prompt`` is token ids where the row brought them."""
+    """A row whose prompts are yet to be tokenized, or are token ids where the row brought them.
+
+    There are several only where a row asks for a vector of each.
+    """
 
     record: Record
     params: SamplingParams
-    prompt: PlainText | list[int]
+    prompts: Sequence[PlainText | list[int]]
+
+    @property
+    def texts(self) -> list[PlainText]:
+        return [prompt for prompt in self.prompts if isinstance(prompt, PlainText)]
 
 
 class RequestBuilder:
@@ -106,7 +114,7 @@ class RequestBuilder:
         lists |= {_ways_to_write(draft.params.bad_words) for draft in sound}
         texts = self._encode(
             [
-                *(draft.prompt for draft in sound if isinstance(draft.prompt, PlainText)),
+                *(text for draft in sound for text in draft.texts),
                 *(_apart(text) for listed in lists for text in listed),
             ]
         )
@@ -142,7 +150,7 @@ class RequestBuilder:
             must_call = partial(self._call_of, prompt, text) if prompt.must_call else None
             prompt = PlainText(text, add_special_tokens=False)
         if self._embedded is not None:
-            return self._embedded_draft(record, prompt, self._embedded)
+            return self._embedded_draft(record, [prompt, *content.more], self._embedded)
         try:
             base, is_open = self._sampling, self.fills_context and self._spec.is_batch_line(record.columns)
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
@@ -153,10 +161,9 @@ class RequestBuilder:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):
             raise RowProblem(RowErrorCode.BAD_PARAM, refused)
-        draft = _Draft(record, params, prompt)
+        draft = _Draft(record, params, [prompt])
         longest = self._min_tokens(max(params.choices, key=len, default=""))
-        num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
-        self._check_length(draft, num_tokens, longest, is_estimate=True)
+        self._check_estimate(draft, longest)
         return draft
 
     def _call_of(self, chat: Chat, text: str, params: SamplingParams) -> Mapping[str, Any]:
@@ -173,14 +180,23 @@ class RequestBuilder:
         opened = {"after": markers.closing} if text.rstrip().endswith(markers.opening) else {}
         return {"structured_outputs": found | opened}
 
-    def _embedded_draft(self, record: Record, prompt: PlainText | list[int], embedded: Embedded) -> _Draft:
-        if isinstance(prompt, PlainText):
-            prompt = PlainText(embedded.prefix + prompt.text, add_special_tokens=True)
-        draft = _Draft(record, _EMBEDDED, prompt)
+    def _embedded_draft(self, record: Record, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
+        made = [
+            PlainText(embedded.prefix + prompt.text, add_special_tokens=True)
+            if isinstance(prompt, PlainText)
+            else prompt
+            for prompt in prompts
+        ]
+        draft = _Draft(record, _EMBEDDED, made)
         if not embedded.truncates:
-            num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
-            self._check_length(draft, num_tokens, 0, is_estimate=True)
+            self._check_estimate(draft, 0)
         return draft
+
+    def _check_estimate(self, draft: _Draft, longest_choice: int) -> None:
+        for prompt in draft.prompts:
+            is_text = isinstance(prompt, PlainText)
+            num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
+            self._check_length(draft, num_tokens, longest_choice, is_estimate=True, is_counted=not is_text)
 
     def _cut(self, token_ids: tuple[int, ...], embedded: Embedded, *, is_text: bool) -> tuple[int, ...]:
         """At most as many tokens as the model takes; those that the tokenizer puts behind a text stay."""
@@ -231,19 +247,23 @@ class RequestBuilder:
         return encoded
 
     def _request(self, draft: _Draft, texts: Texts) -> Request:
-        found = [texts[draft.prompt] if isinstance(draft.prompt, PlainText) else draft.prompt]
+        found = [texts[prompt] if isinstance(prompt, PlainText) else prompt for prompt in draft.prompts]
         found += [texts[_apart(text)] for text in (*draft.params.choices, *_ways_to_write(draft.params.bad_words))]
         encoded: list[tuple[int, ...]] = []
         for tokens in found:
             if isinstance(tokens, TokenizerError):
                 raise RowProblem(RowErrorCode.INTERNAL, str(tokens))
             encoded.append(tuple(tokens))
-        token_ids, *others = encoded
+        prompts, others = encoded[: len(draft.prompts)], encoded[len(draft.prompts) :]
         if self._embedded is not None:
-            token_ids = self._cut(token_ids, self._embedded, is_text=isinstance(draft.prompt, PlainText))
+            are_texts = [isinstance(prompt, PlainText) for prompt in draft.prompts]
+            prompts = [
+                self._cut(ids, self._embedded, is_text=is_text) for ids, is_text in zip(prompts, are_texts, strict=True)
+            ]
         choices, bad_words = others[: len(draft.params.choices)], others[len(draft.params.choices) :]
-        self._check_length(draft, len(token_ids), max(map(len, choices), default=0))
-        if not token_ids:  # a tokenizer without bos may drop all of a text
+        for prompt in prompts:
+            self._check_length(draft, len(prompt), max(map(len, choices), default=0))
+        if not all(prompts):  # a tokenizer without bos may drop all of a text
             raise RowProblem(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
         for key, lists in (("choices", choices), ("bad_words", bad_words)):
             if () in lists:
@@ -254,16 +274,23 @@ class RequestBuilder:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
         index, size = draft.record.index, num_chars(draft.record.columns)
         pooling = self._embedded.pooling if self._embedded else ""
-        return Request(index, token_ids, draft.params, (), tuple(choices), tuple(bad_words), size, pooling)
+        lengths = tuple(map(len, prompts)) if len(prompts) > 1 else ()
+        rest = (tuple(choices), tuple(bad_words), size, pooling, lengths)
+        return Request(index, tuple(chain(*prompts)), draft.params, (), *rest)
 
-    def _check_length(self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False) -> None:
-        """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score."""
+    def _check_length(
+        self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False, is_counted: bool = True
+    ) -> None:
+        """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score.
+
+        In an estimate the row's own ids are counted, and nothing else.
+        """
         room = longest_choice or (1 if draft.params.max_tokens else 0)
         limit = self._max_model_len - room
         if num_tokens <= limit:
             return
         about = "at least " if is_estimate else ""
-        given = f"{about if isinstance(draft.prompt, PlainText) else ''}{num_tokens}"  # the row's own ids are counted
+        given = f"{'' if is_counted else about}{num_tokens}"
         limits = f"the context of {self._max_model_len} allows at most {max(limit, 0)}"
         with_choices = f" before a choice of {about}{longest_choice}" if longest_choice else ""
         raise RowProblem(RowErrorCode.TOO_LONG, f"the prompt has {given} tokens; {limits}{with_choices}")
@@ -283,5 +310,6 @@ def _ways_to_write(words: tuple[str, ...]) -> tuple[str, ...]:
 
 def _num_chars(item: PlainText | _Draft | BadRow) -> int:
     """How many characters of an item are yet to be tokenized."""
-    prompt = item.prompt if isinstance(item, _Draft) else item
-    return len(prompt.text) if isinstance(prompt, PlainText) else 0
+    if isinstance(item, _Draft):
+        return sum(len(text.text) for text in item.texts)
+    return len(item.text) if isinstance(item, PlainText) else 0

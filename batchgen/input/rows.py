@@ -166,3 +166,4 @@ class Embedded:
     prefix: str
     truncates: bool
     dimensions: int
+    takes_lists: bool = True  # of texts, in one row

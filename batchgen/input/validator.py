@@ -25,6 +25,8 @@ _SHOWN_BAD_ROWS = 5
 class Pending(FastPickle):
     """A row on its way through the engine: its id, None where it has none, its sampling and its prompt once known.
 
+    ``prompt_token_ids`` are ``Request.named_tokens``.
+
     ``output_token_ids`` are tokens that an earlier run generated.
     """
 
@@ -112,7 +114,7 @@ def _answer(row: Pending, built: Request | BadRow) -> tuple[Pending, Request] | 
     if isinstance(built, BadRow):
         return built
     request = replace(built, output_token_ids=row.output_token_ids) if row.output_token_ids else built
-    return replace(row, params=built.params, prompt_token_ids=built.prompt_token_ids), request
+    return replace(row, params=built.params, prompt_token_ids=built.named_tokens), request
 
 
 def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:

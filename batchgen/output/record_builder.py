@@ -15,6 +15,7 @@ from typing import Any
 from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS, JobSpec
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
+from batchgen.core.batch_lines import url_of
 from batchgen.core.json_line import json_value
 from batchgen.core.records import (
     BadRow,
@@ -24,7 +25,6 @@ from batchgen.core.records import (
     Sample,
     SamplingParams,
     Timings,
-    url_of,
 )
 from batchgen.output.token_scores import TokenScores, perplexity, rounded, softmax
 from batchgen.output.vector_fields import earlier_fields, vector_fields

@@ -12,7 +12,7 @@ _FIELDS = ("label", "score", "scores", "embedding", "embeddings")
 
 
 def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) -> dict[str, Any]:
-    """``embedding``; ``embeddings`` where ``pooling`` is "tokens"; with ``labels`` the best one and all scores."""
+    """``embedding``; ``embeddings`` of several texts, or of tokens by ``pooling``; with ``labels`` the best and all."""
     numbers = [float(f"{number:.9g}") for number in array("f", result.vector)]  # nine digits tell a float32
     if len(labels) > 1:
         best = max(numbers)
@@ -20,8 +20,8 @@ def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) ->
         return {"label": labels[numbers.index(best)], "score": best, "scores": scores}
     if labels:
         return {"score": numbers[0]}
-    if pooling == "tokens":
-        width = len(numbers) // result.num_prompt_tokens
+    if pooling == "tokens" or result.num_texts > 1:
+        width = len(numbers) // (result.num_prompt_tokens if pooling == "tokens" else result.num_texts)
         return {"embeddings": [numbers[i : i + width] for i in range(0, len(numbers), width)]}
     return {"embedding": numbers}
 

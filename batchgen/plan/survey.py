@@ -168,7 +168,7 @@ class Survey:
         length = len(token_ids)
         is_scored = bool(request.choices)
         is_fixed = params.has_fixed_length or is_scored
-        max_output = 0 if is_scored else min(params.max_tokens, self._max_model_len - length)
+        max_output = 0 if is_scored else min(params.max_tokens, max(self._max_model_len - length, 0))
         if template := self._validator.builder.finder.template:
             self.empty_fields.update(template.empty_fields(pending.record.columns))
         self.prompt_lengths[length] += 1
@@ -183,7 +183,7 @@ class Survey:
             row |= {"source": pending.record.source, "line": pending.record.line}
             self.longest = sorted([*self.longest, row], key=itemgetter("tokens"), reverse=True)[:_NUM_LONGEST]
         self.sample.add(Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
-        if not is_scored:
+        if not (is_scored or request.text_lengths):
             self.sampled_prompts.add(SampledPrompt(array("i", token_ids), replace(params, max_tokens=max_output)))
 
     def _compare(self, token_ids: tuple[int, ...]) -> None:

@@ -152,7 +152,8 @@ class ModelInfo:
         if embed.is_on:
             widths = [self.config.hidden_size, *(layer.outputs for layer in self.vectors.dense)]
             kept = embed.dimensions or widths[-1]
-            asked = Embedded(embed.pooling or "", embed.prefix or "", embed.truncate, kept)
+            takes_lists = embed.pooling != "tokens" and not self.config.labels
+            asked = Embedded(embed.pooling or "", embed.prefix or "", embed.truncate, kept, takes_lists)
             where = replace(where, chat=False)
             if spec.engine.max_model_len is None:
                 longest = min(longest, self.vectors.max_tokens or longest)

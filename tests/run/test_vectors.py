@@ -151,7 +151,7 @@ def test_openai_lines(folder: Path) -> None:
     bodies = [
         {"input": "hello there", "encoding_format": "base64", "model": "x"},
         {"input": ["hello there"], "model": "x", "dimensions": WIDTH},
-        {"input": ["a", "b"]},
+        {"input": ["hello there", "b"]},
         {"input": [9, 10, 11]},
         {"input": ""},
         {"input": "x", "dimensions": 3},
@@ -164,13 +164,86 @@ def test_openai_lines(folder: Path) -> None:
     code, place = run(folder, "--input-format", "openai-batch", "--output-format", "openai-batch", rows="lines.jsonl")
     assert code == 3
     found = {line["custom_id"]: line["response"]["body"] for line in read_lines(place / "outputs.jsonl")}
-    assert [*found] == ["0", "1", "3"]
+    assert [*found] == ["0", "1", "2", "3"]
     plain = CreateEmbeddingResponse.model_validate(found["1"]).data[0].embedding
     packed = np.frombuffer(base64.b64decode(found["0"]["data"][0]["embedding"]), "<f4")
     assert np.array_equal(packed, np.array(plain, dtype=np.float32))
     codes = [line["error"]["code"] for line in read_lines(place / "errors.jsonl")]
-    assert codes == ["bad_param", "empty_prompt", *["bad_param"] * 4]
+    assert codes == ["empty_prompt", *["bad_param"] * 4]
     assert command("report", place) == 0
+
+
+def lists(folder: Path, *inputs: Any, **body: Any) -> None:
+    lines = [{"custom_id": str(i), "body": {"input": given, **body}} for i, given in enumerate(inputs)]
+    (folder.parent / "lists.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+
+
+def answers(place: Path) -> list[Any]:
+    from openai.types import CreateEmbeddingResponse
+
+    bodies = [line["response"]["body"] for line in read_lines(place / "outputs.jsonl")]
+    return [CreateEmbeddingResponse.model_validate(body, strict=True) for body in bodies]
+
+
+def test_a_list_gets_a_vector_for_each_text_as_if_it_stood_alone(folder: Path) -> None:
+    openai = ("--output-format", "openai-batch", "--prefix", "query: ")
+    lists(folder, TEXTS[0], TEXTS[1], [9, 10, 11], [TEXTS[0], TEXTS[1]], [[9, 10, 11], TEXTS[1], TEXTS[1]], [TEXTS[0]])
+    _, place = run(folder, *openai, rows="lists.jsonl")
+    one, two, ids, pair, three, single = answers(place)
+    vectors = [answer.data[0].embedding for answer in (one, two, ids)]
+    assert [item.embedding for item in pair.data] == vectors[:2]
+    assert [item.embedding for item in three.data] == [vectors[2], vectors[1], vectors[1]]
+    assert [item.index for item in three.data] == [0, 1, 2]
+    assert single == one
+    assert pair.usage.prompt_tokens == one.usage.prompt_tokens + two.usage.prompt_tokens
+    whole = without_timings(place / "outputs.jsonl")
+    for flags in (["--max-num-seqs", 1], ["--max-num-batched-tokens", 16], ["--workers", 2], ["--no-share-duplicates"]):
+        _, other = run(folder, *openai, *flags, output=f"other{flags[0]}", rows="lists.jsonl")
+        assert without_timings(other / "outputs.jsonl") == whole
+    _, again = run(folder, *openai, "--reuse", place, output="again", rows="lists.jsonl")
+    assert without_timings(again / "outputs.jsonl") == whole
+    assert all(row["timings"]["reused"] for row in read_lines(again / "outputs.jsonl"))
+
+
+def test_lists_of_the_same_tokens_cut_elsewhere_are_other_requests(folder: Path) -> None:
+    lists(folder, [[9, 10], [11]], [[9], [10, 11]], [[9, 10, 11]], [[9, 10], [11]])
+    _, place = run(folder, "--reuse", folder.parent / "run", rows="lists.jsonl")
+    first, second, third, fourth = read_lines(place / "outputs.jsonl")
+    assert (len(first["embeddings"]), len(third["embedding"])) == (2, WIDTH)
+    assert first["embeddings"] != second["embeddings"] and first["embeddings"] == fourth["embeddings"]
+    fingerprints = [row["timings"]["fingerprint"] for row in (first, second, third)]
+    assert len({*fingerprints}) == 3
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
+def test_lists_of_an_earlier_run_are_reused_from_any_format(form: str, folder: Path) -> None:
+    lists(folder, ["a", "b"], "a", encoding_format="base64")
+    wanted = without_timings(run(folder, output="a", rows="lists.jsonl")[1] / "outputs.jsonl")
+    _, earlier = run(folder, "--output-format", form, output="b", rows="lists.jsonl")
+    _, place = run(folder, "--reuse", earlier, output="c", rows="lists.jsonl")
+    assert without_timings(place / "outputs.jsonl") == wanted
+    assert all("reused" in row["timings"] for row in read_lines(place / "outputs.jsonl"))
+
+
+def test_a_list_fails_as_a_whole_and_by_the_text_that_is_wrong(folder: Path) -> None:
+    lists(folder, ["a", ""], ["a", 7], [[9], [10**6]], ["a"] * 2049, [], [["a"]], "a")
+    code, place = run(folder, rows="lists.jsonl")
+    assert code == 3
+    said = [(row["code"], row["message"]) for row in read_lines(place / "errors.jsonl")]
+    assert [code for code, _ in said] == ["empty_prompt", "bad_type", *["bad_param"] * 2, "empty_prompt", "bad_type"]
+    for (_, message), part in zip(
+        said, ["input[1]", "input[1]", "input[1]", "2,049 texts: at most 2,048"], strict=False
+    ):
+        assert part in message
+    code, place = run(folder, "--no-truncate", "--max-model-len", 16, output="long", rows="lists.jsonl")
+    assert command("plan", "--model", folder, "--input", folder.parent / "lists.jsonl", "--output", place) == 0
+
+
+def test_vectors_of_tokens_are_those_of_one_text(folder: Path) -> None:
+    lists(folder, ["a", "b"], ["a"])
+    code, place = run(folder, "--pooling", "tokens", rows="lists.jsonl")
+    [failed] = read_lines(place / "errors.jsonl")
+    assert code == 3 and failed["message"] == "body field 'input' holds 2 texts: give each its own line"
 
 
 def test_long_texts_are_cut_or_refused(folder: Path) -> None:

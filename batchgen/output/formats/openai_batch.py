@@ -83,7 +83,7 @@ class OpenAIBatchFormat(OutputFormat):
         }
 
     def _body(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-        if "embedding" in record:
+        if "embedding" in record or "embeddings" in record:
             return self._embedding(record, kept)
         url = kept.get("url")
         chat = self.chat if not isinstance(url, str) else url.rstrip("/").endswith("/chat/completions")
@@ -105,11 +105,11 @@ class OpenAIBatchFormat(OutputFormat):
         return asked if isinstance(asked, str) and asked else self.model
 
     def _embedding(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of a vector; base64 is of its float32 numbers, lowest byte first."""
-        vector, count = record["embedding"], record["usage"]["prompt_tokens"]
+        """The body of one or several vectors; base64 is of the float32 numbers, lowest byte first."""
+        vectors, count = record.get("embeddings") or [record["embedding"]], record["usage"]["prompt_tokens"]
         if kept.get("encoding_format") == "base64":
-            vector = b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-        data = [{"object": "embedding", "index": 0, "embedding": vector}]
+            vectors = [b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() for vector in vectors]
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
         usage = {"prompt_tokens": count, "total_tokens": count}
         return {"object": "list", "data": data, "model": self._named(kept), "usage": usage}
 
@@ -123,15 +123,15 @@ def _numbers(text: str) -> list[float]:
 
 
 def _record_of_vector(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a vector, which may stand there as text in base64."""
+    """The record of one or several vectors, which may stand there as text in base64."""
     body = line["response"]["body"]
-    vector = body["data"][0]["embedding"]
-    if isinstance(vector, str):
-        vector = _numbers(vector)
+    found = [item["embedding"] for item in body["data"]]
+    found = [_numbers(vector) if isinstance(vector, str) else vector for vector in found]
+    vectors = {"embeddings": found} if len(found) > 1 else {"embedding": found[0]}
     return {
         "id": line["custom_id"],
         "index": index_of(line["id"]),
-        "embedding": vector,
+        **vectors,
         "usage": {"prompt_tokens": body["usage"]["prompt_tokens"], "completion_tokens": 0},
         "timings": line["timings"],
         **line.get("kept_columns", {}),
