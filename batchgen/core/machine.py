@@ -12,9 +12,10 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from batchgen.core.cgroups import memory_limits
 from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
 
 _LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process where it has none
@@ -26,9 +27,8 @@ _SIGNS_UNDER_A_LIMIT = re.compile(rf"failed to map segment from shared object$|{
 _MORE_THREADS = "raise the limit on processes and threads (ulimit -u, or --pids-limit of the container), then run again"
 _REMEDIES = "end other processes, or raise the limit"
 _AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d.]+ [kKMGTPE]?i?B(?:ytes)?\b)", re.I)
-_CGROUP_V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
-_CGROUP_V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
-_FALLBACK_BYTES = 4 << 30  # where the system does not tell (not Linux)
+_CPUINFO = Path("/proc/cpuinfo")
+_FALLBACK_SHARE = 0.5  # of what is built in: free for use where the system does not tell (not Linux)
 
 
 def physical_bytes() -> int:
@@ -101,12 +101,14 @@ def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
 
 
 def processor_name() -> str:
-    """Model name of the processor; empty if unknown."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a device of the kernel, read by line
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
+    """Model name of the processor; on Arm, whose kernel tells none, the number of its kind and the architecture."""
+    lines: dict[str, str] = {}
+    with suppress(OSError), _CPUINFO.open(encoding="utf-8") as file:
+        lines = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in file)}
+    if "model name" in lines:
+        return lines["model name"]
+    parts = (lines.get("CPU implementer", ""), lines.get("CPU part", ""), platform.processor() or platform.machine())
+    return " ".join(filter(None, parts))
 
 
 class _Limit:
@@ -121,8 +123,7 @@ def peak_bytes() -> int:
 
 def total_bytes() -> int:
     """Bytes that this process could use if it were alone: what is built in, or a cgroup limit, whichever is less."""
-    limits = [_read_int(limit) for limit, _ in (_CGROUP_V2, _CGROUP_V1)]
-    return min([physical_bytes(), *(limit for limit in limits if limit is not None)])
+    return min([physical_bytes(), *(limit for limit, _ in memory_limits())])
 
 
 def limit_memory(max_bytes: int) -> None:
@@ -135,12 +136,9 @@ def available_bytes() -> int:
     room = [_meminfo_available(), _address_space_left()]
     if _Limit.max_bytes is not None:
         room.append(max(0, _Limit.max_bytes - _num_pages(1) * resource.getpagesize()))
-    for limit, usage in (_CGROUP_V2, _CGROUP_V1):
-        bounds = _read_int(limit), _read_int(usage)
-        if bounds[0] is not None and bounds[1] is not None:
-            room.append(max(0, bounds[0] - bounds[1]))
+    room += [max(0, limit - used) for limit, used in memory_limits()]
     known = [r for r in room if r is not None]
-    return min(known) if known else _FALLBACK_BYTES
+    return min(known) if known else int(_FALLBACK_SHARE * physical_bytes())
 
 
 def _meminfo_available() -> int | None:

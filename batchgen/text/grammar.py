@@ -9,7 +9,6 @@ own text.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -20,6 +19,7 @@ import numpy as np
 from batchgen.core.errors import TokenizerError
 from batchgen.core.structured import parsed
 from batchgen.core.units import shown
+from batchgen.kernels.processor import num_usable_cpus
 from batchgen.text.grammar_source import GrammarError, explained, library, source
 from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer, reason
@@ -88,7 +88,7 @@ class Grammars:
 
     def _fill_together(self, matchers: list[tuple[Any, int]], at: int, width: int, num_rows: int) -> None:
         if self._executor is None:
-            self._executor = library().LLExecutor(min(32, len(os.sched_getaffinity(0))))
+            self._executor = library().LLExecutor(min(32, num_usable_cpus()))
         self._executor.unsafe_compute_mask_ptr(matchers, at, width, num_rows)
 
     def copy(self, text: str) -> Any:

@@ -185,6 +185,7 @@ def test_kernels_compile_for_less_than_the_cpu_can_do(setting: str, tmp_path: Pa
     assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr[-1000:]
 
 
+@pytest.mark.parametrize("group", ["", "job", "job/step"])
 @pytest.mark.parametrize(
     ("v2", "v1", "cpus"),
     [
@@ -199,12 +200,22 @@ def test_kernels_compile_for_less_than_the_cpu_can_do(setting: str, tmp_path: Pa
     ],
 )
 def test_processors_count_only_as_far_as_a_cgroup_grants_their_time(
-    v2: str | None, v1: tuple[int, int] | None, cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    v2: str | None,
+    v1: tuple[int, int] | None,
+    cpus: int,
+    group: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = tmp_path / "max", tmp_path / "quota", tmp_path / "period"
-    monkeypatch.setattr(processor, "_CPU_QUOTAS", (files[:1], files[1:]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-    for file, text in zip(files, (v2, *(v1 or (None, None))), strict=True):
+    monkeypatch.setattr(processor, "_GROUPS", tmp_path)
+    monkeypatch.setattr(processor, "_OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("4:cpu,cpuacct:/job/step\n3:memory:/other\n0::/job/step\n")
+    names = "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
+    for name, text in zip(names, (v2, *(v1 or (None, None))), strict=True):
         if text is not None:
-            file.write_text(str(text))
+            where = tmp_path / name
+            where = where.parent / group / where.name
+            where.parent.mkdir(parents=True, exist_ok=True)
+            where.write_text(str(text))
     assert processor.num_usable_cpus() == cpus

@@ -165,8 +165,11 @@ def work_on(others: bool, *model: str) -> None:
     os.write(end, bytes(range(len(missing))))
     os.close(end)
     num_others = min(len(missing), os.cpu_count() or 1, _MOST_WORKERS) - 1
-    while num_others > 0 and os.fork():
-        num_others -= 1
+    try:
+        while num_others > 0 and os.fork():
+            num_others -= 1
+    except OSError:  # no more processes may be started: this one compiles alone
+        num_others = 0
     is_first = num_others == 0
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while job := os.read(jobs, 1):

@@ -189,7 +189,7 @@ class Pool:
         self._words = array("q", [0] * (POOL_WORDS + 7))  # 7 more: what it holds begins with a cache line
         self._start = (-self._words.buffer_info()[0] % 64) // 8
         self.at = self._words.buffer_info()[0] + 8 * self._start
-        library, key = ctypes.CDLL(None), ctypes.c_uint()
+        library, key = ctypes.CDLL(None), ctypes.c_ulong()  # as wide as macOS has it; Linux writes the low half
         library.pthread_key_create(ctypes.byref(key), None)
         self.numbering = _address(library.pthread_getspecific), key.value  # 0 in all threads but the pool's
         futex = _FUTEX_CALLS.get(platform.machine()) if platform.system() == "Linux" else None
