@@ -66,6 +66,20 @@ def test_the_loop_holds_one_instruction_for_each_product_and_no_memory(
     assert not any("(" in line for line in body if not line.startswith("#")), "nothing is loaded or spilled"
 
 
+@pytest.mark.parametrize("cpu", ["haswell", "znver3"])
+def test_no_product_of_bytes_is_taken_out_of_the_loop_where_it_takes_several_instructions(
+    monkeypatch: pytest.MonkeyPatch, cpu: str
+) -> None:
+    monkeypatch.setattr(int8, "cpu_features", lambda: {"avx2"})
+    lines = [line.strip() for line in assembly(cpu, "int8", 6).splitlines()]
+    labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.endswith(":")}
+    backward = [(labels[m[1]], i) for i, line in enumerate(lines) if (m := re.match(r"j\w+\s+(\.\w+)", line))]
+    body = max((lines[start + 1 : end] for start, end in backward if start < end), key=len)
+    for instruction, count in (("vpmaddubsw", 2), ("vpmaddwd", 1)):
+        found = sum(line.startswith(instruction) for line in body)
+        assert found > 0 == found % (6 * 2 * count), "six totals of two registers, two of four bytes for each"
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
 def test_every_product_is_added(name: str, threads: int) -> None:

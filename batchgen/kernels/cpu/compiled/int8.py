@@ -20,6 +20,7 @@ _BYTE = ir.IntType(8)
 _SCALE_BYTES = 2 * LANES
 _PAIR_BYTES = 2 * LANES  # of a pair of inputs
 _QUAD_BYTES = 4 * LANES
+_ADDING = frozenset({"avx512vnni", "avxvnni", "dotprod"})
 _QUADS = ir.VectorType(_BYTE, _QUAD_BYTES)
 
 
@@ -69,6 +70,11 @@ def emit_unpack(builder, out, strip, groups, x):
             for i, vector in enumerate(vectors):
                 at = builder.gep(out, [builder.add(builder.mul(pair, emit.number(2 * LANES)), emit.number(i * LANES))])
                 builder.store(vector, builder.bitcast(at, vector.type.as_pointer()), align=64)
+
+
+def adds_up():
+    """Whether one instruction multiplies bytes and adds the products to a total."""
+    return not _ADDING.isdisjoint(cpu_features())
 
 
 def emit_dots(builder, weights, inputs, total):

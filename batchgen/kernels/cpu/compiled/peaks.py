@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit, simd
 from batchgen.kernels.cpu.compiled.entry import DTYPE, Own, kernel
-from batchgen.kernels.cpu.compiled.int8 import emit_dots
+from batchgen.kernels.cpu.compiled.int8 import adds_up, emit_dots
 from batchgen.kernels.cpu.compiled.simd import ANY, F32, I64, emitted
 from batchgen.kernels.cpu.kernel_specs import PEAK_TOTALS
 from batchgen.kernels.cpu.layout import LANES, NUM_STREAMS
@@ -29,10 +29,16 @@ def emit_products(builder, place, rounds, num_totals):
     totals = [cgutils.alloca_once_value(builder, builder.load(slot, align=4)) for slot in slots[:num_totals]]
     a, b = (builder.load(slot, align=4) for slot in slots[num_totals:])
 
+    def loaded_anew(slot):
+        """What is there each time: products of what stays the same are else computed once, before the loop."""
+        kept = ir.FunctionType(slot.type, [slot.type])
+        return builder.load(builder.asm(kept, "", "=r,0", [slot], side_effect=True), align=4)
+
     def product(total):
         if emit.is_int8(place):
-            as_bytes = [builder.bitcast(v, ir.VectorType(ir.IntType(8), 4 * LANES)) for v in (a, b)]
-            return emit_dots(builder, as_bytes, [b, a], total)
+            factor = b if adds_up() else loaded_anew(slots[-1])
+            as_bytes = [builder.bitcast(v, ir.VectorType(ir.IntType(8), 4 * LANES)) for v in (a, factor)]
+            return emit_dots(builder, as_bytes, [factor, a], total)
         return emit.dot(builder, a, b, total) if emit.is_bf16(place) else emit.fma(builder, a, b, total)
 
     with cgutils.for_range(builder, rounds):
