@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_helpers import ENVIRONMENT
 from torch import Tensor
 
 from batchgen.kernels.cpu import parallel
@@ -313,8 +316,8 @@ def test_a_copy_of_the_process_starts_threads_of_its_own(monkeypatch: pytest.Mon
     program = program_of(rows, 100_000)
     running = threading.Thread(target=program.run)
     running.start()
-    while not parallel.LAUNCHING.locked():
-        pass
+    while parallel.LAUNCHING.acquire(blocking=False):
+        parallel.LAUNCHING.release()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what forks beside threads is asked for here
         child = os.fork()
@@ -360,3 +363,20 @@ def test_threads_that_ask_at_once_are_given_the_same_scratch() -> None:
         found = list(pool.map(lambda _: [parallel.scratch(size) for size in sizes], range(4)))
     assert all(each == found[0] for each in found)
     assert found[0] == [scratch(size) for size in sizes], "what was given out once stays there"
+
+
+def test_no_launch_begins_in_another_thread_once_the_process_ends() -> None:
+    """Daemon threads outlive the memory that kernels write to."""
+    code = (
+        "import atexit, sys, threading\n"
+        "def last():\n"
+        "    found = []\n"
+        "    thread = threading.Thread(target=lambda: found.append(parallel.LAUNCHING.acquire(timeout=0.2)))\n"
+        "    thread.start(); thread.join()\n"
+        "    print(found[0], parallel.LAUNCHING.acquire(blocking=False))\n"
+        "atexit.register(last)\n"
+        "from batchgen.kernels.cpu import parallel\n"
+        "sys.exit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("False True\n", 3), done.stderr

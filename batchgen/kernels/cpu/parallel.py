@@ -22,6 +22,7 @@ serves a later one at once, as Python's references tell while recording; replays
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import platform
@@ -55,7 +56,7 @@ from batchgen.kernels.cpu.layout import (
 )
 from batchgen.kernels.processor import num_usable_cpus
 
-LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
+LAUNCHING = threading.RLock()  # engines in several threads share the workers and their scratch memory
 
 Launch = Callable[[int, int, int], None]
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
@@ -291,12 +292,18 @@ def num_launches() -> int:
 def _begin_copy() -> None:
     """A copy of the process has one thread: none of the pool's, and none that holds the lock of a launch."""
     global LAUNCHING  # noqa: PLW0603 - the lock may be held for ever by a thread that was not copied
-    LAUNCHING = threading.Lock()
+    LAUNCHING = threading.RLock()
     for known in _POOL.values():
         known.forget_threads()
 
 
+def _end() -> None:
+    """The process ends: the program under way does too; none begins in daemon threads, which outlive what is freed."""
+    LAUNCHING.acquire()  # this thread may still launch, from other callbacks
+
+
 os.register_at_fork(after_in_child=_begin_copy)
+atexit.register(_end)  # once all threads but daemons have ended
 
 
 @lru_cache(maxsize=1)
