@@ -52,7 +52,12 @@ def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: Conten
         has_tokenizer = "prompt" in finder.prompt_columns
         advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
         raise UsageError(f"the job names no prompt, and {among} a column {names}: {advice}; {_listed(found)}")
-    return [*_other_data(head)]
+    return [*_other_data(head), *_other_form(head, spec)]
+
+
+def _other_form(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
+    if spec.output.format == "jsonl" and all(spec.input.is_batch_line(row.columns) for row in rows):
+        yield "the rows are OpenAI Batch requests: --output-format openai-batch gives the answers in OpenAI's form"
 
 
 def _other_data(rows: Sequence[Record]) -> Iterator[str]:

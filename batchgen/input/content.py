@@ -20,6 +20,7 @@ from batchgen.input.rows import Embedded, RowProblem, num_chars, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import MAX_CHARS
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tool_calls import tool_format
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
 
@@ -89,6 +90,7 @@ class ContentFinder:
         self._spec = spec
         self._has_tokenizer = tokenizer is not None
         self._names = tokenizer.chat_template.names if tokenizer and tokenizer.chat_template else frozenset[str]()
+        self._tells_calls = tokenizer is not None and tool_format(tokenizer) is not None
         self._vocab_size = vocab_size
         template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
         self.template = None if spec.format == "openai-batch" else template
@@ -126,6 +128,9 @@ class ContentFinder:
             kwargs = effort_kwargs(request.effort, self._names)
             kwargs |= _checked_kwargs(request.variables["chat_template_kwargs"])
             variables = {**request.variables, "chat_template_kwargs": kwargs}
+            if request.offers_tools and "tools" in self._names and not self._tells_calls:
+                why = "it is not known how this model writes calls, so they could not be told from its text"
+                raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'tools': {why}")
             return Content(self._from_messages("body.messages", request.content, variables), overrides)
         contents = {"body.prompt": request.content}
         if self._embedded is not None:
@@ -257,6 +262,10 @@ def _checked_text(what: str, value: object) -> str:
 
 
 def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
+    mapped = next((key for key in ("messages", "prompt_token_ids", "prompt") if getattr(spec, key)), None)
+    if mapped and spec.format == "openai-batch":
+        why = "does not go with input.format = 'openai-batch', whose prompts are in `body`: leave one of them out"
+        raise UsageError(f"input.{mapped} {why}")
     for key in ("prompt", "system"):
         try:
             (getattr(spec, key) or "").encode()

@@ -61,6 +61,10 @@ class BatchRequest:
     effort: Any = None
     embedding: Mapping[str, Any] | None = None
 
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self.variables.get("tools")) and self.variables.get("tool_choice") != "none"
+
 
 def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     """Read the fields of one line. ``method`` defaults to POST, ``url`` to the one that fits the body.

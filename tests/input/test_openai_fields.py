@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 from input_helpers import VOCAB_SIZE, write_tokenizer
+from run_helpers import JobMaker
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
+from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
 from batchgen.input.openai_batch import parse_batch_line
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem
+from batchgen.run.invocation import RunOptions
 from batchgen.text.tokenizer import Tokenizer
 
 CHAT_URL, COMPLETION_URL, EMBEDDING_URL = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -216,3 +219,28 @@ def test_values_beside_the_body_count_as_in_any_row_and_the_bodys_win(tmp_path: 
     ):
         found = made.request(line(url, **body) | beside)
         assert isinstance(found, Request) and found.params.max_tokens == expected
+
+
+@pytest.mark.parametrize("key", ["prompt", "messages", "prompt_token_ids"])
+def test_a_job_over_requests_names_no_prompt_of_its_own(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UsageError, match=rf"^input\.{key} does not go with input\.format = 'openai-batch'"):
+        Made(tmp_path, "{{ messages }}", format="openai-batch", **{key: "q"})
+
+
+def test_calls_that_could_not_be_told_from_text_are_not_asked_for(tmp_path: Path) -> None:
+    made = Made(tmp_path / "a", "{% if tools %}T{% endif %}{{ messages[0].content }}")
+    said = made.prompt(line(tools=[TOOL]))
+    assert said.startswith("bad_param: body field 'tools': it is not known how this model writes calls")
+    assert made.prompt(line(tools=[TOOL], tool_choice="none")) == "Hi"
+    known = Made(tmp_path / "b", "{% if tools %}<tool_call>{% endif %}{{ messages[0].content }}")
+    assert known.prompt(line(tools=[TOOL])) == "<tool_call>Hi"
+
+
+def test_a_run_over_requests_says_how_to_get_openais_form(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write([line()])
+    for form, says in (("jsonl", True), ("openai-batch", False)):
+        spec = job.spec(
+            input={"prompt": None, "id": None, "chat": True}, output={"path": str(job.folder / form), "format": form}
+        )
+        assert job.run(spec, RunOptions()).exit_code == 0
+        assert ("--output-format openai-batch gives the answers" in capsys.readouterr().err) == says
