@@ -167,7 +167,7 @@ def roofline_section(
 
 def beyond(share: float | None) -> str:
     """Why a share of the roofline may be above one, in words; "" where it is not."""
-    over = "above 100%: weights stay in the processor's cache, or it was busy when its rates were measured"
+    over = "above 100%: weights were in the processor's cache, or rates measured under load"
     return over if share is not None and share > 1 else ""
 
 

@@ -111,17 +111,8 @@ KEYS = {
     "of up to 96 labels, the most frequent first, rows where it is expected, found, and both "
     "(correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
-_OPTIONAL_KEYS = {
-    "accuracy",
-    "adapter",
-    "compared",
-    "cost",
-    "device_s",
-    "price_per_hour",
-    "reused",
-    "structured",
-    "workers",
-}
+_OPTIONAL_KEYS = {"accuracy", "adapter", "cost", "device_s", "price_per_hour", "reused", "structured", "workers"}
+_OPTIONAL_KEYS |= {"compared", "empty_fields", "open_schema"}  # reports that are kept as a baseline may lack them
 
 
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:

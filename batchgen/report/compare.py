@@ -124,8 +124,8 @@ class Comparison(NamedTuple):
             values = f"{f.show(f.before):>14} {f.show(f.now):>14} {f.show_change():>9}"
             line = f"{f.name:<18} {values}{verdicts[f.is_regression]}"
             lines.append(line.rstrip())
-        shares = [share for f in self.figures if f.name == "roofline share" for share in (f.before, f.now) if share]
-        lines += [f"roofline share {why}" for why in [beyond(max(shares, default=None))] if why]
+        shares = (share for f in self.figures if f.name == "roofline share" for share in (f.before, f.now))
+        lines += filter(None, [beyond(max(filter(None, shares), default=None))])
         lines += [shortened(printable(f"{name:<18} {text}"), _WIDTH) for name, text in self._answer_lines()]
         return "\n".join([*lines, *(shortened(printable(text), _WIDTH) for text in self.differences)])
 

@@ -381,6 +381,15 @@ def test_a_plan_counts_the_jobs_schema_for_every_row_but_those_without(job: JobM
         make_plan(job.spec(sampling={"structured_outputs": {"json": {"uniqueItems": True}}}))
 
 
+def test_a_plan_lists_what_of_the_schema_is_open(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    schema = {"type": "object", "properties": {"names": {"type": "array", "items": {"type": "string"}}}}
+    plan = make_plan(job.spec(sampling={"structured_outputs": {"json": schema}}))
+    assert plan["open_schema"] == ["names: no maxItems", "names[]: no maxLength"]
+    assert "names: no maxItems; names[]: no maxLength" in " ".join(render_plan(plan).split())
+    assert make_plan(job.spec())["open_schema"] == []
+
+
 def test_strict_refuses_them_before_anything_runs(job: JobMaker, rows: list[dict[str, Any]]) -> None:
     said = r"--strict: 4 bad rows, nothing was run:\n .*:5: bad_param: structured_outputs"
     with pytest.raises(UsageError, match=said):

@@ -246,6 +246,17 @@ def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, flags: s
     assert not (job.folder / "page.html").exists()
 
 
+def test_a_baseline_that_was_kept_before_a_key_came_still_compares(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    found = json.loads((job.output / "report.json").read_text())
+    kept = job.folder / "baseline.json"
+    kept.write_text(
+        json.dumps({n: v for n, v in found.items() if n not in ("compared", "empty_fields", "open_schema")})
+    )
+    assert call(["report", str(job.output), "--compare", str(kept), "--max-regress-speed", "5%"]) == 0
+
+
 # ---------------------------------------------------------------- answers that changed
 
 
