@@ -124,10 +124,12 @@ def _checked_calls(where: str, message: Message) -> list[dict[str, Any]]:
 def _checked_call(where: str, call: object) -> dict[str, Any]:
     """A call with its arguments as an object; one without ``function`` is itself the function, as templates allow."""
     call = _object(where, call)
-    function = call.get("function")
-    if function is None:
-        return _with_arguments(call) if "name" in call else call
-    return {**call, "function": _with_arguments(_object(f"{where}.function", function))}
+    is_flat = call.get("function") is None and "name" in call
+    function = call if is_flat else _object(f"{where}.function", call.get("function"))
+    if not isinstance(function.get("name"), str):
+        raise wrong_type(f"{where}.function.name", function.get("name"), "a string")
+    made = _with_arguments(function)
+    return made if is_flat else {**call, "function": made}
 
 
 def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:

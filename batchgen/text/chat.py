@@ -29,7 +29,7 @@ class ChatTemplate:
     """A compiled template in a child process, which is started again when a chat has ended it; for one thread.
 
     ``special_tokens`` are the names that a template expects, such as ``bos_token``. ``now`` is the local time that it
-    may print, one for all prompts of a run. ``names`` are the variables that the template mentions. Raises
+    may print, one for all prompts of a run. ``names`` are the variables that the template takes from outside. Raises
     ChatTemplateError when the source does not compile within the limits of a prompt.
     """
 

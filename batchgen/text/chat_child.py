@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.debug  # jinja2 imports it at the first error, when memory may have run out
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -87,7 +87,7 @@ class _Renderer:
         environment.globals["strftime_now"] = datetime.fromisoformat(now).strftime
         self._max_chars = max_chars
         tree = environment.parse(source)
-        self.names = " ".join(sorted({node.name for node in tree.find_all(nodes.Name)}))
+        self.names = " ".join(sorted(meta.find_undeclared_variables(tree)))
         self._template = environment.from_string(tree)
         constant = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
         self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it per prompt
@@ -104,6 +104,6 @@ class _Renderer:
 
 
 def start(**setup: Any) -> tuple[str, Callable[[bytes], str]]:
-    """The program, whose greeting is all names that the template mentions, and whose items are JSON objects."""
+    """The program, whose greeting is all names that the template takes from outside, and whose items are JSON objects."""
     renderer = _Renderer(**setup)
     return renderer.names, renderer.render

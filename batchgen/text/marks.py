@@ -82,6 +82,8 @@ class _Marks:
     def tool(self, number: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
         function = function_of(tool)
         marked = dict(function)
+        if not function.get("name"):  # no function: a template that writes the whole of a tool shows a key more
+            marked[self._text("name", Place(None, f"tools[{number}]")).split()[-1]] = True
         for key in ("name", "description"):
             if key in function:
                 marked[key] = self._text(function[key], Place(None, f"tools[{number}], its {key}"))

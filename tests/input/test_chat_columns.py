@@ -118,6 +118,12 @@ def test_a_job_may_name_only_variables_that_the_template_has(tokenizer: Tokenize
         answer(plain, {"prompt": "Hi"}, chat_template_kwargs=OFF)
 
 
+def test_a_name_that_the_template_gives_itself_is_none_of_its_variables(tokenizer: Tokenizer) -> None:
+    for name in ("message", "loop", "at", "tool"):
+        found = answer(tokenizer, {"prompt": "Hi", "chat_template_kwargs": {name: "x"}})
+        assert found.endswith(f"{name!r}: the model's chat template has no such variable")
+
+
 # ---------------------------------------------------------------- tools
 
 

@@ -208,16 +208,40 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ma
         yield {name: Made(name, tmp_path_factory.mktemp("tokenizers")) for name in PUBLISHED}
 
 
+def in_one_order(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their keys in the order in which they are first seen: a struct of Arrow has no other."""
+    orders: dict[str, dict[str, None]] = {}
+
+    def see(value: Any, path: str) -> None:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict):
+                orders.setdefault(path, {})[key] = None
+            if isinstance(item, dict | list):
+                see(item, f"{path}.{key if isinstance(value, dict) else 0}")
+
+    def ordered(value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            keys = [key for key in orders.get(path, ()) if key in value]
+            return {key: ordered(value[key], f"{path}.{key}") for key in keys}
+        return [ordered(item, f"{path}.0") for item in value] if isinstance(value, list) else value
+
+    see(list(rows), "")
+    found: list[Row] = ordered(list(rows), "")
+    return found
+
+
 def check_forms(made: Made, rows: Sequence[Row], forms: Sequence[Callable[[Sequence[Row], Path], str]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        expected = made.answers(as_json_lines(rows, folder))
+        written = made.answers(as_json_lines(rows, folder))
+        as_arrow = made.answers(as_json_lines(in_one_order(rows), folder))
         for form in forms:
             try:
                 path = form(rows, folder)
             except _NO_FORM:
                 continue
-            assert made.answers(path) == expected, form.__name__
+            for answer, *expected in zip(made.answers(path), written, as_arrow, strict=True):
+                assert answer in (expected if form in TYPED else expected[:1]), form.__name__
 
 
 @given(chats(), st.sampled_from(sorted(PUBLISHED)))
@@ -234,7 +258,7 @@ def test_a_chat_has_one_prompt_in_all_forms_with_types(templates: dict[str, Made
 
 @pytest.mark.slow
 @given(chats(), st.sampled_from(sorted(PUBLISHED)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_many_chats_have_one_prompt_in_all_forms(templates: dict[str, Made], rows: list[Row], name: str) -> None:
     check_forms(templates[name], rows, [*TEXTS, *TYPED, as_streamed_dataset])
 
@@ -355,7 +379,7 @@ def test_a_chat_has_the_prompt_of_transformers_or_is_refused(
 
 @pytest.mark.slow
 @given(chats(), st.sampled_from(sorted(PUBLISHED)))
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 def test_many_chats_have_the_prompt_of_transformers_or_are_refused(
     templates: dict[str, Made], rows: list[Row], name: str
 ) -> None:

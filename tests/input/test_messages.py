@@ -109,6 +109,19 @@ def test_what_a_turn_says_in_no_text_is_refused_by_name(name: str) -> None:
     assert checked_messages("messages", [{**USER, name: []}]) == [{**USER, name: []}]
 
 
+@pytest.mark.parametrize(
+    ("made", "place"),
+    [
+        ({"type": "custom", "custom": {"name": "f", "input": "x"}}, "tool_calls[0].function is null, not an object"),
+        ({"function": {"arguments": "{}"}}, "tool_calls[0].function.name is null, not a string"),
+        ({"name": None, "arguments": {}}, "tool_calls[0].function.name is null, not a string"),
+        ({"function": {"name": 7}}, "tool_calls[0].function.name is a number, not a string"),
+    ],
+)
+def test_a_call_that_names_no_function_is_refused(made: dict[str, Any], place: str) -> None:
+    assert problem([USER, {"role": "assistant", "tool_calls": [made]}]) == f"bad_type: messages[1].{place}"
+
+
 # ---------------------------------------------------------------- parts
 
 

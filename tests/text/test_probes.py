@@ -135,6 +135,14 @@ def test_a_message_of_the_job_and_the_column_are_named_as_the_user_knows_them() 
     assert problem.told("chat", 1).startswith("input.system: ") and problem.told("chat").startswith("chat[0].content: ")
 
 
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "function", "function": {}}])
+def test_a_tool_without_a_name_is_shown_whole_or_refused(tool: dict[str, Any]) -> None:
+    found = rendered("{{ tools | tojson }}" + PLAIN, USER, tools=[tool])
+    assert '"type"' in found and "zq" not in found
+    names = "{% for tool in tools %}{{ tool.function.name if tool.function }}{% endfor %}"
+    assert rendered(names + PLAIN, USER, tools=[*TOOLS[1:], tool]).startswith(hidden("tools[1]"))
+
+
 # ---------------------------------------------------------------- roles that go by another name
 
 
