@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from repeats import slow
 from run_helpers import (
+    ENVIRONMENT,
     JobMaker,
     finish,
     rows_of,
@@ -134,3 +137,33 @@ def test_signals_that_the_parent_ignores_do_not_stop_a_run(job: JobMaker) -> Non
         process.send_signal(number)
     code, said = finish(process)
     assert code == ExitCode.OK, said
+
+
+GUARDED = """
+import re, signal, sys, time
+from batchgen.run.watchdog import Watchdog
+watchdog = Watchdog([signal.SIGTERM, signal.SIGINT], 0.5, lambda: "SIGTERM")
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+print("ready", flush=True)
+if sys.argv[1] == "search":
+    re.search(r"((?:a+)+)$", "a" * 60 + "!")  # keeps the interpreter's lock
+elif sys.argv[1] == "sleep":
+    time.sleep(2)
+    time.sleep(600)
+else:
+    watchdog.close()
+    print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("search", -signal.SIGKILL), ("sleep", ExitCode.STOPPED), ("close", 0)])
+def test_a_call_that_keeps_the_interpreter_does_not_outlive_the_limit(how: str, code: int) -> None:
+    command = [sys.executable, "-c", GUARDED, how]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        if how != "close":
+            process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert ("run again to resume" in said) == (how != "close")
