@@ -16,6 +16,7 @@ from tiny_model import ragged_input, random_state, tiny_model, write_checkpoint
 from batchgen.bench import measure as bench
 from batchgen.bench.timed import TimedKernels
 from batchgen.bench.workload import NAMED, EndAfter, LengthRange, Shape, from_file, hide_lengths
+from batchgen.cli import bench as bench_command
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
@@ -344,3 +345,14 @@ def test_a_benchmark_leaves_its_ceilings_for_runs_of_the_same_model(ceilings_fil
     found = facts.engine_facts(engine_after(1.0, 10))
     assert found["roofline"]["source"] == "measured by batchgen bench"
     assert found["sizes"]["kv_bytes"] <= 1 << 20
+
+
+def test_where_no_person_watches_a_benchmark_says_every_half_minute_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 5.0, 29.0, 31.0, 31.0, 40.0, 62.0, 62.0])
+    monkeypatch.setattr(bench_command.time, "monotonic", lambda: next(clock))
+    note = bench_command._Heartbeat()
+    for text in ("a", "b", "c", "d", "e"):
+        note(text)
+    assert capsys.readouterr().err == "batchgen: c ...\nbatchgen: e ...\n"

@@ -113,7 +113,7 @@ def test_plan_run_and_report_count_rows_with_an_empty_field(job: JobMaker, capsy
     assert whole["empty_fields"] == {} and "empty" not in render_plan(whole)
 
 
-def test_rows_of_several_invocations_of_workers_and_reused_ones_are_counted_once(job: JobMaker) -> None:
+def test_rows_of_several_invocations_and_reused_ones_are_counted_once(job: JobMaker) -> None:
     job.write([{**row, "note": ""} for row in rows_of(40)])
     spec = job.spec(input={"prompt": "{question} {note}"})
     while job.run(spec, quiet(max_total_tokens=200)).exit_code == ExitCode.STOPPED:
