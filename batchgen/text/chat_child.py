@@ -87,7 +87,8 @@ class _Renderer:
         environment.globals["strftime_now"] = datetime.fromisoformat(now).strftime
         self._max_chars = max_chars
         tree = environment.parse(source)
-        self.names = " ".join(sorted(meta.find_undeclared_variables(tree)))
+        known = {node.name for node in tree.find_all(nodes.Name)} & environment.globals.keys()
+        self.names = " ".join(sorted(meta.find_undeclared_variables(tree) | known))
         self._template = environment.from_string(tree)
         constant = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
         self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it per prompt
@@ -104,6 +105,6 @@ class _Renderer:
 
 
 def start(**setup: Any) -> tuple[str, Callable[[bytes], str]]:
-    """The program, whose greeting is all names that the template takes from outside, and whose items are JSON objects."""
+    """The program: it greets with all names that the template takes from outside, and its items are JSON objects."""
     renderer = _Renderer(**setup)
     return renderer.names, renderer.render
