@@ -206,9 +206,9 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         revision = "main"  # model.revision is that of the model's own repository
         own_tokenizer_folder = resolve_model(model.tokenizer, revision, _TOKENIZER_PATTERNS)
         states = _states(own_tokenizer_folder) | states
-        tokenizer = Tokenizer.load(own_tokenizer_folder, now)
+        tokenizer = Tokenizer.load(own_tokenizer_folder, now, config.vocab_size)
     elif folder is not None and (tokenizer_folder(folder) / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.load(tokenizer_folder(folder), now)
+        tokenizer = Tokenizer.load(tokenizer_folder(folder), now, config.vocab_size)
     elif folder is not None and is_gguf(folder):
         try:
             tokenizer = read_gguf_tokenizer(folder, now)

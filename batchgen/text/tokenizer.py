@@ -19,6 +19,7 @@ import tokenizers
 from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
+from batchgen.text.added_tokens import add_tokens, named_tokens, read_settings
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError
 from batchgen.text.probes import Probes
 from batchgen.text.tokenizer_limits import check_expansion
@@ -62,10 +63,11 @@ class Tokenizer:
         backend.encode("")  # fails here rather than on each row if it adds special tokens that it does not have
 
     @classmethod
-    def load(cls, folder: Path, now: datetime | None = None) -> Tokenizer:
+    def load(cls, folder: Path, now: datetime | None = None, num_rows: int | None = None) -> Tokenizer:
         """Load the files of ``folder``; ``now`` is the local time that its chat template may print.
 
-        Raises ModelError naming the file that is missing or unusable.
+        The model has ``num_rows`` rows for tokens, if that is known. Raises ModelError naming the file that is missing
+        or unusable.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -76,6 +78,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
             check_expansion(backend)
+            add_tokens(backend, read_settings(folder), num_rows)
             if (token_id := backend.token_to_id(special.get("eos_token", ""))) is not None:
                 eos_token_ids.add(token_id)
             return cls(backend, chat_template=chat_template, eos_token_ids=tuple(sorted(eos_token_ids)))
@@ -192,13 +195,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """Texts of bos_token, eos_token and so on, which are strings or ``AddedToken`` objects."""
-    found = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second wins, as in transformers
-        for key, value in _read_json(folder / name).items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-    return found
+    return {key: str(token) for key, token in named_tokens(read_settings(folder)).items()}
 
 
 def _load_chat_template(folder: Path, special_tokens: Mapping[str, str], now: datetime | None) -> ChatTemplate | None:
@@ -210,6 +207,8 @@ def _load_chat_template(folder: Path, special_tokens: Mapping[str, str], now: da
         source = _read_json(path).get("chat_template")
         if isinstance(source, list):
             named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
+            if source and not named:
+                raise ModelError(f"{path}: chat_template lists templates, but none is named 'default'")
             source = named[0].get("template") if named else None
     if source is None:
         return None

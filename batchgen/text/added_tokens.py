@@ -1,0 +1,112 @@
+"""Tokens that ``tokenizer_config.json`` adds to those of ``tokenizer.json``, or marks in another way.
+
+Fine-tunes and older files name special tokens there alone. What is added, in which order and with which marks is that
+of transformers 5, whose tokenizers read both files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from batchgen.core.errors import ModelError
+from batchgen.core.keys import INT32_MAX
+from batchgen.core.model_files import read_object
+from batchgen.core.units import shown
+
+CONFIG = "tokenizer_config.json"
+_MAP = "special_tokens_map.json"
+_MAX_FILE_BYTES = 1 << 26
+_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))  # new ones get ids so
+_MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """``tokenizer_config.json``; where it lists no tokens, what ``special_tokens_map.json`` says counts before it.
+
+    Raises ModelError, also for what are no tokens.
+    """
+    found, older = (read_object(p, _MAX_FILE_BYTES) if (p := folder / name).exists() else {} for name in (CONFIG, _MAP))
+    settings = found if "added_tokens_decoder" in found else found | older
+    try:
+        _ = named_tokens(settings), _extra(settings)
+    except ModelError as error:
+        raise ModelError(f"{folder / CONFIG}: {error}") from None
+    return settings
+
+
+def named_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
+    """The tokens with a name, such as ``bos_token``: texts, or with marks of their own."""
+    extra = settings.get("extra_special_tokens")
+    of_model = extra if isinstance(extra, dict) else {}
+    values = {key: value for key, value in (*settings.items(), *of_model.items()) if key.endswith("_token")}
+    found = {key: _token(value, key) for key, value in values.items() if isinstance(value, str | dict)}
+    listed = {token.content: token for token in _listed(settings)}
+    return {key: listed.get(str(_text(token)), token) for key, token in found.items()}
+
+
+def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_rows: int | None) -> None:
+    """Add what ``settings`` name to a tokenizer, whose model has ``num_rows`` rows if that is known.
+
+    A token with a name may be one that the model has no row for, such as for padding; it is left out, since no text can
+    use it.
+    """
+    named, tokens = named_tokens(settings), _listed(settings)
+    texts = {_text(token) for token in named.values()}
+    for token in tokens:
+        token.special = token.special or token.content in texts
+    known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
+    extra, room = _extra(settings), INT32_MAX if num_rows is None else num_rows
+    room -= backend.get_vocab_size() + sum(backend.token_to_id(token.content) is None for token in tokens)
+    order = {name: place for place, name in enumerate(_NAMES)}
+    in_order = sorted(named, key=lambda name: order.get(name, len(order)))
+    for item in (*(named[name] for name in in_order), *extra):
+        if (text := _text(item)) in known:
+            continue
+        is_new = backend.token_to_id(text) is None
+        if not is_new or room > 0 or item in extra:
+            tokens.append(AddedToken(item, special=True) if isinstance(item, str) else item)
+            tokens[-1].special = True
+            known.add(text)
+            room -= is_new
+    backend.add_tokens(tokens)
+    if settings.get("split_special_tokens") is True:
+        backend.encode_special_tokens = True
+
+
+def _extra(settings: Mapping[str, Any]) -> list[str | AddedToken]:
+    """Special tokens without a name, under their newer or older key."""
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        value = settings.get(key)
+        if isinstance(value, list) and value:
+            return [_token(item, key) for item in value]
+    return []
+
+
+def _listed(settings: Mapping[str, Any]) -> list[AddedToken]:
+    """All added tokens with their marks, in the order of their ids."""
+    value = settings.get("added_tokens_decoder") or {}
+    if not isinstance(value, dict) or not all(
+        key.isdecimal() and isinstance(item, dict) for key, item in value.items()
+    ):
+        raise ModelError(f"added_tokens_decoder must list tokens by their ids, not {shown(value)}")
+    tokens = [_token(value[key], "added_tokens_decoder") for key in sorted(value, key=int)]
+    return [token for token in tokens if isinstance(token, AddedToken)]
+
+
+def _token(value: Any, key: str) -> str | AddedToken:
+    if isinstance(value, str):
+        return value
+    text = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise ModelError(f"{key}: {shown(value)} is no token")
+    marks = {name: value[name] for name in _MARKS if isinstance(value.get(name), bool)}
+    return AddedToken(text, **marks)
+
+
+def _text(token: str | AddedToken) -> str:
+    return token if isinstance(token, str) else token.content
