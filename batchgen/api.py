@@ -18,7 +18,6 @@ from functools import cached_property
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from batchgen.config.job import KEYS, JobSpec
@@ -34,6 +33,7 @@ from batchgen.report.facts import figures
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory
 from batchgen.run.reports import read_report
+from batchgen.run.stdin import in_temporary_folder, temporary_folder
 
 _LINES_FORMATS = ("auto", "jsonl", "openai-batch")
 _PIECE_ROWS = 1024
@@ -151,8 +151,8 @@ def generate(
     is_kept = bool(spec.output.path)
     with ExitStack() as stack:
         if not is_kept:
-            folder = stack.enter_context(TemporaryDirectory(prefix="batchgen-"))
-            spec = replace(spec, output=replace(spec.output, path=folder))
+            spec = replace(spec, output=replace(spec.output, path=str(stack.enter_context(temporary_folder()))))
+            stack.enter_context(in_temporary_folder())
         lines = None if is_path else _lines(rows, spec.input.request_columns)
         outcome = run_job(spec, options, engine_factory=engine_factory, lines=lines)
         _pass_on_signal(outcome)

@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +63,11 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
     columns, rows = shutil.get_terminal_size()
     text = render(find_section(name, commands), min(columns, _MAX_WIDTH))
     is_long = sys.stdout is not None and sys.stdout.isatty() and text.count("\n") >= rows
-    (click.echo_via_pager if is_long else click.echo)(text)
+    if is_long:
+        with suppress(ValueError):  # of a PAGER that no shell could read
+            click.echo_via_pager(text)
+            return
+    click.echo(text)
 
 
 def find_section(topic: str, commands: Iterable[str] = ()) -> Section:

@@ -120,7 +120,8 @@ def open_store(address: str) -> tuple[Any, str]:
         except ImportError:
             package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, "huggingface_hub")
             raise UsageError(f"{address}: {package} is not installed: pip install {package}") from None
-        return store, str(store._strip_protocol(address)).rstrip("/")
+        lower = scheme + address[len(scheme) :]  # stores know their schemes in lower case only
+        return store, str(store._strip_protocol(lower)).rstrip("/")
 
 
 def _make_store(scheme: str) -> Any:

@@ -22,7 +22,7 @@ from batchgen.core.errors import StorageError, UsageError
 _HEAD_BYTES = 4096
 _FILE = "file://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file systems that cannot sync a folder
 
 
@@ -34,6 +34,8 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_SPACE:
             advice = "free some space, then run again: finished rows are kept"
+        elif error.errno == errno.EFBIG:
+            advice = "raise the limit on the size of a file (ulimit -f), then run again: finished rows are kept"
         else:
             advice = "fix that, then run again: finished rows are kept"
         raise StorageError(f"cannot {doing} {path}: {error.strerror or error}; {advice}") from error
@@ -106,6 +108,10 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
     a new file each time: a link that somebody has put there is not followed.
     """
     temporary = temporary_name(path)
+    if temporary.is_dir():
+        raise StorageError(
+            f"cannot write {path}: its temporary name {temporary} is a folder; remove that and run again"
+        )
     try:
         with storage_errors("write", path):
             temporary.unlink(missing_ok=True)

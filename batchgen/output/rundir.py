@@ -79,7 +79,7 @@ class RunDir:
 
         Raises UsageError if that fails, or as ``refuse_foreign_files`` does. A folder that another process holds is not
         judged, since it may still lack its ``job.json``: ``lock`` refuses it. Nor is one accepted whose journal is a
-        symbolic link: folders are removed by renaming them, which a link to another disk cannot be part of.
+        symbolic link or a mount point: folders are removed by renaming them, which these cannot be part of.
         """
         if self.path == self.path.parent:
             raise UsageError(f"output.path = {self.path} is the root of the file system; name a folder for the run")
@@ -90,8 +90,9 @@ class RunDir:
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
         for folder in self._folders:
-            if folder.is_symlink():
-                raise UsageError(f"{folder} is a symbolic link: put the whole run there, as output.path, or remove it")
+            if folder.is_symlink() or folder.is_mount():
+                what = "a symbolic link" if folder.is_symlink() else "a mount point"
+                raise UsageError(f"{folder} is {what}: put the whole run there, as output.path, or remove it")
         if self.holder() is None:
             self.refuse_foreign_files()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchgen.config.job import InputSpec
-from batchgen.core.errors import UsageError
+from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.storage import commit_staged, staged_file, temporary_name
 
 
@@ -65,13 +65,37 @@ class StdinCopy:
 @contextmanager
 def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
     """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does."""
-    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
-        if spec.path == ("-",):
-            copy = Path(folder) / "stdin"
+    if spec.path != ("-",):
+        yield spec
+        return
+    with temporary_folder() as folder:
+        copy = folder / "stdin"
+        with in_temporary_folder():
             stage_stdin(copy)
             commit_staged(copy)
-            spec = replace(spec, path=(str(copy),))
-        yield spec
+        yield replace(spec, path=(str(copy),))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that goes when this ends. Raises StorageError where there is no place for one."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="batchgen-")
+    except OSError as error:
+        raise StorageError(f"no temporary folder: {error.strerror or error}; name one in TMPDIR") from error
+    with made as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def in_temporary_folder() -> Iterator[None]:
+    """A StorageError inside says that nothing is kept, and where space is needed."""
+    try:
+        yield
+    except StorageError as error:
+        what, where = str(error).partition("; ")[0], tempfile.gettempdir()
+        advice = f"nothing is kept there: free some space in {where}, or name another folder in TMPDIR"
+        raise StorageError(f"{what}; {advice}") from error
 
 
 def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:

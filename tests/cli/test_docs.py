@@ -6,7 +6,9 @@ Spelling is held by a list of words that these pages do not use; no dictionary i
 from __future__ import annotations
 
 import re
+import sys
 
+import click
 import docs
 import pytest
 
@@ -170,3 +172,15 @@ def test_a_page_is_written_as_the_others(name: str) -> None:
     assert re.match(r"(?:<!--[^\n]*-->\n\n)?# [^\n]+\n\n\S", PAGES[name])
     for table in re.findall(r"(?:^\|[^\n]*\|\n)+", PAGES[name], re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
+
+
+def test_a_page_is_shown_though_no_pager_can_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(text: str) -> None:
+        raise ValueError("No closing quotation")  # of PAGER="less 'x"
+
+    monkeypatch.setattr(click, "echo_via_pager", refuse)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert call(["help", "recipes"]) == ExitCode.OK
+    assert len(capsys.readouterr().out.splitlines()) > 100

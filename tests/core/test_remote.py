@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import urllib.error
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -177,3 +178,10 @@ def test_a_local_run_imports_no_library_of_remote_files() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/folder", "S3://bucket/folder/"])
+def test_a_scheme_may_be_written_in_capitals(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SimpleNamespace(_strip_protocol=lambda text: text.removeprefix("s3://"))
+    monkeypatch.setattr(remote, "_make_store", lambda scheme: store)
+    assert open_store(address) == (store, "bucket/folder")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -404,3 +406,20 @@ def test_the_public_names_are_there_and_cost_no_torch() -> None:
     assert missing == []
     code = "import sys, batchgen; batchgen.generate, batchgen.RunStopped; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)
+
+
+def test_a_full_temporary_folder_is_named_and_nothing_is_promised_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def full(fd: int) -> None:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("batchgen.core.storage.sync_file", full)
+    with pytest.raises(BatchgenError, match=rf"nothing is kept there: free some space in {tmp_path}, or .* TMPDIR$"):
+        generated(ROWS)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(BatchgenError, match=r"no temporary folder: .*; name one in TMPDIR"):
+        generated(ROWS)

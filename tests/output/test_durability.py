@@ -14,6 +14,7 @@ from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
+from batchgen.core.storage import write_atomic
 from batchgen.output import journal as journal_module
 from batchgen.output.finalize import finalize
 from batchgen.output.journal import Journal, JournalEntry
@@ -105,7 +106,7 @@ def test_a_journal_that_failed_takes_no_more(tmp_path: Path, monkeypatch: pytest
 
 def test_a_file_size_limit_of_the_system_is_one_clear_line(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
-    with largest_file(500), pytest.raises(StorageError, match="File too large; free some space"):
+    with largest_file(500), pytest.raises(StorageError, match=r"File too large; raise the limit .*ulimit -f"):
         fill(journal, 6)
     journal.close()
     again = Journal.open(tmp_path)
@@ -146,3 +147,10 @@ def test_syncing_takes_a_small_share_of_a_run(tmp_path: Path, monkeypatch: pytes
     assert synced_s / now_s < 0.02
     monkeypatch.undo()
     journal.close()
+
+
+def test_a_folder_in_the_place_of_a_temporary_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".report.json.tmp").mkdir()
+    with pytest.raises(StorageError, match=r"its temporary name .*\.report\.json\.tmp is a folder; remove that"):
+        write_atomic(tmp_path / "report.json", b"x")
+    assert (tmp_path / ".report.json.tmp").is_dir()

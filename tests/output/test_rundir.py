@@ -372,3 +372,13 @@ def test_a_manifest_of_another_shape_is_refused_by_key(run_dir: RunDir, damage: 
     run_dir.manifest.write_text(json.dumps(json.loads(MANIFEST.to_bytes()) | damage))
     with pytest.raises(UsageError, match=rf"cannot read .*job\.json: .*{words}"):
         run_dir.read_manifest()
+
+
+def test_a_journal_that_is_a_mount_point_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.journal.mkdir(parents=True)
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == run_dir.journal)
+    with pytest.raises(UsageError, match=r"run/journal is a mount point: put the whole run there"):
+        run_dir.create()
