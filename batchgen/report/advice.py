@@ -94,6 +94,12 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
         yield "nothing was compared: no row that is done has a value in the column that [output] expected names"
     elif accuracy and not accuracy["correct"]:
         yield _none_right(accuracy)
+    num_cut = report["finish_reasons"].get("length", 0) - found["incomplete"]
+    num_answers = sum(report["finish_reasons"].values())
+    generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
+    if generates and num_cut > _CUT_OFF_SHARE * num_answers:
+        said = f"{num_cut:,} of {num_answers:,} answers were cut off by max_tokens or the context"
+        yield f"{said}: batchgen retry DIR --where length --max-tokens N runs these again with more"
 
 
 def _none_right(accuracy: Mapping[str, Any]) -> str:
@@ -135,12 +141,6 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:
     yield from warnings(report)
-    incomplete = (report.get("structured") or {"incomplete": 0})["incomplete"]
-    num_cut = report["finish_reasons"].get("length", 0) - incomplete
-    num_answers = sum(report["finish_reasons"].values())
-    generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
-    if generates and num_cut > _CUT_OFF_SHARE * num_answers:
-        yield f"{num_cut:,} of {num_answers:,} answers were cut off by max_tokens or the context: raise max_tokens"
     others = 0
     for code, count in sorted(report["errors"].items(), key=lambda item: -item[1]):
         if code in _ERROR_ADVICE:
