@@ -24,6 +24,7 @@ _WRONG_WIDTH = 30
 NUM_ANSWERS = 5
 _ANSWER_WIDTH = 400
 _ID_WIDTH = 40
+_NUM_WORKERS = 100  # named in a table
 
 
 class Table(NamedTuple):
@@ -169,6 +170,24 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
         yield "workers", f"{losses:,} lost"
     if given:
         yield "workers", f"{counted(given, 'row')} given to others with {taken:,} tokens"
+
+
+def workers(report: Report) -> Table:
+    """What each worker did, those that did most first."""
+    head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
+    found = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
+    rows = [
+        (
+            *(shortened(worker[name], _ID_WIDTH) for name in ("name", "place")),
+            *(f"{worker[name]:,}" for name in ("rows", "tokens")),
+            f"{worker['busy_share']:.0%}",
+            f"{worker['worker_hours']:,.3f}",
+            *(f"{worker[name]:,}" for name in ("losses", "rows_given_again", "tokens_taken_over")),
+        )
+        for worker in found[:_NUM_WORKERS]
+    ]
+    title = "Workers" if len(rows) == len(found) else f"Workers: {len(rows)} of {len(found):,}"
+    return Table(title, head, rows)
 
 
 def details(report: Report) -> Table:

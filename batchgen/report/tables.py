@@ -1,4 +1,4 @@
-"""Tables of a report: failed rows, labels, workers, latencies, the slowest rows.
+"""Tables of a report: failed rows, labels, latencies, the slowest rows.
 
 What they have in common with the headline numbers is in ``facts``. ``text`` and ``html`` lay them out.
 """
@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.units import shortened
 from batchgen.report.accuracy import SHOWN_LABELS
-from batchgen.report.facts import Report, Table, details
+from batchgen.report.facts import Report, Table, details, workers
 
-_NUM_WORKERS = 100
 _ID_WIDTH = 40
 _LABEL_WIDTH = 24
 
@@ -70,24 +69,6 @@ def mistakes(report: Report) -> Table:
 
 def _label(name: str) -> str:
     return shortened(name, _LABEL_WIDTH) or "(none)"
-
-
-def workers(report: Report) -> Table:
-    """What each worker did, those that did most first."""
-    head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
-    found = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
-    rows = [
-        (
-            *(shortened(worker[name], _ID_WIDTH) for name in ("name", "place")),
-            *(f"{worker[name]:,}" for name in ("rows", "tokens")),
-            f"{worker['busy_share']:.0%}",
-            f"{worker['worker_hours']:,.3f}",
-            *(f"{worker[name]:,}" for name in ("losses", "rows_given_again", "tokens_taken_over")),
-        )
-        for worker in found[:_NUM_WORKERS]
-    ]
-    title = "Workers" if len(rows) == len(found) else f"Workers: {len(rows)} of {len(found):,}"
-    return Table(title, head, rows)
 
 
 def latencies(report: Report) -> Table:
