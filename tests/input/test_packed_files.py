@@ -135,3 +135,29 @@ def test_files_of_a_dataset_that_do_not_agree_are_refused_for_good_with_the_way_
     with pytest.raises(InputUnreadable, match=rf"must agree on the types.*name {folder}/\*\.jsonl$") as caught:
         list(source.read())
     assert caught.value.exit_code == ExitCode.USAGE and "run the same command again" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.jsonl", "rows"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a,b\n1,2\n".encode("utf-16-le"), "UTF-16 text; convert it: iconv -f UTF-16LE"),
+        ("a,b\n1,2\n".encode("utf-16-be"), "UTF-16 text; convert it: iconv -f UTF-16BE"),
+        ("a,b\n1,2\n".encode("utf-16"), "UTF-16 text; convert it: iconv -f UTF-16 -t"),
+        (b"a,b\r1,2\r3,4\r", "end with CR alone; convert it: tr '.r' '.n'|a carriage return stands in a cell"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n", "pointer of Git LFS.*git lfs pull"),
+    ],
+)
+def test_what_would_pass_as_lines_of_text_is_refused_by_name(
+    content: bytes, said: str, name: str, tmp_path: Path
+) -> None:
+    for packed in (content, gzip.compress(content)):
+        with pytest.raises(UsageError, match=said):
+            read_bytes(tmp_path, packed, name)
+
+
+@pytest.mark.parametrize(
+    "content", [b"one line", b"one line\r", b"one\rtwo\r\nthree\r\n", b"a\0\nb\n", bytes(64), b"x"]
+)
+def test_lines_with_odd_bytes_among_them_are_still_lines(content: bytes, tmp_path: Path) -> None:
+    assert set(codes(read_bytes(tmp_path, content, "rows.txt"))) == {"ok"}

@@ -43,7 +43,9 @@ _REMEDIES = {
 }
 _PARQUET_MAGIC = b"PAR1"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HEAD_BYTES = 1 << 16
+_PROBE_BYTES = 1 << 10  # in which text of two bytes a character shows its zeros
 
 
 def open_file(item: Path | str, spec: InputSpec) -> InputFile:
@@ -80,17 +82,30 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
         raise UsageError(f"{content.name} is compressed by {packed}, which cannot be read; {remedy}")
     with open_text(content) as stream:
         head = stream.read(_HEAD_BYTES)
-    if head.startswith(_UTF16_MARKS):
-        raise UsageError(f"{content.name} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
+    _refuse_as_text(content.name, head)
     if given == "hf":
         raise UsageError(f'{content.name} is a file and input.format = "hf"; leave the format to "auto"')
     found = given if given in FORMATS else "jsonl"  # OpenAI Batch lines
     if given == "auto":
         found = "csv" if delimiter else _detect(content, head)
+    if found != "csv" and b"\r" in head.rstrip() and b"\n" not in head:  # a table's header says so itself
+        lines = f"the lines of {content.name} end with CR alone"
+        raise UsageError(f"{lines}; convert it: tr '\\r' '\\n' < FILE > NEW_FILE")
     if found == "jsonl" and (program := _unrolling(head)):
         what = "JSON over several lines or an array, not JSON Lines, one object per line"
         raise UsageError(f"{content.name} is {what}: jq -c {program} FILE > NEW_FILE.jsonl")
     return found
+
+
+def _refuse_as_text(name: str, head: bytes) -> None:
+    """Raises UsageError for a file whose lines are none that can be read, although each might pass as a text."""
+    zeros = [head[place:_PROBE_BYTES:2].count(0) for place in (0, 1)]
+    is_wide = max(zeros) > 0.8 * (len(head[:_PROBE_BYTES]) // 2) > 0 and min(zeros) < 0.2 * max(zeros)
+    if head.startswith(_UTF16_MARKS) or is_wide:
+        order = "" if head.startswith(_UTF16_MARKS) else "LE" if zeros[1] > zeros[0] else "BE"
+        raise UsageError(f"{name} is UTF-16 text; convert it: iconv -f UTF-16{order} -t UTF-8 FILE > NEW_FILE")
+    if head.startswith(_LFS_POINTER):
+        raise UsageError(f"{name} is a pointer of Git LFS, which stands for the file: fetch it with git lfs pull")
 
 
 def _unrolling(head: bytes) -> str:
