@@ -39,8 +39,17 @@ class ConfigValues:
             raise self.error(f"has no {names[0]!r}")
         return default
 
+    def _agreed(self, names: tuple[str, ...], default: Any) -> Any:
+        """The value under any of the names, of which files may hold several: which one counts, differs by family."""
+        given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        (first, value), *others = given.items() or [(names[0], self.get(names[0], default=default))]
+        for name, other in others:
+            if other != value:
+                raise self.error(f"{first} is {shown(value)} and {name} {shown(other)}; keep the one that is meant")
+        return value
+
     def integer(self, *names: str, default: Any = ..., least: int = 1, most: int = _MAX_INT) -> int:
-        value = self.get(*names, default=default)
+        value = self._agreed(names, default)
         if type(value) is not int or value < least:
             kind = "a positive integer" if least == 1 else f"an integer from {least} up"
             raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")
@@ -49,7 +58,7 @@ class ConfigValues:
         return value
 
     def number(self, *names: str, default: Any = ...) -> float:
-        value = self.get(*names, default=default)
+        value = self._agreed(names, default)
         if type(value) not in (int, float) or not 0 < value <= _MAX_FLOAT:
             what = "a positive number that float32 can hold"
             raise self.error(f"{self._found(names)} must be {what}, not {shown(value)}")
@@ -63,7 +72,7 @@ class ConfigValues:
 
     def _typed(self, kind: str, names: tuple[str, ...], default: T) -> T:
         """A value of the type of ``default``, which ``kind`` names in errors."""
-        value = self.get(*names, default=default)
+        value = self.get(*names, default=default) if isinstance(default, str) else self._agreed(names, default)
         if not isinstance(value, type(default)):
             raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")
         return value

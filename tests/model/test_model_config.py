@@ -130,6 +130,11 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope", "'dynamic'"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope_parameters", "low_freq_factor"]),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}}, ["rope", "'yarn'"]),
+        ({"norm_eps": 1e-5, "rms_norm_eps": 1e-6}, ["norm_eps is 1e-05 and rms_norm_eps 1e-06; keep the one"]),
+        (
+            {"tie_embedding": True, "tie_word_embeddings": False},
+            ["tie_embedding is True and tie_word_embeddings False"],
+        ),
         (
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             ["rope_parameters and rope_scaling do not say the same"],
