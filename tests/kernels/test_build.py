@@ -35,6 +35,21 @@ build.start("float32", "float32")
 print(*(process.pid for process, _ in build._builders.values()), flush=True)
 time.sleep(100)
 """
+# Builds with a compiler of no work, where no process may be started.
+ALONE = """
+import os
+from batchgen.kernels.cpu import build, compiler, object_cache
+from batchgen.kernels.cpu.kernel_specs import ARGMAX
+def fork():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+os.fork, os.cpu_count = fork, lambda: 4
+reading, writing = os.pipe()
+os.dup2(reading, 0)  # whose end says that the run is over
+build._missing = lambda *_: [(ARGMAX, kind) for kind in ARGMAX.kinds] * 3
+compiler.machine_code = lambda spec, kind: kind.encode()
+object_cache.write = lambda name, code: print(code.decode(), flush=True) or True
+build.work_on(True, "float32", "float32")
+"""
 # Runs a job, then tells whether numba was there at its end; what torch is made of is searched for garbage no more.
 RUN = """
 import gc, sys
@@ -246,3 +261,9 @@ def test_a_copy_of_the_process_does_not_wait_for_what_another_thread_compiled() 
     release.set()
     holder.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_builder_that_may_start_no_process_compiles_alone() -> None:
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, [*ARGMAX.kinds] * 3), done.stderr[-1000:]

@@ -219,3 +219,10 @@ def test_processors_count_only_as_far_as_a_cgroup_grants_their_time(
             where.parent.mkdir(parents=True, exist_ok=True)
             where.write_text(str(text))
     assert processor.num_usable_cpus() == cpus
+
+
+def test_a_system_that_tells_no_affinity_lends_all_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(processor, "_CPU_QUOTAS", {})
+    assert processor.num_usable_cpus() == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -380,3 +381,22 @@ def test_no_launch_begins_in_another_thread_once_the_process_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("False True\n", 3), done.stderr
+
+
+def test_a_key_of_a_thread_may_be_as_wide_as_macos_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ctypes.CDLL(None)
+
+    class Library:
+        """The C library, whose keys take eight bytes."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def __getitem__(self, name: str) -> Any:
+            return real[name]
+
+        def pthread_key_create(self, key: Any, _: None) -> None:
+            ctypes.cast(key, ctypes.POINTER(ctypes.c_uint64))[0] = (1 << 32) + 5
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
+    assert Pool().numbering[1] == (1 << 32) + 5

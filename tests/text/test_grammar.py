@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -249,3 +250,17 @@ def test_a_tokenizer_whose_tokens_stand_for_no_bytes_is_refused(kind: str) -> No
         tokenizer = piece_tokenizer(models.WordPiece(vocab, unk_token="[UNK]"), decoders.WordPiece())
     with pytest.raises(GrammarError, match="this tokenizer cannot be used with a grammar"):
         Grammars(tokenizer, tokenizer.vocab_size, []).check(canonical({"choice": ["yes"]}))
+
+
+def test_many_grammars_fill_their_masks_where_the_system_tells_no_affinity(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS; several grammars share the work of threads, whose number it is asked for."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    texts = [canonical({"choice": [letter, "z"]}) for letter in LETTERS[: grammar._MIN_PARALLEL + 2]]
+    mine = Grammars(grammars.tokenizer, grammars.vocab_size, grammars.eos_token_ids)
+    guides = [mine.begin(text, []) for text in texts]
+    bits = np.zeros((len(guides), -(-grammars.vocab_size // 32)), np.int32)
+    mine.fill(guides, bits)
+    assert mine._executor is not None
+    assert [bool(row.any()) for row in bits] == [True] * len(texts)
