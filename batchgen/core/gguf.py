@@ -2,7 +2,7 @@
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. It is parsed here, without the ``gguf`` package,
 because that package trusts the lengths that a file states; and without torch, so that a plan can read it. What the
-metadata mean is known to those who read it: ``model.quantized.gguf_config`` and ``text.gguf_tokenizer``.
+metadata mean is known to those who read it: ``model.gguf.config`` and ``text.gguf_tokenizer``.
 """
 
 from __future__ import annotations

@@ -18,23 +18,6 @@ _KV_BYTES = {"bfloat16": (2, 0), "int8": (1, 4)}  # of a cached number, and of t
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
-    """How the matrices of a quantized checkpoint are stored; they are read back into the dtype of the model.
-
-    ``group_sizes`` are the numbers of inputs that share a scale, None for all of an output's; ``block`` is the number
-    of outputs and of inputs that do. ``zero_offset`` is added to stored zero points. ``has_activations``: the
-    checkpoint quantizes activations too, which is not done here.
-    """
-
-    method: str
-    bits: frozenset[int]
-    group_sizes: frozenset[int | None]
-    block: tuple[int, int] | None = None
-    zero_offset: int = 0
-    has_activations: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding of some layers; ``model.rope`` has the formula of each ``kind``.
 
@@ -132,7 +115,6 @@ class ModelConfig:
     logits_scale: float = 1.0
     conv_l_cache: int = 1  # taps of the short convolution
     conv_bias: bool = False
-    quantization: Quantization | None = None
     is_gguf: bool = False
     has_adapter: bool = False
     is_causal: bool = True
@@ -144,7 +126,7 @@ class ModelConfig:
     @property
     def saved_dtype(self) -> str:
         """The dtype of the checkpoint's numbers; empty if they are quantized or added to: then they get the model's."""
-        return "" if self.quantization or self.is_gguf or self.has_adapter else self.dtype
+        return "" if self.is_gguf or self.has_adapter else self.dtype
 
     def stored_name(self, module: str) -> str:
         """What checkpoints call a module of this name."""

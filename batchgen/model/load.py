@@ -21,8 +21,7 @@ from batchgen.model.adapter.settings import read_lora, resolve_adapter
 from batchgen.model.adapter.source import LoraTensors
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
-from batchgen.model.quantized.checkpoint import QuantizedCheckpoint
-from batchgen.model.quantized.gguf_tensors import GgufTensors
+from batchgen.model.gguf.tensors import GgufTensors
 from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
@@ -112,8 +111,6 @@ def _open(
     """The weights in a folder or GGUF file, whose blocks may come ``is_exact``. Raises ModelError if unusable."""
     if is_gguf(model):
         return GgufTensors(model, dtype, device, config.head_dim, is_exact=is_exact)
-    if config.quantization:
-        return QuantizedCheckpoint(model, dtype, device, config.quantization)
     return Checkpoint(model, dtype, device)
 
 

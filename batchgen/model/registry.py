@@ -17,10 +17,10 @@ from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues
 from batchgen.model.families import FAMILIES
-from batchgen.model.quantized.gguf_config import read_gguf_config
-from batchgen.model.quantized.settings import parse_quantization
+from batchgen.model.gguf.config import read_gguf_config
 
 _PREFIX = "dummy:"
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")  # transformers; the same once; MLX
 _TRUNKS = {"llama_bidirec": "llama"}  # the family of a model_type that only says what the model is for
 _MAX_LABELS = 10_000
 _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
@@ -29,7 +29,7 @@ _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The shape that a parsed ``config.json`` describes; ``where`` names it in errors.
 
-    Raises ModelError for an unknown family, an unknown kind of quantization, a missing or impossible value.
+    Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
     """
     values = ConfigValues(raw, where)
     model_type = _TRUNKS.get(str(raw.get("model_type")), raw.get("model_type"))
@@ -37,7 +37,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     if family is None:
         known = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
         raise values.error(f"model_type is {shown(model_type)}; this engine runs {known} only")
-    config = replace(family.read_config(values), quantization=parse_quantization(values), **_purpose(values))
+    _refuse_quantized(values)
+    config = replace(family.read_config(values), **_purpose(values))
     if config.num_heads % config.num_kv_heads:
         raise values.error(f"num_attention_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
     if config.head_dim % 2:
@@ -49,6 +50,18 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         if width % 2:
             raise values.error(f"{name} {width} is odd; the CPU multiplies inputs in pairs")
     return config
+
+
+def _refuse_quantized(values: ConfigValues) -> None:
+    """Refuse a checkpoint whose integers would only be widened at load. Raises ModelError."""
+    if (key := next((key for key in _QUANTIZED if values.raw.get(key) is not None), None)) is None:
+        return
+    settings = values.section(key).raw
+    method = "MLX" if "quant_method" not in settings and "bits" in settings else shown(settings.get("quant_method"))
+    raise values.error(
+        f'{key} by {method} is not supported; give the bfloat16 release of the model: [model] weights = "int8" '
+        "quantizes it as it is loaded"
+    )
 
 
 def _purpose(values: ConfigValues) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Sources of a model's weights: a safetensors checkpoint, or a random generator of the same shapes.
 
 A model takes each tensor by name and shape exactly once and then finishes the source, which can thus name a missing,
-misshapen or left-over tensor. Loading runs no code. ``quantized`` has the sources of quantized weights.
+misshapen or left-over tensor. Loading runs no code. ``gguf`` has the source of GGUF files.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class Checkpoint(StoredTensors[str]):
         tensor = self.read(name, shape)
         if tensor.dtype not in WEIGHT_DTYPES:
             raise ModelError(
-                f"{self.path}: tensor {name!r} is {tensor.dtype}: quantized weights need their scales and a "
-                "supported quantization_config; use the bfloat16 release"
+                f"{self.path}: tensor {name!r} is {tensor.dtype}, which is quantized; give the bfloat16 release of "
+                "the model"
             )
         return tensor.to(self.device, dtype or stored_dtype(tensor.dtype, self.dtype, self.device))
 

@@ -282,8 +282,6 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     from batchgen.kernels.cpu import build
 
     notes = engine.runner.notes  # the list itself, which may grow
-    if info.config.quantization is not None and info.config.quantization.has_activations:
-        notes.append("the settings for activations in the quantization_config of this checkpoint are not used")
     if model.config.has_unexpected_head:
         notes.append(
             "lm_head of this checkpoint is not its embedding, though its config says that they are tied: it is used"

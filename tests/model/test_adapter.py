@@ -11,8 +11,7 @@ import pytest
 import torch
 from adapters import ALPHA, CONFIG, RANK, WEIGHTS, added, matrices, merged, settings_for, write_adapter
 from gguf_files import write_gguf
-from quantized_folders import write_quantized
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny_model import CPU, prefix_logits, write_checkpoint
 from torch import Tensor
 
@@ -71,19 +70,6 @@ def test_an_adapter_of_a_head_that_is_a_copy_of_the_embedding_changes_the_head_a
     save_file(merged(tensors, adapter, SCALE), tmp_path / "merged" / "model.safetensors")
     save_file(tensors, tmp_path / "base" / "model.safetensors")
     assert torch.equal(logits(tmp_path / "base", tmp_path / "lora"), logits(tmp_path / "merged"))
-
-
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["int8", "float8 of blocks", "gptq out of order", "awq"])
-def test_matrices_are_added_to_the_exact_values_of_quantized_weights(tmp_path: Path, kind: str, form: str) -> None:
-    write_quantized(tmp_path / "base", kind)
-    plain = tmp_path / "base" / "plain" / "model.safetensors"
-    tensors = load_file(plain)
-    chosen = {module: weight for module, weight in linears(tensors).items() if "q_proj" in module or "w2" in module}
-    adapter = write_adapter(tmp_path / "lora", chosen)
-    found = logits(tmp_path / "base", tmp_path / "lora", form)
-    save_file(merged(tensors, adapter, SCALE), plain)
-    assert torch.equal(found, logits(tmp_path / "base" / "plain", form=form))
 
 
 def source(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[LoraTensors, ModelConfig]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quantized_folders import tensor
 from repeats import slow
 from run_helpers import MODEL, JobMaker, rows_of, smollm2
 from safetensors.torch import load_file, save_file
@@ -27,8 +26,8 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.gguf import read_header
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
+from batchgen.model.gguf.tensors import GgufTensors
 from batchgen.model.load import load_model
-from batchgen.model.quantized.gguf_tensors import GgufTensors
 from batchgen.model.registry import load_config, parse_config, read_config
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
@@ -79,7 +78,7 @@ def write_both(folder: Path, kind: Any, metadata: dict[str, Any] | None = None, 
     tensors = write_checkpoint(folder / "plain", **changes)
     config = read_config(folder / "plain")
     values = write_gguf(folder / "tiny.gguf", config, tensors, mostly(kind), metadata)
-    plain = {name: tensor(value, torch.float32) for name, value in values.items()}
+    plain = {name: torch.from_numpy(np.ascontiguousarray(value)).float() for name, value in values.items()}
     save_file(plain, folder / "plain" / "model.safetensors")
     return folder / "tiny.gguf"
 

@@ -271,3 +271,26 @@ def test_reading_a_config_imports_no_torch() -> None:
     code = "import sys, batchgen.model.registry as m; m.load_config('dummy:LFM2-350M'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+QUANTIZED: list[tuple[str, Any, str]] = [
+    ("quantization_config", {"quant_method": "compressed-tensors", "config_groups": {}}, "by 'compressed-tensors'"),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "by 'fp8'"),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}, "by 'gptq'"),
+    ("quantization_config", {"quant_method": ["awq"]}, "by ['awq']"),
+    ("quantization_config", {}, "by None"),
+    ("compression_config", {"quant_method": "compressed-tensors"}, "compression_config by 'compressed-tensors'"),
+    ("quantization", {"group_size": 64, "bits": 4}, "quantization by MLX"),
+    ("quantization_config", [], "quantization_config must be an object"),
+]
+
+
+@pytest.mark.parametrize(("key", "settings_", "words"), QUANTIZED)
+def test_a_quantized_checkpoint_is_refused_with_what_to_give_instead(key: str, settings_: Any, words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_config(RAW | {key: settings_}, "here/config.json")
+    message = str(caught.value)
+    assert message.startswith("here/config.json: ") and words in message
+    if isinstance(settings_, dict):
+        assert "is not supported; give the bfloat16 release of the model" in message and 'weights = "int8"' in message
+    assert parse_config(RAW | {key: None}, "here") == parse_config(RAW, "here")

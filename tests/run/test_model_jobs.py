@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from families import RAW, raw_config
-from quantized_folders import W8A8, int8, set_quantization, tensor
 from repeats import slow
 from run_helpers import MODEL, JobMaker, quiet, rows_of, without_timings
-from safetensors.torch import load_file, save_file
 from stub_engine import StubEngine
 from tiny_model import write_checkpoint
 
-from batchgen.cli.main import call, cli
+from batchgen.cli.main import cli
 from batchgen.config.job import JobSpec
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.run.backend import Backend
@@ -71,46 +69,6 @@ def test_a_job_is_planned_stopped_resumed_and_reported(folder: Path, job: JobMak
     planned = CliRunner().invoke(cli, ["plan", *map(str, flags)])
     assert planned.exit_code == 0, planned.output
     assert json.loads(planned.stdout)["rows"]["good"] == COUNT
-
-
-# ---------------------------------------------------------------- quantized checkpoints
-
-
-def test_int8_weights_give_what_their_values_do(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write(rows_of(3))
-    tensors = load_file(MODEL / "model.safetensors")
-    plain, stored = dict(tensors), dict(tensors)
-    for name, weight in tensors.items():
-        if name.endswith("w2.weight"):
-            parts, wide = int8(weight.double().numpy())
-            plain[name] = tensor(wide, weight.dtype)
-            del stored[name]
-            stored |= {f"{name.removesuffix('.weight')}.{part}": values for part, values in parts.items()}
-    said, texts = {}, {}
-    for kind, weights in {"plain": plain, "int8": stored}.items():
-        folder = job.folder / kind
-        shutil.copytree(MODEL, folder)
-        save_file(weights, folder / "model.safetensors")
-        if kind == "int8":
-            set_quantization(folder, W8A8)
-        flags = [
-            "--input",
-            job.input,
-            "--model",
-            folder,
-            "--output",
-            job.folder / f"{kind}-out",
-            "--prompt",
-            "{question}",
-        ]
-        assert call(["run", *map(str, flags), "--max-tokens", "8", "--dtype", "bfloat16"]) == 0
-        said[kind] = capsys.readouterr().err
-        lines = (job.folder / f"{kind}-out" / "outputs.jsonl").read_text().splitlines()
-        texts[kind] = [json.loads(line)["text"] for line in lines]
-    assert texts["int8"] == texts["plain"]
-    note = "the settings for activations in the quantization_config of this checkpoint are not used"
-    assert note in said["int8"]
-    assert note not in said["plain"]
 
 
 # ---------------------------------------------------------------- choices and their scores

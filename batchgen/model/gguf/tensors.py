@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.core.errors import ModelError
 from batchgen.core.gguf import GgufTensor, read_header
 from batchgen.core.model_files import file_bytes
-from batchgen.model.quantized.gguf_config import ROPE_FACTORS
+from batchgen.model.gguf.config import ROPE_FACTORS
 from batchgen.model.weights import Init, Shape, StoredTensors, fill_rows, is_finite
 
 _NUMBERS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}  # by type
