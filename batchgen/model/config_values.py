@@ -84,32 +84,38 @@ class ConfigValues:
     def rope(self, default_theta: float) -> Rope:
         """The rotary embedding, of base ``default_theta`` if the config has none.
 
-        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. A kind that is
-        not known is refused.
+        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. Where the base
+        is given twice, that among the parameters counts, and the positions beside them, as in transformers. A kind that
+        is not known is refused.
         """
         new, old = (self.section(name, is_needed=False) for name in ("rope_parameters", "rope_scaling"))
+        for part in (new, old):
+            if nested := [name for name, value in part.raw.items() if isinstance(value, Mapping)]:
+                raise part.error(f"{shown(nested[0])}: values for some of the layers are not supported in this family")
         kinds = [values.text("rope_type", "type", default="default") for values in (new, old)]
         for kind in kinds:
             if kind not in ROPE_KINDS:
                 raise self.error(f"rope scaling {shown(kind)} is not supported (known: {', '.join(ROPE_KINDS)})")
         if new.raw and old.raw and new.raw != old.raw:
             raise self.error("rope_parameters and rope_scaling do not say the same; keep the one that is meant")
-        theta = new.number("rope_theta", default=self.number("rope_theta", "theta", default=default_theta))
+        theta = self.number("rope_theta", "theta", default=default_theta)
+        theta = new.number("rope_theta", default=old.number("rope_theta", default=theta))
         if theta < 1:
             raise self.error(f"rope_theta must be at least 1, or angles exceed float32, not {theta}")
         values, kind = (old, kinds[1]) if kinds[0] == "default" else (new, kinds[0])
         for part in (self, new, old) if kind != "proportional" else ():
             if (share := part.number("partial_rotary_factor", default=1.0)) != 1:
                 raise part.error(f"partial_rotary_factor {share:g} is not supported with rope_type {kind!r}")
-        return values._scaled(theta, kind)
+        positions = self.integer("original_max_position_embeddings", default=0, least=0)
+        return values._scaled(theta, kind, positions)
 
-    def _scaled(self, theta: float, kind: str) -> Rope:
-        """The rotary embedding of a kind that these values scale."""
+    def _scaled(self, theta: float, kind: str, positions: int) -> Rope:
+        """The rotary embedding of a kind that these values scale, ``positions`` being given beside them, or 0."""
         if kind == "llama3":
             low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
             if low >= high:
                 raise self.error(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
-            positions = self.integer("original_max_position_embeddings")
+            positions = positions or self.integer("original_max_position_embeddings")
             return Rope(theta, kind, self.number("factor"), low, high, positions)
         if kind == "linear":
             return Rope(theta, kind, self.number("factor"))
@@ -148,6 +154,16 @@ class ConfigValues:
         """Refuse any other value than the one that is computed here, which is the default; ``why`` says so."""
         if (found := self.get(name, default=value)) != value:
             raise self.error(f"{name} is {shown(found)}; {why}")
+
+    def refuse_window(self, default: int | None = None) -> None:
+        """Refuse a window of positions that a text could exceed; ``default`` holds where the config says nothing."""
+        if self.raw.get("sliding_window", default) is None:
+            return
+        window = self.integer("sliding_window", default=default)
+        if window < self.integer("max_position_embeddings"):
+            said = "is" if "sliding_window" in self.raw else "is missing, which means"
+            remedy = "not supported in this family; write null if the model was trained without one"
+            raise self.error(f"sliding_window {said} {window}, which is {remedy}")
 
     def refuse(self, *names: str) -> None:
         """Refuse what a flag switches on."""

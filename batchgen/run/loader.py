@@ -21,10 +21,9 @@ from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import ADAPTER_FILES, is_gguf, model_files, tokenizer_folder
 from batchgen.core.model_location import resolve_model
 from batchgen.core.records import SamplingParams
-from batchgen.core.units import shown
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import Embedded
-from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
+from batchgen.model.adapter.settings import Lora, doubts, read_lora, resolve_adapter
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.vector_files import VectorFiles, read_vector_files
@@ -286,8 +285,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
         notes.append(
             "lm_head of this checkpoint is not its embedding, though its config says that they are tied: it is used"
         )
-    if info.lora is not None and not info.lora.is_for(info.path):
-        notes.append(f"the adapter was trained on {shown(info.lora.base)}, and is added to {info.path}")
+    notes += doubts(info.lora, info.path, info.folder)
 
     def prepare() -> None:
         build.finish(*kernels)

@@ -321,7 +321,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("lfm3", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, ["full_attention"]),
         ("lfm3", full_attention(rope_type="yarn"), ["yarn"]),
         ("lfm3", full_attention(partial_rotary_factor=2), ["partial_rotary_factor"]),
-        ("mistral", {"sliding_window": 4096}, ["sliding_window"]),
+        ("mistral", {"sliding_window": 4095}, ["sliding_window"]),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window"]),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, ["layer_types must name 3 layers as 'full_attention'"]),
         ("smollm3", {"layer_types": ["sliding_attention"] * 4}, ["layer_types must name 4 layers as"]),

@@ -245,3 +245,13 @@ def test_check_and_bench_take_and_name_an_adapter(
     lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2", "--repeats", "1"]
     assert call(["bench", *where, *lengths]) == 0
     assert f"{MODEL} + {lora}  float32 on cpu" in capsys.readouterr().out
+
+
+def test_an_adapter_that_lies_beside_the_weights_is_not_added_without_a_word(
+    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(1))
+    both = shutil.copytree(MODEL, job.folder / "both")
+    shutil.copytree(lora, both, dirs_exist_ok=True)
+    assert call(command(job, "out", both)) == 0
+    assert "has an adapter beside its weights, which is not added; --adapter adds one" in capsys.readouterr().err

@@ -121,6 +121,18 @@ def read_lora(folder: Path) -> Lora:
     )
 
 
+def doubts(lora: Lora | None, model: str, folder: Path | None) -> list[str]:
+    """What a user should know of the adapter, or of one that lies beside the weights and is not added.
+
+    ``model`` is a path or Hub id, and ``folder`` where its files are.
+    """
+    if lora is not None and not lora.is_for(model):
+        return [f"the adapter was trained on {shown(lora.base)}, and is added to {model}"]
+    if lora is None and folder is not None and (folder / ADAPTER_CONFIG).exists():
+        return [f"{model} has an adapter beside its weights, which is not added; --adapter adds one that is not merged"]
+    return []
+
+
 def _patterns(values: ConfigValues, key: str) -> ConfigValues:
     """Values by regular expression."""
     raw = values.get(key, default={})

@@ -96,6 +96,8 @@ def _rope(values: ConfigValues, kind: str) -> Rope:
     base, default = ("rope_local_base_freq", 1e4) if kind == _SLIDING else ("rope_theta", 1e6)
     ropes = values.section("rope_parameters", is_needed=False)
     if ropes.raw:
+        if values.section("rope_scaling", is_needed=False).raw:
+            raise values.error("rope_parameters and rope_scaling are both given; keep the one that is meant")
         return ConfigValues({"rope_parameters": ropes.section(kind).raw}, f"{values.where}: {kind}").rope(default)
     scaling = {} if kind == _SLIDING else values.section("rope_scaling", is_needed=False).raw
     part = {"rope_theta": values.number(base, default=default), "rope_scaling": scaling}

@@ -47,6 +47,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
+    values.refuse_window()
     dense = read_dense(values, default_theta=1e4, has_qk_norm=False)
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, logits = (_multiplier(values, name) for name in names)

@@ -21,6 +21,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         rms_norm_eps=1e-5,
         rope_theta=1e6,
         max_position_embeddings=32768,
+        sliding_window=None,
         bos_token_id=1,
         eos_token_id=2,
     )
@@ -29,6 +30,5 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
-    if values.get("sliding_window", default=None) is not None:
-        raise values.error("sliding_window is not supported in this family; Mistral-7B-v0.2 and later have none")
+    values.refuse_window(default=4096)
     return read_dense(values, default_theta=1e4, has_qk_norm=False)

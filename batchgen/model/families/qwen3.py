@@ -43,4 +43,4 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
-    return read_dense(values, default_theta=1e6)
+    return read_dense(values, default_theta=1e4)

@@ -45,6 +45,6 @@ def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
     values.expect("decoder_sparse_step", 1, "only models with experts in every layer are supported")
     values.expect("mlp_only_layers", [], "only models with experts in every layer are supported")
-    dense, experts = read_dense(values, default_theta=1e6), values.experts("softmax", is_normalized=False)
+    dense, experts = read_dense(values, default_theta=1e4), values.experts("softmax", is_normalized=False)
     layers = tuple(replace(layer, ff_dim=0, experts=experts) for layer in dense.layers)
     return replace(dense, layers=layers, tensor_names=_TENSOR_NAMES)
