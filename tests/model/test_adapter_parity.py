@@ -35,13 +35,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one layer": {"target_modules": ["w1"], "layers_to_transform": 2},
     "all but some": {"target_modules": ALL, "exclude_modules": ["model.layers.0.conv.out_proj", "w2"]},
     "all but a regular expression": {"target_modules": ALL, "exclude_modules": r".*layers\.1\..*"},
-    "ranks": {"target_modules": ALL, "rank_pattern": {"^k_proj": 5, "layers.[01].feed_forward.w[13]": 7, "w1": 2}},
-    "alphas": {
-        "target_modules": ALL,
-        "alpha_pattern": {r"^model\.layers\.1.self_attn.q_proj": 1.5, "q_proj|w2": 30, "w2": 4, "2.feed_forward.w1": 2},
-        "rank_pattern": {"w2": 6},
-        "use_rslora": True,
-    },
 }
 MODELS = {
     **{name: (raw_config(tie_word_embeddings=False), settings) for name, settings in SETTINGS.items()},
@@ -51,7 +44,7 @@ MODELS = {
 }
 
 
-QUICK = ("a regular expression", "alphas", "qwen3")
+QUICK = ("a regular expression", "all that recipes name", "qwen3")
 
 
 @pytest.fixture(

@@ -1,14 +1,12 @@
 """Settings of a LoRA adapter, from its ``adapter_config.json``; torch-free, so that a plan refuses what a run would.
 
-What each key means is what peft makes of it. Whatever makes an adapter more than products that are added to linears is
-refused by name, and so is a key that is not known. Regular expressions are matched by RE2, in linear time, because
-they come with the adapter.
+What each key means is what peft makes of it. Whatever makes an adapter more than products of one scale
+that are added to linears is refused by name, and so is a key that is not known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,13 +17,12 @@ from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues
 
-_MAX_BYTES = 1 << 20  # of the settings; with an alpha for each module they have 100 kB
-_MAX_PATTERNS = 1000  # each of which is matched with each module
+_MAX_BYTES = 1 << 20  # of the settings
 _KNOWN = frozenset(
     (
-        *("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights", "base_model_name_or_path"),
+        *("peft_type", "lora_alpha", "use_rslora", "init_lora_weights", "base_model_name_or_path"),
         # Which modules have matrices, and of which rank, is read off the matrices.
-        *("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         # Without effect on what a trained adapter computes; ``init_lora_weights`` says which of the configs is used.
         *("auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"),
         *("revision", "runtime_config", "task_type", "velora_config"),
@@ -41,15 +38,13 @@ USE_MERGED = "only a plain LoRA is added here: merge it by what it was trained w
 class Lora:
     """A LoRA: to the weight of each of its modules is added ``scale * B A``, of matrices with ``rank`` inner numbers.
 
-    The scale is ``alpha`` over the rank, or over its root. ``alphas`` are those of modules whose last parts a regular
-    expression matches, of which the first counts.
+    The scale is ``alpha`` over the rank, or over its root where the adapter is rank-stabilized (rsLoRA).
     """
 
     folder: Path
     base: str
     alpha: float
     is_rank_stabilized: bool
-    alphas: Mapping[str, float]
 
     @property
     def where(self) -> str:
@@ -68,28 +63,9 @@ class Lora:
             )
         return replace(config, has_adapter=True)
 
-    def scales(self, ranks: Mapping[str, int]) -> dict[str, float]:
-        """The scale of each module; ``ranks`` are those of its matrices."""
-        alphas = dict.fromkeys(ranks, self.alpha)
-        for pattern, alpha in reversed([*self.alphas.items()]):
-            alphas |= dict.fromkeys(self._matching(rf"(.*\.)?({pattern})", [*ranks]), alpha)
-        root = math.sqrt if self.is_rank_stabilized else float
-        return {module: alphas[module] / root(rank) for module, rank in ranks.items()}
-
-    def _matching(self, pattern: str, modules: Sequence[str]) -> set[str]:
-        """The modules that the whole of a pattern matches."""
-        import pyarrow as pa
-        from pyarrow import compute
-
-        try:
-            found = compute.match_substring_regex(pa.array(modules, pa.string()), rf"\A(?:{pattern})\z")
-        except (pa.ArrowException, ValueError) as error:
-            why = " ".join(str(error).split())[:100].encode(errors="replace").decode()
-            raise ModelError(
-                f"{self.where}: the regular expression {shown(pattern)} is not read ({why}); "
-                "give the names of the modules instead"
-            ) from None
-        return {module for module, is_match in zip(modules, found.to_pylist(), strict=True) if is_match}
+    def scale(self, rank: int) -> float:
+        """What the product of matrices of that rank is multiplied by."""
+        return self.alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
 def resolve_adapter(path: str) -> Path:
@@ -111,13 +87,11 @@ def read_lora(folder: Path) -> Lora:
             raise values.error(f"{shown(key)[1:-1]} is {shown(value)}; {USE_MERGED}")
     if (beginning := values.get("init_lora_weights", default=True)) not in _PLAIN_BEGINNINGS:
         raise values.error(f"init_lora_weights {shown(beginning)} changes the weights of the model too; {USE_MERGED}")
-    alphas, alpha = _patterns(values, "alpha_pattern"), values.number("lora_alpha", default=8.0)
     return Lora(
         folder,
         base=values.text("base_model_name_or_path", default=""),
-        alpha=alpha,
+        alpha=values.number("lora_alpha", default=8.0),
         is_rank_stabilized=values.flag("use_rslora", default=False),
-        alphas={key: alphas.number(key, default=alpha) for key in alphas.raw},
     )
 
 
@@ -131,11 +105,3 @@ def doubts(lora: Lora | None, model: str, folder: Path | None) -> list[str]:
     if lora is None and folder is not None and (folder / ADAPTER_CONFIG).exists():
         return [f"{model} has an adapter beside its weights, which is not added; --adapter adds one that is not merged"]
     return []
-
-
-def _patterns(values: ConfigValues, key: str) -> ConfigValues:
-    """Values by regular expression."""
-    raw = values.get(key, default={})
-    if not isinstance(raw, dict) or len(raw) > _MAX_PATTERNS:
-        raise values.error(f"{key} must be an object of at most {_MAX_PATTERNS} keys, not {shown(raw)}")
-    return ConfigValues(raw, f"{values.where}: {key}")

@@ -50,10 +50,11 @@ class LoraTensors:
         self._path = lora.folder / ADAPTER_WEIGHTS
         self._file = open_weights(self._path)
         names = self._located(self._file.keys())
-        ranks = {module: self._rank(parts["A"]) for module, parts in names.items()}
         self._matrices = {
-            config.stored_name(module): _Matrices(parts["A"], parts["B"], ranks[module], scale)
-            for (module, parts), scale in zip(names.items(), lora.scales(ranks).values(), strict=True)
+            config.stored_name(module): _Matrices(
+                parts["A"], parts["B"], rank := self._rank(parts["A"]), lora.scale(rank)
+            )
+            for module, parts in names.items()
         }
         self._added: set[str] = set()
         self._head = config.tensor_names["head"]
