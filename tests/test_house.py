@@ -74,7 +74,7 @@ CONCEPTS = {
     "output formats": "jsonl openai-batch parquet",
     "extras": "gguf gs lm-eval metrics ray report s3 structured test",
     "public names": """
-        BatchgenError Engine EngineConfig GateFailed InputChanged JobSpec LockedError ModelError OutOfMemory RemoteError
+        BatchgenError Engine EngineConfig GateFailed InputError JobSpec LockedError ModelError OutOfMemory RemoteError
         Request Result ResumeMismatch Run RunOptions RunStopped SamplingParams Shard StorageError Tokenizer UsageError
         __version__ generate load_job load_model run_job
     """,

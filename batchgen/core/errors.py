@@ -10,8 +10,7 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
     ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
     │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
-    ├── InputChanged         exit 2   an input changed while a run was reading it; finished rows stay
-    ├── InputUnreadable      exit 2   an input cannot be read to its end as it is; finished rows stay
+    ├── InputError           exit 2   an input changed or cannot be read on while a run reads it; finished rows stay
     ├── RunStopped           exit 75  the run was stopped before its last row; it goes on when run again
     ├── GateFailed           exit 4   plan --fail-if-over, report --compare, check
     └── LockedError          exit 5   another process holds the run directory
@@ -87,14 +86,8 @@ class ResumeMismatch(UsageError):
     """The run directory was begun by a job whose outputs would differ."""
 
 
-class InputChanged(BatchgenError):
-    """A file differs from what the run read first; unlike a usage error it ends a run that has begun."""
-
-    exit_code = ExitCode.USAGE
-
-
-class InputUnreadable(BatchgenError):
-    """An input cannot be read on as it is named; a repetition would end at the same place."""
+class InputError(BatchgenError):
+    """A file differs from what the run read first, or cannot be read on; unlike a usage error it ends a begun run."""
 
     exit_code = ExitCode.USAGE
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from batchgen.core.errors import InputChanged, UsageError
+from batchgen.core.errors import InputError, UsageError
 
 # A change within one tick of the file system's clock leaves its times equal, so equal times prove equal content only
 # when the last change is older than a tick. FAT has the longest one, 2 s.
@@ -92,7 +92,7 @@ class Digests:
         """Whether the file kept its state since its digest was taken; if not, rows read since may be wrong.
 
         False if the state changed but the content is the same again; the new state counts from now on. Raises
-        InputChanged for other content or an unreadable file. The digest must have been asked for before.
+        InputError for other content or an unreadable file. The digest must have been asked for before.
         """
         known = self._known[_key(path)]
         try:
@@ -175,9 +175,9 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot read {path}: {error.strerror or error}")
 
 
-def input_changed(name: object, how: str) -> InputChanged:
+def input_changed(name: object, how: str) -> InputError:
     """The error for a file that is another one than the run has read so far."""
-    return InputChanged(
+    return InputError(
         f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: "
         "if rows were only added at its end, run the same command again; else put it back as it was and run again to "
         "resume, or start anew with --overwrite"

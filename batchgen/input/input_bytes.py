@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
-from batchgen.core.errors import InputChanged, RemoteError
+from batchgen.core.errors import InputError, RemoteError
 from batchgen.core.fingerprint import Digests, input_changed
 from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
 
@@ -45,7 +45,7 @@ class LocalFile:
         return digests.fingerprint(self.path)
 
     def check_version(self) -> None:
-        """Raises InputChanged if what is at an address is no longer of the version that was found first."""
+        """Raises InputError if what is at an address is no longer of the version that was found first."""
 
     def countable_bytes(self) -> int | None:
         """The size; None where reading the file only to count its rows would cost too much."""
@@ -96,7 +96,7 @@ class RemoteFile:
     def read(self, start: int, end: int) -> bytes:
         """The bytes from ``start`` up to ``end`` or the end of the file.
 
-        Raises InputChanged where they can no longer be had of this version, RemoteError where not at all.
+        Raises InputError where they can no longer be had of this version, RemoteError where not at all.
         """
         end = min(end, self.num_bytes)
         if start >= end:
@@ -112,8 +112,8 @@ class RemoteFile:
             raise ConnectionError(f"{len(content):,} bytes came instead of {end - start:,}")
         return content
 
-    def _changed(self, error: RemoteError) -> RemoteError | InputChanged:
-        """InputChanged where the version has gone; else the error, which says that the run resumes."""
+    def _changed(self, error: RemoteError) -> RemoteError | InputError:
+        """InputError where the version has gone; else the error, which says that the run resumes."""
         if error.kind in ("changed", "missing", "no bucket"):
             return input_changed(self.name, str(error).partition(": ")[2])
         return RemoteError(f"{error}; finished rows are kept: run again to resume", error.kind)

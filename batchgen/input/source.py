@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import InputSpec
-from batchgen.core.errors import BatchgenError, InputChanged, UsageError
+from batchgen.core.errors import BatchgenError, InputError, UsageError
 from batchgen.core.fingerprint import TRIES, Digests
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
@@ -49,7 +49,7 @@ class Source:
 
         Rows whose index is not ``wanted`` are passed over without being parsed. Reading from a row's ``after`` gives
         exactly the rows that follow it. Returns the index after the last row it passed. Raises UsageError when a
-        file has become unreadable, InputChanged when it no longer matches its fingerprint.
+        file has become unreadable, InputError when it no longer matches its fingerprint.
         """
         at = start or _START
         for number in range(at.file, len(self._files)):
@@ -77,13 +77,13 @@ class Source:
             if at.file != number:
                 return at.index
             tries -= 1
-        raise InputChanged(f"{file.path} keeps changing; stop whatever writes to it, then run again to resume")
+        raise InputError(f"{file.path} keeps changing; stop whatever writes to it, then run again to resume")
 
     def _is_unchanged(self, file: InputFile) -> bool:
         return self._digests is None or file.is_unchanged(self._digests)
 
     def _explained(self, rows: Iterable[Record | BadRow], file: InputFile) -> Iterator[Record | BadRow]:
-        """``rows``; raises InputChanged in place of the error where reading fails because the file has changed."""
+        """``rows``; raises InputError in place of the error where reading fails because the file has changed."""
         try:
             yield from rows
         except BatchgenError:
@@ -91,7 +91,7 @@ class Source:
             raise
 
     def check_unchanged(self) -> None:
-        """Raises InputChanged if a file is no longer what its fingerprint says."""
+        """Raises InputError if a file is no longer what its fingerprint says."""
         if self._digests is not None:
             for file in self._files:
                 file.check_unchanged(self._digests)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
 from batchgen.core.answers import MAX_CPU_S
-from batchgen.core.errors import BatchgenError, ExitCode, InputChanged, LockedError, ResumeMismatch, UsageError
+from batchgen.core.errors import BatchgenError, ExitCode, InputError, LockedError, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.machine import memory_errors
 from batchgen.core.records import BadRow, Record
@@ -324,7 +324,7 @@ def tidy_on_refusal(folder: Path) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except (UsageError, InputChanged, LockedError):
+    except (UsageError, InputError, LockedError):
         with suppress(OSError):
             for path in made:
                 path.rmdir()

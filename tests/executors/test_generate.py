@@ -277,8 +277,7 @@ def holes(kind: str) -> Any:
 def test_a_missing_text_is_an_error_row_however_the_texts_come(kind: str, prompt: str | None) -> None:
     with pytest.warns(UserWarning, match="2 of 4 rows failed"):
         run = generated(holes(kind), prompt=prompt)
-    code = "bad_type" if prompt else "missing_column"
-    assert [(error["index"], error["code"]) for error in run.errors] == [(1, code), (3, code)]
+    assert [(error["index"], error["code"]) for error in run.errors] == [(1, "empty_prompt"), (3, "empty_prompt")]
     assert [record["index"] for record in run.rows] == [0, 2]
 
 

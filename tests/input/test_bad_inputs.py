@@ -121,8 +121,6 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "ids as floats": (b'{"prompt_token_ids": [1.0, 2.0]}', "bad_type"),
     "ids as booleans": (b'{"prompt_token_ids": [true]}', "bad_type"),
     "ids nested": (b'{"prompt_token_ids": [[1]]}', "bad_type"),
-    "sampling is a string": (prompt_row(sampling="greedy"), "bad_type"),
-    "sampling is a list": (prompt_row(sampling=[0.5]), "bad_type"),
     "no prompt": (b'{"question": "hi"}', "missing_column"),
     "no columns": (b"{}", "missing_column"),
     "prompt is null": (prompt_row(prompt=None), "empty_prompt"),

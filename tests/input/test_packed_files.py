@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from input_helpers import codes, read_bytes, source_of, zstd
 
-from batchgen.core.errors import ExitCode, InputUnreadable, UsageError
+from batchgen.core.errors import ExitCode, InputError, UsageError
 from batchgen.input.formats import delimited
 
 ROWS = [{"n": number, "text": f"row {number}"} for number in range(300)]
@@ -47,7 +47,9 @@ def test_zeros_behind_a_gzip_file_are_no_damage(zeros: int, members: int, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "behind", [b"\0\0x", b"garbage", gzip.compress(LINES)[:-9], b"\0" * 9 + gzip.compress(LINES)[:40]]
+    "behind",
+    [b"\0\0x", b"garbage", gzip.compress(LINES)[:-9], b"\0" * 9 + gzip.compress(LINES)[:40]],
+    ids=["zeros and a byte", "text", "a member cut short", "zeros and a member cut short"],
 )
 def test_what_else_stands_behind_a_gzip_file_is_one_failed_row(behind: bytes, tmp_path: Path) -> None:
     found = read_bytes(tmp_path, gzip.compress(LINES) + behind, "rows.jsonl.gz")
@@ -132,7 +134,7 @@ def test_files_of_a_dataset_that_do_not_agree_are_refused_for_good_with_the_way_
         lines = "".join(json.dumps({"prompt": "a", "score": value}) + "\n" for _ in range(400))
         (folder / f"part{number}.jsonl").write_text(lines)
     source = source_of(f"hf:{folder}")
-    with pytest.raises(InputUnreadable, match=rf"must agree on the types.*name {folder}/\*\.jsonl$") as caught:
+    with pytest.raises(InputError, match=rf"must agree on the types.*name {folder}/\*\.jsonl$") as caught:
         list(source.read())
     assert caught.value.exit_code == ExitCode.USAGE and "run the same command again" not in str(caught.value)
 

@@ -17,7 +17,7 @@ from run_helpers import ENVIRONMENT, JobMaker, finish, quiet, rows_of, start, un
 
 from batchgen.cli.main import cli
 from batchgen.core import remote
-from batchgen.core.errors import ExitCode, InputChanged, RemoteError, ResumeMismatch
+from batchgen.core.errors import ExitCode, InputError, RemoteError, ResumeMismatch
 from batchgen.input import input_bytes, pinned_files
 
 NUM_ROWS = 400
@@ -84,10 +84,10 @@ def test_what_happens_to_the_object_meanwhile_costs_no_row(
         elif number == 2:
             server_of(place).lasting = int(change)
 
-    refused = InputChanged if change == "replaced" else RemoteError
+    refused = InputError if change == "replaced" else RemoteError
     with pytest.raises(refused, match=r"rows\.jsonl.*run again to resume") as caught:
         job.run(spec, before_step=meddle)
-    assert caught.value.exit_code == (ExitCode.USAGE if refused is InputChanged else ExitCode.CRASH)
+    assert caught.value.exit_code == (ExitCode.USAGE if refused is InputError else ExitCode.CRASH)
     assert not (job.output / "outputs.jsonl").exists()
     server_of(place).lasting = None
     place.put("rows.jsonl", content)

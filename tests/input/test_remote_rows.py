@@ -17,7 +17,7 @@ from repeats import slow
 
 from batchgen.config.job import InputSpec
 from batchgen.core import remote
-from batchgen.core.errors import ExitCode, InputChanged, RemoteError, UsageError
+from batchgen.core.errors import ExitCode, InputError, RemoteError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.input import pinned_files
@@ -190,13 +190,13 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run_before_a_new_row(
         place.remove(name)
     else:
         place.put(name, FORMS[name](changed(rows)))
-    with pytest.raises(InputChanged, match=f"{name} has changed while it was in use: .*run again to resume") as caught:
+    with pytest.raises(InputError, match=f"{name} has changed while it was in use: .*run again to resume") as caught:
         read.extend(reading)
     assert caught.value.exit_code == ExitCode.USAGE
     assert "\n" not in str(caught.value)
     assert len(read) < 1000
     assert not any("guestion" in str(row) or not hasattr(row, "columns") for row in read)
-    with pytest.raises(InputChanged):
+    with pytest.raises(InputError):
         source.check_unchanged()
 
 
@@ -206,10 +206,10 @@ def test_a_change_after_the_last_row_was_read_is_noticed_too(place: Remote) -> N
     source = fingerprinted(place.put("rows.jsonl", jsonl(rows)))
     assert len([*source.read()]) == 3
     place.put("rows.jsonl", jsonl(changed(rows)))
-    with pytest.raises(InputChanged, match=r"rows\.jsonl has changed .*its version was .* and is .* now"):
+    with pytest.raises(InputError, match=r"rows\.jsonl has changed .*its version was .* and is .* now"):
         source.check_unchanged()
     place.put("rows.jsonl", b"")
-    with pytest.raises(InputChanged, match=r"it had \d+ bytes and has 0 now"):
+    with pytest.raises(InputError, match=r"it had \d+ bytes and has 0 now"):
         source.check_unchanged()
 
 
@@ -219,7 +219,7 @@ def test_a_server_that_heeds_no_precondition_gives_no_byte_of_another_version(pl
     source = fingerprinted(place.put("rows.jsonl", jsonl(rows)))
     server_of(place).heeds_if_match = False
     place.put("rows.jsonl", jsonl(changed(rows)))
-    with pytest.raises(InputChanged, match=r"rows\.jsonl has changed"):
+    with pytest.raises(InputError, match=r"rows\.jsonl has changed"):
         [*source.read()]
 
 

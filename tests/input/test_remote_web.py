@@ -10,7 +10,7 @@ from input_helpers import jsonl, parquet, sample_rows, source_of
 from remote_servers import Remote, fingerprinted, server_of, settle
 
 from batchgen.core import remote
-from batchgen.core.errors import InputChanged, RemoteError, UsageError
+from batchgen.core.errors import InputError, RemoteError, UsageError
 from batchgen.core.shard import WHOLE
 from batchgen.input import input_bytes, pinned_files
 from batchgen.input.source import RowRange
@@ -51,7 +51,7 @@ def test_a_weak_etag_or_a_date_will_do(place: Remote, headers: dict[str, str | N
         {"ETag": 'W/"2"'} if headers.get("ETag") else {"ETag": None, "Last-Modified": "Sun, 22 Nov 2026 01:00:00 GMT"}
     )
     server_of(place).headers = other  # type: ignore[assignment]
-    with pytest.raises(InputChanged, match="it is no longer the same version"):
+    with pytest.raises(InputError, match="it is no longer the same version"):
         [*source.read()]
 
 
@@ -85,7 +85,7 @@ def test_another_part_than_was_asked_for_is_no_row(place: Remote, part: str) -> 
     content = jsonl(sample_rows(8))
     source = fingerprinted(place.put("rows.jsonl", content))
     server_of(place).headers = {"Content-Range": part.format(len(content))}
-    with pytest.raises((RemoteError, InputChanged)):
+    with pytest.raises((RemoteError, InputError)):
         [*source.read()]
 
 

@@ -135,10 +135,11 @@ def test_the_step_behind_one_that_runs_is_uploaded_without_a_wait_for_it(monkeyp
         def synchronize(self) -> None:
             waited.append(1) if self.is_recorded else None
 
-        def record(self) -> None:
-            self.is_recorded = True
+        def record(self, stream: str) -> None:
+            self.is_recorded = stream == "that of the device"
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "that of the device")
     for name in ("zeros", "arange"):
         monkeypatch.setattr(torch, name, on_host(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)

@@ -50,7 +50,7 @@ class InputFile(ABC):
         return False not in [digests.verify(path) for path in self.local_files]
 
     def check_unchanged(self, digests: Digests) -> None:
-        """Raises InputChanged if a file is no longer what its fingerprint says; asked once, at the end."""
+        """Raises InputError if a file is no longer what its fingerprint says; asked once, at the end."""
         self.is_unchanged(digests)
 
     def begins_with(self, begun: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
-from batchgen.core.errors import BatchgenError, InputUnreadable, UsageError
+from batchgen.core.errors import BatchgenError, InputError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
@@ -83,9 +83,7 @@ class DatasetFile(InputFile):
             what = f"cannot read on in {self._text}: {one_line(error)}"
             if _is_of_a_value(error):
                 way = f"files read by themselves give each row as it is: name {self._files_by_name()}"
-                raise InputUnreadable(
-                    f"{what}; all files of a dataset must agree on the types of columns: {way}"
-                ) from error
+                raise InputError(f"{what}; all files of a dataset must agree on the types of columns: {way}") from error
             raise BatchgenError(f"{what}; run the same command again") from error
 
     def _files_by_name(self) -> str:

@@ -113,13 +113,19 @@ def _unrolling(head: bytes) -> str:
 
     A line that alone is no row beside others that may be is left to the reader, which makes it an error row.
     """
-    first, *others = head.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n")
-    first, second = first.rstrip(), next((line.strip() for line in others if line.strip()), b"")
-    program = "'.[]'" if first.startswith(b"[") else "."
-    if first in (b"[", b"{", b"[{", b"[ {") or (first.startswith(b"[") and first.endswith(b",")):
-        return program
-    is_array = first.startswith(b"[") and first[1:].lstrip().startswith(b"{")
-    return program if is_array and (not second or second.startswith(b"[")) else ""
+    lines = [line.strip() for line in head.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
+    first, second, third = (*lines[:3], b"", b"", b"")[:3]
+    if first.replace(b" ", b"") in (b"{", b"[{"):  # a key follows, or this is a damaged row
+        is_spread = second.startswith(b'"')
+    elif first == b"[":
+        is_spread = second.startswith(b"{") and (second == b"{" or second.endswith(b",") or third == b"]")
+    elif first.startswith(b"[") and first[1:].lstrip().startswith(b"{"):
+        is_spread = first.endswith(b",") or not second or second.startswith(b"[")
+    else:
+        is_spread = False
+    if not is_spread:
+        return ""
+    return "'.[]'" if first.startswith(b"[") else "."
 
 
 def _detect(content: InputBytes, head: bytes) -> str:
