@@ -202,7 +202,7 @@ class ConfigValues:
             tie_embedding=self.flag("tie_embedding", "tie_word_embeddings", default=is_tied),
             bos_token_id=self._bos_token_id(),
             eos_token_ids=token_ids(self.raw, "eos_token_id", self.where),
-            dtype=self.text("torch_dtype", "dtype", default="bfloat16"),
+            dtype=self.text("dtype", "torch_dtype", default="bfloat16"),
             tensor_names=tensor_names,
             **more,
         )

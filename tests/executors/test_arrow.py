@@ -11,8 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from chat_templates import PUBLISHED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from input_helpers import write_tokenizer
 from run_helpers import MODEL, JobMaker, quiet, read_lines, without_timings
 from stub_engine import StubEngine, stub_factory
 
@@ -113,6 +115,26 @@ def test_a_column_with_the_name_of_an_added_one_is_kept_under_another() -> None:
     assert found.schema.names[:2] == ["input_input_text", "input_text"]
     assert found["input_input_text"].to_pylist() == ["a", "b"]
     assert None not in found["text"].to_pylist()
+
+
+def test_chats_of_a_batch_have_no_field_that_arrow_padded(tmp_path: Path) -> None:
+    """Each struct of a column has the fields of all of them; as JSON text the rows have their own."""
+    rows = []
+    for name, key in (("weather", "city"), ("now", "zone")):
+        call = {"function": {"name": name, "arguments": {key: "x"}}}
+        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        parameters = {"type": "object", "properties": {key: {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        rows.append({"messages": chat, "tools": [tool]})
+    texts = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    tokenizer = str(write_tokenizer(tmp_path, chat_template=PUBLISHED["qwen3"]))
+    given = {"model": {"path": str(MODEL), "tokenizer": tokenizer}, "prompt": None, "key": None}
+    given |= {"input": {"messages": "messages"}, "sampling": {"max_tokens": 5}}
+    padded, plain = (
+        [{name: row[name] for name in ADDED.names} for row in rows_of(answers([batch], **given))]
+        for batch in (pa.RecordBatch.from_pylist(rows), pa.RecordBatch.from_pylist(texts))
+    )
+    assert padded == plain and not any(row["error"] for row in plain)
 
 
 def test_without_rows_no_model_is_loaded() -> None:

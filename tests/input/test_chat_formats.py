@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import VOCAB_SIZE, jsonl, source_of, write_tokenizer
 
+from batchgen.api import _lines
 from batchgen.config.job import InputSpec
 from batchgen.core.records import BadRow, SamplingParams
 from batchgen.input.requests import RequestBuilder
@@ -27,6 +28,7 @@ from batchgen.text.tokenizer import Tokenizer
 NOW = datetime(2026, 5, 1)
 CHAT_URL = "/v1/chat/completions"
 REASONING = ("reasoning_content", "thinking", "reasoning")
+MEDIA = ("images", "audio", "video")
 Row = dict[str, Any]
 Drawn = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -45,7 +47,17 @@ def message(draw: Drawn, words: Iterator[str], num: int) -> Row:
         found["tool_call_id"] = draw(st.sampled_from(["call00001", None]))
     if draw(st.integers(0, 5)) == 0:
         found[draw(st.sampled_from(["name", "refusal", "audio", "tool_calls", "thinking", "weight"]))] = None
+    if draw(st.integers(0, 11)) == 0:
+        found |= carried(draw, words, role)
     return found
+
+
+def carried(draw: Drawn, words: Iterator[str], role: str) -> Row:
+    """What a turn says beside its content: pictures and sounds, which no prompt can have, and refusals."""
+    if role == "assistant" and draw(st.booleans()):
+        return {"refusal": next(words)}
+    name = draw(st.sampled_from(MEDIA))
+    return {name: draw(st.sampled_from([[], [{"id": next(words)}]] if name == "images" else ["", next(words)]))}
 
 
 def content(draw: Drawn, words: Iterator[str], role: str) -> Any:
@@ -138,6 +150,35 @@ def as_text_in_parquet(rows: Sequence[Row], folder: Path) -> str:
     return str(folder / "texts.parquet")
 
 
+def _of_texts(row: Row) -> Row:
+    """A row whose messages and tools are JSON text each, as is left of ``arrow.json`` without its type."""
+    return {
+        name: [json.dumps(item) for item in value] if name in ("messages", "tools") and value else value
+        for name, value in row.items()
+    }
+
+
+def as_lines_of_texts(rows: Sequence[Row], folder: Path) -> str:
+    (folder / "texts.jsonl").write_bytes(jsonl([_of_texts(row) for row in rows]))
+    return str(folder / "texts.jsonl")
+
+
+def as_texts_in_parquet(rows: Sequence[Row], folder: Path) -> str:
+    columns = {name: [_of_texts(row)[name] for row in rows] for name in ("messages", "tools")}
+    kwargs = [json.dumps(row["chat_template_kwargs"]) if row["chat_template_kwargs"] else None for row in rows]
+    table = pa.table({name: pa.array(column, pa.list_(pa.string())) for name, column in columns.items()})
+    pq.write_table(table.append_column("chat_template_kwargs", pa.array(kwargs, pa.string())), folder / "lists.parquet")
+    return str(folder / "lists.parquet")
+
+
+def as_data_frame(rows: Sequence[Row], folder: Path) -> str:
+    import pandas as pd
+
+    frame = pd.read_parquet(as_datasets_parquet(rows, folder))
+    (folder / "frame.jsonl").write_bytes(b"".join(_lines(frame, InputSpec().request_columns)))
+    return str(folder / "frame.jsonl")
+
+
 def as_parquet(rows: Sequence[Row], folder: Path) -> str:
     pq.write_table(pa.Table.from_pylist(list(rows)), folder / "rows.parquet")
     return str(folder / "rows.parquet")
@@ -172,8 +213,9 @@ def as_streamed_dataset(rows: Sequence[Row], folder: Path) -> str:
     return f"hf:{folder / 'files'}"
 
 
-TEXTS = [as_openai_lines, as_csv, as_text_in_parquet]
-TYPED = [as_parquet, as_requests_in_parquet, as_datasets_parquet, as_saved_dataset]  # cannot hold any chat
+TEXTS = [as_openai_lines, as_csv, as_text_in_parquet, as_lines_of_texts, as_texts_in_parquet]
+# These cannot hold any chat.
+TYPED = [as_parquet, as_requests_in_parquet, as_datasets_parquet, as_saved_dataset, as_data_frame]
 _NO_FORM = (pa.ArrowException, TypeError, ValueError)
 
 
@@ -183,7 +225,8 @@ class Made:
     def __init__(self, name: str, folder: Path) -> None:
         import transformers
 
-        write_tokenizer(folder / name, chat_template=PUBLISHED[name])
+        template = "{#- as calls begin: <|tool_call_start|> -#}" + PUBLISHED[name]
+        write_tokenizer(folder / name, chat_template=template)
         self.ours = Tokenizer.load(folder / name, NOW)
         self.theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / name)
         sizes = {"max_model_len": 99_999, "vocab_size": VOCAB_SIZE}
@@ -280,7 +323,7 @@ def _cleaned(given: Row) -> Row:
     calls = found.pop("tool_calls", [])
     if "function_call" in found:
         calls = [{"type": "function", "function": found.pop("function_call")}]
-    text = found.get("content", "")
+    text = found.get("content", "") or found.pop("refusal", "")
     if isinstance(text, list):
         text = [{"type": "text", "text": part["text"]} for part in text]
     for item in calls:
@@ -352,6 +395,9 @@ def check_against_transformers(made: Made, rows: Sequence[Row]) -> None:
     with tempfile.TemporaryDirectory() as name:
         answers = made.answers(as_json_lines(rows, Path(name)))
     for row, answer in zip(rows, answers, strict=True):
+        if any(item.get(name) for item in row["messages"] for name in MEDIA):
+            assert answer.startswith("bad_type: ") and answer.endswith(": only text is supported"), (row, answer)
+            continue
         if (clean := cleaned(json.loads(json.dumps(row)))) is None:
             assert answer.startswith("empty_prompt"), (row, answer)
             continue

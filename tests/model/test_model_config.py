@@ -105,6 +105,7 @@ def refusal(**changes: Any) -> str:
         ({"norm_eps": 1e-5}, {}),
         ({"num_attention_heads": 4}, {"num_attention_heads": ..., "num_heads": 4}),
         ({"torch_dtype": "float32"}, {"dtype": "float32"}),
+        ({"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "bfloat16"}),  # as in transformers
         ({"hidden_size": 64}, {"hidden_size": ..., "block_dim": 64}),
         ({"num_key_value_heads": 4}, {"num_key_value_heads": ...}),
         ({"head_dim": 16}, {}),
