@@ -175,17 +175,16 @@ class Check:
         if self._has_head:
             log("proving decoded = prefilled")
             yield self._prove_scored("decoded = prefilled")
-        fast, dtype, device = self.model.kernels.name, self.model.dtype, self.model.device
-        if fast != ReferenceKernels.name:
-            log("proving fast kernels ~ reference")
-            del engine, self.model  # memory may not hold two models
-            where = self._where
-            reference = ReferenceKernels(device, dtype, weights=where.weights, activations=where.activations)
-            self.model = load_weights(where, reference)
-            tolerance = TOLERANCE[dtype] + KV_TOLERANCE[self.kv_dtype] + ACTIVATIONS_TOLERANCE[where.activations]
-            if dtype != torch.float32 and self.model.config.feed_forward == "experts":
-                tolerance += EXPERTS_TOLERANCE
-            yield self._prove_scored("fast kernels ~ reference", tolerance)
+        dtype, device = self.model.dtype, self.model.device
+        log("proving fast kernels ~ reference")
+        del engine, self.model  # memory may not hold two models
+        where = self._where
+        reference = ReferenceKernels(device, dtype, weights=where.weights, activations=where.activations)
+        self.model = load_weights(where, reference)
+        tolerance = TOLERANCE[dtype] + KV_TOLERANCE[self.kv_dtype] + ACTIVATIONS_TOLERANCE[where.activations]
+        if dtype != torch.float32 and self.model.config.feed_forward == "experts":
+            tolerance += EXPERTS_TOLERANCE
+        yield self._prove_scored("fast kernels ~ reference", tolerance)
 
     def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:
         """An engine with memory for all requests at once or, if ``is_tight``, for their prompts and little more."""

@@ -40,7 +40,7 @@ class ModelRunner:
         self.overlaps = runs_behind(model.device) if overlaps is None else overlaps
         self.fetch = fetch
         self.state, self.replays = allocated(model, config)
-        self.notes: list[str] = []
+        self.notes = [*model.kernels.notes]
         try:
             if self.replays is not None:
                 self.replays.record_all()

@@ -101,8 +101,8 @@ class CpuRecordings:
 
 
 def has_graphs(model: Decoder) -> bool:
-    """Whether the model's steps can be CUDA graphs: its kernels ask the device nothing."""
-    return model.device.type == "cuda" and model.kernels.name == "cuda"
+    """Whether the model's decode steps can be CUDA graphs: its kernels ask the device nothing."""
+    return model.device.type == "cuda" and model.kernels.name in ("cuda", "plain")
 
 
 def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:

@@ -1,7 +1,7 @@
 """Interface of the kernels: the few operations in which a step spends its time.
 
-``reference`` is plain torch and runs anywhere; ``cpu`` is compiled for the machine's vectors, ``cuda`` for its GPU. The
-model calls a ``Kernels`` and does not know which back end it has.
+``reference`` is plain torch and the measure of the others; ``plain`` is faster and runs anywhere; ``cpu`` is compiled
+for the machine's vectors, ``cuda`` for its GPU. The model calls a ``Kernels`` and does not know which back end it has.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Kernels(Protocol):
     name: str
     weights: str  # of linears: "auto" as they are given, or "int8"; see ``quantize``
     activations: str  # inputs of linears: "auto" as they are given, or "int8"; see ``reference.Int8Linear``
+    notes: tuple[str, ...] = ()  # what the user should know of this choice
 
     @property
     def variant(self) -> str:

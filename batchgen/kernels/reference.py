@@ -1,7 +1,6 @@
 """Reference implementation of the kernels in plain torch: the fast ones are tested against it.
 
-It is also the back end of devices and dtypes that have no other. It is written to be read: sequences are treated one
-after the other.
+It is written to be read: sequences are treated one after the other. ``plain`` is for devices without other kernels.
 """
 
 from __future__ import annotations

@@ -19,29 +19,36 @@ def select(
     batch_invariant: bool = True,
     weights: str = "auto",
     activations: str = "auto",
+    is_causal: bool = True,
 ) -> Kernels:
     """The fastest back end for a device and dtype; on CUDA the one whose rows are independent if ``batch_invariant``.
 
-    Without it, or where ``triton_obstacle`` finds one, CUDA multiplies with cuBLAS, which ``Kernels.variant`` then
-    names; on the CPU both are the same. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the
-    latter. On the CPU ``processor.cpu_obstacle`` must find none.
+    Without it CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both are the same. Plain
+    torch is for float16 on the CPU, and on CUDA for models that are not causal and where ``triton_obstacle`` finds one.
+    ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter. On the CPU
+    ``processor.cpu_obstacle`` must find none.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels
 
         return CpuKernels(dtype, weights=weights, activations=activations)
-    if device.type == "cuda" and not triton_obstacle(device):
-        from batchgen.kernels.cuda.backend import CudaKernels
+    why = ""
+    if device.type == "cuda":
+        why = triton_obstacle(device) if is_causal else "its kernels let no token see its whole text"
+        if not why:
+            from batchgen.kernels.cuda.backend import CudaKernels
 
-        return CudaKernels(device, batch_invariant=batch_invariant, weights=weights)
-    from batchgen.kernels.reference import ReferenceKernels
+            return CudaKernels(device, batch_invariant=batch_invariant, weights=weights)
+    from batchgen.kernels.plain import PlainKernels
 
-    return ReferenceKernels(device, dtype, weights=weights, activations=activations)
+    return PlainKernels(device, dtype, weights=weights, activations=activations, why=why)
 
 
 @lru_cache
 def triton_obstacle(device: torch.device) -> str:
     """Why the Triton kernels cannot run on a GPU, and what would help; empty if they can. Asked of each device once."""
+    if torch.version.hip is not None:
+        return "the Triton kernels are written for NVIDIA's GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:

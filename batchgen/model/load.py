@@ -16,7 +16,7 @@ from batchgen.core.units import shown
 from batchgen.kernels.cpu import build
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.processor import cpu_obstacle
-from batchgen.kernels.select import select, triton_obstacle
+from batchgen.kernels.select import select
 from batchgen.model.adapter.settings import read_lora, resolve_adapter
 from batchgen.model.adapter.source import LoraTensors
 from batchgen.model.config import ModelConfig
@@ -51,9 +51,9 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     ``activations`` "int8", which rounds their inputs too, on the CPU only); "auto" leaves both as they are. ``adapter``
     is the folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
     "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
-    shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows. ``kernels`` replaces
-    the back end of the device. Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder,
-    config, or weights.
+    shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows. Where a GPU has no
+    kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back end of the device.
+    Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
@@ -63,13 +63,6 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     config = replace(config, has_head=config.has_head and has_head)
     kind = resolve_dtype(dtype, config, where)
     _check_integers(weights, activations, where)
-    if where.type == "cuda" and not config.is_causal:
-        raise ModelError(f"device {str(where)!r}: no kernels there let a token see its whole text; use --device cpu")
-    if where.type == "cuda" and batch_invariant and kernels is None and (obstacle := triton_obstacle(where)):
-        raise ModelError(
-            f"device {str(where)!r}: {obstacle}; --no-batch-invariant runs without these kernels, slower, and tokens "
-            "may depend on the batch; --device cpu runs on the CPU"
-        )
     if where.type == "cpu" and kind != torch.float16 and kernels is None and (why := cpu_obstacle(activations)):
         raise ModelError(f"device 'cpu': {why}")
     if where.type == "cuda":
@@ -89,9 +82,8 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
             # Beside the reading of the weights.
             build.start(name, config.saved_dtype, weights, activations, "auto", config.parts)
     with torch.inference_mode():
-        chosen = kernels or select(
-            where, kind, batch_invariant=batch_invariant, weights=weights, activations=activations
-        )
+        forms = {"weights": weights, "activations": activations}
+        chosen = kernels or select(where, kind, batch_invariant=batch_invariant, is_causal=config.is_causal, **forms)
         return Decoder(config, source, chosen)
 
 

@@ -25,7 +25,7 @@ from batchgen.core.errors import ExitCode
 from batchgen.engine import Engine, sampler
 from batchgen.engine.load import load_weights
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.plain import PlainKernels
 from batchgen.model.state import StateCache
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -246,11 +246,12 @@ def test_a_model_is_let_go_before_the_next_is_loaded(
     assert still_there == [False]
 
 
-def test_where_nothing_is_faster_than_the_reference_it_is_not_compared_with_itself(check: Callable[..., Found]) -> None:
+def test_plain_torch_is_compared_with_the_reference_too(check: Callable[..., Found]) -> None:
     code, found, _ = check("--dtype", "float16", "--limit", "1")
-    assert found["backend"] == "reference"
-    assert found["kernels"] == ReferenceKernels().variant
-    assert [proof["name"] for proof in found["proofs"]] == PLAIN
+    assert found["backend"] == "plain"
+    assert found["kernels"] == PlainKernels().variant
+    assert [proof["name"] for proof in found["proofs"]] == [*PLAIN, FAST]
+    assert found["proofs"][-1]["divergence"] is None
     assert code in (ExitCode.OK, ExitCode.GATE_FAILED)  # plain torch promises no equal bits
 
 

@@ -31,6 +31,7 @@ from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Kernels, TableEmbedding
+from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
@@ -39,7 +40,7 @@ from batchgen.model.state import StateCache, allocate, key_pack
 from batchgen.model.weights import Init, RandomTensors
 
 CPU = torch.device("cpu")
-BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "reference": ReferenceKernels}
+BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "plain": PlainKernels, "reference": ReferenceKernels}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STD = 0.3
 

@@ -16,6 +16,7 @@ from repeats import slow
 
 from batchgen.core.errors import ModelError
 from batchgen.kernels import processor
+from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load as loading
@@ -160,6 +161,7 @@ def test_the_variant_of_the_reference_names_gpu_and_cublas_only_where_the_model_
     assert ReferenceKernels().variant == ReferenceKernels(torch.device("cpu")).variant == processor_variant("plain")
     on_gpu = ReferenceKernels(torch.device("cuda", 0)).variant
     assert on_gpu == f"{processor_variant('plain')}-cublas-NVIDIA-H100-80GB-HBM3"
+    assert PlainKernels(torch.device("cuda", 0)).variant == on_gpu.replace("plain", "padded")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,14 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 from triton_device import DEVICE, HAS_GPU, CudaKernels, InterpreterBuilder, OnDevice
 
-from batchgen.core.errors import ModelError
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels import select as selection
 from batchgen.kernels.cuda import attention as attention_kernels
 from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.tiles import SplitCounters
-from batchgen.kernels.interface import Heads
+from batchgen.kernels.interface import Heads, Kernels
 from batchgen.kernels.quantize import quantize_weight
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
@@ -277,7 +277,7 @@ def asked_anew() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("asked_anew")
-def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_missing(
+def test_a_cuda_device_gets_these_kernels_and_plain_torch_where_triton_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     current, tried = [], []
@@ -294,7 +294,7 @@ def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_miss
     assert tried == [device, torch.device("cuda")], "each is tried once"
     selection.triton_obstacle.cache_clear()
     monkeypatch.setattr(selection, "find_spec", lambda _: None)
-    assert select(device, torch.bfloat16).name == "reference"
+    assert select(device, torch.bfloat16).name == "plain"
 
 
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable or set triton.knobs")
@@ -308,6 +308,7 @@ NO_HEADERS = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "cuda_utils.c"])
     ("capability", "error", "found"),
     [
         ((7, 5), None, "compute capability is 7.5; the kernels need 8.0"),
+        ((11, 0), "rocm", "are written for NVIDIA's GPUs"),
         (
             (9, 0),
             NO_COMPILER,
@@ -318,21 +319,29 @@ NO_HEADERS = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "cuda_utils.c"])
         ((9, 0), OUT_OF_RESOURCES, "OutOfResources.*needs a C compiler"),
     ],
 )
-def test_a_gpu_that_triton_cannot_use_is_refused_with_the_remedy_unless_rows_may_depend_on_the_batch(
-    capability: tuple[int, int], error: Exception | None, found: str, monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_that_triton_cannot_use_plain_torch_computes_and_says_why(
+    capability: tuple[int, int], error: Exception | str | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(_: torch.device) -> None:
-        if error is not None:
+        if isinstance(error, Exception):
             raise error
 
+    monkeypatch.setattr(torch.version, "hip", "6.4" if error == "rocm" else None)
     for name, value in {"is_available": True, "device_count": 1, "get_device_capability": capability}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(selection, "_launch_one", launch)
-    monkeypatch.setattr(load, "Decoder", lambda config, source, kernels: kernels.name)
-    with pytest.raises(ModelError, match=rf"'cuda:0': .*{found}.*--no-batch-invariant.*--device cpu"):
-        load.load_model("dummy:LFM2-350M", device="cuda:0")
-    assert load.load_model("dummy:LFM2-350M", device="cuda:0", batch_invariant=False) == "reference"
+    monkeypatch.setattr(load, "Decoder", lambda config, source, kernels: kernels)
+    kernels = cast("Kernels", load.load_model("dummy:LFM2-350M", device="cuda:0"))
+    assert kernels.name == "plain"
+    assert re.fullmatch(rf"device 'cuda:0': .*{found}.*; plain torch computes, .* depend on the batch", *kernels.notes)
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_a_model_that_is_not_causal_is_computed_by_plain_torch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "triton_obstacle", lambda _: "")
+    kernels = select(torch.device("cuda", 0), torch.float32, is_causal=False)
+    assert (kernels.name, len(kernels.notes)) == ("plain", 1)
 
 
 def test_products_of_half_precision_are_summed_in_float32() -> None:

@@ -88,7 +88,7 @@ def test_a_row_that_is_not_finite_meets_experts_that_exist_and_stays_alone(name:
         dirty = feed(kernels, routing, experts, x)
         assert dirty[2].isnan().all()
         others = [0, 1, 3, 4]
-        if name == "reference":  # whose products may round a row otherwise when fewer share them
+        if name in ("plain", "reference"):  # whose products may round a row otherwise when fewer share them
             torch.testing.assert_close(dirty[others], clean[others])
         else:
             assert torch.equal(dirty[others], clean[others])

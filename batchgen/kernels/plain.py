@@ -1,0 +1,279 @@
+"""The kernels in plain torch, vectorized over the sequences of a step: for devices that have no kernels of their own.
+
+Each call computes all tokens with a few dozen operations of torch, however many sequences there are. Where each
+sequence has one token, all sizes follow from shapes, so that the host never waits for the device and the step can be
+recorded. It promises no order of additions: a row's bits may depend on what shares the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels import interface
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput, upload
+from batchgen.kernels.processor import processor_variant
+from batchgen.kernels.reference import ExpertLoop, ReferenceKernels, add_up
+
+_MOST_TOKENS = 256  # of a piece: the scores of all its tokens are in memory at once
+_MOST_NUMBERS = {"cpu": 1 << 20}  # in the keys or scores of one product: what stays in a processor's cache
+_MOST_NUMBERS_ELSEWHERE = 1 << 26
+
+
+class PaddedRows(NamedTuple):
+    """Pieces of about one size, each of tokens of one sequence, padded to the longest.
+
+    Attributes:
+        tokens: int64 [rows, most], which tokens of the step they are; padding repeats the first of its row.
+        targets: int64 [rows, most], where their results go; those of padding go behind all others.
+        sequences: int64 [rows].
+        num_blocks: no token of a row attends to more KV blocks.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    sequences: Tensor
+    num_blocks: int
+
+    def in_parts(self, most: int) -> Iterator[PaddedRows]:
+        """The same, at most so many rows at a time, but at least one."""
+        for start in range(0, len(self.tokens), max(most, 1)):
+            part = slice(start, start + max(most, 1))
+            yield PaddedRows(self.tokens[part], self.targets[part], self.sequences[part], self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLayout:
+    """What every layer needs to know of a step's tokens, found once for all of them.
+
+    Attributes:
+        rows: all tokens, each once, as attention takes them.
+        reach: int32 [num_seqs], how many positions the tokens of each sequence see, if they are not causal.
+        block_ends: int64, the tokens at the last position of a KV block; None where each sequence has one token, of
+            which the host does not know.
+    """
+
+    inputs: ModelInput
+    block_size: int
+    rows: list[PaddedRows]
+    reach: Tensor
+    block_ends: Tensor | None
+
+    @classmethod
+    def of(cls, inputs: ModelInput, block_size: int, *, may_wait: bool) -> StepLayout:
+        """That of a step; with ``may_wait`` the host asks for positions even where shapes tell enough."""
+        pieces = inputs.query_blocks
+        reach = torch.zeros_like(inputs.conv_slots).index_copy_(0, pieces[:, 0].long(), pieces[:, 5])
+        if inputs.num_tokens == inputs.num_seqs and not may_wait:
+            each = torch.arange(inputs.num_tokens, device=reach.device)
+            rows = PaddedRows(each[:, None], each[:, None], each, inputs.block_tables.shape[1])
+            return cls(inputs, block_size, [rows], reach, None)
+        starts, positions, seen = _on_host(inputs.cu_seqlens, inputs.positions, reach)
+        needed = -(-(positions[starts[1:] - 1] + 1 if inputs.is_causal else seen) // block_size)
+        rows_on_host = _padded_rows(starts, needed, len(positions))
+        moved = [upload(torch.from_numpy(columns), reach.device) for columns, _ in rows_on_host]
+        by_size = [
+            PaddedRows(columns[0], columns[1], columns[2, :, 0], most)
+            for columns, (_, most) in zip(moved, rows_on_host, strict=True)
+        ]
+        ends = torch.from_numpy(np.flatnonzero((positions + 1) % block_size == 0))
+        return cls(inputs, block_size, by_size, reach, upload(ends, reach.device))
+
+
+def _on_host(*tensors: Tensor) -> list[np.ndarray]:
+    """Int32 tensors as arrays, fetched together: the only wait for the device."""
+    found = torch.cat(tensors).cpu().numpy()
+    return np.split(found, np.cumsum([len(tensor) for tensor in tensors])[:-1])
+
+
+def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) -> list[tuple[np.ndarray, int]]:
+    """Tokens, targets and sequences of ``PaddedRows``, int64 [3, rows, most], and their ``num_blocks``."""
+    by_size: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), num_blocks.tolist(), strict=True)
+    for sequence, (start, end, blocks) in enumerate(bounds):
+        for first in range(start, end, _MOST_TOKENS):
+            count = min(end - first, _MOST_TOKENS)
+            size = (
+                ((count - 1).bit_length() + 1) // 2,
+                (blocks - 1).bit_length(),
+            )  # a factor of 4 in tokens, 2 in blocks
+            by_size.setdefault(size, []).append((sequence, first, count))
+    found = []
+    for pieces in by_size.values():
+        sequences, firsts, counts = np.array(pieces).T[:, :, None]
+        place = np.arange(counts.max())
+        is_there = place < counts
+        targets = np.where(is_there, firsts + place, num_tokens)
+        columns = np.stack((np.where(is_there, targets, firsts), targets, sequences + 0 * place))
+        found.append((columns, int(num_blocks[sequences].max())))
+    return found
+
+
+class PlainKernels(ReferenceKernels):
+    """``Kernels`` by torch, all sequences at once; arguments are those of ``ReferenceKernels``.
+
+    ``why`` says, for the user, why the device has no faster ones. With ``may_wait`` the host may ask the device for the
+    positions of single tokens, to leave out more of what they do not see; by default on the CPU, where it is no wait.
+    """
+
+    name = "plain"
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: str = "auto",
+        activations: str = "auto",
+        why: str = "",
+        may_wait: bool | None = None,
+    ) -> None:
+        super().__init__(device, dtype, weights=weights, activations=activations)
+        is_cpu = device is None or device.type == "cpu"
+        self.may_wait = is_cpu if may_wait is None else may_wait
+        said = f"device {str(device)!r}: {why}; plain torch computes, slower, and tokens may depend on the batch"
+        self.notes = (said,) if why else ()
+        self._layout: StepLayout | None = None
+        self._taps: tuple[StepLayout, int, Tensor] | None = None
+
+    @property
+    def variant(self) -> str:
+        """As that of the reference, of which it has the products, and the rest in another order."""
+        return super().variant.replace(processor_variant("plain"), processor_variant("padded"), 1)
+
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
+        return SortedExperts([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: ModelInput,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        gates: Tensor | None = None,
+    ) -> Tensor:
+        num_tokens, num_heads, _ = q.shape
+        out = torch.empty(num_tokens + 1, num_heads, head_dim, dtype=dtype, device=q.device)
+        layout = self._layout_of(inputs, cache.block_size)
+        for rows in layout.rows:
+            num_positions = rows.num_blocks * cache.block_size
+            each = num_positions * max(cache.values.shape[1] * cache.width, num_heads * rows.tokens.shape[1])
+            most = _MOST_NUMBERS.get(q.device.type, _MOST_NUMBERS_ELSEWHERE)
+            for part in rows.in_parts(most // each):
+                mixed = _attended(q, cache, layout, part, window)[..., :head_dim]
+                if gates is not None:
+                    mixed = mixed * gates[part.tokens, -num_heads:, None].float().sigmoid()
+                out[part.targets] = mixed.to(dtype)
+        return out[:num_tokens].flatten(1)
+
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
+        taps, width = weight.shape
+        b, c, x = bcx.chunk(3, -1)
+        layout = self._layout_of(inputs, state.block_size)
+        past = state.slots.index_select(0, inputs.conv_slots)
+        seen = torch.cat((bcx.new_zeros(1, width), past.flatten(0, 1), b * x))
+        places = self._tap_places(layout, taps)
+        total = bias
+        for tap in range(taps):
+            total = total + seen[places[:, tap]].float() * weight[tap]
+        if inputs.is_causal:
+            _keep_inputs(seen, places[:, 1:], state, layout)
+        return c * total.to(bcx.dtype)
+
+    def _layout_of(self, inputs: ModelInput, block_size: int) -> StepLayout:
+        """The same in every layer of a step, but for those that compute a subset."""
+        known = self._layout
+        if known is None or known.inputs is not inputs or known.block_size != block_size:
+            known = self._layout = StepLayout.of(inputs, block_size, may_wait=self.may_wait)
+        return known
+
+    def _tap_places(self, layout: StepLayout, taps: int) -> Tensor:
+        """Where the taps of each token lie, int64 [num_tokens, taps], among what ``_tap_places`` below says."""
+        known = self._taps
+        if known is None or known[0] is not layout or known[1] != taps:
+            known = self._taps = layout, taps, _tap_places(layout.inputs, taps)
+        return known[2]
+
+
+def _attended(q: Tensor, cache: KVCache, layout: StepLayout, rows: PaddedRows, window: int) -> Tensor:
+    """Attention of padded rows, float32 [rows, tokens, num_heads, width]."""
+    inputs, size, num_kv_heads = layout.inputs, cache.block_size, cache.values.shape[1]
+    positions, tables = inputs.positions[rows.tokens], inputs.block_tables[rows.sequences]
+    columns = torch.arange(rows.num_blocks, device=q.device)[None]
+    if window and rows.tokens.shape[1] == 1:  # of several tokens, some between them may have been left out
+        columns = (positions + 1 - window).clamp(min=0) // size + columns[:, : (window - 2) // size + 2]
+    at = (columns[..., None] * size + torch.arange(size, device=q.device)).flatten(1)  # [rows or 1, positions]
+    columns = columns.clamp(max=tables.shape[1] - 1).expand(len(tables), -1)  # beyond are no positions yet
+    keys, values = _gathered(cache, tables.gather(1, columns).long())
+    if inputs.is_causal:
+        distances = positions[:, :, None] - at[:, None]
+        visible = (distances >= 0) & (distances < window) if window else distances >= 0  # [rows, tokens, positions]
+    else:
+        visible = (at < layout.reach[rows.sequences][:, None])[:, None]
+    num_rows, num_tokens = rows.tokens.shape
+    grouped = q[rows.tokens].view(num_rows, num_tokens, num_kv_heads, -1, q.shape[2]).permute(2, 0, 3, 1, 4)
+    shape = (*grouped.shape[:4], -1)  # num_kv_heads, rows, query heads of each, tokens
+    scores = (grouped.flatten(2, 3) @ keys.transpose(2, 3)).view(shape)
+    weights = scores.masked_fill_(~visible[None, :, None], -torch.inf).softmax(-1)
+    values.masked_fill_(~visible.any(1)[None, :, :, None], 0)  # zero times what has never been written may be NaN
+    mixed = (weights.flatten(2, 3) @ values).view(shape)
+    return mixed.permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+
+def _gathered(cache: KVCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """New copies of the keys and values in blocks [rows, n], float32 [num_kv_heads, rows, n * block_size, width]."""
+    size = cache.block_size
+    keys = cache.keys.transpose(0, 1)[:, blocks].transpose(-3, -2).flatten(-2)[..., :size, :].float()
+    values = cache.values.transpose(0, 1)[:, blocks].float()
+    if cache.scales is not None:
+        of_keys, of_values = cache.scales.transpose(0, 1)[:, blocks][..., :size, None].unbind(3)
+        keys, values = keys * of_keys, values * of_values
+    return keys.flatten(2, 3), values.flatten(2, 3)
+
+
+def _tap_places(inputs: ModelInput, taps: int) -> Tensor:
+    """Places among a row of zeros, then the states of the sequences in order, then the inputs of this step."""
+    device, num_tokens, kept = inputs.positions.device, inputs.num_tokens, taps - 1
+    sequences = torch.arange(inputs.num_seqs, device=device)
+    if num_tokens > inputs.num_seqs:
+        sequences = sequences.repeat_interleave(inputs.cu_seqlens.diff(), output_size=num_tokens)
+    starts, ends = inputs.cu_seqlens[sequences].long(), inputs.cu_seqlens[sequences + 1]
+    ahead = 0 if inputs.is_causal else taps // 2
+    tokens = torch.arange(num_tokens, device=device)[:, None] + torch.arange(ahead - kept, ahead + 1, device=device)
+    before = tokens - starts[:, None]  # negative for inputs of earlier steps
+    in_state = 1 + (sequences[:, None] + 1) * kept + before
+    has_state = (inputs.positions[starts] > 0)[:, None] & inputs.is_causal
+    places = torch.where(before >= 0, 1 + inputs.num_seqs * kept + tokens, in_state * has_state)
+    return places.masked_fill(tokens >= ends[:, None], 0)
+
+
+def _keep_inputs(seen: Tensor, places: Tensor, state: ConvState, layout: StepLayout) -> None:
+    """Write the last inputs of each sequence, and of each KV block that is complete; ``places`` are those per token."""
+    inputs, ends = layout.inputs, layout.block_ends
+    blocks = inputs.slot_mapping // state.block_size
+    state.slots[inputs.conv_slots.long()] = seen[places[inputs.cu_seqlens[1:].long() - 1]]
+    if ends is not None:
+        state.blocks[blocks[ends]] = seen[places[ends]]
+    else:  # each token has a block of its own, and writes it anew where it is not the last one of it
+        is_end = (inputs.positions + 1) % state.block_size == 0
+        state.blocks[blocks] = torch.where(is_end[:, None, None], seen[places], state.blocks[blocks])
+
+
+class SortedExperts(ExpertLoop):
+    """``ExpertLoop`` over rows that are sorted by expert, so that the host waits once for the counts of all."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+        order = ids.flatten().argsort(stable=True)
+        counts = (ids.flatten() == torch.arange(len(self._experts), device=ids.device)[:, None]).sum(1).tolist()
+        given = torch.split(x.index_select(0, order // ids.shape[1]), counts)
+        made = [down(gated(part)) for (gated, down), part in zip(self._experts, given, strict=True) if len(part)]
+        parts = x.new_empty(len(order), residual.shape[1])
+        parts[order] = torch.cat((parts[:0], *made))
+        return add_up(parts.view(*ids.shape, residual.shape[1]), weights, residual)
