@@ -242,14 +242,18 @@ def _is_missing(row: Any) -> bool:
 
 
 def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
-    """Each row as a Python value. Raises UsageError for what holds no rows."""
+    """Each row as a Python value. Raises UsageError for what holds no rows, or has lost types on the way."""
+    contents = _Contents()
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
         if not rows.columns.is_unique:
             raise UsageError("generate: rows is a DataFrame with several columns of one name")
         for first in range(0, len(rows), _PIECE_ROWS):
             piece = rows.iloc[first : first + _PIECE_ROWS].astype(object)
             for row in piece.where(piece.notna(), None).to_dict("records"):
-                yield {name: _unpadded(value) if name in asked else value for name, value in row.items()}
+                columns = {name: _unpadded(value) if name in asked else value for name, value in row.items()}
+                contents.see(columns.get(name) for name in asked)
+                yield columns
+        contents.check()
     elif hasattr(rows, "with_format") and hasattr(rows, "iter"):  # datasets
         for table in rows.with_format("arrow").iter(_PIECE_ROWS):
             yield from _arrow_rows(table.to_batches(), asked)
@@ -261,12 +265,53 @@ def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
         except pa.ArrowException:
             yield from rows  # of one column, such as a pandas Series of texts
         else:
-            yield from _arrow_rows(batches, asked)
+            for columns in _arrow_rows(batches, asked):
+                contents.see(columns.get(name) for name in asked)
+                yield columns
+            contents.check()
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):
         yield from rows
     else:
         hint = "; choose one split of it" if isinstance(rows, Mapping) and hasattr(rows, "num_rows") else ""
         raise UsageError(f"generate: rows is a {type(rows).__name__}, not a list, table or path{hint}")
+
+
+class _Contents:
+    """The contents of a table's chats: whether all of them are JSON text, as pandas and Polars read ``arrow.json``.
+
+    ``datasets`` gives them that type where some are texts and others lists of parts. One text alone does not tell: an
+    answer of a tool may be such a list, and a text may have quotes.
+    """
+
+    def __init__(self) -> None:
+        self._has_text = self._has_parts = False
+
+    def see(self, chats: Iterable[Any]) -> None:
+        """Look at the chats, or bodies of requests, of a row, as long as no content is text of another kind."""
+        for chat in chats if not self._has_text else ():
+            messages = chat.get("messages") if isinstance(chat, Mapping) else chat
+            for message in messages if isinstance(messages, list) else ():
+                content = message.get("content") if isinstance(message, Mapping) else None
+                if isinstance(content, str):
+                    found = _json_content(content)
+                    self._has_text |= found is None
+                    self._has_parts |= isinstance(found, list)
+
+    def check(self) -> None:
+        """Raises UsageError where the type was lost."""
+        if self._has_parts and not self._has_text:
+            what = "each content of the chats is JSON text: a type of the file was lost when the table was read"
+            raise UsageError(f"generate: {what}; give the path of the file, or rows read by datasets")
+
+
+def _json_content(text: str) -> str | list[Any] | None:
+    """The text or the parts of a content that are written as JSON; None of other texts."""
+    try:
+        found = json.loads(text) if text[:1] in ('"', "[") else None
+    except (ValueError, RecursionError):
+        return None
+    is_parts = isinstance(found, list) and found and all(isinstance(item, dict) and "type" in item for item in found)
+    return found if is_parts or isinstance(found, str) else None
 
 
 def _unpadded(value: Any, is_read: bool = False) -> Any:

@@ -21,6 +21,7 @@ from input_helpers import VOCAB_SIZE, jsonl, source_of, write_tokenizer
 
 from batchgen.api import _lines
 from batchgen.config.job import InputSpec
+from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.text.tokenizer import Tokenizer
@@ -216,7 +217,7 @@ def as_streamed_dataset(rows: Sequence[Row], folder: Path) -> str:
 TEXTS = [as_openai_lines, as_csv, as_text_in_parquet, as_lines_of_texts, as_texts_in_parquet]
 # These cannot hold any chat.
 TYPED = [as_parquet, as_requests_in_parquet, as_datasets_parquet, as_saved_dataset, as_data_frame]
-_NO_FORM = (pa.ArrowException, TypeError, ValueError)
+_NO_FORM = (pa.ArrowException, TypeError, ValueError, UsageError)  # the last of what lost its type on the way
 
 
 class Made:

@@ -186,3 +186,35 @@ def test_a_row_in_memory_that_cannot_be_read_is_refused() -> None:
     table = pa.table({"tools": pa.array(["[]", "{"], S).cast(JSON)})
     with pytest.raises(UsageError, match="a row cannot be read: column 'tools' holds JSON that cannot be read"):
         list(_lines(table, InputSpec().request_columns))
+
+
+TURNS = ['"a"', '[{"type": "text", "text": "b"}]']  # as datasets writes texts and parts in one column
+
+
+@pytest.mark.parametrize("kind", ["pandas", "arrow"])
+@pytest.mark.parametrize(
+    ("contents", "is_lost"),
+    [
+        (TURNS, True),
+        (["a", TURNS[1]], False),  # what a tool answers
+        (['"a"', '"b"'], False),
+        (['"a"', "[1]"], False),
+        (['"a"', "[]"], False),
+        (['"a"', "[{"], False),
+    ],
+)
+def test_contents_that_all_lost_their_type_on_the_way_are_refused(
+    contents: list[str], is_lost: bool, kind: str
+) -> None:
+    chats = [[{"role": "user", "content": content}] for content in contents]
+    table = pa.table({"messages": chats})
+    for rows in (table, pa.table({"body": [{"messages": chat} for chat in chats]})):
+        lines = _lines(rows.to_pandas() if kind == "pandas" else rows, ["messages", "body"])
+        if is_lost:
+            with pytest.raises(UsageError, match="each content of the chats is JSON text"):
+                list(lines)
+        else:
+            assert [
+                json.dumps(content) in json.dumps(json.loads(line))
+                for content, line in zip(contents, lines, strict=True)
+            ] == [True, True]
