@@ -22,11 +22,13 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of files, each named after what its template is for
 _DATA_NAMES = frozenset(
     (
         *(_CONFIG, GENERATION_CONFIG, INDEX),
         *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("chat_template.jinja", "default.jinja", "tool_use.jinja"),
     )
 )
 _MAX_INDEX_BYTES = 16 << 20  # 100,000 tensors
@@ -69,7 +71,8 @@ def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
         names, own = _DATA_NAMES - {_CONFIG, INDEX}, {model}
     else:
         names, own = _DATA_NAMES | set((weight_map(model) or {"": WEIGHTS}).values()), set()
-    found = (path for pattern in patterns for path in tokenizer_folder(model).glob(pattern))
+    homes = (tokenizer_folder(model), tokenizer_folder(model) / MORE_TEMPLATES)
+    found = (path for home in homes for pattern in patterns for path in home.glob(pattern))
     return sorted(own.union(path for path in found if path.name in names))
 
 

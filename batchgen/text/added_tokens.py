@@ -6,7 +6,7 @@ of transformers 5, whose tokenizers read both files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from tokenizers import AddedToken
 
 from batchgen.core.errors import ModelError
 from batchgen.core.keys import INT32_MAX
-from batchgen.core.model_files import read_object
+from batchgen.core.model_files import is_token_id, read_object
 from batchgen.core.units import shown
 
 CONFIG = "tokenizer_config.json"
+ADDED = "added_tokens.json"  # and the key under which ``read_settings`` keeps what it holds
 _MAP = "special_tokens_map.json"
 _MAX_FILE_BYTES = 1 << 26
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))  # new ones get ids so
@@ -28,10 +29,13 @@ _MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 def read_settings(folder: Path) -> dict[str, Any]:
     """``tokenizer_config.json``; where it lists no tokens, what ``special_tokens_map.json`` says counts before it.
 
+    There the tokens that ``added_tokens.json`` lists, in still older files, are tokens too.
     Raises ModelError, also for what are no tokens.
     """
     found, older = (read_object(p, _MAX_FILE_BYTES) if (p := folder / name).exists() else {} for name in (CONFIG, _MAP))
     settings = found if "added_tokens_decoder" in found else found | older
+    if "added_tokens_decoder" not in found and (oldest := folder / ADDED).exists():
+        settings[ADDED] = _ids(oldest)
     try:
         _ = named_tokens(settings), _extra(settings)
     except ModelError as error:
@@ -59,8 +63,9 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_r
     texts = {_text(token) for token in named.values()}
     for token in tokens:
         token.special = token.special or token.content in texts
-    known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
     extra, room = _extra(settings), INT32_MAX if num_rows is None else num_rows
+    tokens += _older(backend, settings, texts.union(map(_text, extra)))
+    known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
     room -= backend.get_vocab_size() + sum(backend.token_to_id(token.content) is None for token in tokens)
     order = {name: place for place, name in enumerate(_NAMES)}
     in_order = sorted(named, key=lambda name: order.get(name, len(order)))
@@ -76,6 +81,24 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_r
     backend.add_tokens(tokens)
     if settings.get("split_special_tokens") is True:
         backend.encode_special_tokens = True
+
+
+def _ids(path: Path) -> dict[str, int]:
+    """Texts and their ids. Raises ModelError."""
+    found = read_object(path, _MAX_FILE_BYTES)
+    if not all(map(is_token_id, found.values())):
+        raise ModelError(f"{path}: must be an object of tokens and their ids")
+    return found
+
+
+def _older(
+    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Collection[str]
+) -> Iterator[AddedToken]:
+    """The tokens of ``added_tokens.json`` that ``tokenizer.json`` does not list, in the order of their ids."""
+    listed, older = backend.get_added_tokens_decoder(), settings.get(ADDED, {})
+    for text, token_id in sorted(older.items(), key=lambda item: item[1]):
+        if token_id not in listed:
+            yield AddedToken(text, normalized=text not in special, special=text in special)
 
 
 def _extra(settings: Mapping[str, Any]) -> list[str | AddedToken]:

@@ -63,6 +63,19 @@ class ChatTemplate:
                 yield chat
 
 
+def in_one(templates: Mapping[str, str]) -> str:
+    """The template that does what those named "default" and "tool_use" do: the second is for chats with tools.
+
+    So choose transformers and vLLM between them. Others are for other calls. Raises KeyError where none is the default.
+    """
+    default = templates["default"]
+    if (for_tools := templates.get("tool_use")) is None:
+        return default
+    # Each begins a line, as by itself: the newline before it goes with the block. One at its end is no part of it.
+    texts = [text.removesuffix("\n") for text in (for_tools, default)]
+    return "{%+ if tools %}\n" + "{%+ else %}\n".join(texts) + "{%+ endif +%}"
+
+
 def _failed(problem: str) -> ChatTemplateError:
     return ChatTemplateError(f"the chat template failed: {problem}")
 

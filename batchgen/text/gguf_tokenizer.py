@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from batchgen.core.errors import ModelError
 from batchgen.core.gguf import read_header
 from batchgen.core.units import shown
-from batchgen.text.chat import ChatTemplate, ChatTemplateError
+from batchgen.text.chat import ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.tokenizer import Tokenizer, reason
 from batchgen.text.tokenizer_limits import check_expansion
 
@@ -134,12 +134,14 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
 def _chat_template(
     path: Path, metadata: Mapping[str, Any], special: Mapping[str, str], now: datetime | None
 ) -> ChatTemplate | None:
-    source = metadata.get("tokenizer.chat_template")
-    if source is None:
+    key = "tokenizer.chat_template"
+    found = {name: metadata.get(f"{key}.{name}" if name == "tool_use" else key) for name in ("default", "tool_use")}
+    templates = {name: source for name, source in found.items() if source is not None}
+    if not all(isinstance(source, str) for source in templates.values()):
+        raise ModelError(f"{path}: {key} is no text")
+    if "default" not in templates:
         return None
-    if not isinstance(source, str):
-        raise ModelError(f"{path}: tokenizer.chat_template is no text")
     try:
-        return ChatTemplate(source, special, now)
+        return ChatTemplate(in_one(templates), special, now)
     except ChatTemplateError as error:
         raise ModelError(f"{path}: {error}") from error

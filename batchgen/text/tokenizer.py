@@ -1,7 +1,7 @@
 """Tokenizer and chat template of a model folder: text to token ids and back.
 
-It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json`` and
-``chat_template.jinja``; it runs no code from the folder.
+It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``,
+``generation_config.json``, ``chat_template.jinja`` and those beside it; it runs no code from the folder.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import tokenizers
 
 from batchgen.core.errors import ModelError, TokenizerError
-from batchgen.core.model_files import generation_eos_token_ids, read_object, read_text
+from batchgen.core.model_files import MORE_TEMPLATES, generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
-from batchgen.text.added_tokens import add_tokens, named_tokens, read_settings
-from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError
+from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
+from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.probes import Probes
 from batchgen.text.tokenizer_limits import check_expansion
 
@@ -199,22 +199,30 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _load_chat_template(folder: Path, special_tokens: Mapping[str, str], now: datetime | None) -> ChatTemplate | None:
-    """Template of ``chat_template.jinja``, else of ``tokenizer_config.json``: a text, or the named text "default"."""
-    path = folder / "chat_template.jinja"
-    source: object = read_text(path, _MAX_FILE_BYTES) if path.exists() else None
-    if source is None:
-        path = folder / "tokenizer_config.json"
-        source = _read_json(path).get("chat_template")
-        if isinstance(source, list):
-            named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
-            if source and not named:
-                raise ModelError(f"{path}: chat_template lists templates, but none is named 'default'")
-            source = named[0].get("template") if named else None
-    if source is None:
+    """Template of ``chat_template.jinja`` and the files of further ones, else of ``tokenizer_config.json``."""
+    more = folder / MORE_TEMPLATES
+    places = [folder / "chat_template.jinja", more / "default.jinja", more / "tool_use.jinja"]
+    files = {path.stem.replace("chat_template", "default"): path for path in places if path.exists()}
+    path = files.get("default", folder / CONFIG)
+    templates = {} if "default" in files else _named_templates(path)
+    templates |= {name: read_text(file, _MAX_FILE_BYTES) for name, file in files.items()}
+    if not templates:
         return None
-    if not isinstance(source, str):
-        raise ModelError(f"{path}: chat_template is neither a text nor a list of named texts")
     try:
-        return ChatTemplate(source, special_tokens, now)
+        return ChatTemplate(in_one(templates), special_tokens, now)
+    except KeyError:
+        raise ModelError(f"{path}: chat_template lists templates, but none is named 'default'") from None
     except ChatTemplateError as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def _named_templates(path: Path) -> dict[str, str]:
+    """The templates of a ``tokenizer_config.json`` by name: a text is the default."""
+    source = _read_json(path).get("chat_template")
+    if isinstance(source, list) and all(isinstance(item, dict) for item in source):
+        source = {item.get("name"): item.get("template") for item in source}
+    if source is None or isinstance(source, str):
+        source = {"default": source} if source is not None else {}
+    if not isinstance(source, dict) or not all(isinstance(text, str) for item in source.items() for text in item):
+        raise ModelError(f"{path}: chat_template is neither a text nor a list of named texts")
+    return source

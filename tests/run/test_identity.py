@@ -186,11 +186,16 @@ def test_a_model_changed_between_runs_is_refused_by_file(job: JobMaker, model: P
     assert run_with(job, model).exit_code == 0
 
 
-def test_a_file_that_a_model_did_not_have_is_refused_by_name(job: JobMaker, model: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["special_tokens_map.json", *map(slow, ("added_tokens.json", "additional_chat_templates/tool_use.jinja"))],
+)
+def test_a_file_that_a_model_did_not_have_is_refused_by_name(job: JobMaker, model: Path, name: str) -> None:
     job.write(rows_of(60))
     run_with(job, model, quiet(max_total_tokens=200))
-    (model / "special_tokens_map.json").write_text("{}")
-    with pytest.raises(ResumeMismatch, match=r'model\.special_tokens_map\.json: was \(not there\), now "'):
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_text("{}")
+    with pytest.raises(ResumeMismatch, match=rf'model\.{Path(name).name}: was \(not there\), now "'):
         run_with(job, model)
 
 

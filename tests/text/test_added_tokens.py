@@ -13,6 +13,7 @@ from batchgen.core.errors import ModelError
 from batchgen.text.tokenizer import Tokenizer, special_tokens
 
 TEXT = "Hi <X> <Y>a<|im_end|> <Z>b"
+OLDER = {"map": "special_tokens_map.json", "added": "added_tokens.json"}
 NAMES = ("bos_token", "eos_token", "pad_token")
 
 
@@ -50,15 +51,19 @@ CASES: dict[str, dict[str, Any]] = {
     "what a tokenizer.json says itself": {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": True},
     "the older file": {"map": {"eos_token": "<|pad|>", "pad_token": "<X>", "additional_special_tokens": ["<Y>"]}},
     "the older file beside ids": {"map": {"eos_token": "<|pad|>"}, "added_tokens_decoder": {"600": token("<Z>")}},
+    "the oldest file": {"added": {"<Y>": 701, "<X>": 700, "<|im_end|>": 7, "a": 702}, "eos_token": "<Y>"},
+    "the oldest file of known ids": {"added": {"<X>": 640, "<|pad|>": 0}, "map": {"pad_token": "<X>"}},
+    "the oldest file beside ids": {"added": {"<X>": 700}, "added_tokens_decoder": {"600": token("<Z>")}},
     "the older file with marks": {"map": {"pad_token": {**token("<X>", lstrip=True, rstrip=True)}}},
 }
 
 
 def written(folder: Path, **config: Any) -> Path:
-    older = config.pop("map", None)
+    older = {name: config.pop(key, None) for key, name in OLDER.items()}
     write_tokenizer(folder, **{"tokenizer_class": "PreTrainedTokenizerFast", **config})
-    if older:
-        (folder / "special_tokens_map.json").write_text(json.dumps(older), encoding="utf-8")
+    for name, found in older.items():
+        if found:
+            (folder / name).write_text(json.dumps(found), encoding="utf-8")
     return folder
 
 
@@ -101,6 +106,11 @@ def test_a_token_for_padding_that_the_model_has_no_row_for_is_left_out(tmp_path:
 def test_what_are_no_tokens_is_refused_by_name(config: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {next(iter(config))}"):
         Tokenizer.load(written(tmp_path, **config))
+
+
+def test_a_list_of_ids_that_are_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"added_tokens.json: must be an object of tokens and their ids"):
+        Tokenizer.load(written(tmp_path, added={"<X>": "700"}))
 
 
 def test_templates_of_which_none_is_the_default_are_refused(tmp_path: Path) -> None:

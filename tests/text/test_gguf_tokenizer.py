@@ -56,8 +56,11 @@ def metadata(pre: str | None, **changes: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{name}": value for name, value in (found | changes).items()}
 
 
-def write(folder: Path, pre: str | None = "smollm", template: Any = None, **changes: Any) -> Path:
+def write(
+    folder: Path, pre: str | None = "smollm", template: Any = None, for_tools: Any = None, **changes: Any
+) -> Path:
     values = metadata(pre, **changes) | {"tokenizer.chat_template": template}
+    values |= {"tokenizer.chat_template.tool_use": for_tools}
     num_tokens = len(metadata(pre)["tokenizer.ggml.tokens"])
     tensors = write_checkpoint(folder / "plain", model_type="qwen3", vocab_size=num_tokens)
     config = read_config(folder / "plain")
@@ -126,6 +129,14 @@ def test_the_chat_template_of_the_file_is_rendered_with_its_special_tokens(tmp_p
     expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert list(read_gguf_tokenizer(path).render_chats([chat])) == [expected]
     assert expected.startswith("<|im_start|>|<|im_end|>|")
+
+
+def test_a_template_for_tools_is_taken_for_chats_with_tools(tmp_path: Path) -> None:
+    text, chat = "{{ messages[0].content }}", [{"role": "user", "content": "Hi"}]
+    for_tools = text + "{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
+    ours = read_gguf_tokenizer(write(tmp_path, template=text, for_tools=for_tools))
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    assert list(ours.render_chats([{"messages": chat}, {"messages": chat, "tools": tools}])) == ["Hi", "Hi find"]
 
 
 @pytest.mark.parametrize(
