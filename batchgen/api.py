@@ -7,7 +7,6 @@ same reader, journal and resume. Nothing is computed here. The names are exporte
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import warnings
@@ -27,6 +26,7 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.keys import nearest
 from batchgen.core.units import counted, one_line
 from batchgen.executors.backend import run_job
+from batchgen.input.rows import is_null
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
 from batchgen.report.facts import figures
@@ -238,7 +238,7 @@ def _lines(rows: Any, asked: Collection[str]) -> Iterator[bytes]:
 
 def _is_missing(row: Any) -> bool:
     """Whether a row is a hole in a column of texts: None, NaN, or what pandas has for one."""
-    return row is None or (isinstance(row, float) and math.isnan(row)) or type(row).__name__ in ("NAType", "NaTType")
+    return is_null(row) or type(row).__name__ in ("NAType", "NaTType")
 
 
 def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:

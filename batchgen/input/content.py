@@ -16,7 +16,7 @@ from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
 from batchgen.input.messages import Message, checked_messages, checked_tools, chosen_tools
 from batchgen.input.openai_batch import check_purpose, effort_kwargs, inputs_of, parse_batch_line
-from batchgen.input.rows import Embedded, RowProblem, num_chars, wrong_type
+from batchgen.input.rows import Embedded, RowProblem, is_null, num_chars, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import MAX_CHARS
 from batchgen.text.tokenizer import Tokenizer
@@ -186,7 +186,7 @@ class ContentFinder:
                 raise RowProblem(RowErrorCode.EMPTY_PROMPT, named)
             return self._from_text(f"the prompt that the template {template!r} makes", text, columns)
         for name, read in self.prompt_columns.items():
-            if name in columns and (self._spec.is_mapped or columns[name] is not None):
+            if name in columns and (self._spec.is_mapped or not is_null(columns[name])):
                 return read(name, columns)
         if nulls := [name for name in self.prompt_columns if name in columns]:
             raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {nulls[0]!r} is empty")
@@ -244,7 +244,7 @@ class ContentFinder:
 
 def _checked_kwargs(value: object) -> dict[str, Any]:
     """A row's own variables of the chat template; null and an empty cell mean "not given"."""
-    if value is None or value == "":
+    if is_null(value) or value == "":
         return {}
     try:
         found = TEMPLATE_KWARGS.parse(value) or {}
@@ -254,9 +254,9 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
 
 
 def _checked_text(what: str, value: object) -> str:
-    if value is not None and not isinstance(value, str):
+    if not (is_null(value) or isinstance(value, str)):
         raise wrong_type(what, value, "a string")
-    if not value or value.isspace():
+    if not isinstance(value, str) or not value or value.isspace():
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{what} is empty")
     return value
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.units import shown
-from batchgen.input.rows import RowProblem, parse_json, type_name, wrong_type
+from batchgen.input.rows import RowProblem, is_null, parse_json, type_name, wrong_type
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read the first two
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
@@ -146,7 +146,7 @@ def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 def checked_tools(value: object) -> list[dict[str, Any]]:
     """The tools of a row, if there are any; datasets often hold such objects as JSON text. Raises RowProblem."""
-    tools = _from_text("'tools'", [] if value is None else value, "a list of objects")
+    tools = _from_text("'tools'", [] if is_null(value) else value, "a list of objects")
     try:
         found = [_object("a tool", tool) for tool in tools]
     except RowProblem:

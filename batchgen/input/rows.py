@@ -6,6 +6,7 @@ Inside the input room a problem of a row is an exception; it leaves as a ``BadRo
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,11 @@ _TYPE_NAMES = {
     dict: "an object",
     bytes: "binary data (store it as a string)",
 }
+
+
+def is_null(value: object) -> bool:
+    """Whether a cell holds nothing: null, or the NaN that pandas has for it and Python writes into JSON Lines."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def type_name(value: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.input.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, is_null, type_name
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{(?P<column>[^][{}:!]+)(?P<steps>(\[[^][{}]+\])*)\}|\{[^{}]*\}|[{}]")
 _STEP = re.compile(r"\[([^][]+)\]")
@@ -56,7 +56,7 @@ class Template:
         return frozenset(part[0] for part in self.parts if isinstance(part, tuple))
 
     def render(self, columns: Mapping[str, Any]) -> str:
-        """The text for one row: strings unchanged, null as no text, dates as ISO 8601, anything else as JSON.
+        """The text for one row: strings unchanged, null and NaN as no text, dates as ISO 8601, anything else as JSON.
 
         Raises RowProblem: missing_column where a column, key or item does not exist, bad_type for binary data,
         template_error where a step goes into something that is neither object nor list.
@@ -64,7 +64,7 @@ class Template:
         return "".join(part if isinstance(part, str) else _text(_look_up(part, columns), part) for part in self.parts)
 
     def empty_fields(self, columns: Mapping[str, Any]) -> tuple[str, ...]:
-        """The fields that a row has no text for: null, and texts of white space alone. Raises as ``render``."""
+        """The fields that a row has no text for: null, NaN, and texts of white space alone. Raises as ``render``."""
         fields = dict.fromkeys(part for part in self.parts if isinstance(part, tuple))
         return tuple(_shown(field) for field in fields if _is_empty(_look_up(field, columns)))
 
@@ -75,7 +75,7 @@ class Template:
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+    return is_null(value) or (isinstance(value, str) and not value.strip())
 
 
 def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
@@ -99,8 +99,10 @@ def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
 
 
 def _text(value: Any, field: _Field) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
+    if is_null(value):
+        return ""
+    if isinstance(value, str):
+        return value
     if isinstance(value, bytes):
         message = f"{_shown(field)}, which the prompt's template names, is {type_name(value)}"
         raise RowProblem(RowErrorCode.BAD_TYPE, message)

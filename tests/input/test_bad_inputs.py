@@ -124,6 +124,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "no prompt": (b'{"question": "hi"}', "missing_column"),
     "no columns": (b"{}", "missing_column"),
     "prompt is null": (prompt_row(prompt=None), "empty_prompt"),
+    "prompt is NaN": (prompt_row(prompt=float("nan")), "empty_prompt"),
     "empty prompt": (prompt_row(prompt=""), "empty_prompt"),
     "blank prompt": (prompt_row(prompt=" \n\t\u2003"), "empty_prompt"),
     "no messages": (chat_row(), "empty_prompt"),

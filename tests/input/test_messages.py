@@ -164,6 +164,7 @@ def test_parts_without_any_text_are_an_empty_prompt() -> None:
 def test_messages_and_tools_may_be_json_text() -> None:
     assert checked_messages("messages", json.dumps([USER])) == [USER]
     assert checked_tools(json.dumps([{"a": None}])) == [{"a": None}]
+    assert checked_tools(float("nan")) == checked_tools(None) == []
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ from batchgen.run.reports import read_report
 
 TABLE = [("a", "first"), ("b", None), (None, "third"), (None, None), ("e", "fifth")]
 PROMPT = "{title}: what is {body}?"
-Row = dict[str, str | None]
+Row = dict[str, Any]
 
 
-def rows(empty: str | None) -> list[Row]:
+def rows(empty: Any) -> list[Row]:
     return [{"title": title or empty, "body": body or empty} for title, body in TABLE]
 
 
@@ -36,7 +36,7 @@ def csv(folder: Path) -> Path:
     return _written(folder / "rows.csv", "\n".join(lines))
 
 
-def jsonl(empty: str | None) -> Callable[[Path], Path]:
+def jsonl(empty: Any) -> Callable[[Path], Path]:
     return lambda folder: _written(folder / "rows.jsonl", "\n".join(map(json.dumps, rows(empty))))
 
 
@@ -58,6 +58,7 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "JSONL, null": jsonl(None),
     "JSONL, empty": jsonl(""),
     "JSONL, blank": jsonl(" \n"),
+    "JSONL, NaN": jsonl(float("nan")),
     "Parquet": parquet,
     "DataFrame, None": dataframe(None),
     "DataFrame, NaN": dataframe(float("nan")),
@@ -88,7 +89,7 @@ def test_an_empty_cell_is_the_same_in_every_form_of_input(form: str, tmp_path: P
 @pytest.mark.filterwarnings("ignore:.* failed")
 def test_a_text_that_is_empty_is_an_error_row_in_a_list_or_series_too() -> None:
     pandas = pytest.importorskip("pandas")
-    for empty in ("", " ", None):
+    for empty in ("", " ", None, float("nan")):
         for texts in ([{"prompt": "a"}, {"prompt": empty}], pandas.DataFrame({"prompt": ["a", empty]})):
             assert [(row["index"], row["code"]) for row in generated(texts, None).errors] == [(1, "empty_prompt")]
 
