@@ -11,8 +11,8 @@ from typing import Any
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.units import shown
 from batchgen.input.rows import RowProblem, is_null, parse_json, type_name, wrong_type
+from batchgen.text.marks import REASONING, function_of
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read the first two
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
 _MEDIA = ("audio", "image", "images", "video", "videos")  # of a message: what its turn says, and no text
 _NO_ARGUMENTS = (None, "", "null")
@@ -79,7 +79,7 @@ def _checked_message(where: str, message: object) -> Message:
     calls = _checked_calls(where, message)
     message.pop("tool_calls", None)
     content = _checked_content(f"{where}.content", role, message, bool(calls))
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
@@ -178,20 +178,16 @@ def _with_objects(where: str, function: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen_tools(choice: object, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The tools of which one must be called: none, all, or the one that ``tool_choice`` names."""
-    if choice in (None, "", "none", "auto"):
+    """The tools of which one must be called: none, all, or that which ``tool_choice`` (or its text) names."""
+    if is_null(choice) or choice in ("", "none", "auto"):
         return ()
-    name = _function_name(choice)
-    found = [tool for tool in tools if choice == "required" or (name is not None and _function_name(tool) == name)]
+    if isinstance(choice, str) and choice.startswith("{"):
+        choice = _object("'tool_choice'", choice)
+    name = function_of(choice).get("name") if isinstance(choice, dict) else None
+    found = [tool for tool in tools if choice == "required" or (name and function_of(tool).get("name") == name)]
     if not found:
         what = (
             "none, auto, required, or a function among the tools, as {'type': 'function', 'function': {'name': NAME}}"
         )
         raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} must be {what}")
     return found
-
-
-def _function_name(value: object) -> object:
-    """The name in ``{"type": "function", "function": {"name": ...}}``."""
-    function = value.get("function") if isinstance(value, dict) else None
-    return function.get("name") if isinstance(function, dict) else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Variables = Mapping[str, Any]  # of a template, ``messages`` among them
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts
+REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's thoughts; templates read the first two
 _MARK = re.compile(r"zq(\d+)qz|731(\d{7})")
 _FIRST_NUMBER = 7_310_000_000
 
