@@ -36,6 +36,8 @@ _MAX_GENERATION_BYTES = 1 << 20  # published ones have 200 bytes
 _MAX_TOKEN_ID = 2**31 - 1  # the limit of the kernels' 32-bit indices
 _MAX_DATA_BYTES = 1 << 30  # of a JSON file or template; the largest tokenizers have 50 MB
 _MAX_WEIGHTS_BYTES = 1 << 40  # of one file of weights; the Hub takes none above 0.5 TB
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins what a clone without Git LFS has for a large file
+_MAX_POINTER_BYTES = 1023  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 _REMEDY = "make it a readable file, or remove it"
 _KINDS = {
@@ -77,15 +79,26 @@ def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def check_files(model: Path, patterns: Iterable[str]) -> None:
-    """Check every file that ``model_files`` finds, without opening any but the index of the weights.
+    """Check every file that ``model_files`` finds, without opening any but the index of the weights and tiny ones.
 
     Raises:
-        ModelError: one is no regular file (a link to one is), or is too large to be what its name says.
+        ModelError: one is no regular file (a link to one is), is too large to be what its name says, or a pointer of
+            Git LFS.
     """
     for path in model_files(model, patterns):
         size, most = file_bytes(path), _MAX_WEIGHTS_BYTES if path.suffix in _WEIGHT_SUFFIXES else _MAX_DATA_BYTES
         if size > most:
             raise ModelError(f"{path}: has {size:,} bytes, more than the {most:,} that a model's files have")
+        if size <= _MAX_POINTER_BYTES and _is_pointer(path):
+            raise ModelError(f"{path}: is a pointer of Git LFS, which stands for the file; fetch it with git lfs pull")
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:  # an error of the module that reads the file
+        return False
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:

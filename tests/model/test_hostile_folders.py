@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,15 @@ def test_shards_that_the_index_names_are_checked(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "shard-1.safetensors"}}')
     with pytest.raises(ModelError, match=r"shard-1.safetensors: is a device, not a regular file"):
         resolve_model(str(tmp_path), "main", PATTERNS)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tiny.gguf"])
+def test_what_a_clone_without_git_lfs_has_for_a_file_is_named(tmp_path: Path, name: str) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
+    (tmp_path / name).write_text(pointer)
+    model = tmp_path / name if name.endswith(".gguf") else tmp_path
+    with pytest.raises(ModelError, match=rf"^{re.escape(str(tmp_path / name))}: is a pointer of Git LFS.*git lfs pull"):
+        resolve_model(str(model), "main", PATTERNS)
 
 
 @pytest.fixture

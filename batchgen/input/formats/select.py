@@ -8,6 +8,7 @@ from pathlib import Path
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
+from batchgen.core.model_files import LFS_POINTER
 from batchgen.core.remote import scheme_of
 from batchgen.input.formats import InputFile
 from batchgen.input.formats.delimited import DelimitedFile
@@ -43,7 +44,6 @@ _REMEDIES = {
 }
 _PARQUET_MAGIC = b"PAR1"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HEAD_BYTES = 1 << 16
 _PROBE_BYTES = 1 << 10  # in which text of two bytes a character shows its zeros
 
@@ -104,7 +104,7 @@ def _refuse_as_text(name: str, head: bytes) -> None:
     if head.startswith(_UTF16_MARKS) or is_wide:
         order = "" if head.startswith(_UTF16_MARKS) else "LE" if zeros[1] > zeros[0] else "BE"
         raise UsageError(f"{name} is UTF-16 text; convert it: iconv -f UTF-16{order} -t UTF-8 FILE > NEW_FILE")
-    if head.startswith(_LFS_POINTER):
+    if head.startswith(LFS_POINTER):
         raise UsageError(f"{name} is a pointer of Git LFS, which stands for the file: fetch it with git lfs pull")
 
 
