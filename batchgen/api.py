@@ -218,9 +218,9 @@ def _pass_on_signal(outcome: Outcome) -> None:
         signal.raise_signal(number)
 
 
-def _lines(rows: Any, asked: Collection[str]) -> Iterator[bytes]:
+def _lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
     """Rows in memory as JSON Lines. Raises UsageError for what is no row."""
-    for number, row in enumerate(_rows(rows, asked)):
+    for number, row in enumerate(_rows(rows, request_columns)):
         if isinstance(row, str) or _is_missing(row):
             columns: Mapping[str, Any] = {"prompt": row if isinstance(row, str) else None}
         elif isinstance(row, list):
@@ -241,7 +241,7 @@ def _is_missing(row: Any) -> bool:
     return is_null(row) or type(row).__name__ in ("NAType", "NaTType")
 
 
-def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
+def _rows(rows: Any, request_columns: Collection[str]) -> Iterator[Any]:
     """Each row as a Python value. Raises UsageError for what holds no rows, or has lost types on the way."""
     contents = _Contents()
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
@@ -250,13 +250,13 @@ def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
         for first in range(0, len(rows), _PIECE_ROWS):
             piece = rows.iloc[first : first + _PIECE_ROWS].astype(object)
             for row in piece.where(piece.notna(), None).to_dict("records"):
-                columns = {name: _unpadded(value) if name in asked else value for name, value in row.items()}
-                contents.see(columns.get(name) for name in asked)
+                columns = {name: _unpadded(value) if name in request_columns else value for name, value in row.items()}
+                contents.see(columns.get(name) for name in request_columns)
                 yield columns
         contents.check()
     elif hasattr(rows, "with_format") and hasattr(rows, "iter"):  # datasets
         for table in rows.with_format("arrow").iter(_PIECE_ROWS):
-            yield from _arrow_rows(table.to_batches(), asked)
+            yield from _arrow_rows(table.to_batches(), request_columns)
     elif hasattr(rows, "__arrow_c_stream__"):  # Arrow, Polars, DuckDB
         import pyarrow as pa
 
@@ -265,8 +265,8 @@ def _rows(rows: Any, asked: Collection[str]) -> Iterator[Any]:
         except pa.ArrowException:
             yield from rows  # of one column, such as a pandas Series of texts
         else:
-            for columns in _arrow_rows(batches, asked):
-                contents.see(columns.get(name) for name in asked)
+            for columns in _arrow_rows(batches, request_columns):
+                contents.see(columns.get(name) for name in request_columns)
                 yield columns
             contents.check()
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):
@@ -323,12 +323,12 @@ def _unpadded(value: Any, is_read: bool = False) -> Any:
     return [_unpadded(item, is_read) for item in value] if isinstance(value, list) else value
 
 
-def _arrow_rows(batches: Iterable[Any], asked: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow batches, ``asked`` as in ``rows_at``. Raises UsageError for one that cannot be read."""
+def _arrow_rows(batches: Iterable[Any], request_columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The rows of Arrow batches; ``request_columns`` as in ``rows_at``. Raises UsageError for an unreadable one."""
     from batchgen.input.formats.arrow import pieces, rows_at
 
     for piece in chain.from_iterable(map(pieces, batches)):
-        for values, error in rows_at(piece, range(piece.num_rows), asked):
+        for values, error in rows_at(piece, range(piece.num_rows), request_columns):
             if error:
                 raise UsageError(f"generate: a row cannot be read: {error.message}")
             yield values

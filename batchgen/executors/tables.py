@@ -155,7 +155,7 @@ class TableEngine:
         self.max_num_seqs = engine.max_num_seqs
         self.num_open = 0  # rows without an answer
         self._key = job.key
-        self._asked = spec.input.request_columns
+        self._request_columns = spec.input.request_columns
         self._num_rows = 0
         self._lock = threading.Lock()  # guards all but the loop
         # By key, those with the same one after the other: the engine takes each key once at a time.
@@ -168,7 +168,7 @@ class TableEngine:
         batch = Batch(table.num_rows, on_done)
         ready: list[Pending] = []
         with self._lock:
-            for number, (columns, error) in enumerate(rows_at(table, range(table.num_rows), self._asked)):
+            for number, (columns, error) in enumerate(rows_at(table, range(table.num_rows), self._request_columns)):
                 self._num_rows += 1
                 key = error or self._key_of(columns)
                 if isinstance(key, RowError):

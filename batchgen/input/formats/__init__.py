@@ -37,8 +37,8 @@ class InputFile(ABC):
 
         The ``after`` of each row is where reading can go on: the same ``file`` as ``at``, and an ``offset`` and ``row``
         that this format can seek to; 0 and 0 are the start of the file. Returns the index after the last row it
-        passed, yielded or not. Raises UsageError when the file can no
-        longer be read at all; damage inside it becomes ``BadRow`` values.
+        passed, yielded or not. Raises UsageError when the file can no longer be read at all; damage inside it becomes
+        ``BadRow`` values.
         """
 
     @abstractmethod

@@ -4,8 +4,9 @@ Values become what ``to_pylist`` makes of them (dates are dates, binary is bytes
 on output (``json_line``); but a value of the type ``arrow.json``, which ``datasets`` gives to what differs from row to
 row, is what its text says. A value that cannot be read costs its own row only.
 
-Arrow gives each struct of a column the same fields, so a null in one may be nothing that anybody wrote. In the columns
-that become a prompt or a request (``asked``) such fields are left out, and a map is an object, as in JSON Lines.
+Arrow gives each struct of a column the same fields, so that a null in one may stand for a field that the row does not
+have. In the columns that become a prompt or a request (``request_columns``) such fields are left out, and a map is an
+object, as in JSON Lines.
 
 Class labels of ``datasets`` are stored as numbers; their names, which the metadata of the schema hold, are the values.
 """
@@ -62,7 +63,7 @@ def read_batches(
     wanted: Wanted | None,
     source: str,
     rows_before: int = 0,
-    asked: Collection[str] = (),
+    request_columns: Collection[str] = (),
 ) -> Rows:
     """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``.
 
@@ -71,7 +72,7 @@ def read_batches(
     for batch in batches:
         num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
         places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
-        for place, (values, error) in zip(places, rows_at(batch, places, asked), strict=True):
+        for place, (values, error) in zip(places, rows_at(batch, places, request_columns), strict=True):
             index, number = at.index + place, at.row + place + 1
             after = Cursor(at.file, at.offset, number, index + 1)
             if error:
@@ -85,18 +86,21 @@ def read_batches(
 
 
 def rows_at(
-    batch: pa.RecordBatch | pa.Table | Unreadable, places: Sequence[int], asked: Collection[str] = ()
+    batch: pa.RecordBatch | pa.Table | Unreadable, places: Sequence[int], request_columns: Collection[str] = ()
 ) -> list[RowValues]:
     """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read.
 
-    ``asked`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``.
+    ``request_columns`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``.
     """
     if isinstance(batch, Unreadable):
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
     if len(places) < batch.num_rows:
         batch = batch.take(pa.array(places, pa.int64()))
     features = _features((batch.schema.metadata or {}).get(b"huggingface", b""))
-    found = {field.name: _conversion(field, field.name in asked, features.get(field.name)) for field in batch.schema}
+    found = {
+        field.name: _conversion(field, field.name in request_columns, features.get(field.name))
+        for field in batch.schema
+    }
     conversions = {name: convert for name, convert in found.items() if convert}
     try:
         rows = batch.to_pylist()
@@ -135,7 +139,7 @@ def _features(metadata: bytes) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _conversion(field: pa.Field, is_asked: bool, feature: Any = None) -> _Convert | None:
+def _conversion(field: pa.Field, is_request: bool, feature: Any = None) -> _Convert | None:
     """What makes the values of a field those of JSON Lines; None where they are so already.
 
     ``feature`` is what ``datasets`` says of it, a tree as https://huggingface.co/docs/datasets/about_dataset_features
@@ -150,12 +154,12 @@ def _conversion(field: pa.Field, is_asked: bool, feature: Any = None) -> _Conver
     while isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_struct(kind):
-        return _of_structs(kind, is_asked, feature)
+        return _of_structs(kind, is_request, feature)
     if pa.types.is_map(kind):
-        return _of_maps(kind, is_asked)
+        return _of_maps(kind, is_request)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _conversion(pa.field("", kind.value_type), is_asked, feature)
-    item = _conversion(kind.value_field, is_asked, _item(feature)) if isinstance(kind, _LISTS) else None
+        return _conversion(pa.field("", kind.value_type), is_request, feature)
+    item = _conversion(kind.value_field, is_request, _item(feature)) if isinstance(kind, _LISTS) else None
     return None if item is None else lambda values: [None if value is None else item(value) for value in values]
 
 
@@ -179,8 +183,8 @@ def _item(feature: Any) -> Any:
     return feature.get("feature") if isinstance(feature, dict) else None
 
 
-def _of_structs(kind: pa.StructType, is_asked: bool, feature: Any) -> _Convert | None:
-    """Structs lose their null fields where they are ``asked``: the type has each field that any row has.
+def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
+    """Structs lose their null fields in a request: the type has each field that any row has.
 
     Older files call a struct of lists a sequence of structs.
     """
@@ -188,26 +192,26 @@ def _of_structs(kind: pa.StructType, is_asked: bool, feature: Any) -> _Convert |
     if is_sequence and isinstance(_item(feature), dict):
         children = {name: [child] for name, child in _item(feature).items()}
     children = children if isinstance(children, dict) else {}
-    found = {child.name: _conversion(child, is_asked, children.get(child.name)) for child in kind}
+    found = {child.name: _conversion(child, is_request, children.get(child.name)) for child in kind}
     conversions = {name: convert for name, convert in found.items() if convert}
-    if not conversions and not is_asked:
+    if not conversions and not is_request:
         return None
 
     def convert(value: dict[str, Any]) -> dict[str, Any]:
-        said = value.items() if not is_asked else [item for item in value.items() if item[1] is not None]
+        said = value.items() if not is_request else [item for item in value.items() if item[1] is not None]
         return {key: conversions[key](item) if key in conversions and item is not None else item for key, item in said}
 
     return convert
 
 
-def _of_maps(kind: pa.MapType, is_asked: bool) -> _Convert | None:
-    """Maps become objects where they are ``asked``; a null in one was written, since each has keys of its own."""
-    item = _conversion(kind.item_field, is_asked)
-    if item is None and not is_asked:
+def _of_maps(kind: pa.MapType, is_request: bool) -> _Convert | None:
+    """Maps become objects in a request; a null in one is kept, since each map has keys of its own."""
+    item = _conversion(kind.item_field, is_request)
+    if item is None and not is_request:
         return None
 
     def convert(pairs: list[tuple[Any, Any]]) -> Any:
         said = [(key, item(value) if item and value is not None else value) for key, value in pairs]
-        return dict(said) if is_asked else said
+        return dict(said) if is_request else said
 
     return convert

@@ -39,12 +39,13 @@ def is_saved_dataset(folder: Path) -> bool:
 class DatasetFile(InputFile):
     """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
-    NAME is a dataset on the Hub or the absolute path of a local folder; ``asked`` as in ``rows_at``. Raises UsageError
-    when it cannot be opened; a connection that fails while rows are read raises BatchgenError.
+    NAME is a dataset on the Hub or the absolute path of a local folder; ``request_columns`` as in ``rows_at``. Raises
+    UsageError when it cannot be opened; a connection that fails while rows are read raises BatchgenError, and data
+    files that disagree on a column's type InputError.
     """
 
-    def __init__(self, text: str, asked: Collection[str]) -> None:
-        self._text, self._asked = text, asked
+    def __init__(self, text: str, request_columns: Collection[str]) -> None:
+        self._text, self._request_columns = text, request_columns
         name, options = _parse_name(text)
         folder = Path(name)
         if not folder.is_absolute() and folder.is_dir():
@@ -68,7 +69,11 @@ class DatasetFile(InputFile):
         self.local_files = tuple(path for path in map(Path, self._files) if path.is_file())
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        return (yield from read_batches(self._batches(at.row), at, stop, wanted, self._text, asked=self._asked))
+        return (
+            yield from read_batches(
+                self._batches(at.row), at, stop, wanted, self._text, request_columns=self._request_columns
+            )
+        )
 
     def _batches(self, first: int) -> Iterator[pa.RecordBatch]:
         if first == self._length:

@@ -22,15 +22,15 @@ _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size 
 
 
 class ParquetFile(StoredFile):
-    """A Parquet file; ``asked`` as in ``rows_at``. Raises UsageError if it is not Parquet or cannot be opened.
+    """A Parquet file. Raises UsageError if it is not Parquet or cannot be opened.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
-    file's metadata promises there; the groups after them are read.
+    file's metadata promises there; the groups after them are read. ``request_columns`` as in ``rows_at``.
     """
 
-    def __init__(self, content: InputBytes, asked: Collection[str]) -> None:
+    def __init__(self, content: InputBytes, request_columns: Collection[str]) -> None:
         super().__init__(content)
-        self._asked = asked
+        self._request_columns = request_columns
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
 
@@ -58,7 +58,9 @@ class ParquetFile(StoredFile):
                     start = Cursor(at.file, number, first, index)
                     batches = _batches(file, number, first)
                     name = self.content.name
-                    index = yield from read_batches(batches, start, stop, wanted, name, rows_before, self._asked)
+                    index = yield from read_batches(
+                        batches, start, stop, wanted, name, rows_before, self._request_columns
+                    )
                 else:
                     index = end
                 rows_before += num_rows
