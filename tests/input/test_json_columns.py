@@ -156,6 +156,15 @@ def test_a_map_in_a_chat_is_an_object_and_keeps_its_nulls(tmp_path: Path) -> Non
     assert read(write(tmp_path, calls)) == [{"data": [{"arguments": [("tz", "UTC"), ("city", None)], "name": None}]}]
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_two_columns_of_one_name_are_refused(is_file: bool, tmp_path: Path) -> None:
+    table = pa.table([["a"], [1], ["b"]], names=["prompt", "n", "prompt"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    where = r"rows\.parquet" if is_file else "a table of rows"
+    with pytest.raises(UsageError, match=f"{where}: two columns are named 'prompt'"):
+        source_of(tmp_path / "rows.parquet") if is_file else list(_lines(table, []))
+
+
 # ---------------------------------------------------------------- rows in memory
 
 

@@ -146,6 +146,10 @@ def test_files_of_a_dataset_that_do_not_agree_are_refused_for_good_with_the_way_
         ("a,b\n1,2\n".encode("utf-16-le"), "UTF-16 text; convert it: iconv -f UTF-16LE"),
         ("a,b\n1,2\n".encode("utf-16-be"), "UTF-16 text; convert it: iconv -f UTF-16BE"),
         ("a,b\n1,2\n".encode("utf-16"), "UTF-16 text; convert it: iconv -f UTF-16 -t"),
+        ("a,b\n1,2\n".encode("utf-32-le"), "UTF-32 text; convert it: iconv -f UTF-32LE"),
+        ("東京,b\n1,大阪\n".encode("utf-32-le"), "UTF-32 text; convert it: iconv -f UTF-32LE"),
+        ("東京,b\n1,大阪\n".encode("utf-32-be"), "UTF-32 text; convert it: iconv -f UTF-32BE"),
+        ("a,b\n1,2\n".encode("utf-32"), "UTF-32 text; convert it: iconv -f UTF-32 -t"),
         (b"a,b\r1,2\r3,4\r", "end with CR alone; convert it: tr '.r' '.n'|a carriage return stands in a cell"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n", "pointer of Git LFS.*git lfs pull"),
     ],
@@ -159,7 +163,16 @@ def test_what_would_pass_as_lines_of_text_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "content", [b"one line", b"one line\r", b"one\rtwo\r\nthree\r\n", b"a\0\nb\n", bytes(64), b"x"]
+    "content",
+    [
+        b"one line",
+        b"one line\r",
+        b"one\rtwo\r\nthree\r\n",
+        b"a\0\nb\n",
+        b"a\0\0\n" * 9 + b"b" * 9,
+        bytes(64),
+        b"x",
+    ],
 )
 def test_lines_with_odd_bytes_among_them_are_still_lines(content: bytes, tmp_path: Path) -> None:
     assert set(codes(read_bytes(tmp_path, content, "rows.txt"))) == {"ok"}

@@ -22,9 +22,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.errors import RowError, RowErrorCode, UsageError
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.core.units import one_line
+from batchgen.core.units import one_line, shown
 from batchgen.input.formats import Rows, Wanted
 from batchgen.input.rows import RowProblem, parse_json
 
@@ -43,6 +43,12 @@ class Unreadable:
 
     num_rows: int
     message: str
+
+
+def check_names(names: Sequence[str], where: str) -> None:
+    """Raises UsageError where two columns have one name, as a row has one value by each."""
+    if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UsageError(f"{where}: two columns are named {shown(repeated[0])}: give each a name of its own")
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
@@ -90,10 +96,12 @@ def rows_at(
 ) -> list[RowValues]:
     """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read.
 
-    ``request_columns`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``.
+    ``request_columns`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``. Raises
+    UsageError as ``check_names``.
     """
     if isinstance(batch, Unreadable):
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
+    check_names(batch.schema.names, "a table of rows")
     if len(places) < batch.num_rows:
         batch = batch.take(pa.array(places, pa.int64()))
     features = _features((batch.schema.metadata or {}).get(b"huggingface", b""))

@@ -14,7 +14,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
 from batchgen.input.formats import Rows, StoredFile, Wanted
-from batchgen.input.formats.arrow import Unreadable, batch_rows, read_batches
+from batchgen.input.formats.arrow import Unreadable, batch_rows, check_names, read_batches
 from batchgen.input.input_bytes import InputBytes
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are not UTF-8
@@ -22,7 +22,7 @@ _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size 
 
 
 class ParquetFile(StoredFile):
-    """A Parquet file. Raises UsageError if it is not Parquet or cannot be opened.
+    """A Parquet file. Raises UsageError if it is not Parquet, cannot be opened, or has two columns of one name.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
     file's metadata promises there; the groups after them are read. ``request_columns`` as in ``rows_at``.
@@ -33,6 +33,7 @@ class ParquetFile(StoredFile):
         self._request_columns = request_columns
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
+            check_names(file.schema_arrow.names, content.name)
 
     def _open(self) -> pq.ParquetFile:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,9 @@ _REMEDIES = {
     ".arrow": "give the folder that datasets saved it in",
 }
 _PARQUET_MAGIC = b"PAR1"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+# Without a mark: which of four bytes are zeros in most places (0), and which in few (1).
+_WIDE_ZEROS = {"UTF-16LE": "1010", "UTF-16BE": "0101", "UTF-32LE": "1?00", "UTF-32BE": "00?1"}
 _HEAD_BYTES = 1 << 16
 _PROBE_BYTES = 1 << 10  # in which text of two bytes a character shows its zeros
 
@@ -99,13 +102,26 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
 
 def _refuse_as_text(name: str, head: bytes) -> None:
     """Raises UsageError for a file whose lines are none that can be read, although each might pass as a text."""
-    zeros = [head[place:_PROBE_BYTES:2].count(0) for place in (0, 1)]
-    is_wide = max(zeros) > 0.8 * (len(head[:_PROBE_BYTES]) // 2) > 0 and min(zeros) < 0.2 * max(zeros)
-    if head.startswith(_UTF16_MARKS) or is_wide:
-        order = "" if head.startswith(_UTF16_MARKS) else "LE" if zeros[1] > zeros[0] else "BE"
-        raise UsageError(f"{name} is UTF-16 text; convert it: iconv -f UTF-16{order} -t UTF-8 FILE > NEW_FILE")
+    if encoding := _wide_encoding(head):
+        raise UsageError(f"{name} is {encoding[:6]} text; convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
     if head.startswith(LFS_POINTER):
         raise UsageError(f"{name} is a pointer of Git LFS, which stands for the file: fetch it with git lfs pull")
+
+
+def _wide_encoding(head: bytes) -> str:
+    """The encoding of text of two or four bytes per character, by its mark or its zeros; empty for other text."""
+    if found := next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), ""):
+        return found
+    probe = head[:_PROBE_BYTES]
+    num_chars = len(probe) // 4
+    zeros = [probe[place::4].count(0) for place in range(4)] if num_chars else [0] * 4
+    shown = ["0" if count > 0.8 * num_chars else "1" if count < 0.2 * num_chars else "-" for count in zeros]
+    for name, pattern in _WIDE_ZEROS.items():
+        if all(wanted in ("?", found) for wanted, found in zip(pattern, shown, strict=True)):
+            with suppress(UnicodeDecodeError):
+                probe[: 4 * num_chars].decode(name, "strict" if "32" in name else "ignore")
+                return name
+    return ""
 
 
 def _unrolling(head: bytes) -> str:
