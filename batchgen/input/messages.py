@@ -5,7 +5,7 @@ It knows no columns beside the values that it is given, no template, and renders
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
@@ -15,6 +15,11 @@ from batchgen.text.marks import REASONING, function_of
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
 _MEDIA = ("audio", "image", "images", "video", "videos")  # of a message: what its turn says, and no text
+_SAYS = (str, list, dict)
+# Keys of a turn and of a call that say nothing in place of a content or arguments.
+_ABOUT = frozenset({"role", "content", "refusal", "annotations", "finish_reason", "id", "metadata", "model", "name"})
+_ABOUT |= {"phase", "status", "tool_call_id", "type"}
+_ABOUT_CALLS = frozenset({"name", "arguments", "call_id", "description", "function", "id", "status", "type"})
 _NO_ARGUMENTS = (None, "", "null")
 Message = dict[str, Any]
 
@@ -25,7 +30,8 @@ def checked_messages(name: str, value: object) -> list[Message]:
     A key that is null is not there, nor are ``tool_calls`` that are empty: clients write both for "none", and
     templates ask whether a key is defined (transformers drops nulls, vLLM empty calls). Content is a text, or a list of
     text parts, ``{"type": "text", "text": ...}`` each, in any of OpenAI's names for them. It may be absent in a turn of
-    an assistant that called, thought or was refused; the text of a refusal stands in its place. ``function_call``, the
+    an assistant that called, thought, was refused or said nothing under another name; the text of a refusal stands in
+    its place. ``function_call``, the
     older form of one call, is a call. Arguments become objects where they are JSON text or nothing, as in vLLM: a
     template would quote them twice. Earlier reasoning goes by any of its names, as in transformers. Other fields are
     untouched. Raises RowProblem, bad_type or empty_prompt.
@@ -92,10 +98,19 @@ def _checked_content(where: str, role: str, message: Message, has_calls: bool) -
     if isinstance(content, list):
         return [_checked_part(f"{where}[{number}]", part) for number, part in enumerate(content)] or ""
     if content is None and (role == "assistant" or has_calls):
+        if not has_calls and not any(name in message for name in REASONING):
+            _check_said(where, "turn", message, _ABOUT)
         return ""
     if not isinstance(content, str):
         raise wrong_type(where, content, "a string")
     return content
+
+
+def _check_said(where: str, what: str, value: Mapping[str, Any], about: Collection[str]) -> None:
+    """Refuse what says nothing under the name ``where``, and something under a name that no template reads."""
+    if others := [key for key, item in value.items() if key not in about and item and isinstance(item, _SAYS)]:
+        why = f"is missing, and the {what} has {shown(others[0], 60)}, which no template reads"
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} {why}")
 
 
 def _checked_part(where: str, part: object) -> dict[str, Any]:
@@ -128,14 +143,15 @@ def _checked_call(where: str, call: object) -> dict[str, Any]:
     function = call if is_flat else _object(f"{where}.function", call.get("function"))
     if not isinstance(function.get("name"), str):
         raise wrong_type(f"{where}.function.name", function.get("name"), "a string")
-    made = _with_arguments(function)
+    made = _with_arguments(where if is_flat else f"{where}.function", function)
     return made if is_flat else {**call, "function": made}
 
 
-def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
+def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     text = arguments.strip() if isinstance(arguments, str) else arguments
     if text in _NO_ARGUMENTS:
+        _check_said(f"{where}.arguments", "call", function, _ABOUT_CALLS)
         return {**function, "arguments": {}}
     try:
         found = parse_json(text) if isinstance(text, str) else arguments

@@ -87,19 +87,19 @@ class _Marks:
         for key in ("name", "description"):
             if key in function:
                 marked[key] = self._text(function[key], Place(None, f"tools[{number}], its {key}"))
+        if function.get("parameters") is None:  # their schema may go by another name
+            for key in [key for key, value in function.items() if value and isinstance(value, dict)]:
+                marked[key] = {**function[key], self._text(key, Place(None, f"tools[{number}], its {key}")): True}
         schema = function.get("parameters")
         schema = schema if isinstance(schema, dict) else {}
         properties = schema.get("properties")
         if isinstance(properties, dict) and not self._appends:
             place = Place(None, f"tools[{number}], its parameters")
             names = {name: self._text(name, place) for name in properties}
-            required = schema.get("required")
-            renamed = [names.get(name, name) if isinstance(name, str) else name for name in required or ()]
-            marked["parameters"] = {
-                **schema,
-                "properties": {names[name]: value for name, value in properties.items()},
-                **({"required": renamed} if isinstance(required, list) else {}),
-            }
+            marked["parameters"] = {**schema, "properties": {names[name]: value for name, value in properties.items()}}
+            if isinstance(required := schema.get("required"), list):
+                renamed = [names.get(name, name) if isinstance(name, str) else name for name in required]
+                marked["parameters"]["required"] = renamed
         return {**tool, "function": marked} if function is not tool else marked
 
     def _call(self, call: Mapping[str, Any], place: Place) -> Mapping[str, Any]:

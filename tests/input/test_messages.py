@@ -74,6 +74,31 @@ def test_an_assistant_may_have_said_nothing(keys: dict[str, Any]) -> None:
     assert said(**keys)["content"] == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("text", "12:00"), ("contents", "12:00"), ("parts", [{"text": "12:00"}]), ("output", {"a": "b"})],
+)
+def test_an_assistant_that_said_something_under_another_name_is_refused(name: str, value: Any) -> None:
+    wanted = f"bad_type: messages[1].content is missing, and the turn has {name!r}, which no template reads"
+    for nothing in ({}, {"content": None}):
+        assert problem([USER, {"role": "assistant", **nothing, name: value}]) == wanted
+    assert said(content="so", **{name: value})["content"] == "so"
+    assert said(reasoning="so", **{name: value})["content"] == ""
+
+
+@pytest.mark.parametrize("name", ["parameters", "input", "args"])
+@pytest.mark.parametrize("value", [{"tz": "UTC"}, '{"tz": "UTC"}'])
+def test_a_call_whose_arguments_go_by_another_name_is_refused(name: str, value: Any) -> None:
+    wanted = f"arguments is missing, and the call has {name!r}, which no template reads"
+    function = {"name": "now", name: value}
+    assert problem([USER, {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}]).endswith(
+        f"messages[1].tool_calls[0].function.{wanted}"
+    )
+    assert problem([USER, {"role": "assistant", "tool_calls": [function]}]).endswith(f"tool_calls[0].{wanted}")
+    assert problem([USER, {"role": "assistant", "function_call": function}]).endswith(f"function.{wanted}")
+    assert said(tool_calls=[{**function, "arguments": {"a": 1}}])["tool_calls"][0]["arguments"] == {"a": 1}
+
+
 @pytest.mark.parametrize("role", ["user", "system", "tool", "developer"])
 def test_of_others_a_content_is_required(role: str) -> None:
     assert problem([USER, {"role": role, "content": None}]) == "bad_type: messages[1].content is null, not a string"

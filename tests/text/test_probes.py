@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -141,6 +142,20 @@ def test_a_tool_without_a_name_is_shown_whole_or_refused(tool: dict[str, Any]) -
     assert '"type"' in found and "zq" not in found
     names = "{% for tool in tools %}{{ tool.function.name if tool.function }}{% endfor %}"
     assert rendered(names + PLAIN, USER, tools=[*TOOLS[1:], tool]).startswith(hidden("tools[1]"))
+
+
+@pytest.mark.parametrize("required", [True, 5, "ab", {"a": 1}, None, [["a"], 3]])
+def test_a_schema_may_hold_anything(required: Any) -> None:
+    schema = {"type": "object", "properties": {"a": 3}, "required": required}
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    assert json.dumps(required) in rendered("{{ tools | tojson }}" + PLAIN, USER, tools=[tool])
+
+
+def test_a_schema_by_another_name_is_shown_or_refused() -> None:
+    tool = {"type": "function", "function": {"name": "find", "input_schema": {"properties": {"city": {}}}}}
+    assert "city" in rendered("{{ tools | tojson }}" + PLAIN, USER, tools=[tool])
+    chosen = "{% for tool in tools %}{{ tool.function.name }}{{ tool.function.parameters }}{% endfor %}"
+    assert rendered(chosen + PLAIN, USER, tools=[tool]).startswith(hidden("tools[0], its input_schema"))
 
 
 # ---------------------------------------------------------------- roles that go by another name
