@@ -10,12 +10,11 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from batchgen.config.load import job_from_values
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.keys import nearest
-from batchgen.core.units import counted, one_line
+from batchgen.core.units import counted
 from batchgen.executors.backend import run_job
-from batchgen.input.rows import is_null
+from batchgen.input.in_memory import json_lines
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
 from batchgen.report.facts import figures
@@ -36,7 +35,6 @@ from batchgen.run.reports import read_report
 from batchgen.run.stdin import in_temporary_folder, temporary_folder
 
 _LINES_FORMATS = ("auto", "jsonl", "openai-batch")
-_PIECE_ROWS = 1024
 _NOT_KEPT = "nothing is kept without an output folder"
 
 
@@ -153,7 +151,7 @@ def generate(
         if not is_kept:
             spec = replace(spec, output=replace(spec.output, path=str(stack.enter_context(temporary_folder()))))
             stack.enter_context(in_temporary_folder())
-        lines = None if is_path else _lines(rows, spec.input.request_columns)
+        lines = None if is_path else json_lines(rows, spec.input.request_columns)
         outcome = run_job(spec, options, engine_factory=engine_factory, lines=lines)
         _pass_on_signal(outcome)
         if not RunDir(Path(spec.output.path)).is_complete():
@@ -216,119 +214,3 @@ def _pass_on_signal(outcome: Outcome) -> None:
         if signal.getsignal(number) is signal.default_int_handler:
             raise KeyboardInterrupt(outcome.lines[0])
         signal.raise_signal(number)
-
-
-def _lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
-    """Rows in memory as JSON Lines. Raises UsageError for what is no row."""
-    for number, row in enumerate(_rows(rows, request_columns)):
-        if isinstance(row, str) or _is_missing(row):
-            columns: Mapping[str, Any] = {"prompt": row if isinstance(row, str) else None}
-        elif isinstance(row, list):
-            columns = {"messages": row}
-        elif isinstance(row, Mapping):
-            columns = row
-        else:
-            what = f"rows[{number}] is a {type(row).__name__}"
-            raise UsageError(f"generate: {what}; a row is a string, a mapping of columns or a chat, a list of messages")
-        try:
-            yield encode_json(dict(columns)) + b"\n"
-        except (RecursionError, ValueError) as error:  # of too many levels, or of an integer of thousands of digits
-            yield f"rows[{number}] cannot be written as JSON: {one_line(error)}\n".encode(errors="replace")
-
-
-def _is_missing(row: Any) -> bool:
-    """Whether a row is a hole in a column of texts: None, NaN, or what pandas has for one."""
-    return is_null(row) or type(row).__name__ in ("NAType", "NaTType")
-
-
-def _rows(rows: Any, request_columns: Collection[str]) -> Iterator[Any]:
-    """Each row as a Python value. Raises UsageError for what holds no rows, or has lost types on the way."""
-    contents = _Contents()
-    if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
-        if not rows.columns.is_unique:
-            raise UsageError("generate: rows is a DataFrame with several columns of one name")
-        for first in range(0, len(rows), _PIECE_ROWS):
-            piece = rows.iloc[first : first + _PIECE_ROWS].astype(object)
-            for row in piece.where(piece.notna(), None).to_dict("records"):
-                columns = {name: _unpadded(value) if name in request_columns else value for name, value in row.items()}
-                contents.see(columns.get(name) for name in request_columns)
-                yield columns
-        contents.check()
-    elif hasattr(rows, "with_format") and hasattr(rows, "iter"):  # datasets
-        for table in rows.with_format("arrow").iter(_PIECE_ROWS):
-            yield from _arrow_rows(table.to_batches(), request_columns)
-    elif hasattr(rows, "__arrow_c_stream__"):  # Arrow, Polars, DuckDB
-        import pyarrow as pa
-
-        try:
-            batches = pa.RecordBatchReader.from_stream(rows)
-        except pa.ArrowException:
-            yield from rows  # of one column, such as a pandas Series of texts
-        else:
-            for columns in _arrow_rows(batches, request_columns):
-                contents.see(columns.get(name) for name in request_columns)
-                yield columns
-            contents.check()
-    elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):
-        yield from rows
-    else:
-        hint = "; choose one split of it" if isinstance(rows, Mapping) and hasattr(rows, "num_rows") else ""
-        raise UsageError(f"generate: rows is a {type(rows).__name__}, not a list, table or path{hint}")
-
-
-class _Contents:
-    """The contents of a table's chats: whether all of them are JSON text, as pandas and Polars read ``arrow.json``.
-
-    ``datasets`` gives them that type where some are texts and others lists of parts. One text alone does not tell: an
-    answer of a tool may be such a list, and a text may have quotes.
-    """
-
-    def __init__(self) -> None:
-        self._has_text = self._has_parts = False
-
-    def see(self, chats: Iterable[Any]) -> None:
-        """Look at the chats, or bodies of requests, of a row, as long as no content is text of another kind."""
-        for chat in chats if not self._has_text else ():
-            messages = chat.get("messages") if isinstance(chat, Mapping) else chat
-            for message in messages if isinstance(messages, list) else ():
-                content = message.get("content") if isinstance(message, Mapping) else None
-                if isinstance(content, str):
-                    found = _json_content(content)
-                    self._has_text |= found is None
-                    self._has_parts |= isinstance(found, list)
-
-    def check(self) -> None:
-        """Raises UsageError where the type was lost."""
-        if self._has_parts and not self._has_text:
-            what = "each content of the chats is JSON text: a type of the file was lost when the table was read"
-            raise UsageError(f"generate: {what}; give the path of the file, or rows read by datasets")
-
-
-def _json_content(text: str) -> str | list[Any] | None:
-    """The text or the parts of a content that are written as JSON; None of other texts."""
-    try:
-        found = json.loads(text) if text[:1] in ('"', "[") else None
-    except (ValueError, RecursionError):
-        return None
-    is_parts = isinstance(found, list) and found and all(isinstance(item, dict) and "type" in item for item in found)
-    return found if is_parts or isinstance(found, str) else None
-
-
-def _unpadded(value: Any, is_read: bool = False) -> Any:
-    """A cell of pandas without the nulls that Arrow gave its objects: what was read of Parquet has arrays for lists."""
-    if getattr(value, "ndim", 0):
-        value, is_read = list(value), True
-    if isinstance(value, dict):
-        return {key: _unpadded(item, is_read) for key, item in value.items() if not (is_read and item is None)}
-    return [_unpadded(item, is_read) for item in value] if isinstance(value, list) else value
-
-
-def _arrow_rows(batches: Iterable[Any], request_columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow batches; ``request_columns`` as in ``rows_at``. Raises UsageError for an unreadable one."""
-    from batchgen.input.formats.arrow import pieces, rows_at
-
-    for piece in chain.from_iterable(map(pieces, batches)):
-        for values, error in rows_at(piece, range(piece.num_rows), request_columns):
-            if error:
-                raise UsageError(f"generate: a row cannot be read: {error.message}")
-            yield values

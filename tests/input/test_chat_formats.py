@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import VOCAB_SIZE, jsonl, source_of, write_tokenizer
 
-from batchgen.api import _lines
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, SamplingParams
+from batchgen.input.in_memory import json_lines
 from batchgen.input.requests import RequestBuilder
 from batchgen.text.tokenizer import Tokenizer
 
@@ -176,7 +176,7 @@ def as_data_frame(rows: Sequence[Row], folder: Path) -> str:
     import pandas as pd
 
     frame = pd.read_parquet(as_datasets_parquet(rows, folder))
-    (folder / "frame.jsonl").write_bytes(b"".join(_lines(frame, InputSpec().request_columns)))
+    (folder / "frame.jsonl").write_bytes(b"".join(json_lines(frame, InputSpec().request_columns)))
     return str(folder / "frame.jsonl")
 
 

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from input_helpers import codes, jsonl, source_of
 
-from batchgen.api import _lines
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Record
 from batchgen.input.formats.arrow import rows_at
+from batchgen.input.in_memory import json_lines
 
 JSON = pa.json_()
 TEXT = '{"a": {"b": null, "c": [1, "é"]}}'
@@ -162,7 +162,7 @@ def test_two_columns_of_one_name_are_refused(is_file: bool, tmp_path: Path) -> N
     pq.write_table(table, tmp_path / "rows.parquet")
     where = r"rows\.parquet" if is_file else "a table of rows"
     with pytest.raises(UsageError, match=f"{where}: two columns are named 'prompt'"):
-        source_of(tmp_path / "rows.parquet") if is_file else list(_lines(table, []))
+        source_of(tmp_path / "rows.parquet") if is_file else list(json_lines(table, []))
 
 
 # ---------------------------------------------------------------- rows in memory
@@ -183,7 +183,7 @@ def in_memory(folder: Path, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["arrow", "pandas", "datasets", "json"])
 def test_rows_in_memory_lose_what_arrow_padded_too(kind: str, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in _lines(in_memory(tmp_path, kind), InputSpec().request_columns)]
+    lines = [json.loads(line) for line in json_lines(in_memory(tmp_path, kind), InputSpec().request_columns)]
     found = [
         {"messages": line["messages"], **({"tools": line["tools"]} if line.get("tools") else {})} for line in lines
     ]
@@ -191,10 +191,11 @@ def test_rows_in_memory_lose_what_arrow_padded_too(kind: str, tmp_path: Path) ->
     assert [line.get("data") for line in lines] == [None if kind == "json" else {"a": None}] * len(CHATS)
 
 
-def test_a_row_in_memory_that_cannot_be_read_is_refused() -> None:
-    table = pa.table({"tools": pa.array(["[]", "{"], S).cast(JSON)})
-    with pytest.raises(UsageError, match="a row cannot be read: column 'tools' holds JSON that cannot be read"):
-        list(_lines(table, InputSpec().request_columns))
+def test_a_row_in_memory_that_cannot_be_read_is_a_row_by_itself() -> None:
+    table = pa.table({"tools": pa.array(["[]", "{"], S).cast(JSON), "prompt": ["a", "b"]})
+    good, bad = json_lines(table, InputSpec().request_columns)
+    assert json.loads(good) == {"tools": [], "prompt": "a"}
+    assert bad.startswith(b"rows[1] cannot be read: column 'tools' holds JSON that cannot be read")
 
 
 TURNS = ['"a"', '[{"type": "text", "text": "b"}]']  # as datasets writes texts and parts in one column
@@ -218,7 +219,7 @@ def test_contents_that_all_lost_their_type_on_the_way_are_refused(
     chats = [[{"role": "user", "content": content}] for content in contents]
     table = pa.table({"messages": chats})
     for rows in (table, pa.table({"body": [{"messages": chat} for chat in chats]})):
-        lines = _lines(rows.to_pandas() if kind == "pandas" else rows, ["messages", "body"])
+        lines = json_lines(rows.to_pandas() if kind == "pandas" else rows, ["messages", "body"])
         if is_lost:
             with pytest.raises(UsageError, match="each content of the chats is JSON text"):
                 list(lines)
