@@ -12,6 +12,7 @@ import pytest
 from input_helpers import codes, source_of
 from run_helpers import JobMaker
 
+from batchgen.api import _lines
 from batchgen.core.records import Record
 from batchgen.input.formats.arrow import rows_at
 
@@ -62,6 +63,14 @@ def test_labels_are_their_names_at_any_depth_and_null_where_they_have_none(form:
     assert codes(rows) == ["ok"] * len(ROWS)
     found = [{key: row.columns[key] for key in row.columns if key != "question"} for row in rows if type(row) is Record]
     assert found == (READ if form != "described" else [{"label": row["label"]} for row in READ])
+
+
+@pytest.mark.parametrize("kind", ["dataset", "iterable", "table"])
+def test_labels_of_rows_in_memory_are_their_names(kind: str) -> None:
+    given = dataset()
+    rows = {"dataset": given, "iterable": given.to_iterable_dataset(), "table": given.with_format("arrow")[:]}[kind]
+    found = [json.loads(line) for line in _lines(rows, [])]
+    assert [{name: row[name] for name in READ[0]} for row in found] == READ
 
 
 @pytest.mark.parametrize(

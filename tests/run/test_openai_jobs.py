@@ -97,3 +97,12 @@ def test_all_lines_were_created_when_the_run_was_begun_also_those_that_came_late
     job.write([line(str(number)) for number in range(7)])
     job.run(openai_job(job))
     assert [body["created"] for body in bodies(job)][5:] == [1767222000] * 2
+
+
+def test_tokens_that_are_parts_of_a_character_have_its_bytes(job: JobMaker) -> None:
+    job.write([line("a", messages=[{"role": "user", "content": "🙂"}], prompt_logprobs=0)])
+    job.run(openai_job(job))
+    [body] = bodies(job)
+    parts = [token["bytes"] for token in body["prompt_logprobs"] if "bytes" in token]
+    assert len(parts) > 1 and bytes(value for part in parts for value in part) == "🙂".encode()
+    assert all(("\ufffd" in token["token"]) == ("bytes" in token) for token in body["prompt_logprobs"])
