@@ -1,12 +1,6 @@
-"""Fixtures shared by all tests, and their map: these files prove the promise, the others are breadth.
+"""Fixtures shared by all tests, and ``PROMISE``: the files that plain ``pytest`` runs, since they prove the promise.
 
-1. The same tokens: equivalence/; against transformers, model/: families, lfm3, mixtures; kernels/: attention,
-   experts, linear, mask, parallel, quantize, rope_conv, rows, sampling_kernel, shared_prefixes.
-2. No row lost, none twice: output/: durability, journal, rundir, writer; input/: changed_input; run/: backend,
-   crashes, growing_input, identity, merge, resume, retry, run, signals, stdin, stop.
-3. The scheduler: engine/: admission, block_pool, build_input, engine, scheduler, scheduler_sharing, sequence, sizes.
-4. Bad rows: input/: bad_inputs, chat_columns, columns, prompt, reader, reader_properties.
-5. The contract: cli/; config/: params, spec; report/: report, report_compare; plan/; check/; bench/; test_house.
+All others are marked ``breadth`` and run in CI, or where a folder or file is named: ``pytest tests/ROOM``.
 
 Helpers (tests/helpers): run_helpers and stub_engine for whole runs without a model, tiny_model and families for random
 models, kernel_cases for every back end, fault_injection, power_loss, fault_runs and storm_runs for crashes.
@@ -56,6 +50,29 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.load_profile("suite")
 
 
+PROMISE = {  # by room, the files that hold it; "*": all
+    # The same tokens: batched as alone, chunked as whole, resumed as uninterrupted, and those of transformers.
+    "equivalence": "*",
+    "model": "families lfm3 mixtures",
+    "kernels": "attention experts linear mask parallel quantize rope_conv rows sampling_kernel shared_prefixes",
+    # No row lost, none twice.
+    "output": "durability journal rundir writer",
+    "run": "backend crashes identity merge resume run signals stdin stop",
+    # The scheduler.
+    "engine": "admission block_pool build_input engine scheduler scheduler_sharing sequence sizes",
+    # The prompt is what the user wrote, and a bad row costs itself alone.
+    "input": "bad_inputs changed_input chat_columns chat_formats columns prompt reader reader_properties",
+    # The contract.
+    "cli": "*",
+    "config": "params spec",
+    "report": "report report_compare",
+    "plan": "*",
+    "check": "*",
+    "bench": "*",
+    "tests": "house",
+}
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """No processes beside this one where single files or tests are named: they would be ready later than the tests."""
@@ -64,7 +81,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    for item in items:
+        files = PROMISE.get(item.path.parent.name, "")
+        if not is_named and files != "*" and item.path.stem.removeprefix("test_") not in files.split():
+            item.add_marker(pytest.mark.breadth)
     mark_repeats(items, is_interpreted="TRITON_INTERPRET" in os.environ)
 
 
