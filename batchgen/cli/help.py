@@ -20,6 +20,7 @@ import click
 
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
+from batchgen.core.synonyms import synonym_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 INDEX = "README"  # the page that lists all others
@@ -56,12 +57,18 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
     """
     group = ctx.find_root().command
     commands = group.commands if isinstance(group, click.Group) else {}
-    name = " ".join(topic)
+    name, about = " ".join(topic), ""
+    if name not in commands and not is_heading(name) and (synonym := synonym_of(name)):
+        about, name = f"{name}: {synonym.note}." if synonym.note else "", synonym.topic
     if name in commands:
-        click.echo(commands[name].get_help(click.Context(commands[name], info_name=name, parent=ctx.parent)))
+        text = commands[name].get_help(click.Context(commands[name], info_name=name, parent=ctx.parent))
+        click.echo(f"{about}\n\n{text}" if about else text)
         return
     columns, rows = shutil.get_terminal_size()
-    text = render(find_section(name, commands), min(columns, _MAX_WIDTH))
+    width = min(columns, _MAX_WIDTH)
+    text = render(find_section(name, commands), width)
+    if about:
+        text = f"{textwrap.fill(about, width)}\n\n{text}"
     is_long = sys.stdout is not None and sys.stdout.isatty() and text.count("\n") >= rows
     if is_long:
         with suppress(ValueError):  # of a PAGER that no shell could read
@@ -75,7 +82,7 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
 
     Raises UsageError with the nearest name.
     """
-    pages = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+    pages = _pages()
     index = next(sections(INDEX, pages.pop(INDEX)))
     wanted = _words(topic)
     if not wanted:
@@ -97,6 +104,17 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
         return Section(topic, 1, [f"# {topic} is found in", "", *(f"* `batchgen help {name}`" for name in places)])
     hint = resembling(topic, [*pages, *commands, *(section.name for section in known)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
+
+
+def is_heading(topic: str) -> bool:
+    """Whether a page or heading has this name."""
+    wanted = _words(topic)
+    named = (_words(section.name) for page, text in _pages().items() for section in sections(page, text))
+    return not wanted or wanted in named
+
+
+def _pages() -> dict[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 
 
 def sections(page: str, text: str) -> Iterator[Section]:

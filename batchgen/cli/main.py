@@ -18,7 +18,7 @@ import click
 from batchgen.cli.bench import bench
 from batchgen.cli.check import check
 from batchgen.cli.help import help_command
-from batchgen.cli.options import RunOption
+from batchgen.cli.options import RunOption, usage_error
 from batchgen.cli.plan import plan
 from batchgen.cli.report import report
 from batchgen.cli.run import merge, retry, run, status
@@ -77,9 +77,7 @@ def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
         show(error.format_message())
         return ExitCode.USAGE
     except click.ClickException as error:
-        ctx = getattr(error, "ctx", None)
-        hint = f"; try '{ctx.command_path} --help'" if ctx else ""
-        return _fail(f"{error.format_message().rstrip('.')}{hint}", ExitCode.USAGE)
+        return _fail(usage_error(error), ExitCode.USAGE)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", ExitCode.STOPPED)
     except BatchgenError as error:

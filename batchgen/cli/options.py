@@ -20,6 +20,7 @@ from batchgen.core.keys import BOOL, Key
 from batchgen.core.remote import redacted
 from batchgen.core.shard import Shard
 from batchgen.core.storage import check_path
+from batchgen.core.synonyms import synonym_of
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,6 +137,18 @@ class GroupedCommand(click.Command):
         if num_hidden and _ALL not in ctx.meta:
             formatter.write_paragraph()
             formatter.write_text(f"{num_hidden} more options, for experts: {ctx.command_path} --help-all")
+
+
+def usage_error(error: click.ClickException) -> str:
+    """The line for arguments that click refuses, with the option here that is meant by the field's word for it."""
+    ctx = getattr(error, "ctx", None)
+    read = f"; try '{ctx.command_path} --help'" if ctx else ""
+    synonym = synonym_of(error.option_name) if isinstance(error, click.NoSuchOption) else None
+    if not isinstance(error, click.NoSuchOption) or synonym is None:
+        return f"{error.format_message().rstrip('.')}{read}"
+    section, _, key = synonym.topic.partition(".")
+    flag = f"--{KEYS[section][key].flag}" if synonym.is_key else ""
+    return f"No such option {error.option_name!r}{synonym.hint(flag)}"
 
 
 def json_option(text: str = "One JSON object instead of text.") -> Callable[[F], F]:

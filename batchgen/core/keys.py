@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
 from batchgen.core.structured import canonical
+from batchgen.core.synonyms import synonym_of
 from batchgen.core.units import shown
 
 INT32_MAX = 2**31 - 1
@@ -92,7 +93,9 @@ def resembling(name: str, known: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint for an unknown name: the known one that it resembles, else all of them."""
+    """A hint for an unknown name: what is meant by it in the field, the known one that it resembles, else all."""
+    if synonym := synonym_of(name):
+        return synonym.hint()
     return resembling(name, known) or f" (known: {', '.join(known)})"
 
 

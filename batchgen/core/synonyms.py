@@ -1,0 +1,155 @@
+"""Table of the words that other tools and pages of the field use, and what each is called here.
+
+``help``, unknown flags, unknown keys and unknown arguments in Python consult it before they look for similar spelling,
+which is wrong where the field has another word: ``--quantization`` resembles ``--activations``. Words are compared
+without case, hyphens, underscores and dots.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Synonym(NamedTuple):
+    """What a word is called here: a key (``engine.kv_memory``) or a page, heading or command of ``help``; and why."""
+
+    topic: str
+    note: str = ""
+
+    @property
+    def is_key(self) -> bool:
+        return bool(re.fullmatch(r"[a-z]+\.[a-z_]+", self.topic))
+
+    def hint(self, name: str = "") -> str:
+        """What to write or read in place of the word, as the end of an error's line; ``name`` is that of the key."""
+        place = f"here it is {name or self.topic}" if self.is_key else f"see batchgen help {self.topic}"
+        return f" ({self.note}; {place})" if self.note else f" ({place})"
+
+
+_TABLE: dict[Synonym, str] = {
+    # The model
+    Synonym("model.path"): "model-name, model-id, pretrained, checkpoint-path, model-path",
+    Synonym(
+        "model.weights", "8 bits are weights = int8, and activations = int8 beside it"
+    ): "quantization, quantize, int8, load-in-8bit, load-in-4bit, w8a8, w8a16, bits, 8bit, fp8, awq, gptq, quant",
+    Synonym("model.adapter"): "lora, lora-path, enable-lora, lora-modules, peft, adapters, qlora",
+    Synonym("model.dtype"): "torch-dtype, precision, bf16, fp16, half, data-type",
+    Synonym("model.tokenizer"): "tokenizer-path, tokenizer-name, tokenizer-mode",
+    Synonym("model.revision"): "branch, commit, tag, model-revision, tokenizer-revision",
+    Synonym("model.device"): "gpu, cuda-device, device-map, accelerator",
+    Synonym("GPUs", "GPUs are chosen by --device"): "cuda, nvidia, rocm, amd",
+    Synonym("GGUF"): "llama.cpp, gguf-file, ollama",
+    Synonym("Models"): "huggingface, hub, trust-remote-code, supported models, architectures, download",
+    Synonym("Credentials"): "hf-token, token, gated, login, api-key, proxy, https-proxy, auth",
+    # The input
+    Synonym("input.path"): "file, files, data, dataset-path, input-file, data-files, prompts",
+    Synonym(
+        "A dataset of the Hub", 'a dataset is --input "hf:NAME?split=S&config=C"'
+    ): "dataset, hf-dataset, dataset-name, split, config, subset, datasets, streaming, dataset-split",
+    Synonym("input.prompt"): "template, prompt-template, prompt-column, text-column, column, field, text, instruction",
+    Synonym("input.messages"): "conversation, conversations, chat-column, sharegpt",
+    Synonym("input.system"): "system-prompt, system-message, persona",
+    Synonym("input.chat"): "apply-chat-template, chat-template, no-chat-template, raw, completion",
+    Synonym("input.keep_columns"): "columns, keep, remove-columns, passthrough, metadata",
+    Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
+    Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",
+    Synonym("input.delimiter"): "sep, separator, tsv, delim",
+    Synonym("CSV"): "excel, xlsx, xls, spreadsheet, encoding, latin-1, cp1252, utf-16",
+    Synonym(
+        "Memory", "prompts that begin alike are computed once: put first what all share"
+    ): "few-shot, shared prefix, prompt caching, prefix-cache, radix, num-fewshot",
+    Synonym("Tool calls"): "function calling, functions, tools, tool-choice, tool use, mcp, agents",
+    # Sampling
+    Synonym(
+        "sampling.max_tokens"
+    ): "max-new-tokens, max-completion-tokens, n-predict, max-length, max-output-tokens, length, max-gen-toks",
+    Synonym(
+        "sampling.temperature", "0, the default, is greedy"
+    ): "do-sample, greedy, temp, sampling-temperature, creativity",
+    Synonym("sampling.n"): "num-return-sequences, best-of, num-generations, samples, candidates, num-samples-per-row",
+    Synonym("sampling.stop"): "stop-sequences, stop-words, until, eos, end, stop-strings, stop-sequence",
+    Synonym("sampling.preset"): "generation-config, sampling-preset, default-sampling, recommended",
+    Synonym("sampling.max_repeats"): "repetition-detection, loop, loops, no-repeat-ngram-size, repetition, ngram",
+    Synonym("sampling.logprobs"): "top-logprobs, probabilities, return-logprobs",
+    Synonym("sampling.prompt_logprobs"): "perplexity, loglikelihood, echo, ppl",
+    Synonym(
+        "sampling.structured_outputs"
+    ): "guided-json, guided-regex, guided-choice, guided-grammar, json-schema, schema, response-format, json mode, "
+    "json, pydantic, guided decoding, grammar, regex, constrained, outlines, structured-output, xgrammar",
+    Synonym("sampling.choices"): "labels, classes, classification, zero-shot, classify, label, multiple choice, choice",
+    Synonym("sampling.allowed_token_ids"): "logits-processors, logits-processor, allowed-tokens",
+    Synonym("exactness"): "deterministic, determinism, reproducible, reproducibility, batch-invariance, random-seed",
+    # Vectors
+    Synonym("embed.pooling", "--pooling gives vectors"): "embed, embedding, embeddings, vector, encode, task, runner",
+    Synonym("Reranking"): "rerank, reranker, cross-encoder, relevance, rag",
+    Synonym("embed.dimensions"): "truncate-dim, matryoshka, dim, dims",
+    # The engine
+    Synonym(
+        "engine.max_num_seqs", "batches form by themselves, and this bounds them"
+    ): "batch-size, max-batch-size, concurrency, max-concurrent-requests, num-seqs, per-device-batch-size, bs",
+    Synonym("engine.max_num_batched_tokens", "prompts are prefilled in parts of this size"): "chunked-prefill, "
+    "enable-chunked-prefill, prefill-chunk-size, max-prefill-tokens, max-batch-tokens, token-budget",
+    Synonym(
+        "engine.kv_memory"
+    ): "gpu-memory-utilization, kv-cache-memory, kv-cache-memory-bytes, oom, out of memory, mem-fraction-static, "
+    "swap-space, kv-cache",
+    Synonym("engine.kv_dtype"): "kv-cache-dtype, kv-cache-quantization, cache-type-k",
+    Synonym(
+        "engine.max_model_len"
+    ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length",
+    Synonym("engine.prefix_caching", "on by default"): "enable-prefix-caching, apc, automatic-prefix-caching",
+    Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads",
+    Synonym("slow", "speculative decoding is not done"): "speculative decoding, speculative-config, draft-model, "
+    "spec-decode, mtp, eagle",
+    Synonym("slow"): "throughput, performance tuning, faster, slowness, speed up, optimize",
+    # Several processes
+    Synonym(
+        "cluster.workers", "copies of a model share the rows"
+    ): "data-parallel-size, num-workers, gpus, dp, replicas, num-gpus, data-parallel, dp-size, processes, multi-gpu, "
+    "distributed",
+    Synonym("Workers", "a model is not split over devices: --workers runs copies of it"): "tensor-parallel-size, "
+    "tensor parallel, pipeline-parallel-size, tp, pp, model parallel, expert-parallel, sharding, tp-size",
+    Synonym("cluster.patience"): "step-timeout, request-timeout, worker-timeout",
+    Synonym("Kubernetes"): "docker, container, k8s, image, dockerfile",
+    Synonym("SLURM"): "sbatch, job array, hpc, srun",
+    # The run
+    Synonym("output.path"): "out, output-dir, output-file, save-path, destination, result, results",
+    Synonym("output.split_reasoning"): "reasoning-parser, thinking, reasoning, think, enable-reasoning",
+    Synonym("output.parse_tools"): "tool-call-parser, enable-auto-tool-choice, parse-tool-calls",
+    Synonym("output.parse_json"): "parse, json-output, parsed",
+    Synonym("output.expected", "the report counts equal answers"): "gold, reference, target, ground-truth, accuracy, "
+    "evaluate, eval, metric, score, exact-match",
+    Synonym("output.answer"): "extract, filter, answer-regex, extraction",
+    Synonym("output.publish"): "push-to-hub, upload, push, hub-id, save-to-hub",
+    Synonym("output.reuse"): "cache, skip-completed, cached-results, incremental, skip-existing, deduplicate",
+    Synonym("Resume", "the same command goes on"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "
+    "crash, retry, resume-from-checkpoint, kill",
+    Synonym("run", "--overwrite starts anew"): "force, yes, overwrite-output, clean, start over, overwrite-output-dir",
+    Synonym("plan"): "dry-run, validate, estimate, preview, eta, how long",
+    Synonym("check"): "verify, test, self-test, doctor",
+    Synonym("Watching"): "verbose, debug, log-level, logging, log, progress, tqdm, monitor, metrics, prometheus",
+    Synonym("Stopping early", "--max-runtime and --deadline stop a run"): "timeout, time-limit, interrupt, ctrl-c, "
+    "sigterm, cancel, stop-after, walltime, max-time",
+    Synonym("cluster.price_per_hour"): "cost, price, dollars, money",
+    Synonym("S3 and other stores"): "gcs, google cloud, gs, bucket, azure, abfs, az, blob, minio, aws, object store",
+    Synonym("Parquet in and out"): "arrow, polars, duckdb, pandas output",
+    Synonym("From Python"): "python api, python, library, sdk, notebook, jupyter, api, import, pandas, dataframe, llm",
+    Synonym("OpenAI Batch files"): "openai, batch api, run-batch, requests, chat completions, server, serve",
+    Synonym("Evaluate with lm-evaluation-harness"): "lm-eval, lm-evaluation-harness, harness, benchmark, mmlu",
+    Synonym(
+        "Kinds of machine", "it runs on Linux on x86-64; macOS and Arm are not tested"
+    ): "windows, mac, macos, mps, arm, apple, wsl, requirements, m1",
+}
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[\W_]+", "", word.casefold())
+
+
+_WORDS = {_plain(word): synonym for synonym, words in _TABLE.items() for word in words.split(", ")}
+
+
+def synonym_of(word: str) -> Synonym | None:
+    """What the word of another tool is called here; None for a word that the table does not hold."""
+    return _WORDS.get(_plain(word))

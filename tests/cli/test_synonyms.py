@@ -1,0 +1,118 @@
+"""The words of other tools lead to what is meant: in help, as flags, as keys of a job file and in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import batchgen
+from batchgen.cli.help import is_heading
+from batchgen.cli.main import call, cli
+from batchgen.config.job import KEYS
+from batchgen.config.load import load_job
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.synonyms import _TABLE, synonym_of
+
+WORDS = """
+quantization, quantize, mps, mac, windows, oom, docker, huggingface, proxy, deterministic, reproducible,
+function calling, json mode, guided decoding, logging, verbose, python api, interrupt, gcs, excel, few-shot,
+speculative decoding, llama.cpp, tensor parallel, token, resume, errors, seed, exit code, deadline, GPU, workers,
+batch size, lora, peft, context length, kv cache, prefix caching, max_new_tokens, do_sample, temperature, top_p, stop,
+logprobs, perplexity, json schema, pydantic, regex, grammar, labels, classification, zero-shot, embeddings, rerank,
+matryoshka, csv, parquet, arrow, polars, pandas, openai, batch api, dataset, split, streaming, system prompt,
+chat template, tools, thinking, reasoning, checkpoint, retry, cache, incremental, force, dry-run, estimate, cost,
+timeout, ctrl-c, sigterm, slurm, kubernetes, ray, s3, azure, push to hub, lm-eval, benchmark, gguf, ollama, notebook,
+security, uninstall, credentials, gated, threads, throughput, memory, roofline, shards, merge, lock, disk
+""".replace("\n", " ")
+
+
+@pytest.mark.parametrize("word", [word.strip() for word in WORDS.split(",")])
+def test_a_word_of_the_field_leads_somewhere(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert call(["help", *word.split()]) == 0
+    assert len(capsys.readouterr().out) > 100
+
+
+FLAGS = {  # typed by habit: what the one line must name
+    "--quantization": "--weights",
+    "--load-in-8bit": "--weights",
+    "--batch-size": "--max-num-seqs",
+    "--concurrency": "--max-num-seqs",
+    "--lora": "--adapter",
+    "--enable-lora": "--adapter",
+    "--verbose": "Watching",
+    "--log-level": "Watching",
+    "--debug": "Watching",
+    "--resume": "the same command goes on",
+    "--checkpoint-dir": "the same command goes on",
+    "--gpu-memory-utilization": "--kv-memory",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--generation-config": "--preset",
+    "--max-new-tokens": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--force": "--overwrite",
+    "--yes": "--overwrite",
+    "--schema": "--structured-outputs",
+    "--json-schema": "--structured-outputs",
+    "--guided-json": "--structured-outputs",
+    "--dry-run": "batchgen help plan",
+    "--data-parallel-size": "--workers",
+    "--tensor-parallel-size": "--workers runs copies",
+    "--num-workers": "--workers",
+    "--tool-call-parser": "--parse-tools",
+    "--reasoning-parser": "--split-reasoning",
+    "--enable-prefix-caching": "--prefix-caching",
+    "--ctx-size": "--max-model-len",
+    "--num-return-sequences": "--n",
+    "--dataset": "hf:NAME",
+    "--push-to-hub": "--publish",
+    "--torch-dtype": "--dtype",
+    "--system-prompt": "--system",
+    "--input-file": "--input",
+    "--output-dir": "--output",
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_typed_by_habit_names_the_one_that_is_meant(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert call(["run", flag, "1"]) == ExitCode.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"batchgen: error: No such option '{flag}' (") and FLAGS[flag] in line
+    assert "id you mean" not in line
+
+
+def test_a_flag_that_is_misspelt_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["run", "--max-tokns", "3"]) == ExitCode.USAGE
+    assert "--max-tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "name"),
+    [
+        ("sampling", "max_new_tokens", "sampling.max_tokens"),
+        ("sampling", "stop_sequences", "sampling.stop"),
+        ("engine", "gpu_memory_utilization", "engine.kv_memory"),
+        ("engine", "kv_cache_dtype", "engine.kv_dtype"),
+        ("engine", "batch_size", "engine.max_num_seqs"),
+        ("model", "quantization", "model.weights"),
+        ("model", "lora_path", "model.adapter"),
+        ("output", "reasoning_parser", "output.split_reasoning"),
+    ],
+)
+def test_a_key_of_another_tool_names_the_one_here(tmp_path: Path, section: str, key: str, name: str) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(f"[{section}]\n{key} = 1\n")
+    with pytest.raises(UsageError, match=rf"{section}\.{key}: unknown key \(.*here it is {name}\)$"):
+        load_job(job)
+
+
+def test_an_argument_of_another_library_names_the_one_here() -> None:
+    with pytest.raises(UsageError, match=r"unknown argument 'max_new_tokens' \(here it is sampling\.max_tokens\)$"):
+        batchgen.generate(["a"], model="m", max_new_tokens={})
+
+
+def test_every_answer_of_the_table_is_there_and_no_word_hides_a_name_that_exists() -> None:
+    names = {f"{section}.{key}" for section, keys in KEYS.items() for key in keys}
+    for synonym in _TABLE:
+        assert synonym.topic in (names if synonym.is_key else cli.commands) or is_heading(synonym.topic), synonym
+    assert [item.flag for keys in KEYS.values() for item in keys.values() if synonym_of(item.flag)] == []
