@@ -100,7 +100,10 @@ def test_a_folder_of_data_is_relative_to_the_job_file_wherever_the_job_is_starte
     ("flags", "message"),
     [
         ({"engine": {"gpu_memory_utilization": 0.9}}, r"flags: engine\.gpu_memory_utilization: unknown key"),
-        ({"sampling": {"max_new_tokens": 9}}, r'sampling\.max_new_tokens: unknown key \(did you mean "max_tokens"\?\)'),
+        (
+            {"sampling": {"max_new_tokens": 9}},
+            r"sampling\.max_new_tokens: unknown key \(here it is sampling\.max_tokens\)",
+        ),
         ({"engin": {}}, r"flags: unknown section \[engin\]"),
         ({"engine": 5}, "flags: engine = 5: must be a section"),
     ],
