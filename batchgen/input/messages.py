@@ -1,6 +1,7 @@
-"""Messages and tools of a chat, as a row brings them: what they hold before a chat template sees them is said here.
+"""Messages and tools of a chat, checked and brought into the one form that chat templates expect.
 
-It knows no columns beside the values that it is given, no template, and renders nothing.
+Rows bring them in the forms of several clients, or as JSON text. It knows no columns beside the values that it is
+given, no template, and renders nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ def checked_messages(name: str, value: object) -> list[Message]:
     templates ask whether a key is defined (transformers drops nulls, vLLM empty calls). Content is a text, or a list of
     text parts, ``{"type": "text", "text": ...}`` each, in any of OpenAI's names for them. It may be absent in a turn of
     an assistant that called, thought, was refused or said nothing under another name; the text of a refusal stands in
-    its place. ``function_call``, the
-    older form of one call, is a call. Arguments become objects where they are JSON text or nothing, as in vLLM: a
-    template would quote them twice. Earlier reasoning goes by any of its names, as in transformers. Other fields are
-    untouched. Raises RowProblem, bad_type or empty_prompt.
+    its place. ``function_call``, the older form of one call, is a call. Arguments become objects where they are JSON
+    text or nothing, as in vLLM: a template would quote them twice. Earlier reasoning goes by any of its names, as in
+    transformers. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
     """
     value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
@@ -59,7 +59,7 @@ def _from_text(what: str, value: object, expected: str) -> list[Any]:
 
 
 def _object(where: str, value: object) -> dict[str, Any]:
-    """An object, which what lost its type on the way (``arrow.json`` in pandas) holds as JSON text."""
+    """An object, or the JSON text of one, as pandas reads ``arrow.json``. Raises RowProblem bad_type."""
     if isinstance(value, str):
         try:
             value = parse_json(value)
@@ -156,7 +156,7 @@ def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
     try:
         found = parse_json(text) if isinstance(text, str) else arguments
     except RowProblem:
-        return function  # what no JSON is, is shown as it stands
+        return function  # a text that is no JSON is shown as it stands
     return {**function, "arguments": found} if isinstance(found, dict) else function
 
 

@@ -56,9 +56,9 @@ class RequestBuilder:
 
     A row's prompt is the column or template that [input] names; where it names none, the first column present and not
     null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
-    a system message keeps it in place of the job's. Sampling values come from the job, then from
-    those of its ``sampling.columns`` that the row has, then from the row's ``sampling`` object; ``presets`` are what
-    ``preset`` stands for in a row. A choice is tokenized by itself and its tokens follow the prompt's, white space
+    a system message keeps it in place of the job's. Sampling values come from the job, then from those of its
+    ``sampling.columns`` that the row has, then from the row's ``sampling`` object; ``presets`` are what ``preset``
+    stands for in a row. A choice is tokenized by itself and its tokens follow the prompt's, white space
     included: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
@@ -145,7 +145,7 @@ class RequestBuilder:
         if isinstance(prompt, Chat):
             text = next(rendered)
             if isinstance(text, ChatTemplateError):
-                what = text.told(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
+                what = text.describe(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
             must_call = partial(self._call_of, prompt, text) if prompt.must_call else None
             prompt = PlainText(text, add_special_tokens=False)

@@ -21,7 +21,7 @@ ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles
 _ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template; of others it has a word
 _ROLE = "zqroleqz"  # known to no template
 _MAX_KNOWN = 4096  # shapes, of some hundred bytes each
-_REMEDY = "take it out of the row, or name in model.tokenizer a folder whose template shows it"
+_REMEDY = "leave it out, or name in model.tokenizer a folder whose template shows it"
 _HIDDEN = f"the model's chat template never shows it; {_REMEDY}"
 _NO_ROLE = f"the model's chat template does not know this role, and shows the turn as one of another; {_REMEDY}"
 _UNCHECKED = "the model's chat template fails on them with other words, so whether it shows them cannot be known"
@@ -32,10 +32,10 @@ class HiddenError(ChatTemplateError):
 
     def __init__(self, place: Place, why: str = _HIDDEN) -> None:
         self._place, self._why = place, why
-        super().__init__(self.told())
+        super().__init__(self.describe())
 
-    def told(self, messages: str = "messages", num_added: int = 0) -> str:
-        """What is wrong, where ``messages`` is the name of the row's own, the first ``num_added`` being the job's."""
+    def describe(self, messages: str = "messages", num_added: int = 0) -> str:
+        """The problem in words; ``messages`` is the name of the row's own, to which the job added ``num_added``."""
         place = self._place
         if place.message is None:
             where = place.key
@@ -100,7 +100,7 @@ class Probes:
             yield HiddenError(Place(None, "messages"), _UNCHECKED) if is_unsure else answer
 
     def _verdicts(self, chats: Sequence[Variables]) -> list[_Verdict]:
-        shapes = [_shape_of(chat) for chat in chats]
+        shapes = [_shape(chat) for chat in chats]
         new = {shape: chat for shape, chat in zip(shapes, chats, strict=True) if shape not in self._known}
         new.pop(b"", None)
         found = self._examined(self._examine(chat, appends=False) for chat in new.values())
@@ -117,7 +117,7 @@ class Probes:
         return [alone.get(number, verdicts[shape]) for number, shape in enumerate(shapes)]
 
     def _examined(self, examinations: Iterable[_Examination]) -> list[_Verdict]:
-        """The verdicts; what all of them ask for at a time is rendered together."""
+        """The verdicts of examinations, in order; the chats that they ask for next are rendered together."""
         running = dict(enumerate(examinations))
         asked = {number: next(examination) for number, examination in running.items()}
         found: dict[int, _Verdict] = {}
@@ -192,17 +192,15 @@ def _with_role(chat: Variables, role: str) -> Variables:
 
 
 def _shape(chat: Variables) -> bytes:
-    """What a template may branch on, as a digest: all but the words of texts, names, ids and schemas."""
-    messages = [_message_shape(message) for message in chat["messages"]]
-    tools = [(sorted(tool), _outline(function_of(tool), depth=2)) for tool in chat.get("tools") or ()]
+    """What a template may branch on, as a digest: all but the words of texts, names, ids and schemas.
+
+    It is ``b""`` where the chat is nested too deeply.
+    """
     others = [item for item in chat.items() if item[0] not in ("messages", "tools")]
-    return blake2b(repr((messages, tools, others)).encode(), digest_size=16).digest()
-
-
-def _shape_of(chat: Variables) -> bytes:
-    """``_shape``, or nothing of a chat that no program could go through."""
     try:
-        return _shape(chat)
+        messages = [_message_shape(message) for message in chat["messages"]]
+        tools = [(sorted(tool), _outline(function_of(tool), depth=2)) for tool in chat.get("tools") or ()]
+        return blake2b(repr((messages, tools, others)).encode(), digest_size=16).digest()
     except RecursionError:
         return b""
 
@@ -219,7 +217,7 @@ def _field_shape(key: str, value: Any) -> object:
 
 
 def _call_shape(call: Mapping[str, Any]) -> object:
-    """A call with the types of its arguments, whose names are as many as there are functions."""
+    """A call with the types of its arguments, without their names, which differ from function to function."""
     function = function_of(call)
     arguments = function.get("arguments")
     values = list(arguments.values()) if isinstance(arguments, dict) else arguments

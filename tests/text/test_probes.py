@@ -49,7 +49,7 @@ def rendered(template: str, *messages: Mapping[str, Any], **variables: Any) -> s
 
 
 def hidden(place: str) -> str:
-    return f"{place}: the model's chat template never shows it; take it out of the row, or name in model.tokenizer a"
+    return f"{place}: the model's chat template never shows it; leave it out, or name in model.tokenizer a"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_a_message_of_the_job_and_the_column_are_named_as_the_user_knows_them() 
     )
     [problem] = answers
     assert isinstance(problem, HiddenError)
-    assert problem.told("chat", 1).startswith("input.system: ") and problem.told("chat").startswith("chat[0].content: ")
+    assert problem.describe("chat", 1).startswith("input.system: ") and problem.describe("chat").startswith(
+        "chat[0].content: "
+    )
 
 
 @pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "function", "function": {}}])
