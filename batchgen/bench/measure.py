@@ -36,7 +36,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.rates import measure
 from batchgen.model.registry import is_dummy, load_config
-from batchgen.model.roofline import Ceilings, Costs, Work, beyond, remember
+from batchgen.model.roofline import Ceilings, Costs, Work, excess_reason, remember
 from batchgen.model.vector_files import read_vector_files
 from batchgen.model.vectors import VectorHead, VectorSettings
 from batchgen.report.facts import integers_text
@@ -240,7 +240,7 @@ def render(found: dict[str, Any]) -> str:
         f"  roofline         {found['roofline_s']:.2f} s at {found['roofline_flops_per_s'] / 1e9:.0f} GFLOP/s, "
         f"{found['memory_bytes_per_s'] / 1e9:.0f} GB/s",
         f"  share of it      {found['roofline_share']:.1%}",
-        *([f"    ({why})"] if (why := beyond(found["roofline_share"])) else []),
+        *([f"    ({why})"] if (why := excess_reason(found["roofline_share"])) else []),
         *_peak_lines(found),
         f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
         f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"

@@ -105,7 +105,7 @@ def _note(text: str) -> None:
 
 
 class _Heartbeat:
-    """Where no person watches: of the notes one every half minute, as ``run`` has lines."""
+    """Prints at most a note per half minute, where standard error is no terminal."""
 
     def __init__(self) -> None:
         self._noted_at = time.monotonic()

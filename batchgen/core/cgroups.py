@@ -1,4 +1,4 @@
-"""Memory limits of the control groups that this process is in: its own group and each above it, as the kernel applies.
+"""Memory limits of the control groups of this process: of its own group and of each above it, which all apply.
 
 A batch system or a service manager sets the limit some levels below the mount point. A container may show its own group
 as the mount point, whatever the name by which ``/proc/self/cgroup`` knows it.

@@ -87,7 +87,7 @@ class ResumeMismatch(UsageError):
 
 
 class InputError(BatchgenError):
-    """A file differs from what the run read first, or cannot be read on; unlike a usage error it ends a begun run."""
+    """A file differs from what the run read first, or cannot be read on; the run ends and its finished rows stay."""
 
     exit_code = ExitCode.USAGE
 

@@ -40,7 +40,7 @@ class ConfigValues:
         return default
 
     def _agreed(self, names: tuple[str, ...], default: Any) -> Any:
-        """The value under any of the names, of which files may hold several: which one counts, differs by family."""
+        """The value under any of the names; where two disagree an error, since families differ in which one counts."""
         given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
         (first, value), *others = given.items() or [(names[0], self.get(names[0], default=default))]
         for name, other in others:
@@ -71,7 +71,7 @@ class ConfigValues:
         return self._typed("a string", names, default)
 
     def _typed(self, kind: str, names: tuple[str, ...], default: T) -> T:
-        """A value of the type of ``default``, which ``kind`` names in errors."""
+        """A value of the type of ``default``, which ``kind`` names in errors; of texts the newest name counts."""
         value = self.get(*names, default=default) if isinstance(default, str) else self._agreed(names, default)
         if not isinstance(value, type(default)):
             raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")

@@ -72,7 +72,7 @@ class TensorSource(Protocol):
     dtype: torch.dtype
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that name, in whatever form, of those that not every checkpoint has."""
+        """Whether there is a tensor of that name, which not every checkpoint has."""
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name, in ``dtype`` if not the model's.

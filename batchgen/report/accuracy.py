@@ -1,4 +1,4 @@
-"""How many answers are right: of the rows that have an expected one, with the wrong ones, samples and labels.
+"""Accuracy of a run: right answers among the rows that have an expected one, with wrong ones, samples and labels.
 
 Rows are added one by one; memory does not grow with them. Where answers are labels, from a closed set, each expected
 one is counted with the one found. Nothing is read here, and no text is changed.

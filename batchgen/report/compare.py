@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import counted, format_duration, printable, shortened
-from batchgen.model.roofline import beyond
+from batchgen.model.roofline import excess_reason
 from batchgen.report.advice import BARE_ANSWERS
 from batchgen.report.facts import Report, at, rate
 
@@ -125,7 +125,7 @@ class Comparison(NamedTuple):
             line = f"{f.name:<18} {values}{verdicts[f.is_regression]}"
             lines.append(line.rstrip())
         shares = (share for f in self.figures if f.name == "roofline share" for share in (f.before, f.now))
-        lines += filter(None, [beyond(max(filter(None, shares), default=None))])
+        lines += filter(None, [excess_reason(max(filter(None, shares), default=None))])
         lines += [shortened(printable(f"{name:<18} {text}"), _WIDTH) for name, text in self._answer_lines()]
         return "\n".join([*lines, *(shortened(printable(text), _WIDTH) for text in self.differences)])
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchgen.core.units import counted, format_amount, format_duration, shortened
-from batchgen.model.roofline import beyond
+from batchgen.model.roofline import excess_reason
 
 Report = Mapping[str, Any]
 Facts = Iterator[tuple[str, str]]
@@ -63,7 +63,7 @@ def rate(report: Report, kind: str) -> float | None:
 
 
 def pace(report: Report) -> str:
-    """How many tokens in how long, how fast that was, and what else took long."""
+    """Tokens, the time they took, their rate, and the other work that took long, in one line."""
     tokens = report["tokens"]
     what, kind = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
     wall_s, generate_s = report["wall_s"], report["generate_s"]
@@ -152,7 +152,7 @@ def exact_match(accuracy: Mapping[str, Any]) -> str:
 
 
 def samples_text(accuracy: Mapping[str, Any]) -> Iterator[str]:
-    """Of several samples per row: which one the share is of, and what the others are good for."""
+    """Of several samples per row: which one the share is of, and the shares of all, of majorities and of the best."""
     if found := accuracy.get("samples"):
         yield "of the first sample"
         yield f"mean of all {found['mean']:.2%}"
@@ -309,7 +309,7 @@ def _roofline(roofline: Mapping[str, Any] | None) -> Facts:
         yield "roofline", f"{roofline['flops_share']:.0%} of {roofline['flops_per_s'] / 1e9:,.0f} GFLOP/s"
         moved = f"{roofline['bytes_share']:.0%} of {roofline['memory_bytes_per_s'] / 1e9:,.0f} GB/s"
         yield "roofline", f"{moved} while generating ({source})"
-        if why := beyond(roofline["share"]):
+        if why := excess_reason(roofline["share"]):
             yield "roofline", why
         if peak := roofline["peaks"].get(roofline["product"]):
             yield "peak", f"{peak / 1e9:,.0f} GFLOP/s ({roofline['product']}) in registers"

@@ -35,7 +35,7 @@ class Seen:
 
 
 def marked_chat(chat: Variables, appends: bool) -> tuple[Variables, _Marks]:
-    """A chat with marks in it; ids, types and all that has no text stay, since a template may look at them."""
+    """A chat with marks in it; ids, types and values without text stay, since a template may branch on them."""
     marks = _Marks(appends)
     marked = {**chat, "messages": [marks.message(*item) for item in enumerate(chat["messages"])]}
     if chat.get("tools"):
@@ -111,7 +111,7 @@ class _Marks:
         return {**call, "function": marked} if function is not call else marked
 
     def _value(self, value: Any, place: Place) -> Any:
-        """A value of a call's arguments, its numbers numbers still: a template may write them in another way."""
+        """A value of a call's arguments; a number stays one, since a template may write it in another way."""
         if isinstance(value, dict):
             return {key: self._value(item, place) for key, item in value.items()}
         if isinstance(value, list):

@@ -140,7 +140,7 @@ def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert]) -> RowValue
 
 @lru_cache(maxsize=8)
 def _features(metadata: bytes) -> Mapping[str, Any]:
-    """What ``datasets`` says of each column, as far as that can be read."""
+    """The description that ``datasets`` has of each column; empty where it cannot be read."""
     found: Any = {}
     with suppress(ValueError, RecursionError, LookupError, TypeError):
         found = json.loads(metadata)["info"]["features"]
@@ -148,9 +148,9 @@ def _features(metadata: bytes) -> Mapping[str, Any]:
 
 
 def _conversion(field: pa.Field, is_request: bool, feature: Any = None) -> _Convert | None:
-    """What makes the values of a field those of JSON Lines; None where they are so already.
+    """The function that makes the values of a field those of JSON Lines; None where they are so already.
 
-    ``feature`` is what ``datasets`` says of it, a tree as https://huggingface.co/docs/datasets/about_dataset_features
+    ``feature`` is the description that ``datasets`` has of it, a tree as https://huggingface.co/docs/datasets/about_dataset_features
     has it.
     """
     kind = field.type
@@ -179,13 +179,13 @@ def _parsed(value: str | bytes) -> Any:
 
 
 def _names(feature: Any) -> list[str]:
-    """The names of a class label, in the order of their numbers; none of what is something else."""
+    """The names of a class label, in the order of their numbers; empty for any other feature."""
     names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
 def _item(feature: Any) -> Any:
-    """What is said of the items of a list."""
+    """The feature of the items of a list."""
     if isinstance(feature, list):
         return feature[0] if feature else None
     return feature.get("feature") if isinstance(feature, dict) else None

@@ -123,7 +123,7 @@ class DatasetFile(InputFile):
 
 
 def _is_of_a_value(error: BaseException | None) -> bool:
-    """Whether an error, which datasets wraps in its own, is of what a file holds and of no connection or disk."""
+    """Whether an error, which datasets wraps in its own, comes from values in a file, not from the way to it."""
     found = []
     while error is not None and error not in found:
         found.append(error)

@@ -101,7 +101,7 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
 
 
 def _refuse_as_text(name: str, head: bytes) -> None:
-    """Raises UsageError for a file whose lines are none that can be read, although each might pass as a text."""
+    """Raises UsageError for a file that is no UTF-8 text, or no data, although each of its lines might pass as one."""
     if encoding := _wide_encoding(head):
         raise UsageError(f"{name} is {encoding[:6]} text; convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
     if head.startswith(LFS_POINTER):

@@ -1,7 +1,7 @@
 """Settings of a LoRA adapter, from its ``adapter_config.json``; torch-free, so that a plan refuses what a run would.
 
-What each key means is what peft makes of it. Whatever makes an adapter more than products of one scale
-that are added to linears is refused by name, and so is a key that is not known.
+Keys have the meaning that peft gives them. A key that makes an adapter more than products of one scale, added to
+linears, is refused by name, and so is an unknown one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_lora(folder: Path) -> Lora:
 
 
 def doubts(lora: Lora | None, model: str, folder: Path | None) -> list[str]:
-    """What a user should know of the adapter, or of one that lies beside the weights and is not added.
+    """Lines about an adapter that was trained on another model, or lies beside the weights and is not added.
 
     ``model`` is a path or Hub id, and ``folder`` where its files are.
     """
