@@ -25,9 +25,18 @@ from batchgen.core.units import shown
 _LFM2: Mapping[str, float] = {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05}
 _LFM2_5: Mapping[str, float] = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
+# Keys of it that would change the answer and are not done here, with the values that change nothing.
+_ALWAYS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (None, 1)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)),
+    **dict.fromkeys(("bad_words_ids", "stop_strings", "suppress_tokens", "begin_suppress_tokens"), (None, [])),
+    **dict.fromkeys(("sequence_bias", "exponential_decay_length_penalty", "watermarking_config"), (None, {}, [])),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "dola_layers", "constraints"), (None,)),
+}
+_IF_DRAWN = {"typical_p": (None, 1), "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0), "top_h": (None,)}
 _UNKNOWN = {
     "card": 'only the cards of LFM2 and LFM2.5 are known here, by name; "model" takes generation_config.json',
-    "model": "the model has no generation_config.json with possible values",
+    "model": "the model has no generation_config.json whose values are possible and done here",
 }
 
 
@@ -91,7 +100,7 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
     """What ``preset = "model"`` stands for: the sampling values of a model's ``generation_config.json``, if it has one.
 
     ``do_sample = false`` is greedy, as in transformers, and so is a file that has neither that key nor a temperature.
-    Raises ModelError naming the file and a key whose value is impossible.
+    Raises ModelError naming the file and a key whose value is impossible, or asks for what is not done here.
     """
     raw = generation_config(folder)
     if raw is None:
@@ -106,7 +115,12 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
     samples = raw.get("do_sample")
     if not isinstance(samples, bool | None):
         raise ModelError(f"{folder / GENERATION_CONFIG}: do_sample = {shown(samples, 80)} must be true or false")
-    if samples or (samples is None and "temperature" in found):
+    is_drawn = samples or (samples is None and "temperature" in found)
+    for name, neutral in {**_ALWAYS, **(_IF_DRAWN if is_drawn else {})}.items():
+        if raw.get(name) not in neutral:
+            wrong = f"{name} = {shown(raw[name], 80)} is not done here"
+            raise ModelError(f"{folder / GENERATION_CONFIG}: {wrong}; take it out of a copy, or leave out the preset")
+    if is_drawn:
         return {"temperature": 1.0, **found}
     return {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
 

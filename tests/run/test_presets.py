@@ -54,7 +54,11 @@ def spec_with(job: JobMaker, generation: Any, **sampling: Any) -> JobSpec:
         ({"do_sample": False, "temperature": 0.6, "top_k": 50}, {"temperature": 0.0}),
         ({"do_sample": False, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
         ({"eos_token_id": 7}, {"temperature": 0.0}),
-        ({"top_k": -1, "temperature": 1, "typical_p": "x"}, {"top_k": 0, "temperature": 1.0}),
+        ({"typical_p": 0.5, "suppress_tokens": [], "max_length": 20}, {"temperature": 0.0}),
+        (
+            {"top_k": -1, "temperature": 1, "typical_p": 1.0, "num_beams": 1, "note": "x"},
+            {"top_k": 0, "temperature": 1.0},
+        ),
         (None, None),
     ],
 )
@@ -74,6 +78,11 @@ def test_a_models_values_are_those_of_its_generation_config(tmp_path: Path, gene
         ({"top_k": True}, r"top_k = True must be"),
         ({"min_p": [0.1]}, r"min_p = \[0\.1\] must be"),
         ({"repetition_penalty": 0}, r"repetition_penalty = 0 must be"),
+        ({"num_beams": 4}, r"num_beams = 4 is not done here; take it out of a copy, or leave out the preset"),
+        ({"no_repeat_ngram_size": 2}, r"no_repeat_ngram_size = 2 is not done here"),
+        ({"suppress_tokens": [5]}, r"suppress_tokens = \[5\] is not done here"),
+        ({"stop_strings": ["a"]}, r"stop_strings = \['a'\] is not done here"),
+        ({"do_sample": True, "typical_p": 0.5}, r"typical_p = 0\.5 is not done here"),
         ({"do_sample": "yes"}, r"do_sample = 'yes' must be true or false"),
         ('{"top_k": ' + "9" * 5000 + "}", r"generation_config\.json: not valid JSON"),
         ('{"temperature": ' + "[" * 9999 + "]" * 9999 + "}", r"generation_config\.json: not valid JSON \(nested"),
@@ -93,7 +102,7 @@ def test_impossible_values_stop_no_job_that_does_not_ask_for_them(job: JobMaker)
     assert job.run(spec_with(job, {"top_p": 0, "temperature": 1.0})).exit_code == 3
     assert [record["id"] for record in job.outputs()] == [1]
     (error,) = job.errors()
-    assert "generation_config.json with possible values" in error["message"]
+    assert "generation_config.json whose values are possible and done here" in error["message"]
 
 
 @given(
@@ -170,7 +179,7 @@ def test_a_row_may_ask_for_what_the_model_recommends(job: JobMaker) -> None:
 
 def test_a_preset_that_a_model_does_not_have_is_refused(job: JobMaker) -> None:
     job.write(rows_of(1))
-    said = r'^sampling\.preset = "model": the model has no generation_config\.json with '
+    said = r'^sampling\.preset = "model": the model has no generation_config\.json whose '
     with pytest.raises(UsageError, match=said):
         job.run(spec_with(job, None, preset="model"))
     with pytest.raises(UsageError, match=r'^--preset: preset = "card": only the cards of LFM2 .* "model" takes'):
