@@ -81,29 +81,24 @@ def cpu_obstacle(activations: str = "auto") -> str:
         why = "this processor has no instruction that multiplies and adds (FMA), which every x86 since 2013 has"
         narrowed = [name for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES") if name in os.environ]
         return f"{why}; " + (f"unset {' and '.join(narrowed)}" if narrowed else "use another machine, or a GPU")
-    if activations == "int8" and byte_products() is None:
+    if activations == "int8" and integer_products() is None:
         return (
             "this processor multiplies no bytes (AVX2 or Arm's dot products), which --activations int8 needs; omit it"
         )
     return ""
 
 
-def byte_products() -> tuple[int, int] | None:
-    """How vector instructions multiply bytes: the largest integer that both factors may hold, what is added to weights.
+def integer_products() -> tuple[int, int] | None:
+    """How vector instructions multiply integers of 8 bits: how many products a lane adds up, what is added to weights.
 
-    x86 multiplies unsigned weights by signed inputs. Without VNNI it adds up products in 16 bits, which hold the sum of
-    four of 7 bits. None: no instruction does it.
+    VNNI multiplies bytes, unsigned weights by signed inputs. Without it x86 adds up products of bytes in 16 bits, which
+    do not hold them, so it multiplies integers of 16 bits. None: no instruction does it.
     """
     if {"avx512vnni", "avxvnni"} & cpu_features():
-        return 127, 128
+        return 4, 128
     if "dotprod" in cpu_features():
-        return 127, 0
-    return (63, 64) if "avx2" in cpu_features() else None
-
-
-def most_integer() -> int:
-    """The largest integer of a quantized weight or activation where both are multiplied as integers."""
-    return (byte_products() or (127, 0))[0]
+        return 4, 0
+    return (2, 0) if "avx2" in cpu_features() else None
 
 
 def multiplies_bfloat16() -> bool:
@@ -111,7 +106,7 @@ def multiplies_bfloat16() -> bool:
     return has_bfloat16_pairs() or has_matrix_unit()
 
 
-def processor_variant(product: str = "", activations: str = "auto") -> str:
+def processor_variant(product: str = "") -> str:
     """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and the library of matrix products, if any.
 
     A library comes with torch, and another version of it may add in another order, so torch's version is named with
@@ -123,8 +118,6 @@ def processor_variant(product: str = "", activations: str = "auto") -> str:
     units = [name for name, is_there in (("bf16", has_bfloat16_pairs()), ("amx", has_matrix_unit())) if is_there]
     architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
     parts = [*architecture, vectors, *units]
-    if activations == "int8" and most_integer() < 127:
-        parts.append("7bit")
     if product:
         parts += [product, f"torch{torch.__version__.partition('+')[0]}"]
     return "-".join(parts)

@@ -1,6 +1,9 @@
-"""Weights as 8-bit integers: one scale for each output and group of neighbouring inputs.
+"""Numbers as 8-bit integers: one scale for each row and group of neighbours.
 
-A back end may keep the integers, or the numbers that they stand for: a product with either has the same bits.
+Weights alone: a back end may keep the integers, or the numbers that they stand for; a product with either has the same
+bits. Weights and inputs: both are rotated first, group by group, by a Hadamard matrix. Its rows are orthogonal, so a
+product of rotated factors is that of the factors; and a channel that outgrows the others of its group, as behind norms,
+is spread over all of them, so that it no longer takes most of the 8 bits.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED
+from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED, WEIGHT_DIVISOR, rotated_length
 
 MOST = 127  # the largest integer; -128 is not used, so that a weight and its negative are treated alike
 
@@ -21,7 +24,7 @@ class Int8Weight:
     """A weight [out_features, in_features] of which each value is an integer times the scale of its group.
 
     Attributes:
-        values: int8 [out_features, in_features], from -most to most.
+        values: int8 [out_features, in_features], from -127 to 127.
         scales: float16 [out_features, groups]; not finite where the group of the original was not.
         group: inputs that share a scale, ``in_features = groups * group`` but for the last group, which may be shorter.
     """
@@ -29,7 +32,6 @@ class Int8Weight:
     values: Tensor
     scales: Tensor
     group: int
-    most: int = MOST
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight's numbers: integer times scale, rounded once to ``dtype``."""
@@ -37,18 +39,18 @@ class Int8Weight:
         return (self.values * scales).to(dtype)
 
 
-def quantize_weight(weight: Tensor, group: int = GROUP, most: int = MOST) -> Int8Weight:
-    """The nearest integers up to ``most`` to a weight over its scales, which are as small as float16 allows.
+def quantize_weight(weight: Tensor, group: int = GROUP) -> Int8Weight:
+    """The nearest integers to a weight over its scales, which are as small as float16 allows.
 
     With them a value is off by at most half a scale: 0.4 % of the largest of its group. Blocks of GGUF's Q8_0, whose
     scales are of float16 too, give their own integers and scales.
     """
     out_features, in_features = weight.shape
     groups = functional.pad(weight.float(), (0, -in_features % group)).view(out_features, -1, group)
-    scales = _round_up(groups.abs().amax(2) / most)
-    values = (groups / scales.float()[:, :, None]).round().clamp(-most, most)
+    scales = _round_up(groups.abs().amax(2) / MOST)
+    values = (groups / scales.float()[:, :, None]).round().clamp(-MOST, MOST)
     integers = values.nan_to_num(1.0).to(torch.int8).flatten(1)[:, :in_features]  # zero or NaN, as the scale is
-    return Int8Weight(integers.contiguous(), scales, group, most)
+    return Int8Weight(integers.contiguous(), scales, group)
 
 
 def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
@@ -56,16 +58,53 @@ def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
     return quantize_weight(weight).dequantize(dtype) if weights == "int8" else weight.to(dtype)
 
 
-def quantize_rows(x: Tensor, group: int = DOT_GROUP, most: int = MOST) -> tuple[Tensor, Tensor]:
-    """Integers as float32 [rows, groups, group], zeros at the end, and their float32 scales [rows, groups].
+def hadamard(x: Tensor) -> Tensor:
+    """The product of the last axis of x, float32, with a matrix of ones and minus ones, in this order of additions.
 
-    The largest of a group becomes ``most``. Of a group with an input that is not finite, neither is the scale.
+    The matrix is Sylvester's: H(2n) = [[H(n), H(n)], [H(n), -H(n)]]. Its product with itself is 2n times the identity.
     """
-    groups = functional.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -(-x.shape[1] // group), group)
+    half = x.shape[-1] // 2
+    while half:
+        a, b = x.view(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).flatten(-3)
+        half //= 2
+    return x
+
+
+def rotate(x: Tensor) -> Tensor:
+    """``hadamard`` of each group of the inputs of x [rows, inputs]: float32 [rows, groups, DOT_GROUP].
+
+    A last group of fewer inputs is filled with zeros to ``rotated_length``; behind those it stays zero.
+    """
+    rows, inputs = x.shape
+    whole = inputs // DOT_GROUP * DOT_GROUP
+    groups = hadamard(x[:, :whole].float().reshape(rows, whole // DOT_GROUP, DOT_GROUP))
+    if whole == inputs:
+        return groups
+    length = rotated_length(inputs - whole)
+    last = hadamard(functional.pad(x[:, whole:].float(), (0, length - (inputs - whole))))
+    return torch.cat((groups, functional.pad(last, (0, DOT_GROUP - length))[:, None]), 1)
+
+
+def quantize_rotated(weight: Tensor) -> Int8Weight:
+    """``quantize_weight`` of a rotated weight over ``WEIGHT_DIVISOR``, [out_features, groups * DOT_GROUP]."""
+    return quantize_weight(rotate(weight).flatten(1) / WEIGHT_DIVISOR, DOT_GROUP)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers of rotated inputs as float32 [rows, groups, DOT_GROUP], and their float32 scales [rows, groups].
+
+    The largest of a group becomes 127. With its scale a row's product with ``quantize_rotated`` is that of the inputs
+    with the weight. Of a group with an input that is not finite, neither is the scale.
+    """
+    groups = rotate(x)
     largest = groups.abs().amax(2)
-    reciprocals = torch.full_like(largest, most) / largest  # rounded once, which torch's ``most / x`` is not
+    reciprocals = torch.full_like(largest, MOST) / largest  # rounded once, which torch's ``MOST / x`` is not
     reciprocals = torch.where(largest < LEAST_QUANTIZED, 0.0, reciprocals)
-    return (groups * reciprocals[:, :, None]).round().clamp(-most, most), largest / most
+    divisors = torch.full((groups.shape[1],), MOST * DOT_GROUP / WEIGHT_DIVISOR, device=x.device)
+    if last := x.shape[1] % DOT_GROUP:
+        divisors[-1] = MOST * rotated_length(last) / WEIGHT_DIVISOR
+    return (groups * reciprocals[:, :, None]).round().clamp(-MOST, MOST), largest / divisors
 
 
 def _round_up(x: Tensor) -> Tensor:

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels import interface
-from batchgen.kernels.cpu.layout import DOT_GROUP
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.processor import most_integer, processor_variant
-from batchgen.kernels.quantize import Int8Weight, quantize_rows, quantize_weight, stored
+from batchgen.kernels.processor import processor_variant
+from batchgen.kernels.quantize import Int8Weight, quantize_rotated, quantize_rows, stored
 
 
 def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
@@ -28,20 +27,18 @@ def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
 class Int8Linear:
     """``Linear`` of integers by integers: exact within a group of inputs, whatever the order of additions.
 
-    Group by group, product of both scales times integer sum is added to the total; then the bias, then the residual:
-    each operation rounds once to float32, and the result to the type of x.
+    The weight is from ``quantize_rotated``. Group by group, product of both scales times integer sum is added to the
+    total; then the bias, then the residual: each operation rounds once to float32, and the result to the type of x.
     """
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
-        out_features, in_features = weight.values.shape
-        padded = functional.pad(weight.values, (0, -in_features % weight.group)).float()
-        self.groups = padded.view(out_features, -1, weight.group).permute(1, 2, 0).contiguous()
+        groups = weight.values.float().view(len(weight.values), -1, weight.group)
+        self.groups = groups.permute(1, 2, 0).contiguous()
         self.scales = weight.scales.float()
-        self.most = weight.most
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        values, scales = quantize_rows(x, self.groups.shape[1], self.most)
+        values, scales = quantize_rows(x)
         total = torch.zeros(len(x), len(self.scales), device=x.device)
         for i, group in enumerate(self.groups):
             sums = values[:, i] @ group  # below 2**24, so that float32 holds every partial sum
@@ -132,12 +129,12 @@ class ReferenceKernels(interface.Kernels):
     def variant(self) -> str:
         """A GPU that the model runs on is named, since its cuBLAS computes the products."""
         if self._device is None or self._device.type == "cpu":
-            return processor_variant("plain", self.activations)
+            return processor_variant("plain")
         return "-".join((processor_variant("plain"), "cublas", *torch.cuda.get_device_name(self._device).split()))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:
         if self.activations == "int8":
-            return Int8Linear(quantize_weight(weight, DOT_GROUP, most_integer()), bias)
+            return Int8Linear(quantize_rotated(weight), bias)
         return interface.PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, is_gelu: bool = False) -> interface.GatedLinear:

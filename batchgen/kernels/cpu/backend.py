@@ -113,7 +113,7 @@ class CpuKernels(interface.Kernels):
 
     @property
     def variant(self) -> str:
-        return processor_variant(self._library, self.activations)
+        return processor_variant(self._library)
 
     def recorder(self) -> Recorder | None:
         return None if self._library else Recorder()

@@ -40,9 +40,10 @@ class KernelSpec:
     kinds: Kinds = field(default_factory=lambda: ELEMENTS, compare=False)
 
 
-RMS_NORM, SCALE, SWIGLU, ARGMAX, MASK, QUANTIZE = (
-    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "scale", "swiglu", "argmax", "mask", "quantize_rows")
+RMS_NORM, SCALE, SWIGLU, ARGMAX, MASK = (
+    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "scale", "swiglu", "argmax", "mask")
 )
+QUANTIZE = KernelSpec(f"{COMPILED}.quantize", "quantize_rows")
 SHORT_CONV = KernelSpec(f"{COMPILED}.rope_conv", "short_conv")
 # The element types of the model and of the cache.
 _CACHED: Kinds = {

@@ -38,6 +38,8 @@ GROUP, DOT_GROUP = 32, 128  # where activations are floating-point numbers, and 
 GROUP_BYTES = LANES * (GROUP + 2)
 DOT_GROUP_BYTES = LANES * (DOT_GROUP + 4)
 LEAST_QUANTIZED = 2.0**-119  # inputs whose largest is below count as zeros: 127 over it would not be a float32 number
+STEP_INPUTS = 8  # of a group that a tile multiplies as integers before it asks for more weights
+WEIGHT_DIVISOR = 8  # of rotated weights, about the root of a group's length: their scales are to fit float16
 UNPACKED_BYTES = 128 << 10  # of a panel's numbers that are multiplied with many rows before the next are unpacked
 UNPACKED_TILES = 21  # at most these rows: their sums wait in the first caches meanwhile
 
@@ -59,6 +61,17 @@ PEAK_VECTORS = 16  # of memory for each worker of the loops that only multiply
 
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 BINS = 4096  # of the histograms that find a sampling threshold
+
+
+def rotated_length(count: int) -> int:
+    """Numbers that ``count`` inputs of a group become where they are rotated: a power of two, whole vectors."""
+    return max(LANES, 1 << (count - 1).bit_length())
+
+
+def num_multiplied(inputs: int) -> int:
+    """Integers of each row that a product of integers multiplies for so many inputs: all but the end of a group."""
+    whole = inputs // DOT_GROUP * DOT_GROUP
+    return whole + (rotated_length(inputs - whole) if inputs > whole else 0)
 
 
 def attention_rows(num_rows: int) -> int:

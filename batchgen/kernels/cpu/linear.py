@@ -32,18 +32,17 @@ from batchgen.kernels.cpu.layout import (
     LANES,
     MAX_ROWS,
     ROWS_PER_ITEM,
+    STEP_INPUTS,
     STRIPS,
     TILE_COLUMNS,
     UNPACKED_BYTES,
     UNPACKED_TILES,
+    num_multiplied,
 )
 from batchgen.kernels.cpu.parallel import Kernel, Kind, address, empty, scratch
 from batchgen.kernels.interface import Linear
-from batchgen.kernels.processor import (
-    byte_products,
-    has_bfloat16_pairs,
-)
-from batchgen.kernels.quantize import quantize_weight
+from batchgen.kernels.processor import has_bfloat16_pairs, integer_products
+from batchgen.kernels.quantize import quantize_rotated, quantize_weight
 
 MIN_ONEDNN_ROWS = 4
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
@@ -62,7 +61,7 @@ _MATMUL, _UNPACKED = Kernel(kernel_specs.MATMUL), Kernel(kernel_specs.MATMUL_UNP
 _INTEGERS, _QUANTIZE = Kernel(kernel_specs.MATMUL_INTEGERS), Kernel(kernel_specs.QUANTIZE)
 _UNPACKED_KINDS = {torch.bfloat16: kernel_specs.paired_kind("bfloat16"), torch.float32: "float32"}
 _NUMBER_BYTES = {torch.bfloat16: 2 if has_bfloat16_pairs() else 4, torch.float32: 4}  # of unpacked numbers
-_BYTE_PRODUCTS = byte_products()
+_INTEGER_PRODUCTS = integer_products()
 _ROWS_AT_ONCE = 32 * TILE_COLUMNS  # that are laid out, so that no second copy of a large weight is held
 
 
@@ -116,14 +115,14 @@ def pack_int8(weight: Tensor) -> PackedWeight:
     return PackedWeight(_in_slices(weight, laid_out), "int8")
 
 
-def pack_integers(weight: Tensor, most: int, shift: int) -> PackedWeight:
-    """A weight in integers up to ``most``, to be multiplied as such once ``shift`` is added."""
+def pack_integers(weight: Tensor, together: int, shift: int) -> PackedWeight:
+    """A weight in integers, to be multiplied as such, ``together`` inputs in a lane, once ``shift`` is added."""
 
     def laid_out(rows: Tensor) -> Tensor:
-        packed = quantize_weight(rows, DOT_GROUP, most)
-        values = functional.pad(packed.values, (0, -rows.shape[1] % DOT_GROUP)) + shift  # wraps around as bytes do
-        quads = values.view(-1, LANES, packed.scales.shape[1], DOT_GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-        return _with_scales(packed.scales.float(), quads)
+        packed = quantize_rotated(rows)
+        values = packed.values + shift  # wraps around as bytes do
+        lanes = values.view(-1, LANES, packed.scales.shape[1], DOT_GROUP // together, together).permute(0, 2, 3, 1, 4)
+        return _with_scales(packed.scales.float(), lanes)
 
     return PackedWeight(_in_slices(weight, laid_out), "integers")
 
@@ -155,8 +154,8 @@ def pack(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> 
     Where the last group of inputs is not whole, panels hold the numbers that the integers stand for.
     """
     if activations == "int8":
-        assert _BYTE_PRODUCTS is not None, "``processor.cpu_obstacle`` names it"
-        return pack_integers(weight, *_BYTE_PRODUCTS)
+        assert _INTEGER_PRODUCTS is not None, "``processor.cpu_obstacle`` names it"
+        return pack_integers(weight, *_INTEGER_PRODUCTS)
     if weights == "int8" and weight.shape[1] % GROUP == 0:
         return pack_int8(weight)
     return pack_plain(quantize_weight(weight).dequantize(dtype) if weights == "int8" else weight)
@@ -246,7 +245,8 @@ class PackedLinear:
         steps, scales_at, shifts_at, number_bytes = inputs // 2, 0, 0, 0
         if kind == "integers":
             kernel, key, (x, scales, shifts) = _INTEGERS, x.dtype, quantize_inputs(x)
-            steps, inputs, scales_at, shifts_at = -(-inputs // 8), x.shape[1], address(scales), address(shifts)
+            steps, inputs = num_multiplied(inputs) // STEP_INPUTS, x.shape[1]
+            scales_at, shifts_at = address(scales), address(shifts)
         elif unpacks:
             kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x.dtype], _NUMBER_BYTES[x.dtype]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
@@ -264,16 +264,17 @@ class PackedLinear:
 def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Integers of x [rows, groups * 128] with their scales and what the shift of the weights takes off, [rows, groups].
 
-    The scales are those of ``quantize.quantize_rows`` for as large integers as this machine multiplies.
+    They are those of ``quantize.quantize_rows`` in the type that this machine multiplies.
     """
     rows, width = x.shape
     groups = -(-width // DOT_GROUP)
-    assert _BYTE_PRODUCTS is not None, "panels of integers are made where they can be multiplied"
-    values = empty((rows, groups * DOT_GROUP), torch.int8)
+    assert _INTEGER_PRODUCTS is not None, "panels of integers are made where they can be multiplied"
+    together, shift = _INTEGER_PRODUCTS
+    values = empty((rows, groups * DOT_GROUP), torch.int8 if together == 4 else torch.int16)
     scales, shifts = empty((rows, groups), torch.float32), empty((rows, groups), torch.int32)
     results = (values.data_ptr(), scales.data_ptr(), shifts.data_ptr())
     items = -(-rows // ROWS_PER_ITEM)
-    _QUANTIZE.launch(x.dtype, items, address(x), *results, rows, width, groups, *_BYTE_PRODUCTS)
+    _QUANTIZE.launch(x.dtype, items, address(x), *results, rows, width, groups, shift)
     return values, scales, shifts
 
 

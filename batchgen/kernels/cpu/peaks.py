@@ -9,7 +9,7 @@ import torch
 from batchgen.kernels.cpu import kernel_specs
 from batchgen.kernels.cpu.layout import LANES, PEAK_VECTORS
 from batchgen.kernels.cpu.parallel import Kernel, Kind, address
-from batchgen.kernels.processor import byte_products, cpu_features, has_bfloat16_pairs, has_matrix_unit
+from batchgen.kernels.processor import cpu_features, has_bfloat16_pairs, has_matrix_unit, integer_products
 
 MULTIPLY, READ = Kernel(kernel_specs.PEAK_PRODUCTS), Kernel(kernel_specs.PEAK_READS)
 _ITEMS_PER_THREAD = 16  # so that a thread that was interrupted is helped
@@ -27,8 +27,8 @@ def kinds_of_products() -> dict[str, tuple[Kind, int]]:
     kinds: dict[str, tuple[Kind, int]] = {"float32": (torch.float32, 2 * LANES)}
     if has_bfloat16_pairs() and not has_matrix_unit():
         kinds["bfloat16"] = torch.bfloat16, 4 * LANES
-    if byte_products() is not None and "amx-int8" not in cpu_features():
-        kinds["int8"] = "int8", 16 * LANES  # two instructions of four bytes
+    if (found := integer_products()) and "amx-int8" not in cpu_features():
+        kinds["int8"] = "int8", 2 * found[0] * LANES
     return kinds
 
 

@@ -3,8 +3,10 @@
 Numbers: a strip is, for each group of 32 inputs, 16 float16 scales and [16 pairs, 16 outputs, 2 inputs] of bytes. A
 number is the integer times its scale, rounded to the type in which the product is computed.
 
-Integers: a strip is, for each group of 128 inputs, 16 float32 scales and [32, 16 outputs, 4 inputs] of bytes, which are
-shifted to be positive where the machine multiplies unsigned by signed bytes. Products within a group add up exactly.
+Integers: a strip is, for each group of 128 rotated inputs, 16 float32 scales and [16 outputs, 4 inputs] of bytes for
+every four inputs, which are shifted to be positive where the machine multiplies unsigned by signed bytes; or [16, 2]
+for every two, which are widened to 16 bits where it multiplies bytes in no exact way. Products within a group add up
+exactly.
 """
 
 from __future__ import annotations
@@ -13,15 +15,13 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit
-from batchgen.kernels.cpu.layout import DOT_GROUP, DOT_GROUP_BYTES, GROUP, GROUP_BYTES, LANES
+from batchgen.kernels.cpu.layout import DOT_GROUP, DOT_GROUP_BYTES, GROUP, GROUP_BYTES, LANES, STEP_INPUTS
 from batchgen.kernels.processor import cpu_features
 
 _BYTE = ir.IntType(8)
 _SCALE_BYTES = 2 * LANES
 _PAIR_BYTES = 2 * LANES  # of a pair of inputs
-_QUAD_BYTES = 4 * LANES
 _ADDING = frozenset({"avx512vnni", "avxvnni", "dotprod"})
-_QUADS = ir.VectorType(_BYTE, _QUAD_BYTES)
 
 
 def _at(builder, base, offset, kind):
@@ -77,31 +77,50 @@ def adds_up():
     return not _ADDING.isdisjoint(cpu_features())
 
 
-def emit_dots(builder, weights, inputs, total):
-    """``total`` plus the sums of the products of 16 outputs' 8 bytes: of ``weights``, two vectors, and ``inputs``.
+def integer_type():
+    """The type in which inputs are kept to be multiplied: as many as fill 32 bits add up in a lane."""
+    return _BYTE if adds_up() else ir.IntType(16)
 
-    ``inputs`` are two times four signed bytes in every lane.
+
+def _in_a_lane():
+    return 32 // integer_type().width
+
+
+def emit_dot(builder, weights, inputs, total):
+    """``total`` plus, for 16 outputs, the sum of the products of what lies in a lane: integers of ``integer_type``.
+
+    Both factors are vectors of 64 bytes; ``inputs`` are signed bytes where ``weights`` are not.
     """
     features = cpu_features()
+    if not adds_up():
+        kind = ir.VectorType(ir.IntType(16), 2 * LANES)
+        factors = [builder.bitcast(v, kind) for v in (weights, inputs)]
+        if "avx512bw" in features:
+            sums = emit.call(builder, "llvm.x86.avx512.pmaddw.d.512", factors, emit.INT_VECTOR)
+        else:
+            sums = _in_parts(builder, 2, "llvm.x86.avx2.pmadd.wd", factors)
+        return builder.add(total, sums)
     if "avx512vnni" in features:
-        for w, x in zip(weights, inputs, strict=True):
-            name = "llvm.x86.avx512.vpdpbusd.512"
-            total = emit.call(builder, name, [total, builder.bitcast(w, emit.INT_VECTOR), x], emit.INT_VECTOR)
-        return total
-    parts = 4 if "dotprod" in features else 2
-    kind = ir.VectorType(emit.INT, LANES // parts)
+        words = [total, *(builder.bitcast(v, emit.INT_VECTOR) for v in (weights, inputs))]
+        return emit.call(builder, "llvm.x86.avx512.vpdpbusd.512", words, emit.INT_VECTOR)
+    if "avxvnni" in features:
+        words = [total, *(builder.bitcast(v, emit.INT_VECTOR) for v in (weights, inputs))]
+        return _in_parts(builder, 2, "llvm.x86.avx512.vpdpbusd.256", words)
+    quads = [builder.bitcast(v, ir.VectorType(_BYTE, 4 * LANES)) for v in (weights, inputs)]
+    return _in_parts(builder, 4, "llvm.aarch64.neon.sdot.v4i32.v16i8", [total, *quads])
 
-    def part(vector, i):
-        lanes = [ir.Constant(emit.INT, i * LANES // parts + lane) for lane in range(LANES // parts)]
-        mask = ir.Constant(ir.VectorType(emit.INT, LANES // parts), lanes)
-        return builder.shuffle_vector(
-            builder.bitcast(vector, emit.INT_VECTOR), ir.Constant(emit.INT_VECTOR, ir.Undefined), mask
-        )
 
-    found = [
-        _emit_part(builder, features, kind, [part(w, i) for w in weights], [part(x, i) for x in inputs], part(total, i))
-        for i in range(parts)
-    ]
+def _in_parts(builder, parts, name, vectors):
+    """An instruction of smaller registers for each part of ``vectors``; the int32 that it gives, side by side."""
+    found = []
+    for part in range(parts):
+        taken = []
+        for vector in vectors:
+            count = vector.type.count // parts
+            lanes = [ir.Constant(emit.INT, part * count + lane) for lane in range(count)]
+            mask = ir.Constant(ir.VectorType(emit.INT, count), lanes)
+            taken.append(builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask))
+        found.append(emit.call(builder, name, taken, ir.VectorType(emit.INT, LANES // parts)))
     while len(found) > 1:
         found = [_joined(builder, a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
     return found[0]
@@ -113,23 +132,31 @@ def _joined(builder, a, b):
     return builder.shuffle_vector(a, b, mask)
 
 
-def _emit_part(builder, features, kind, weights, inputs, total):
-    """``emit_dots`` for the outputs that fill one register of ``kind``."""
-    as_bytes = ir.VectorType(_BYTE, 4 * kind.count)
-    if "avxvnni" in features:
-        for w, x in zip(weights, inputs, strict=True):
-            total = emit.call(builder, "llvm.x86.avx512.vpdpbusd.256", [total, w, x], kind)
-        return total
-    pairs = [(builder.bitcast(w, as_bytes), builder.bitcast(x, as_bytes)) for w, x in zip(weights, inputs, strict=True)]
-    if "dotprod" in features:
-        for w, x in pairs:
-            total = emit.call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", [total, w, x], kind)
-        return total
-    # 7-bit weights below 128 and 7-bit inputs: four products of up to 127 * 63 stay below the 2**15 of a 16-bit sum.
-    halves = ir.VectorType(ir.IntType(16), 2 * kind.count)
-    first, second = (emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", [w, x], halves) for w, x in pairs)
-    ones = ir.Constant(halves, [ir.Constant(ir.IntType(16), 1)] * halves.count)
-    return builder.add(total, emit.call(builder, "llvm.x86.avx2.pmadd.wd", [builder.add(first, second), ones], kind))
+def _emit_weights(builder, strip, at):
+    """The bytes of 16 outputs that fill a lane each, in ``integer_type``."""
+    count = _in_a_lane() * LANES
+    found = builder.load(_at(builder, strip, at, ir.VectorType(_BYTE, count)), align=count)
+    return found if adds_up() else builder.sext(found, ir.VectorType(integer_type(), count))
+
+
+def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, prefetch):
+    """Add the products of a group to ``sums`` {(row, strip): int32 vector}, in ``steps`` of 8 inputs behind ``done``.
+
+    ``start`` are the places of the rows' integers in ``values``, ``base`` is that of the weights behind their scales.
+    """
+    together = _in_a_lane()
+    with cgutils.for_range(builder, steps) as loop:
+        prefetch(builder.add(done, loop.index))
+        first = builder.mul(loop.index, emit.number(STEP_INPUTS))
+        for part in range(0, STEP_INPUTS, together):
+            place = builder.add(first, emit.number(part))
+            at = builder.add(base, builder.mul(place, emit.number(LANES)))
+            weights = [_emit_weights(builder, s, at) for s in strip]
+            for r, row in enumerate(start):
+                pointer = builder.gep(builder.bitcast(values, integer_type().as_pointer()), [builder.add(row, place)])
+                x = emit.splat(builder, builder.load(builder.bitcast(pointer, emit.INT.as_pointer()), align=4))
+                for v, w in enumerate(weights):
+                    builder.store(emit_dot(builder, w, x, builder.load(sums[r, v])), sums[r, v])
 
 
 def emit_integer_sums(builder, totals, x, first_row, strip, groups, num_steps, prefetch):
@@ -137,47 +164,26 @@ def emit_integer_sums(builder, totals, x, first_row, strip, groups, num_steps, p
 
     There are ``num_steps`` of 8 inputs: what fills the last group is left out.
 
-    ``x`` is (bytes [rows, groups * 128], their float32 scales [rows, groups], what the shift of the weights adds to
+    ``x`` is (integers [rows, groups * 128], their float32 scales [rows, groups], what the shift of the weights adds to
     each sum, negated, int32 [rows, groups]). ``prefetch`` takes the number of a step of 8 inputs.
     """
     values, scales, shifts = x
     rows = 1 + max(r for r, _ in totals)
     place = [builder.mul(builder.add(first_row, emit.number(r)), groups) for r in range(rows)]
-    steps = DOT_GROUP // 8
+    steps = emit.number(DOT_GROUP // STEP_INPUTS)
     with cgutils.for_range(builder, groups) as outer:
         at = [builder.add(start, outer.index) for start in place]
-        sums: dict[tuple[int, int], ir.Value] = {}
+        sums = {place: cgutils.alloca_once(builder, emit.INT_VECTOR) for place in totals}
         for r in range(rows):
             shift = emit.splat(builder, builder.load(builder.gep(shifts, [at[r]])))
-            sums |= {(r, v): cgutils.alloca_once(builder, emit.INT_VECTOR) for v in range(len(strip))}
             for v in range(len(strip)):
                 builder.store(shift, sums[r, v])
-        base = builder.mul(outer.index, emit.number(DOT_GROUP_BYTES))
-        left = builder.sub(num_steps, builder.mul(outer.index, emit.number(steps)))
-        is_whole = builder.icmp_signed(">=", left, emit.number(steps))
-        with cgutils.for_range(builder, builder.select(is_whole, emit.number(steps), left)) as inner:
-            prefetch(builder.add(builder.mul(outer.index, emit.number(steps)), inner.index))
-            quads = builder.add(base, builder.mul(inner.index, emit.number(2 * _QUAD_BYTES)))
-            weights = [
-                [
-                    builder.load(_at(builder, s, builder.add(quads, emit.number(4 * LANES + i)), _QUADS), align=64)
-                    for i in (0, _QUAD_BYTES)
-                ]
-                for s in strip
-            ]
-            for r in range(rows):
-                first = builder.add(
-                    builder.mul(at[r], emit.number(DOT_GROUP)), builder.mul(inner.index, emit.number(8))
-                )
-                spread = [
-                    emit.splat(
-                        builder,
-                        builder.load(_at(builder, values, builder.add(first, emit.number(i)), emit.INT), align=4),
-                    )
-                    for i in (0, 4)
-                ]
-                for v, w in enumerate(weights):
-                    builder.store(emit_dots(builder, w, spread, builder.load(sums[r, v])), sums[r, v])
+        base, done = builder.mul(outer.index, emit.number(DOT_GROUP_BYTES)), builder.mul(outer.index, steps)
+        left = builder.sub(num_steps, done)
+        count = builder.select(builder.icmp_signed(">=", left, steps), steps, left)
+        start = [builder.mul(row, emit.number(DOT_GROUP)) for row in at]
+        bytes_at = builder.add(base, emit.number(4 * LANES))
+        _emit_group_sums(builder, sums, values, start, strip, bytes_at, count, done, prefetch)
         of_weights = [
             emit.load(builder, builder.bitcast(builder.gep(s, [base]), emit.FLOAT.as_pointer()), emit.number(0))
             for s in strip

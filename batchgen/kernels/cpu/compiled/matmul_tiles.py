@@ -17,7 +17,16 @@ from numba.core import cgutils
 from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.compiled.int8 import emit_integer_sums, emit_numbers, emit_scales, emit_unpack
 from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, jit
-from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, GROUP_BYTES, LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
+from batchgen.kernels.cpu.layout import (
+    DOT_GROUP,
+    GROUP,
+    GROUP_BYTES,
+    LANES,
+    MAX_ROWS,
+    STEP_INPUTS,
+    STRIPS,
+    TILE_COLUMNS,
+)
 from batchgen.kernels.processor import has_wide_registers
 
 _SEGMENT = 128  # pairs of inputs: a divisor of those of each part in which weights are unpacked
@@ -185,7 +194,7 @@ def _multiply(
 ):
     is_integer = isinstance(x.type, ir.LiteralStructType)
     if is_integer:
-        step_bytes = 8 * LANES
+        step_bytes = STEP_INPUTS * LANES
     else:
         step_bytes = 2 * LANES * {ir.IntType(16): 2, emit.FLOAT: 4, ir.IntType(8): 1}[weight.type.pointee]
 

@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit, simd
 from batchgen.kernels.cpu.compiled.entry import DTYPE, Own, kernel
-from batchgen.kernels.cpu.compiled.int8 import adds_up, emit_dots
+from batchgen.kernels.cpu.compiled.int8 import adds_up, emit_dot
 from batchgen.kernels.cpu.compiled.simd import ANY, F32, I64, emitted
 from batchgen.kernels.cpu.kernel_specs import PEAK_TOTALS
 from batchgen.kernels.cpu.layout import LANES, NUM_STREAMS
@@ -21,7 +21,7 @@ from batchgen.kernels.cpu.layout import LANES, NUM_STREAMS
 def emit_products(builder, place, rounds, num_totals):
     """Add ``rounds`` products to each of ``num_totals`` vectors at ``place``; their factors are the two that follow.
 
-    The element type of the pointer says what a product is: one of float32, pairs of bfloat16, eight bytes.
+    The element type of the pointer says what a product is: one of float32, pairs of bfloat16, integers of 32 bits.
     """
     kind = emit.INT_VECTOR if emit.is_int8(place) else emit.VECTOR
     start = builder.bitcast(place, kind.as_pointer())
@@ -37,8 +37,7 @@ def emit_products(builder, place, rounds, num_totals):
     def product(total):
         if emit.is_int8(place):
             factor = b if adds_up() else loaded_anew(slots[-1])
-            as_bytes = [builder.bitcast(v, ir.VectorType(ir.IntType(8), 4 * LANES)) for v in (a, factor)]
-            return emit_dots(builder, as_bytes, [factor, a], total)
+            return emit_dot(builder, a, factor, total)
         return emit.dot(builder, a, b, total) if emit.is_bf16(place) else emit.fma(builder, a, b, total)
 
     with cgutils.for_range(builder, rounds):

@@ -11,8 +11,8 @@ import numpy as np
 
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.entry import DTYPE, FLOAT, STORED, kernel
-from batchgen.kernels.cpu.compiled.simd import BYTES, F32
-from batchgen.kernels.cpu.layout import DOT_GROUP, LANES, LEAST_QUANTIZED, ROWS_PER_ITEM
+from batchgen.kernels.cpu.compiled.simd import F32
+from batchgen.kernels.cpu.layout import LANES, ROWS_PER_ITEM
 
 ALL_LANES = (1 << LANES) - 1
 
@@ -75,40 +75,6 @@ def embedding_lookup_packed(item, packed, taken, out, width, unit):
     for i in range(0, width, unit):
         for j in range(unit):
             simd.copy_element(out, target + i + j, packed, first + i * LANES + j)
-
-
-@simd.inline
-def _quantize_group(x, start, count, out, to, scales, shifts, place, most, shift):
-    """``count`` numbers from ``x[start]`` on, of a group, as integers from ``out[to]`` on; the rest of it is zero."""
-    zero = simd.splat(F32(0.0))
-    best, odd, total = zero, zero, zero
-    for i in range(0, count, LANES):
-        v = simd.load_some(x, start + i, count - i)
-        best = simd.maximum(best, simd.absolute(v))
-        odd = simd.fma(v, zero, odd)  # NaN if any input is not finite
-    largest = simd.max_lanes(best)
-    by = simd.splat(F32(0.0) if largest < LEAST_QUANTIZED else F32(most) / largest)
-    for i in range(0, DOT_GROUP, LANES):
-        q = zero
-        if i < count:
-            q = simd.nearest(simd.mul(simd.load_some(x, start + i, count - i), by))
-        total = simd.add(total, q)
-        simd.store_bytes(out, to + i, q)
-    scales[place] = largest / F32(most) + simd.sum_lanes(odd)
-    shifts[place] = -shift * np.int64(simd.sum_lanes(total))
-
-
-@kernel(x=DTYPE, out=BYTES, scales=F32, shifts=np.int32)
-def quantize_rows(item, x, out, scales, shifts, rows, width, groups, most, shift):
-    """``out`` [rows, groups * DOT_GROUP], scales and shifts [rows, groups] of x [rows, width].
-
-    ``most`` is the largest integer and ``shift`` what weights are shifted by; see ``quantize.quantize_rows``.
-    """
-    for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
-        for group in range(groups):
-            start, place = group * DOT_GROUP, row * groups + group
-            count, to = min(width - start, DOT_GROUP), place * DOT_GROUP
-            _quantize_group(x, row * width + start, count, out, to, scales, shifts, place, most, shift)
 
 
 @kernel(gate_up=DTYPE, out=DTYPE)

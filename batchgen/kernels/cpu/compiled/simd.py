@@ -92,7 +92,6 @@ div = emitted(vec, vec, vec)(lambda builder, a, b: builder.fdiv(a, b))
 fma = emitted(vec, vec, vec, vec)(emit.fma)
 # The larger, lane by lane; of a number and NaN the number.
 absolute = emitted(vec, vec)(lambda builder, v: emit.call(builder, "llvm.fabs.v16f32", [v]))
-nearest = emitted(vec, vec)(lambda builder, v: emit.call(builder, "llvm.rint.v16f32", [v]))  # integers, ties to even
 maximum = emitted(vec, vec, vec)(lambda builder, a, b: emit.call(builder, "llvm.maxnum.v16f32", [a, b]))
 lane = emitted(types.float32, vec, I64)(lambda builder, v, i: builder.extract_element(v, builder.trunc(i, emit.INT)))
 # The first vector in the lanes below ``n``, the second above.
@@ -153,14 +152,6 @@ def copy_element(builder: ir.IRBuilder, out: ir.Value, to: ir.Value, x: ir.Value
     same = out.type == x.type
     value = builder.load(builder.gep(x, [index])) if same else emit.scalar_as_float(builder, x, index)
     builder.store(value, builder.gep(out, [to]))
-
-
-@emitted(types.void, ANY, I64, vec)
-def store_bytes(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """Write 16 whole numbers from -128 to 127 as bytes from ``base[index]`` on."""
-    signed = ir.VectorType(ir.IntType(8), LANES)
-    at = builder.bitcast(builder.gep(base, [index]), signed.as_pointer())
-    builder.store(builder.trunc(builder.fptosi(value, emit.INT_VECTOR), signed), at, align=1)
 
 
 @emitted(I64, ANY, I64, I64)

@@ -1,0 +1,119 @@
+"""Inputs of products as 8-bit integers, once they are rotated: ``quantize.quantize_rows`` to the bit.
+
+A group of 128 inputs stays in registers from its loading to its integers. Where lanes of one vector are added, each
+vector is multiplied by ones and minus ones and added to a copy whose lanes have changed places, in one operation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from batchgen.kernels.cpu.compiled import emit
+from batchgen.kernels.cpu.compiled.entry import DTYPE, kernel
+from batchgen.kernels.cpu.compiled.int8 import integer_type
+from batchgen.kernels.cpu.compiled.simd import ANY, BYTES, F32, I64, emitted
+from batchgen.kernels.cpu.layout import DOT_GROUP, LANES, LEAST_QUANTIZED, ROWS_PER_ITEM, WEIGHT_DIVISOR
+
+_MOST = 127.0
+_VECTORS = DOT_GROUP // LANES
+_BIT = ir.IntType(1)
+
+
+def _float(value):
+    return ir.Constant(emit.FLOAT, value)
+
+
+def _lanes(values):
+    return ir.Constant(emit.INT_VECTOR, [ir.Constant(emit.INT, value) for value in values])
+
+
+def emit_hadamard(builder, vectors):
+    """``quantize.hadamard`` of the numbers in so many vectors, a power of two."""
+    found, half = list(vectors), len(vectors) // 2
+    while half:
+        for i in range(len(found)):
+            if not i & half:
+                a, b = found[i], found[i + half]
+                found[i], found[i + half] = builder.fadd(a, b), builder.fsub(a, b)
+        half //= 2
+    distance = LANES // 2
+    while distance:
+        places = _lanes([lane ^ distance for lane in range(LANES)])
+        signs = ir.Constant(emit.VECTOR, [_float(-1.0 if lane & distance else 1.0) for lane in range(LANES)])
+        found = [emit.fma(builder, v, signs, builder.shuffle_vector(v, v, places)) for v in found]
+        distance //= 2
+    return found
+
+
+def _emit_largest(builder, vectors):
+    """The largest magnitude of all lanes, and whether one is NaN."""
+    best, odd = ir.Constant(emit.VECTOR, None), None
+    for v in vectors:
+        best = emit.call(builder, "llvm.maxnum.v16f32", [best, emit.call(builder, "llvm.fabs.v16f32", [v])])
+        is_nan = builder.fcmp_unordered("uno", v, v)
+        odd = is_nan if odd is None else builder.or_(odd, is_nan)
+    largest = emit.call(builder, "llvm.vector.reduce.fmax.v16f32", [best], emit.FLOAT)
+    return largest, emit.call(builder, "llvm.vector.reduce.or.v16i1", [odd], _BIT)
+
+
+def _emit_integers(builder, vectors, out, to):
+    """Write the integers of rotated vectors from ``out[to]`` on; their scale without its divisor, and their sum."""
+    largest, is_nan = _emit_largest(builder, vectors)
+    is_zero = builder.fcmp_ordered("<", largest, _float(LEAST_QUANTIZED))
+    factor = builder.select(is_zero, _float(0.0), builder.fdiv(_float(_MOST), largest))
+    by, kind = emit.splat(builder, factor), ir.VectorType(integer_type(), LANES)
+    start = builder.gep(builder.bitcast(out, integer_type().as_pointer()), [to])
+    total = None
+    for i, v in enumerate(vectors):
+        nearest = emit.call(builder, "llvm.rint.v16f32", [builder.fmul(v, by)])
+        integers = builder.fptosi(nearest, emit.INT_VECTOR)
+        total = integers if total is None else builder.add(total, integers)
+        at = builder.bitcast(builder.gep(start, [emit.number(i * LANES)]), kind.as_pointer())
+        builder.store(builder.trunc(integers, kind), at, align=1)
+    summed = emit.call(builder, "llvm.vector.reduce.add.v16i32", [total], emit.INT)
+    return builder.select(is_nan, _float(float("nan")), largest), summed
+
+
+@emitted(types.void, ANY, I64, I64, ANY, ANY, ANY, I64, I64)
+def _quantize_group(builder, x, start, count, out, scales, shifts, place, shift):
+    """``count`` numbers from ``x[start]`` on as the integers of group ``place``; what follows them stays unwritten."""
+
+    def write(num_vectors):
+        rests = [builder.sub(count, emit.number(i * LANES)) for i in range(num_vectors or _VECTORS)]
+        places = [builder.add(start, emit.number(i * LANES)) for i in range(num_vectors or _VECTORS)]
+        if num_vectors:
+            vectors = [emit.load_part(builder, x, at, rest) for at, rest in zip(places, rests, strict=True)]
+        else:
+            vectors = [emit.load(builder, x, at) for at in places]
+        rotated = emit_hadamard(builder, vectors)
+        largest, total = _emit_integers(builder, rotated, out, builder.mul(place, emit.number(DOT_GROUP)))
+        divisor = _float(_MOST * len(vectors) * LANES / WEIGHT_DIVISOR)
+        builder.store(builder.fdiv(largest, divisor), builder.gep(scales, [place]))
+        taken = builder.mul(total, builder.trunc(shift, emit.INT))
+        builder.store(builder.neg(taken), builder.gep(shifts, [place]))
+
+    is_whole = builder.icmp_signed("==", count, emit.number(DOT_GROUP))
+    with builder.if_else(is_whole) as (whole, part):
+        with whole:
+            write(0)
+        with part:
+            length = emit.number(1)
+            for num_vectors in (2, 4, 8):
+                is_longer = builder.icmp_signed(">", count, emit.number(num_vectors * LANES // 2))
+                length = builder.select(is_longer, emit.number(num_vectors), length)
+            emit.switch(builder, length, (1, 2, 4, 8), write)
+
+
+@kernel(x=DTYPE, out=BYTES, scales=F32, shifts=np.int32)
+def quantize_rows(item, x, out, scales, shifts, rows, width, groups, shift):
+    """``out`` [rows, groups * DOT_GROUP], scales and shifts [rows, groups] of x [rows, width].
+
+    ``shift`` is what weights are shifted by: what that adds to a product is the shift times the sum of the integers.
+    """
+    for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
+        for group in range(groups):
+            start, place = group * DOT_GROUP, row * groups + group
+            count = min(width - start, DOT_GROUP)
+            _quantize_group(x, row * width + start, count, out, scales, shifts, place, shift)
