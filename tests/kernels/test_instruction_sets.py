@@ -1,0 +1,40 @@
+"""Products of integers on processors other than this one: the same bits, whatever multiplies them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import integer_products
+import pytest
+
+from batchgen.kernels.processor import cpu_features
+
+AVX2 = "avx2,fma,f16c,bmi,bmi2"
+WIDE = f"{AVX2},avx512f,avx512bw,avx512vl,avx512dq,avx512cd"
+VNNI = f"{WIDE},avx512vnni"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cpu", "features", "instructions"),
+    [
+        pytest.param("haswell", AVX2, (), id="AVX2"),
+        pytest.param("skylake-avx512", WIDE, (), id="AVX-512 without VNNI"),
+        pytest.param("cascadelake", VNNI, (), id="AVX-512 with VNNI"),
+        pytest.param("cascadelake", VNNI, ("avxvnni",), id="AVX-VNNI"),
+        pytest.param("znver4", f"{VNNI},avx512bf16", (), id="AVX-512 with VNNI and bfloat16"),
+    ],
+)
+def test_every_instruction_set_multiplies_integers_as_the_reference_does(
+    cpu: str, features: str, instructions: tuple[str, ...], tmp_path: Path
+) -> None:
+    if missing := set(features.split(",")) - cpu_features():
+        pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
+    flags = ",".join(f"+{name}" for name in features.split(","))
+    settings = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": flags, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, integer_products.__file__, *instructions]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
