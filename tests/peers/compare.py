@@ -94,9 +94,9 @@ def run(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     driver = "text_drivers.py" if given.texts else "drivers.py"
     flags = ["--max-num-seqs", str(given.max_num_seqs)]
-    flags += [] if given.texts else ["--max-tokens", str(given.max_tokens), "--ends", _ends(given)]
+    flags += [] if given.texts else ["--max-tokens", str(given.max_tokens), "--ends", end_tokens(given.model)]
     what = "vectors" if given.texts else f"at most {given.max_tokens} tokens of answer, lengths unknown to all"
-    about = _conditions(given.workload) | {"what": what}
+    about = conditions(given.workload) | {"what": what}
     peers = [Peer.parse(text, str(given.model)) for text in given.peers]
     for turn in range(given.rounds * len(peers)):
         peer = peers[turn % len(peers)]
@@ -108,17 +108,17 @@ def run(given: argparse.Namespace) -> None:
         sys.stderr.write(f"{peer.name} {peer.dtype}, round {found['round'] + 1}: {what}\n")
 
 
-def _ends(given: argparse.Namespace) -> str:
+def end_tokens(model: Path) -> str:
     """The end tokens that all engines are given: those of the model's own files."""
     ends: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        path = given.model / name
+        path = model / name
         found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
         ends += [found] if isinstance(found, int) else found or []
     return ",".join(map(str, dict.fromkeys(ends)))
 
 
-def _conditions(workload: Path) -> Run:
+def conditions(workload: Path) -> Run:
     """What a number means nothing without."""
     commit = ["git", "-C", str(_REPOSITORY), "rev-parse", "--short", "HEAD"]
     return {
