@@ -22,7 +22,7 @@ from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
 
 KERNELS = "kernels"  # key of fingerprints["numerics"]
-RECORD_VERSION = 5  # of job.json, a job's keys, the fields of a record and the journal's lines
+RECORD_VERSION = 6  # of job.json, a job's keys, the fields of a record and the journal's lines
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60
