@@ -92,20 +92,13 @@ def sizes_for(
     Raises:
         UsageError: a value that cannot work, or memory for not even one block.
     """
-    defaults = default_sizes(is_cuda=is_cuda)
-    block_size = config.block_size or defaults["block_size"]
+    block_size = config.block_size or default_sizes(is_cuda=is_cuda)["block_size"]
     trained = model.max_position_embeddings
     max_model_len = min(config.max_model_len or trained, trained)
     if max_model_len < 2:
         raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
     block_bytes = model.kv_block_bytes(block_size, itemsize, config.kv_dtype)
-    for halvings in range(_MAX_HALVINGS + 1 if is_cuda else 1):  # on a small card full steps would leave no block
-        tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"] >> halvings
-        max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"] >> halvings
-        kept = max_num_seqs * model.conv_slot_bytes(itemsize)
-        kept += _step_bytes(tokens, max_num_seqs, model, itemsize) if is_cuda else 0
-        if kept <= _MEMORY_SHARE * free_bytes:
-            break
+    tokens, max_num_seqs, kept = _step_sizes(config, model, itemsize, free_bytes, is_cuda=is_cuda)
     share = _CUDA_MEMORY_SHARE if is_cuda else _MEMORY_SHARE
     memory = config.kv_memory or max(0, int(share * free_bytes) - kept)
     # Memory for every sequence at full length is all that can ever be used.
@@ -126,6 +119,24 @@ def sizes_for(
         longest_first=config.longest_first,
         forecast_memory=config.forecast_memory and not is_cuda,  # there a step with fewer rows takes as long
     )
+
+
+def _step_sizes(
+    config: EngineConfig, model: ModelConfig, itemsize: int, free_bytes: int, *, is_cuda: bool
+) -> tuple[int, int, int]:
+    """Most tokens and most sequences of a step, and the bytes that it needs beside the KV memory.
+
+    On a small card full steps would leave no block, so that the defaults are halved there.
+    """
+    defaults = default_sizes(is_cuda=is_cuda)
+    for halvings in range(_MAX_HALVINGS + 1 if is_cuda else 1):
+        tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"] >> halvings
+        max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"] >> halvings
+        kept = max_num_seqs * model.conv_slot_bytes(itemsize)
+        kept += _step_bytes(tokens, max_num_seqs, model, itemsize) if is_cuda else 0
+        if kept <= _MEMORY_SHARE * free_bytes:
+            break
+    return tokens, max_num_seqs, kept
 
 
 def default_sizes(*, is_cuda: bool) -> dict[str, int]:
