@@ -99,7 +99,7 @@ KEYS = {
     "structured": "with structured outputs: rows, their samples, those that ended before they were complete "
     "(incomplete), tokens that were not sampled since the grammar left no choice (forced_tokens), and their share of "
     "all generated ones",
-    "open_schema": "lists and strings of the job's schema that have no limit, with the keyword they lack",
+    "open_schema": "lists, strings and values of any type in the job's schema, with the keyword that would limit them",
     "compared": "a digest of the ids and right answers of the rows that accuracy counts, in any order: report "
     "--compare judges accuracy over the same rows alone. null where none was compared",
     "accuracy": "with output.expected: rows compared (total), those whose whole text or, with output.answer, answer is "

@@ -1,6 +1,7 @@
-"""Open parts of a JSON schema: lists and strings without a limit, which a model may fill until ``max_tokens`` ends it.
+"""Open parts of a JSON schema: lists and strings without a limit, and values of any type.
 
-A pattern, a format and an enum count as limits of a string. It refuses nothing and changes no schema.
+A model may fill them until ``max_tokens`` ends it. A pattern, a format and an enum count as limits of a string. It
+refuses nothing and changes no schema.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 _MOST = 20  # parts that are listed
 _BRANCHES = ("anyOf", "oneOf", "allOf")
+_TYPES = ("type", "enum", "const", "$ref", "properties", "items", *_BRANCHES)  # say what a value is
 _STRING_LIMITS = ("maxLength", "enum", "const", "pattern", "format")
 
 
@@ -19,8 +21,15 @@ def open_parts(schema: Any) -> list[str]:
     return [*found][:_MOST]
 
 
-def _open(schema: Any, path: str, root: Any, seen: set[str]) -> Iterator[str]:
-    """``seen`` are the references followed so far: each definition is looked at once, where it stands first."""
+def _open(schema: Any, path: str, root: Any, seen: set[str], *, is_branch: bool = False) -> Iterator[str]:
+    """``seen`` are the references followed so far: each definition is looked at once, where it stands first.
+
+    A branch, such as one of ``anyOf``, may have its type beside it.
+    """
+    name = path or "the value"
+    is_typed = is_branch or (isinstance(schema, Mapping) and any(key in schema for key in _TYPES))
+    if (schema is True or isinstance(schema, Mapping)) and not is_typed:
+        yield f"{name}: no type"
     if not isinstance(schema, Mapping):
         return
     reference = schema.get("$ref")
@@ -29,19 +38,13 @@ def _open(schema: Any, path: str, root: Any, seen: set[str]) -> Iterator[str]:
         yield from _open(_definition(root, reference), path, root, seen)
     for key in _BRANCHES:
         for part in schema[key] if isinstance(schema.get(key), list) else ():
-            yield from _open(part, path, root, seen)
+            yield from _open(part, path, root, seen, is_branch=True)
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    name = path or "the value"
     if "string" in kinds and not any(key in schema for key in _STRING_LIMITS):
         yield f"{name}: no maxLength"
     if "array" in kinds:
-        items = schema.get("items")
-        if "maxItems" not in schema and items is not False and not ("prefixItems" in schema and "items" not in schema):
-            yield f"{name}: no maxItems"
-        yield from _open(items, f"{path}[]", root, seen)
-        for number, part in enumerate(schema["prefixItems"] if isinstance(schema.get("prefixItems"), list) else ()):
-            yield from _open(part, f"{path}[{number}]", root, seen)
+        yield from _open_list(schema, path, root, seen)
     properties = schema.get("properties")
     for key, part in properties.items() if isinstance(properties, Mapping) else ():
         yield from _open(part, f"{path}.{key}" if path else str(key), root, seen)
@@ -49,7 +52,17 @@ def _open(schema: Any, path: str, root: Any, seen: set[str]) -> Iterator[str]:
     if more is True or isinstance(more, Mapping):
         if "maxProperties" not in schema:
             yield f"{name}: no additionalProperties = false"
-        yield from _open(more, f"{path}.*" if path else "*", root, seen)
+        if more is not True:
+            yield from _open(more, f"{path}.*" if path else "*", root, seen)
+
+
+def _open_list(schema: Mapping[str, Any], path: str, root: Any, seen: set[str]) -> Iterator[str]:
+    items = schema.get("items", "prefixItems" not in schema)  # behind ``prefixItems`` none
+    if "maxItems" not in schema and items is not False:
+        yield f"{path or 'the value'}: no maxItems"
+    yield from _open(items, f"{path}[]", root, seen)
+    for number, part in enumerate(schema["prefixItems"] if isinstance(schema.get("prefixItems"), list) else ()):
+        yield from _open(part, f"{path}[{number}]", root, seen)
 
 
 def _definition(root: Any, reference: str) -> Any:

@@ -43,6 +43,15 @@ CASES: dict[str, tuple[Any, list[str]]] = {
         {"type": "object", "additionalProperties": TEXT},
         ["the value: no additionalProperties = false", "*: no maxLength"],
     ),
+    "any value": (
+        {"type": "object", "properties": {"a": {"title": "Payload"}, "b": True, "c": {"type": "array", "maxItems": 3}}},
+        ["a: no type", "b: no type", "c[]: no type"],
+    ),
+    "a type beside its branches": (
+        {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": {"const": 1}}},
+        [],
+    ),
+    "nothing said": ({}, ["the value: no type"]),
     "type list": ({"type": ["string", "null"]}, ["the value: no maxLength"]),
     "recursive": (
         {"$defs": {"T": {"properties": {"t": {"$ref": "#/$defs/T"}, "s": TEXT}}}, "$ref": "#/$defs/T"},
