@@ -21,6 +21,7 @@ _SAYS = (str, list, dict)
 _ABOUT = frozenset({"role", "content", "refusal", "annotations", "finish_reason", "id", "metadata", "model", "name"})
 _ABOUT |= {"phase", "status", "tool_call_id", "type"}
 _ABOUT_CALLS = frozenset({"name", "arguments", "call_id", "description", "function", "id", "status", "type"})
+_REASONING_LISTS = ("reasoning_details", "thinking_blocks")  # of OpenRouter and LiteLLM; no template reads them
 _NO_ARGUMENTS = (None, "", "null")
 Message = dict[str, Any]
 
@@ -34,7 +35,7 @@ def checked_messages(name: str, value: object) -> list[Message]:
     an assistant that called, thought, was refused or said nothing under another name; the text of a refusal stands in
     its place. ``function_call``, the older form of one call, is a call. Arguments become objects where they are JSON
     text or nothing, as in vLLM: a template would quote them twice. Earlier reasoning goes by any of its names, as in
-    transformers. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
+    transformers; several must agree. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
     """
     value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
@@ -85,10 +86,31 @@ def _checked_message(where: str, message: object) -> Message:
     calls = _checked_calls(where, message)
     message.pop("tool_calls", None)
     content = _checked_content(f"{where}.content", role, message, bool(calls))
-    reasoning = next((message[name] for name in REASONING if name in message), None)
-    if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    message = _with_reasoning(where, message)
     return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _with_reasoning(where: str, message: Message) -> Message:
+    """A message with its reasoning, if it has any, under all names that templates read."""
+    told = {name: message[name] for name in REASONING if message.get(name)}
+    for name, value in told.items():
+        if not isinstance(value, str):
+            raise wrong_type(f"{where}.{name}", value, "a string")
+        if value != (first := next(iter(told.values()))):
+            what = f"{where} has other text in {name} than in {next(iter(told))}: a template shows one of them at most"
+            raise RowProblem(RowErrorCode.BAD_TYPE, what)
+    if lists := [name for name in _REASONING_LISTS if message.get(name) and not told]:
+        what = f"{where}.{lists[0]}: give the reasoning as a text, in reasoning_content"
+        raise RowProblem(RowErrorCode.BAD_TYPE, what)
+    if not told and "" not in map(message.get, REASONING):
+        return {key: value for key, value in message.items() if key not in REASONING}
+    text = first if told else ""
+    return {
+        "thinking": text,
+        **message,
+        **{name: text for name in REASONING if name in message},
+        "reasoning_content": text,
+    }
 
 
 def _checked_content(where: str, role: str, message: Message, has_calls: bool) -> str | list[dict[str, Any]]:

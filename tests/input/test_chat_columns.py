@@ -184,7 +184,8 @@ def test_earlier_reasoning_is_known_by_any_of_its_names(tokenizer: Tokenizer, tm
     assert "<think>\nSo.\n</think>" in expected
     for name in ("reasoning_content", "thinking", "reasoning"):
         assert answer(tokenizer, chat(**{name: "So."})) == expected
-    assert answer(tokenizer, chat(reasoning="other", reasoning_content="So.")) == expected
+    assert answer(tokenizer, chat(reasoning="So.", reasoning_content="So.")) == expected
+    assert answer(tokenizer, chat(reasoning="other", reasoning_content="So.")).startswith("bad_type: messages[1] has")
     assert answer(tokenizer, chat(reasoning=None)) == answer(tokenizer, chat())
     older = Tokenizer.load(
         write_tokenizer(tmp_path, chat_template="{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}")

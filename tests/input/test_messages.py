@@ -111,6 +111,31 @@ def test_thoughts_by_any_name_win_over_names_that_are_null(name: str) -> None:
     assert found["thinking"] == found["reasoning_content"] == "look it up" and None not in found.values()
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_by_two_names_are_the_same_or_the_row_is_refused(name: str) -> None:
+    others = [other for other in ("reasoning_content", "thinking", "reasoning") if other != name]
+    for other in others:
+        found = said(content="12:00", **{other: "", name: "look it up"})
+        assert found["thinking"] == found["reasoning_content"] == "look it up" and "" not in found.values()
+        both = problem([USER, {"role": "assistant", other: "a", name: "b"}])
+        assert "messages[1] has other text in" in both and name in both and other in both
+
+
+@pytest.mark.parametrize("value", [["look it up"], {"text": "look it up"}, 7])
+def test_thoughts_that_are_no_text_are_refused(value: Any) -> None:
+    assert problem([USER, {"role": "assistant", "thinking": value}]).startswith("bad_type: messages[1].thinking is ")
+    assert said(content="12:00", reasoning=type(value)()) == {"role": "assistant", "content": "12:00"}
+
+
+@pytest.mark.parametrize("name", ["reasoning_details", "thinking_blocks"])
+def test_thoughts_in_a_list_of_another_api_are_refused_where_they_are_nowhere_else(name: str) -> None:
+    found = [{"type": "reasoning.text", "text": "look it up"}]
+    turn = {"role": "assistant", "content": "12:00", name: found}
+    assert problem([USER, turn]).startswith(f"bad_type: messages[1].{name}: give the")
+    assert said(content="12:00", reasoning="look it up", **{name: found})[name] == found
+    assert said(content="12:00", **{name: []})[name] == []
+
+
 @pytest.mark.parametrize("arguments", ['{"tz": "UTC"}', {"tz": "UTC"}])
 def test_a_function_call_is_a_call(arguments: Any) -> None:
     older = {"name": "now", "arguments": arguments}
