@@ -23,6 +23,7 @@ ADDED = "added_tokens.json"  # and the key under which ``read_settings`` keeps w
 _MAP = "special_tokens_map.json"
 _MAX_FILE_BYTES = 1 << 26
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))  # new ones get ids so
+_MAX_DIGITS = 10  # of the id of a token, which 32 bits hold
 _MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -113,9 +114,8 @@ def _extra(settings: Mapping[str, Any]) -> list[str | AddedToken]:
 def _listed(settings: Mapping[str, Any]) -> list[AddedToken]:
     """All added tokens with their marks, in the order of their ids."""
     value = settings.get("added_tokens_decoder") or {}
-    if not isinstance(value, dict) or not all(
-        key.isdecimal() and isinstance(item, dict) for key, item in value.items()
-    ):
+    are_tokens = isinstance(value, dict) and all(isinstance(item, dict) for item in value.values())
+    if not are_tokens or not all(key.isdecimal() and len(key) <= _MAX_DIGITS for key in value):
         raise ModelError(f"added_tokens_decoder must list tokens by their ids, not {shown(value)}")
     tokens = [_token(value[key], "added_tokens_decoder") for key in sorted(value, key=int)]
     return [token for token in tokens if isinstance(token, AddedToken)]
@@ -128,7 +128,10 @@ def _token(value: Any, key: str) -> str | AddedToken:
     if not isinstance(text, str):
         raise ModelError(f"{key}: {shown(value)} is no token")
     marks = {name: value[name] for name in _MARKS if isinstance(value.get(name), bool)}
-    return AddedToken(text, **marks)
+    try:
+        return AddedToken(text, **marks)
+    except UnicodeEncodeError:  # a lone surrogate
+        raise ModelError(f"{key}: {shown(value)} is no token") from None
 
 
 def _text(token: str | AddedToken) -> str:

@@ -98,10 +98,13 @@ def test_a_token_for_padding_that_the_model_has_no_row_for_is_left_out(tmp_path:
         {"added_tokens_decoder": {"x": token("<X>")}},
         {"added_tokens_decoder": {"600": "<X>"}},
         {"added_tokens_decoder": {"600": {"special": True}}},
+        {"added_tokens_decoder": {"9" * 5000: token("<X>")}},
+        {"added_tokens_decoder": {"600": token("\ud83d")}},
         {"extra_special_tokens": [7]},
         {"additional_special_tokens": [{"text": "<X>"}]},
+        {"pad_token": {"content": "\ud83d"}},
     ],
-    ids=str,
+    ids=lambda config: ascii(config)[:60],
 )
 def test_what_are_no_tokens_is_refused_by_name(config: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {next(iter(config))}"):
