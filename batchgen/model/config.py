@@ -87,7 +87,7 @@ class ModelConfig:
     ``{expert}`` for that of an expert; ``module_names`` maps what transformers calls parts of a module otherwise, and
     so adapters. Families without convolutions leave the fields ``conv_*`` as they are. Where it is not ``is_causal``,
     each token sees its whole text; without ``has_head`` the model gives its last hidden state in place of logits, or
-    the logits of ``labels``, of which several may hold where it ``has_many_labels``.
+    the logits of ``labels``, of which ``scores`` are the "softmax", the "sigmoid" of each, or the "logits" themselves.
     ``has_unexpected_head``: the output projection is no copy of the embedding, though ``config.json`` says so.
     """
 
@@ -121,7 +121,7 @@ class ModelConfig:
     has_head: bool = True
     has_unexpected_head: bool = False
     labels: tuple[str, ...] = ()
-    has_many_labels: bool = False
+    scores: str = ""
 
     @property
     def saved_dtype(self) -> str:

@@ -23,6 +23,17 @@ _PREFIX = "dummy:"
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # transformers; the same once; MLX
 _TRUNKS = {"llama_bidirec": "llama"}  # the family of a model_type that only says what the model is for
 _MAX_LABELS = 10_000
+# What scores are of logits, by ``problem_type`` and by the function that sentence-transformers writes.
+_PROBLEMS = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "logits",
+}
+_FUNCTIONS = {
+    "torch.nn.modules.linear.Identity": "logits",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Softmax": "softmax",
+}
 _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 
 
@@ -74,8 +85,8 @@ def _purpose(values: ConfigValues) -> dict[str, Any]:
         is_both_ways = True
     found: dict[str, Any] = {"is_causal": not is_both_ways}
     if name.endswith("ForSequenceClassification"):
-        found |= {"labels": _labels(values), "has_head": False}
-        found["has_many_labels"] = values.text("problem_type", default="") == "multi_label_classification"
+        labels = _labels(values)
+        found |= {"labels": labels, "has_head": False, "scores": _scores(values, len(labels))}
     elif not found["is_causal"] or (name.endswith("Model") and name):
         found["has_head"] = False
     return found
@@ -92,6 +103,22 @@ def _labels(values: ConfigValues) -> tuple[str, ...]:
     if len(labels := tuple(named[place] for place in places)) > len(set(labels)):
         raise values.error("id2label holds the same name twice")
     return labels
+
+
+def _scores(values: ConfigValues, num_labels: int) -> str:
+    """What the scores of labels are of their logits, as in sentence-transformers and transformers' pipeline.
+
+    Raises ModelError.
+    """
+    ours, older = values.section("sentence_transformers", is_needed=False), "sbert_ce_default_activation_function"
+    function = ours.text("activation_fn", default=values.text(older, default=""))
+    problem = values.text("problem_type", default="")
+    usual = _PROBLEMS["multi_label_classification" if num_labels == 1 else "single_label_classification"]
+    for name, given, known in (("activation_fn", function, _FUNCTIONS), ("problem_type", problem, _PROBLEMS)):
+        if given and given not in known:
+            raise values.error(f"{name} is {shown(given)}; known are {', '.join(map(repr, known))}")
+    found = _FUNCTIONS.get(function) or _PROBLEMS.get(problem) or usual
+    return usual if num_labels == 1 and found == "softmax" else found
 
 
 def read_config(model: Path) -> ModelConfig:

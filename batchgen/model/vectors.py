@@ -24,8 +24,8 @@ _LEAST_NORM = np.float32(1e-12)  # torch's functional.normalize
 class VectorSettings:
     """What is made of pooled hidden states.
 
-    ``dimensions`` is how many numbers of a vector are kept, None for all. ``scores`` "softmax" or "sigmoid" stand for
-    a classifier, whose model gives logits of labels; "" for vectors.
+    ``dimensions`` is how many numbers of a vector are kept, None for all. ``scores`` are what a classifier makes
+    of its logits of labels, see ``ModelConfig``; "" for vectors.
     """
 
     dense: tuple[Dense, ...] = ()
@@ -75,6 +75,8 @@ def _normalized(row: np.ndarray) -> np.ndarray:
 
 
 def _scores(row: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "logits":
+        return row
     with np.errstate(over="ignore"):  # infinity, whose score is 0
         weights: np.ndarray = np.exp(-row if kind == "sigmoid" else row - row.max())
     scores: np.ndarray = 1 / (1 + weights) if kind == "sigmoid" else weights / weights.sum()

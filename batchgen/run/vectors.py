@@ -66,8 +66,6 @@ def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder) -> Callable[...
     from batchgen.engine.pooler import Pooler
     from batchgen.model.vectors import VectorHead, VectorSettings
 
-    config, scores = model.config, ""
-    if config.labels:
-        scores = "sigmoid" if len(config.labels) == 1 or config.has_many_labels else "softmax"
-    settings = VectorSettings(files.dense, bool(embed.normalize), embed.dimensions, scores)
+    config = model.config
+    settings = VectorSettings(files.dense, bool(embed.normalize), embed.dimensions, config.scores)
     return partial(Pooler, VectorHead(settings, model.kernels, config.hidden_size, model.dtype, model.device))

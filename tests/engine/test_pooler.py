@@ -9,17 +9,20 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import raw_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_model import spoil
 from vector_models import bidirectional_states, loaded, saved, vectors
 
+from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig, model_runner
 from batchgen.engine.pooler import Pooler
@@ -28,6 +31,7 @@ from batchgen.engine.sequence import RequestState
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
+from batchgen.model.registry import parse_config
 from batchgen.model.vector_files import Dense
 from batchgen.model.vectors import VectorHead, VectorSettings
 
@@ -218,6 +222,45 @@ def test_classifiers_are_transformers(kind: str, labels: int, tmp_path: Path) ->
             logits = reference(torch.tensor([token_ids])).logits[0]
         wanted = (logits.softmax(-1) if labels > 1 else logits.sigmoid()).numpy()
         assert abs(np.frombuffer(found[key], np.float32) - wanted).max() <= 1e-5
+
+
+OLDER = "sbert_ce_default_activation_function"
+SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [
+        *((problem, n) for problem in (None, "regression", "multi_label_classification") for n in (1, 3)),
+        ("single_label_classification", 3),
+    ],
+)
+def test_scores_are_those_of_the_pipeline_of_transformers(problem: str | None, labels: int) -> None:
+    from transformers.pipelines.text_classification import TextClassificationPipeline
+
+    raw = raw_config("llama", architectures=["LlamaForSequenceClassification"], num_labels=labels, problem_type=problem)
+    logits = np.array([[0.5, -1.0, 2.0][:labels]], np.float32)
+    pipeline = object.__new__(TextClassificationPipeline)
+    pipeline.model = SimpleNamespace(config=SimpleNamespace(problem_type=problem, num_labels=labels, id2label=range(3)))
+    wanted = pipeline.postprocess({"logits": torch.from_numpy(logits)}, None, top_k=None, _legacy=False)
+    found = VectorHead(
+        VectorSettings(scores=parse_config(raw, "").scores), model("llama").kernels, labels, torch.float32
+    )
+    assert sorted(found(logits)[0].tolist()) == pytest.approx(sorted(item["score"] for item in wanted))
+
+
+@pytest.mark.parametrize(("function", "wanted"), [(SIGMOID, "sigmoid"), (IDENTITY, "logits"), ("", "softmax")])
+def test_a_function_of_sentence_transformers_makes_the_scores(function: str, wanted: str) -> None:
+    raw = raw_config("llama", architectures=["LlamaForSequenceClassification"], num_labels=3)
+    for change in ({"sentence_transformers": {"activation_fn": function}}, {OLDER: function}):
+        assert parse_config(raw | change, "config.json").scores == wanted
+
+
+@pytest.mark.parametrize("change", [{"problem_type": "ranking"}, {OLDER: "mine.Tanh"}])
+def test_a_kind_of_scores_that_is_not_known_is_refused(change: dict[str, str]) -> None:
+    raw = raw_config("llama", architectures=["LlamaForSequenceClassification"], num_labels=3)
+    with pytest.raises(ModelError, match="; known are '"):
+        parse_config(raw | change, "config.json")
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
