@@ -249,14 +249,24 @@ def test_a_row_group_without_wanted_rows_is_not_touched(tmp_path: Path, monkeypa
     assert {*groups} == {2}
 
 
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.list_(pa.string_view())], ids=str)
+def test_a_part_of_the_rows_is_read_where_arrow_cannot_take_their_type(kind: pa.DataType, tmp_path: Path) -> None:
+    values = [f"row {number}" for number in range(9)]
+    column = values if pa.types.is_string_view(kind) else [[value] for value in values]
+    pq.write_table(pa.table({"prompt": pa.array(column, kind)}), tmp_path / "rows.parquet")
+    for wanted in ({1, 2, 7}, {8}, set()):
+        read = source_of(tmp_path / "rows.parquet").read(wanted=wanted.__contains__)
+        assert [row.columns["prompt"] for row in read if isinstance(row, Record)] == [column[i] for i in sorted(wanted)]
+
+
 def test_long_values_that_repeat_are_converted_a_few_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = [letter * 100_000 for letter in "ab"]
     sizes = []
     convert = arrow.rows_at
 
-    def recorded(batch: pa.RecordBatch, places: Sequence[int], asked: Collection[str]) -> Any:
+    def recorded(batch: pa.RecordBatch, places: Sequence[int], request_columns: Collection[str]) -> Any:
         sizes.append(batch.nbytes)
-        return convert(batch, places, asked)
+        return convert(batch, places, request_columns)
 
     monkeypatch.setattr(arrow, "rows_at", recorded)
     pq.write_table(pa.table({"prompt": long * 100}), tmp_path / "long.parquet")

@@ -103,7 +103,7 @@ def rows_at(
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
     check_names(batch.schema.names, "a table of rows")
     if len(places) < batch.num_rows:
-        batch = batch.take(pa.array(places, pa.int64()))
+        batch = _taken(batch, places)
     features = _features((batch.schema.metadata or {}).get(b"huggingface", b""))
     found = {
         field.name: _conversion(field, field.name in request_columns, features.get(field.name))
@@ -118,6 +118,14 @@ def rows_at(
         return [(row, None) for row in rows]
     except (RowProblem, *_VALUE_ERRORS):
         return [_row(batch.slice(place, 1), conversions) for place in range(batch.num_rows)]
+
+
+def _taken(batch: pa.RecordBatch | pa.Table, places: Sequence[int]) -> pa.RecordBatch | pa.Table:
+    try:
+        return batch.take(pa.array(places, pa.int64()))
+    except pa.ArrowNotImplementedError:  # of views of texts, which Arrow cannot take
+        table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
+        return pa.concat_tables([table.slice(0, 0), *(table.slice(place, 1) for place in places)])
 
 
 def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert]) -> RowValues:
