@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -139,6 +141,15 @@ def test_files_of_a_dataset_that_do_not_agree_are_refused_for_good_with_the_way_
     assert caught.value.exit_code == ExitCode.USAGE and "run the same command again" not in str(caught.value)
 
 
+def tar_of(content: bytes) -> bytes:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as file:
+        member = tarfile.TarInfo("rows.txt")
+        member.size = len(content)
+        file.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
+
+
 @pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.jsonl", "rows"])
 @pytest.mark.parametrize(
     ("content", "said"),
@@ -151,6 +162,7 @@ def test_files_of_a_dataset_that_do_not_agree_are_refused_for_good_with_the_way_
         ("東京,b\n1,大阪\n".encode("utf-32-be"), "UTF-32 text; convert it: iconv -f UTF-32BE"),
         ("a,b\n1,2\n".encode("utf-32"), "UTF-32 text; convert it: iconv -f UTF-32 -t"),
         (b"a,b\r1,2\r3,4\r", "end with CR alone; convert it: tr '.r' '.n'|a carriage return stands in a cell"),
+        (tar_of(b"a\nb\n"), "is a tar archive, which cannot be read; unpack it"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n", "pointer of Git LFS.*git lfs pull"),
     ],
 )

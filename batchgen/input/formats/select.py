@@ -48,6 +48,7 @@ _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe"
 # Without a mark: which of four bytes are zeros in most places (0), and which in few (1).
 _WIDE_ZEROS = {"UTF-16LE": "1010", "UTF-16BE": "0101", "UTF-32LE": "1?00", "UTF-32BE": "00?1"}
 _HEAD_BYTES = 1 << 16
+_TAR_AT = 257  # of the mark of a tar archive
 _PROBE_BYTES = 1 << 10  # in which text of two bytes a character shows its zeros
 
 
@@ -104,6 +105,8 @@ def _refuse_as_text(name: str, head: bytes) -> None:
     """Raises UsageError for a file that is no UTF-8 text, or no data, although each of its lines might pass as one."""
     if encoding := _wide_encoding(head):
         raise UsageError(f"{name} is {encoding[:6]} text; convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
+    if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
+        raise UsageError(f"{name} is a tar archive, which cannot be read; unpack it")
     if head.startswith(LFS_POINTER):
         raise UsageError(f"{name} is a pointer of Git LFS, which stands for the file: fetch it with git lfs pull")
 
