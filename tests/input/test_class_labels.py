@@ -12,9 +12,9 @@ import pytest
 from input_helpers import codes, source_of
 from run_helpers import JobMaker
 
-from batchgen.api import _lines
 from batchgen.core.records import Record
 from batchgen.input.formats.arrow import rows_at
+from batchgen.input.in_memory import json_lines
 
 NAMES = ["World", "Sports", "Business"]
 LABEL = {"names": NAMES, "_type": "ClassLabel"}
@@ -69,7 +69,7 @@ def test_labels_are_their_names_at_any_depth_and_null_where_they_have_none(form:
 def test_labels_of_rows_in_memory_are_their_names(kind: str) -> None:
     given = dataset()
     rows = {"dataset": given, "iterable": given.to_iterable_dataset(), "table": given.with_format("arrow")[:]}[kind]
-    found = [json.loads(line) for line in _lines(rows, [])]
+    found = [json.loads(line) for line in json_lines(rows, [])]
     assert [{name: row[name] for name in READ[0]} for row in found] == READ
 
 
