@@ -20,7 +20,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from batchgen.core.limited import LimitedProgram, Program
+from batchgen.core.errors import UsageError
+from batchgen.core.limited import LimitedProgram, Program, SetupRefused
 
 MAX_CPU_S = 2.0  # processor time per text of a regular expression
 _MAX_BYTES = 512 << 20
@@ -53,7 +54,8 @@ def find_answer(rule: str, text: str, parsed: Any = None, on_limit: Callable[[],
     """The answer in a text by the last match of a rule, or in its ``parsed`` JSON value; None where there is none.
 
     A number comes without commas and dollar signs, a value that is no string as JSON. ``on_limit`` is called where a
-    regular expression takes too long, which finds none. Raises BatchgenError if its process cannot be started.
+    regular expression takes too long, which finds none. Raises BatchgenError if its process cannot be started, and
+    UsageError if it does not compile within the limits.
     """
     if rule.startswith(PARSED):
         for name in rule.removeprefix(PARSED).split("."):
@@ -101,7 +103,10 @@ def start(rule: str) -> tuple[str, Callable[[bytes], str]]:
 @lru_cache(maxsize=4)
 def _searching(rule: str) -> LimitedProgram:
     program = Program("batchgen.core.answers", "searches answers", {"rule": rule}, MAX_CPU_S, _MAX_BYTES)
-    return LimitedProgram(program)
+    try:
+        return LimitedProgram(program)
+    except SetupRefused as error:
+        raise UsageError(f"output.answer: the regular expression does not compile: {error}") from None
 
 
 def is_right(rule: str, answer: str | None, expected: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from batchgen.core import answers
 from batchgen.core.answers import check_rule, find_answer, is_right, normal
+from batchgen.core.errors import UsageError
 
 STRICT = r"#### (\-?[0-9\.\,]+)"
 
@@ -188,3 +189,12 @@ def test_the_search_in_what_is_expected_is_bounded_too() -> None:
 @pytest.mark.parametrize("text", ["\ud800 7", "é\u2028\n7", '"7"', "\x00 7"])
 def test_any_text_reaches_the_search_as_it_is(text: str) -> None:
     assert find_answer(r"(?s)(.*7)", text) == re.findall(r"(?s)(.*7)", text)[-1].strip()
+
+
+def test_a_regular_expression_that_does_not_compile_within_the_limits_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answers, "MAX_CPU_S", 0.02)
+    rule = f"({'|'.join(map(str, range(20_000)))})"
+    with pytest.raises(UsageError, match=r"^output\.answer: the regular expression does not compile: it takes more"):
+        find_answer(rule, "1")
