@@ -114,7 +114,7 @@ class BatchgenLM(TemplateLM):
         chat = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         text = next(iter(self.tokenizer.render_chats([chat])))
         if isinstance(text, ChatTemplateError):
-            raise UsageError(f"lm-eval: the chat template fails: {text}")
+            raise UsageError(f"lm-eval: {text}")
         if add_generation_prompt:
             return text
         begun = chat_history[-1]["content"].strip()
