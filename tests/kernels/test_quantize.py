@@ -242,10 +242,11 @@ def test_integers_of_weights_in_bfloat16_stand_for_numbers_in_float32(inputs: in
     assert torch.equal(kernels.gated_linear(weight[:24], weight[24:])(x), expected)
 
 
+@pytest.mark.parametrize("inputs", [160, 200])  # the last group is rotated as one of 32, or of 128
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_back_end_computes_products_of_integers_to_the_bit(dtype: str) -> None:
+def test_every_back_end_computes_products_of_integers_to_the_bit(dtype: str, inputs: int) -> None:
     kind = DTYPES[dtype]
-    weight, x, residual = randn(70, 200).to(kind), randn(19, 200, seed=1).to(kind), randn(19, 70, seed=2).to(kind)
+    weight, x, residual = randn(70, inputs).to(kind), randn(19, inputs, seed=1).to(kind), randn(19, 70, seed=2).to(kind)
     expected = Int8Linear(quantize_rotated(weight), None)(x, residual)
     for kernels in back_ends(kind, weights="int8", activations="int8"):
         linear = kernels.linear(weight)

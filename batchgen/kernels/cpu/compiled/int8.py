@@ -145,18 +145,29 @@ def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, pre
     ``start`` are the places of the rows' integers in ``values``, ``base`` is that of the weights behind their scales.
     """
     together = _in_a_lane()
+
+    def add_products(place):
+        at = builder.add(base, builder.mul(place, emit.number(LANES)))
+        weights = [_emit_weights(builder, s, at) for s in strip]
+        for r, row in enumerate(start):
+            pointer = builder.gep(builder.bitcast(values, integer_type().as_pointer()), [builder.add(row, place)])
+            x = emit.splat(builder, builder.load(builder.bitcast(pointer, emit.INT.as_pointer()), align=4))
+            for v, w in enumerate(weights):
+                builder.store(emit_dot(builder, w, x, builder.load(sums[r, v])), sums[r, v])
+
+    # A number that LLVM cannot see, where it counts a loop: of what is written one behind the other it adds up the
+    # products first, for which AVX2 has too few registers.
+    number = ir.FunctionType(steps.type, [steps.type])
+    parts = builder.asm(number, "", "=r,0", [emit.number(STEP_INPUTS // together)], side_effect=False)
     with cgutils.for_range(builder, steps) as loop:
         prefetch(builder.add(done, loop.index))
         first = builder.mul(loop.index, emit.number(STEP_INPUTS))
-        for part in range(0, STEP_INPUTS, together):
-            place = builder.add(first, emit.number(part))
-            at = builder.add(base, builder.mul(place, emit.number(LANES)))
-            weights = [_emit_weights(builder, s, at) for s in strip]
-            for r, row in enumerate(start):
-                pointer = builder.gep(builder.bitcast(values, integer_type().as_pointer()), [builder.add(row, place)])
-                x = emit.splat(builder, builder.load(builder.bitcast(pointer, emit.INT.as_pointer()), align=4))
-                for v, w in enumerate(weights):
-                    builder.store(emit_dot(builder, w, x, builder.load(sums[r, v])), sums[r, v])
+        if adds_up():
+            for part in range(0, STEP_INPUTS, together):
+                add_products(builder.add(first, emit.number(part)))
+            return
+        with cgutils.for_range(builder, parts) as part:
+            add_products(builder.add(first, builder.mul(part.index, emit.number(together))))
 
 
 def emit_integer_sums(builder, totals, x, first_row, strip, groups, num_steps, prefetch):
