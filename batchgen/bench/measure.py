@@ -27,9 +27,10 @@ from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.facts import engine_sizes, model_key, weight_bytes
 from batchgen.engine.generation import TextTools
-from batchgen.engine.load import load_weights, use_threads
+from batchgen.engine.load import load_weights
 from batchgen.engine.pooler import Pooler
 from batchgen.engine.sampler import Sampler
+from batchgen.engine.sizes import use_threads
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder

@@ -18,7 +18,8 @@ from batchgen.core.errors import GateFailed, TokenizerError, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine.load import load_weights, use_threads
+from batchgen.engine.load import load_weights
+from batchgen.engine.sizes import use_threads
 from batchgen.report.facts import numerics_text
 from batchgen.run.loader import ModelInfo, read_model
 

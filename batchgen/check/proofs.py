@@ -151,7 +151,7 @@ class Check:
     """The loaded ``model`` and the ``requests`` that its proofs run; ``solo`` is what they give one by one."""
 
     def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_dtype: str = "auto") -> None:
-        self.model = load_weights(where)
+        self.model = load_weights(where, kv_dtype=kv_dtype, always_proves=True)
         self.kv_dtype = kv_cache_dtype(kv_dtype, self.model)
         self._has_head = self.model.config.has_head
         self.requests = requests_for(prompts) if self._has_head else texts_for(prompts)

@@ -10,9 +10,11 @@ from batchgen.check.proofs import GREEDY, Check, Proof, Write, made_up_prompts, 
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
-from batchgen.engine.load import use_threads
+from batchgen.engine.sizes import use_threads
 from batchgen.report.facts import numerics_text
 from batchgen.run.loader import read_model
+
+_PROVEN = "each operation of the kernels gives what plain torch gives, but for rounding"
 
 
 def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dict[str, Any]:
@@ -20,7 +22,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
 
     ``log`` takes messages about progress, ``show`` the lines of the result as they come. Returns the result as plain
     data: ``backend`` names the kernels, ``kernels`` their variant, ``digest`` all logits of the prompts run one by one,
-    ``failed`` says where a proof fails.
+    ``failed`` says where a proof fails, ``plain_operations`` which operations plain torch computes, and why.
 
     Raises:
         UsageError: model or input cannot be used.
@@ -49,7 +51,10 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     num_tokens = counted(facts["num_prompt_tokens"], "token")
     kinds = "greedy and sampled by turns" if info.config.has_head else "their hidden states compared"
     show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, {kinds}")
+    if check.model.kernels.name != "plain":
+        show("\n".join(check.model.kernels.notes) or _PROVEN)
     proofs = []
+    facts["plain_operations"] = dict(check.model.kernels.faults)
     for proof in check.proofs(log):
         show(render(proof, check.requests))
         proofs.append(proof)

@@ -45,8 +45,9 @@ def check(
     bit: all together (batched = solo), in small parts (chunked = whole), from cached prefixes (cached = cold), thrown
     out and run anew (preempted = undisturbed), and with their answers as one text (decoded = prefilled). Last, the
     fast kernels are compared with plain torch, where a small gap is allowed. If a test fails, exits 4 and says where
-    it fails first. The digest in --json is that of all logits: two machines compute the same bits if it is the same.
-    Of a file the first 16 rows are taken, or --limit.
+    it fails first. Before, each operation of the kernels is held against plain torch, which takes the place of what
+    differs, here and in later runs. The digest in --json is that of all logits: two machines compute the same bits if
+    it is the same. Of a file the first 16 rows are taken, or --limit.
 
     With --against DTYPE nothing is tested. The rows are answered twice: by the model as given, such as with --weights
     int8, and by the model in that dtype without integers. The result says how many answers are the same. It also says

@@ -21,13 +21,12 @@ from batchgen.engine.admission import LookAhead
 from batchgen.engine.batch import InFlight, build_pending
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.generation import TextTools, unusable
-from batchgen.engine.load import use_threads_beside
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.sampler import Sampler, build_mask
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import RequestState, Sequence
-from batchgen.engine.sizes import SchedulerConfig, resolve
+from batchgen.engine.sizes import SchedulerConfig, resolve, use_threads_beside
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder

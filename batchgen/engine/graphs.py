@@ -28,6 +28,8 @@ from batchgen.model.state import StateCache
 
 _USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
 _UPLOADS = 3  # that may be under way: of a step that runs and the one behind it, and one more
+_ANOTHER_TOKEN = 1
+_MOST_APART = 2**-6  # logits of two launches of one step, of kernels that may add up in another order each time
 _ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
 
 
@@ -128,12 +130,17 @@ class CudaGraphs:
     def record_all(self) -> None:
         """Record each bucket, for contexts of ``_USUAL_TOKENS``: the largest first, whose memory the others share.
 
+        The largest and the smallest are then replayed once and held against a launched step.
+
         Raises:
-            CaptureFailed: see ``CudaRecorder``.
+            CaptureFailed: see ``CudaRecorder``, or a replayed step differs.
         """
         most = self.padding.slot
-        for num_seqs in sorted({bucket(n + 1, most) for n in range(most)}, reverse=True):
+        sizes = sorted({bucket(n + 1, most) for n in range(most)}, reverse=True)
+        for num_seqs in sizes:
             self._record(StepSize(num_seqs, self._width(1)))
+        for num_seqs in {sizes[0], sizes[-1]}:
+            self._prove(StepSize(num_seqs, self._width(1)))
 
     @staticmethod
     def takes(inputs: ModelInput) -> bool:
@@ -175,6 +182,29 @@ class CudaGraphs:
             self.recorded[size] = static, self.recorder.record(lambda: self._fed_step(static))[1]
         finally:
             self.last_token_ids.copy_(kept)
+
+    @torch.inference_mode()
+    def _prove(self, size: StepSize) -> None:
+        """Replay a recording on the padding, with another token than it was made with, known or fed by turns.
+
+        Raises CaptureFailed where logits or likeliest tokens are not those of a launched step: to the bit, where a
+        back end promises that.
+        """
+        static, replay = self.recorded[size]
+        static.fill(None)
+        static.inputs.token_ids.fill_(_ANOTHER_TOKEN)
+        static.feed[::2] += size.num_seqs
+        tolerance, found = 0.0 if self.model.kernels.batch_invariant else _MOST_APART, list[Tensor]()
+        for step in (replay, lambda: self._fed_step(static)):
+            self.last_token_ids.fill_(_ANOTHER_TOKEN)
+            found += [step().float().clone(), self.last_token_ids[: size.num_seqs].clone()]
+        self.last_token_ids.zero_()
+        replayed, ids, launched, expected = found
+        is_same = torch.allclose(
+            replayed, launched, rtol=0, atol=tolerance * float(launched.abs().max()), equal_nan=True
+        )
+        if not (is_same and (tolerance or torch.equal(ids, expected))):
+            raise CaptureFailed("a replayed step differs from a launched one")
 
     def _fed_step(self, static: StaticInput) -> Tensor:
         """Logits of a step from the last ids to the next; both lie at one address, as a stream keeps the order."""

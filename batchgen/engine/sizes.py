@@ -1,4 +1,4 @@
-"""Sizes of the engine: chooses what the user left open, for the machine and the model at hand.
+"""Sizes of the engine, and its threads: chooses what the user left open, for the machine and the model at hand.
 
 The arithmetic needs no torch, so that a plan can do it too; asking the device for its memory and threads does.
 """
@@ -6,12 +6,15 @@ The arithmetic needs no torch, so that a plan can do it too; asking the device f
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from batchgen.config.job import EngineConfig
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, total_bytes
+from batchgen.core.units import shown
+from batchgen.kernels.processor import num_usable_cpus
 from batchgen.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input a
 _CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less what is known to be needed beside
 _MAX_HALVINGS = 5  # of the tokens and sequences of a step, where a card is too small for both
 _CUDA_BYTES = 1 << 30  # that libraries and graphs take
+_SHARED_PARAMS = 10_000_000  # a smaller model's products end before a second thread has joined in
+_MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands the OpenMP runtime ends the process
+_ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines
 _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per block
 
 
@@ -191,3 +197,30 @@ def _memory(model: Decoder) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(model.device)
     unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     return int(free) + unused, int(total)
+
+
+def use_threads_beside(model: Decoder, threads: int | None) -> None:
+    """Set the CPU threads of this process where that is asked for; beside a GPU one, as its tensors are small."""
+    if threads is not None or model.device.type == "cuda":
+        use_threads(threads or 1, model.config)
+
+
+def use_threads(threads: int | None, config: ModelConfig) -> int:
+    """Set the CPU threads of this process, and return how many; loading packs weights with them.
+
+    None means all that torch has, as far as processors may be used, or one for a model too small to share.
+
+    Raises:
+        UsageError: more than could be of use here.
+    """
+    import torch
+
+    num_cpus = os.cpu_count() or 1
+    most = max(_ALWAYS_ALLOWED_THREADS, _MAX_THREADS_PER_CPU * num_cpus)
+    if threads is not None and threads > most:
+        raise UsageError(f"threads {shown(threads)}: at most {most} on this machine, which has {num_cpus} CPUs")
+    if threads is None:
+        is_large = config.linear_params_per_token >= _SHARED_PARAMS
+        threads = min(torch.get_num_threads(), num_usable_cpus()) if is_large else 1
+    torch.set_num_threads(threads)
+    return threads

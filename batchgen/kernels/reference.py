@@ -62,16 +62,26 @@ class TorchRouter:
 
 def choose(logits: Tensor, routing: interface.Routing) -> tuple[Tensor, Tensor]:
     """``Router`` for float32 logits [rows, num_experts]."""
-    scores = logits.softmax(-1) if routing.is_softmax else logits.sigmoid()
-    ranks = scores if routing.bias is None else scores + routing.bias
+    scores, ranks = rank(logits, routing)
     # Sorted, not by ``topk``, which leaves the order of equals open.
-    ranks = ranks.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     ranked = ranks.sort(dim=-1, descending=True, stable=True).indices
     ids = ranked[:, : routing.num_active].sort(-1).values
+    return ids.int(), weigh(scores, ids, routing)
+
+
+def rank(logits: Tensor, routing: interface.Routing) -> tuple[Tensor, Tensor]:
+    """The scores of experts, and the numbers without NaN of which the largest decide, both [rows, num_experts]."""
+    scores = logits.softmax(-1) if routing.is_softmax else logits.sigmoid()
+    ranks = scores if routing.bias is None else scores + routing.bias
+    return scores, ranks.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def weigh(scores: Tensor, ids: Tensor, routing: interface.Routing) -> Tensor:
+    """The weights of chosen experts, int64 ids [rows, num_active]."""
     weights = scores.gather(-1, ids)
     if routing.is_normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.normalizer_eps)
-    return ids.int(), weights * routing.scale
+    return weights * routing.scale
 
 
 class ExpertLoop:
@@ -112,6 +122,7 @@ class ReferenceKernels(interface.Kernels):
     """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default; ``dtype`` as for ``CpuKernels``."""
 
     name = "reference"
+    batch_invariant = False
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     batch_invariant: bool = True,
     has_head: bool = True,
     kernels: Kernels | None = None,
+    prove: Callable[[Kernels, ModelConfig, torch.device, torch.dtype], Kernels] | None = None,
 ) -> Decoder:
     """The model at ``path`` with its weights, ready to run.
 
@@ -52,8 +54,9 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     is the folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
     "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
     shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows. Where a GPU has no
-    kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back end of the device.
-    Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
+    kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back end of the device;
+    ``prove`` gives those to use in place of the device's own, before weights are read. Without ``has_head`` it gives
+    hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
@@ -82,9 +85,11 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
             # Beside the reading of the weights.
             build.start(name, config.saved_dtype, weights, activations, "auto", config.parts)
     with torch.inference_mode():
-        forms = {"weights": weights, "activations": activations}
-        chosen = kernels or select(where, kind, batch_invariant=batch_invariant, is_causal=config.is_causal, **forms)
-        return Decoder(config, source, chosen)
+        if kernels is None:
+            forms = {"weights": weights, "activations": activations}
+            kernels = select(where, kind, batch_invariant=batch_invariant, is_causal=config.is_causal, **forms)
+            kernels = kernels if prove is None else prove(kernels, config, where, kind)
+        return Decoder(config, source, kernels)
 
 
 def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:

@@ -7,8 +7,6 @@ measure, uses the last ones for its machine, model shape, dtype and threads. Imp
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,8 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.errors import BatchgenError
-from batchgen.core.storage import write_atomic
+from batchgen.core.kept import cache_folder, keep, kept
 from batchgen.model.config import ATTENTION, ModelConfig
 
 
@@ -179,32 +176,19 @@ def machine_key(processor: str, config: ModelConfig, numerics: Mapping[str, str]
 
 def cache_file() -> Path:
     """The file that keeps measured ceilings. Raises RuntimeError for a user without a home folder."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "batchgen" / "roofline.json"
+    return cache_folder() / "roofline.json"
 
 
 def remember(key: str, ceilings: Ceilings) -> None:
     """Keep ceilings for later runs; if the file cannot be written, later runs do without."""
-    with suppress(OSError, RuntimeError, BatchgenError):
-        path = cache_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(RuntimeError):
         rates = asdict(ceilings)
-        entry = {name: rates.pop(name) for name in ("source", "measured_at")} | {"ceilings": rates}
-        write_atomic(path, json.dumps({**_read(path), key: entry}, indent=2).encode() + b"\n")
+        keep(cache_file(), key, {name: rates.pop(name) for name in ("source", "measured_at")} | {"ceilings": rates})
 
 
 def recall(key: str) -> Ceilings | None:
     """The ceilings measured last under this key; None if none can be read."""
-    with suppress(OSError, RuntimeError, KeyError, TypeError):
-        found = _read(cache_file())[key]
-        return Ceilings(**found["ceilings"], source=found["source"], measured_at=found["measured_at"])
+    with suppress(RuntimeError, KeyError, TypeError):
+        if (found := kept(cache_file(), key)) is not None:
+            return Ceilings(**found["ceilings"], source=found["source"], measured_at=found["measured_at"])
     return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """All kept ceilings; empty if the file is missing or damaged."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

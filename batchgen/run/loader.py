@@ -264,12 +264,13 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
         from batchgen.engine import Engine
         from batchgen.engine.facts import engine_facts
         from batchgen.engine.generation import TextTools
-        from batchgen.engine.load import load_weights, use_threads
+        from batchgen.engine.load import load_weights
         from batchgen.engine.sampler import Sampler
+        from batchgen.engine.sizes import use_threads
         from batchgen.kernels.cpu.parallel import num_launches
 
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
-    model = load_weights(spec.model, has_head=not spec.embed.is_on)
+    model = load_weights(spec.model, has_head=not spec.embed.is_on, kv_dtype=spec.engine.kv_dtype)
     text = TextTools(partial(StopStrings, info.tokenizer), info.grammars) if info.tokenizer else None
     sampler = pooler(spec.embed, info.vectors, model) if spec.embed.is_on else Sampler
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text, sampler=sampler)

@@ -22,7 +22,7 @@ from batchgen.check.logits import Trace
 from batchgen.check.proofs import made_up_prompts, requests_for
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
-from batchgen.engine import Engine, sampler
+from batchgen.engine import Engine, proof, sampler
 from batchgen.engine.load import load_weights
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.plain import PlainKernels
@@ -101,6 +101,9 @@ def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..
     assert "kv_dtype" not in check()[1]
 
 
+FIND_FAULTS = proof.find_faults
+
+
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [
@@ -108,13 +111,17 @@ def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..
         *(slow("float32", INTEGERS), ("bfloat16", INTEGERS)),
     ],
 )
-def test_all_proofs_hold_on_the_sample(dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_proofs_hold_on_the_sample(
+    dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "find_faults", FIND_FAULTS)
     code = call(["check", "--model", SAMPLE, "--dtype", dtype, *form])
     captured = capsys.readouterr()
     assert code == ExitCode.OK, captured.out
     lines = captured.out.splitlines()
-    assert [line[: len(name)] for line, name in zip(lines[2:], [*PLAIN, FAST], strict=False)] == [*PLAIN, FAST]
-    assert all("128 tokens" in line for line in lines[2:-1])
+    assert lines[2] == "each operation of the kernels gives what plain torch gives, but for rounding"
+    assert [line[: len(name)] for line, name in zip(lines[3:], [*PLAIN, FAST], strict=False)] == [*PLAIN, FAST]
+    assert all("128 tokens" in line for line in lines[3:-1])
     assert "0 preemptions" not in captured.out
     assert ", 0 tokens cached" not in captured.out
     assert all(len(line) <= 80 for line in lines if SAMPLE not in line)
@@ -127,8 +134,8 @@ def test_the_object_says_what_was_proved_on_what(check: Callable[..., Found]) ->
     assert found["ok"] is True
     assert found["failed"] == []
     assert [found[key] for key in ("dtype", "device", "backend", "num_prompts")] == ["float32", "cpu", "cpu", 3]
-    for proof in found["proofs"][:-1]:
-        assert (proof["largest_gap"], proof["tolerance"], proof["num_tokens"]) == (0.0, 0.0, 48)
+    for done in found["proofs"][:-1]:
+        assert (done["largest_gap"], done["tolerance"], done["num_tokens"]) == (0.0, 0.0, 48)
     assert 0 < found["proofs"][-1]["largest_share"] < found["proofs"][-1]["tolerance"]
 
 
@@ -234,10 +241,10 @@ def test_a_model_is_let_go_before_the_next_is_loaded(
     loaded: list[weakref.ref[Any]] = []
     still_there: list[bool] = []
 
-    def load(*arguments: Any) -> Any:
+    def load(*arguments: Any, **named: Any) -> Any:
         gc.collect()
         still_there.extend(model() is not None for model in loaded)
-        model = load_weights(*arguments)
+        model = load_weights(*arguments, **named)
         loaded.append(weakref.ref(model))
         return model
 
@@ -291,3 +298,13 @@ def test_rows_may_be_templates_over_columns(tmp_path: Path, capsys: pytest.Captu
     flags = ["--input", str(rows), "--prompt", "{question}", "--limit", "2", "--json"]
     assert call(["check", "--model", SAMPLE, *flags]) == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["num_prompts"] == 2
+
+
+def test_operations_that_plain_torch_computes_are_shown(
+    check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "find_faults", lambda *_: {"attend": "it differs from plain torch by 3.0%"})
+    code, found, _ = check("--limit", "2")
+    assert found["plain_operations"] == {"attend": "it differs from plain torch by 3.0%"}
+    assert found["kernels"].endswith("-plain-attend")
+    assert code in (ExitCode.OK, ExitCode.GATE_FAILED)  # plain torch promises no equal bits

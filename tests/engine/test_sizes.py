@@ -14,10 +14,8 @@ from tiny_model import DTYPES, raw_config, state_tensors, tiny_model
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine import load as load_module
 from batchgen.engine import sizes as sizes_module
-from batchgen.engine.load import use_threads
-from batchgen.engine.sizes import kv_cache_dtype, resolve, sizes_for
+from batchgen.engine.sizes import kv_cache_dtype, resolve, sizes_for, use_threads
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import dummy_config, parse_config
 from batchgen.model.state import KV_DTYPES, allocate
@@ -155,7 +153,7 @@ def test_more_threads_than_could_be_of_use_are_refused(threads_as_before: None) 
 def test_no_more_threads_run_than_a_container_may(threads_as_before: None, monkeypatch: pytest.MonkeyPatch) -> None:
     large = dummy_config("dummy:LFM2-350M")
     torch.set_num_threads(8)
-    monkeypatch.setattr(load_module, "num_usable_cpus", lambda: 3)
+    monkeypatch.setattr(sizes_module, "num_usable_cpus", lambda: 3)
     assert use_threads(None, large) == torch.get_num_threads() == 3
 
 

@@ -1,0 +1,42 @@
+"""Small findings about this machine that later runs take up, as JSON objects by key in files of the user's cache.
+
+A file that is missing, damaged or cannot be written costs no more than finding out again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import BatchgenError
+from batchgen.core.storage import write_atomic
+
+
+def cache_folder() -> Path:
+    """The folder of such files. Raises RuntimeError for a user without a home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen"
+
+
+def keep(path: Path, key: str, found: Mapping[str, Any]) -> None:
+    """Keep a finding for later runs beside those under other keys."""
+    with suppress(OSError, BatchgenError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({**_all(path), key: found}, indent=2).encode() + b"\n")
+
+
+def kept(path: Path, key: str) -> Mapping[str, Any] | None:
+    """What was kept last under this key; None if there is nothing of the kind."""
+    found = _all(path).get(key)
+    return found if isinstance(found, dict) else None
+
+
+def _all(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
