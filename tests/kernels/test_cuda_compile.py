@@ -56,7 +56,10 @@ def test_every_kernel_compiles_for_hopper_into_matrix_instructions_and_wide_copi
 
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(90, marks=pytest.mark.slow), *(pytest.param(c, marks=pytest.mark.nightly) for c in (80, 120))],
+    [
+        pytest.param(90, marks=pytest.mark.slow),
+        *(pytest.param(c, marks=pytest.mark.nightly) for c in (80, 86, 89, 100, 120)),
+    ],
 )
 def test_every_kernel_compiles_for_every_dtype_and_generation(capability: int, tmp_path: Path) -> None:
     binaries = compiled(capability, "bfloat16", "float16", "float32", cache=tmp_path)
@@ -71,7 +74,7 @@ def test_every_kernel_compiles_for_every_dtype_and_generation(capability: int, t
     [
         pytest.param(89, 256, "bfloat16", marks=pytest.mark.slow),
         *(pytest.param(c, 256, "bfloat16", marks=pytest.mark.nightly) for c in (86, 90, 100, 120)),
-        *(pytest.param(c, 128, "bfloat16", marks=pytest.mark.nightly) for c in (86, 89, 100)),
+        *(pytest.param(c, 128, "bfloat16", marks=pytest.mark.nightly) for c in (86, 89, 100, 120)),
         pytest.param(89, 256, "float32", marks=pytest.mark.nightly),
     ],
 )
