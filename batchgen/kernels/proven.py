@@ -38,6 +38,7 @@ _METHODS = {"embedding": "tied_embedding"}  # that are not called as their opera
 # The argument that each changes, or that it could spoil.
 _WRITTEN = {"rope_and_cache": 4, "attend": 4, "attention": 1, "short_conv": 3, "mask": 0, "scale": 0}
 _CHOOSING = ("argmax", "sample", "router")
+_PRODUCTS = ("linear", "gated_linear", "experts")
 _ROUNDED_WITHIN = ("rope_and_cache", "attend")  # to the dtype of the model or of the cache, and then computed with
 # The most that rows may differ, as a share of a row's length: some four times what rounding makes of it.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -152,13 +153,14 @@ class ProvenKernels:
     def _note(self, name: str, why: str) -> None:
         self.faults = {**self.faults, name: why}
 
-    @staticmethod
-    def _agree(name: str, pairs: list[tuple[Tensor, Tensor]], plain: Any, given: tuple[Any, ...]) -> bool:
+    def _agree(self, name: str, pairs: list[tuple[Tensor, Tensor]], plain: Any, given: tuple[Any, ...]) -> bool:
         if name == "sample":
             return _draws_agree(*pairs[0], *given)
         if name == "router":
             return _choices_agree([got for _, got in pairs], plain.linear(given[0].float()), plain.routing)
         within = [given[0].dtype] if name in _ROUNDED_WITHIN else []
+        if name in _PRODUCTS and self.fast.activations == "int8":  # a last bit decides how an input is rounded
+            within.append(_COARSEST)
         if name == "attend":  # with the numbers that it has just cached
             within += [_COARSEST if dtype is torch.int8 else dtype for dtype in (wanted.dtype for wanted, _ in pairs)]
         return all(
