@@ -154,7 +154,7 @@ def generate(
         lines = None if is_path else json_lines(rows, spec.input.request_columns)
         outcome = run_job(spec, options, engine_factory=engine_factory, lines=lines)
         _pass_on_signal(outcome)
-        if not RunDir(Path(spec.output.path)).is_complete():
+        if not outcome.is_finished:
             lost = f"{outcome.lines[0].partition('; ')[0]}; {_NOT_KEPT}"
             raise RunStopped("; ".join(outcome.lines) if is_kept else lost)
         run = Run(spec, outcome, rows.index if hasattr(rows, "iloc") else None)

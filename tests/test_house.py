@@ -65,10 +65,10 @@ MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
-    "commands": "bench check help merge plan report retry run status",
+    "commands": "bench check help merge plan report run status",
     "switches of run": """
         allow-mixed-kernels deadline heartbeat-s help-all json-progress max-cost max-error-rate max-runtime
-        max-total-tokens metrics-file overwrite quiet shard strict
+        max-total-tokens metrics-file overwrite quiet shard strict update
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
     "output formats": "jsonl openai-batch parquet",
@@ -93,7 +93,7 @@ CONCEPTS = {
         prefix_caching share_duplicates speculate threads
     """,
     "[output]": """
-        answer expected format mirror order parse_json parse_tools path publish reuse split_reasoning token_ids
+        answer expected format order parse_json parse_tools path publish reuse split_reasoning token_ids
     """,
     "[cluster]": "load_patience patience price_per_hour ray resources worker_cpus worker_gpus workers",
 }

@@ -5,12 +5,12 @@ Flags of job keys become the raw values that a job file would hold; ``config.loa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,10 +18,13 @@ from batchgen.config import cluster
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.remote import redacted
-from batchgen.core.shard import Shard
-from batchgen.core.storage import check_path
+from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.storage import absolute, check_path
 from batchgen.core.synonyms import synonym_of
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
+
+if TYPE_CHECKING:
+    from batchgen.config.job import JobSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,7 +88,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "embed": "prompt_name prefix normalize dimensions truncate",
     "engine": "max_num_batched_tokens kv_dtype block_size prefix_caching speculate share_duplicates longest_first "
     "forecast_memory",
-    "output": "order token_ids parse_tools mirror",
+    "output": "order token_ids parse_tools",
     "cluster": "worker_cpus worker_gpus resources patience load_patience",
 }
 _ALL = "batchgen.all"  # in a context: whether help shows options for experts
@@ -199,6 +202,23 @@ def _job_option(section: str, item: Key, of_job: bool) -> Callable[[F], F]:
         help=f"{item.help}{'' if shown in (None, '', ()) else f' [{shown}]'}.",
         hidden=item.name in _EXPERT_KEYS.get(section, "").split(),
     )
+
+
+def load_spec(
+    job: Path | None, flags: Mapping[str, Mapping[str, Any]], shard: Shard | None, needs: Sequence[str] | None = None
+) -> tuple[JobSpec, Shard]:
+    """The job of a file, of a run directory, which stands for its own, or of flags alone; and the shard to run.
+
+    Flags win. Raises UsageError.
+    """
+    from batchgen.config.load import PLACES, load_job
+
+    if job is None or not job.is_dir():
+        return load_job(job, flags, needs=needs or PLACES), shard or WHOLE
+    from batchgen.output.rundir import RunDir
+
+    known = RunDir(absolute(job)).job()
+    return load_job(None, flags, needs=needs or PLACES, begun=known.job), shard or known.shard
 
 
 def take_job_flags(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from batchgen.cli.options import (
     GroupedCommand,
     job_options,
     json_option,
+    load_spec,
     run_option,
     take_job_flags,
 )
@@ -24,18 +25,19 @@ from batchgen.core.errors import ExitCode
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml]", type=PATH)
+@click.argument("job", required=False, metavar="[JOB.toml|DIR]", type=PATH)
 @click.option("--calibrate", is_flag=True, help="Time real steps of the model for about 10 s.")
 @click.option("--fail-if-over", type=DURATION, help="Exit 4 if the job would take longer.")
 @click.option("--expect-output", type=COUNT, help="Expected tokens per answer [as in the last run].")
-@click.option("--shard", type=SHARD, default="1/1", help="Plan the I-th of N parts of the rows [1/1].")
-@run_option("--overwrite", is_flag=True, hidden=True, help="As for run: what --reuse may name depends on it.")
+@click.option("--shard", type=SHARD, help="Plan the I-th of N parts of the rows [1/1].")
+@run_option("--overwrite", is_flag=True, hidden=True, help="As for run: no result that is there is kept.")
 @json_option()
 @job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
 def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     """Read a job's whole input and estimate what running it takes.
 
-    Writes nothing and needs no weights. Shows rows, bad rows by line, token counts, repeated prompts and KV memory.
+    Writes nothing and needs no weights. Shows rows, those that the output folder has results of, bad rows by line,
+    token counts, repeated prompts and KV memory.
     The time is estimated from the last run's report, or with --calibrate from real steps of the model. The flags of
     run are taken too; those that say how to run, such as --deadline, have no effect here.
 
@@ -50,16 +52,15 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     point_out_backslashes(flags)
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model and --input", click.get_current_context())
-    from batchgen.config.load import load_job
     from batchgen.plan.dry_run import check_time, make_plan
     from batchgen.plan.text import render_plan
-    from batchgen.run.reuse import refuse_own_rows
+    from batchgen.run.sources import refuse_own_rows
 
-    spec = load_job(job, flags, needs=("model", "input"))
+    spec, shard = load_spec(job, flags, values["shard"], needs=("model", "input"))
     if values["overwrite"]:
         refuse_own_rows(spec)
-    expected, shard = values["expect_output"], values["shard"]
-    found = make_plan(spec, calibrates=values["calibrate"], output_tokens=expected, shard=shard)
+    options = {"output_tokens": values["expect_output"], "shard": shard, "starts_anew": values["overwrite"]}
+    found = make_plan(spec, calibrates=values["calibrate"], **options)
     show(json.dumps(found, indent=2) if as_json else render_plan(found))
     if values["fail_if_over"] is not None:
         check_time(found, values["fail_if_over"])

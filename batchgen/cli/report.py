@@ -60,8 +60,8 @@ def report(
     run_dir = RunDir(folder)
     found = read_report(run_dir)
     with suppress(UsageError):  # of a job.json that cannot be read: the report can
-        if run_dir.has_outputs() and not run_dir.is_complete():
-            say(f"the input of {folder} has grown and not all of its new rows are done: the report is of those before")
+        if run_dir.is_complete() and run_dir.unfinished():
+            say(f"another job was begun in {folder} and is not finished: the report is of the one before")
     if compare is not None:
         before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
         answers = None if compare.is_file() else compared_answers(run_dir, RunDir(compare))

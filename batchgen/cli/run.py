@@ -1,4 +1,4 @@
-"""The commands on run directories: ``run``, ``status``, ``retry`` and ``merge``."""
+"""The commands on run directories: ``run``, ``status`` and ``merge``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from batchgen.cli.options import (
     GroupedCommand,
     job_options,
     json_option,
+    load_spec,
     progress_options,
     run_option,
     take_job_flags,
 )
 from batchgen.cli.say import point_out_backslashes, say, show
-from batchgen.config.job import KEYS
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 
@@ -34,38 +34,39 @@ if TYPE_CHECKING:
     from batchgen.run.invocation import Outcome, RunOptions
     from batchgen.run.loader import EngineFactory
 
-WHERE = ("failed", "length", "incomplete")
-_TRIED = "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty max_repeats"
-_NOT_TRIED = tuple(name for name in KEYS["sampling"] if name not in _TRIED.split())
 _MIXED_HELP = "Go on with a run begun on another kind of processor."
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml]", type=PATH)
+@click.argument("job", required=False, metavar="[JOB.toml|DIR]", type=PATH)
 @job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
+@run_option("--update", is_flag=True, help="Keep rows that cannot differ, though much is lost.")
 @run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
 @run_option("--max-error-rate", type=SHARE, help="Stop when more of the rows read fail, such as 5%.")
 @run_option("--deadline", type=CLOCK, help="Stop at this time: 05:55 or 2026-01-31T05:55.")
 @run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")
 @run_option("--max-total-tokens", type=COUNT, hidden=True, help="Stop after computing N tokens.")
 @run_option("--max-cost", type=AMOUNT, help="Stop when the run has cost this much.")
-@run_option("--shard", type=SHARD, default="1/1", help="Run the I-th of N parts of the rows [1/1].")
+@run_option("--shard", type=SHARD, help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @run_option("--metrics-file", type=PATH, help="Write Prometheus metrics at the end.")
 @progress_options
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
-    """Run a job; run it again to resume.
+    """Run a job; run it again to resume, or to take up a changed input.
 
-    A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Every key of the job file has a
-    flag, and flags win; without a job file --model, --input and --output are needed. SIGTERM or Ctrl-C stops the run
-    within 10 seconds with exit code 75 and loses nothing.
+    A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Where rows of the input have
+    changed, only these are computed. A changed job needs --update: rows that cannot differ are kept. Every key of the
+    job file has a flag, and flags win; a run directory stands for its own job, and without either --model, --input and
+    --output are needed. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
 
     \b
     Examples:
       batchgen run jobs/quickstart.toml
       batchgen run jobs/nightly.toml --deadline 05:55
+      batchgen run job.toml --max-tokens 1024 --update
+      batchgen run runs/questions --kv-memory 8GiB --update
       batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
           --prompt '{question}' --max-tokens 64 --output runs/questions
       batchgen run job.toml --structured-outputs schema.json
@@ -73,13 +74,11 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
       batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
     """
-    from batchgen.config.load import load_job
-
     flags = take_job_flags(values)
     point_out_backslashes(flags)
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
-    spec = load_job(job, flags)
+    spec, values["shard"] = load_spec(job, flags, values["shard"])
     from batchgen.executors.backend import run_job
     from batchgen.run.reports import check_metrics_file, write_metrics
     from batchgen.run.stop import Limits
@@ -88,7 +87,9 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if metrics_file is not None:
         check_metrics_file(metrics_file, spec.output.path)
     limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"], values["max_cost"])
-    options = replace(_run_options(values), limits=limits)
+    is_folder = job is not None and job.is_dir()
+    keeps_stdin = is_folder and "path" not in flags.get("input", {})
+    options = replace(_run_options(values), limits=limits, keeps_stdin=keeps_stdin)
     outcome = run_job(spec, options, engine_factory=engine_factory)
     if metrics_file is not None:
         write_metrics(metrics_file, spec.output.path, spec.model.path, outcome.report, outcome.exit_code)
@@ -107,38 +108,6 @@ def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
         for line in outcome.lines:
             say(line)
     return outcome.exit_code
-
-
-@click.command(cls=GroupedCommand)
-@click.argument("folder", metavar="DIR", type=PATH)
-@click.option("--where", type=click.Choice(WHERE), default="failed", help="Which rows are run again [failed].")
-@job_options("sampling", without=_NOT_TRIED, of_job=True)
-@job_options("engine", "cluster", of_job=True)
-@run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
-@progress_options
-@click.pass_obj
-def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) -> int:
-    """Run failed rows again and merge those that now succeed.
-
-    Rows are read from errors.jsonl: fix a row's "row" field by hand, and retry runs the fixed version. An interrupted
-    retry resumes when run again. Exits 3 while rows still fail.
-
-    With --where length, rows that max_tokens cut off run again with the sampling values given; with --where
-    incomplete, those whose text does not fit its schema to the end. Their records name the values (retried). A value
-    that is not given is that of such a retry before, or else of the job.
-
-    \b
-    Examples:
-      batchgen retry runs/questions
-      batchgen retry runs/questions --kv-memory 8GiB
-      batchgen retry runs/questions --where length --max-tokens 1024
-    """
-    from batchgen.executors.backend import retry_job
-
-    flags = take_job_flags(values)
-    where = values["where"]
-    outcome = retry_job(folder, _run_options(values), flags, engine_factory=engine_factory, where=where)
-    return _conclude(outcome, values)
 
 
 @click.command()
@@ -179,7 +148,8 @@ def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) ->
 
     All shards must be finished, and no row may be missing or appear twice: this is checked before anything is
     written. An interrupted merge resumes when run again, and a finished one says so. Exits 3 if rows failed.
-    Nothing is published or mirrored: for that, run the job once more with the new folder as --output and --publish.
+    Shards that have changed since are merged again in place. Nothing is published: for that, run the job once more with
+    the new folder as --output and --publish.
 
     \b
     Example:
@@ -187,14 +157,13 @@ def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) ->
       batchgen merge part1 part2 -o whole
     """
     from batchgen.run.merge import merge as merge_shards
-    from batchgen.run.merge import write_merged_report
 
-    counts = merge_shards(folders, output, allow_mixed_kernels=allow_mixed_kernels)
+    counts, problems = merge_shards(folders, output, allow_mixed_kernels=allow_mixed_kernels)
     if counts is None:
         say(f"already done: {counted(len(folders), 'shard')} in {output}")
     else:
         done = f"{counted(counts.results, 'row')} done, {counts.errors:,} failed"
         say(f"{done}, of {counted(len(folders), 'shard')}, into {output}")
-    for problem in write_merged_report(folders, output):
+    for problem in problems:
         say(f"no report of the merged run: {problem}")
     return ExitCode.ROWS_FAILED if (output / "errors.jsonl").exists() else ExitCode.OK

@@ -14,7 +14,7 @@ from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.embed import EmbedSpec
-from batchgen.config.sampling import COLUMNS, ROW_KEYS, SAMPLING_KEYS, Again
+from batchgen.config.sampling import COLUMNS, ROW_KEYS, SAMPLING_KEYS
 from batchgen.core import keys
 from batchgen.core.answers import PARSED, check_rule
 from batchgen.core.batch_lines import is_batch_shape
@@ -26,7 +26,7 @@ from batchgen.core.units import parse_size, shown
 
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
-    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "retried"}
+    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls"}
 )  # fields of an output record; a kept column of such a name is written as input_<name>
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # likewise, with [embed]
 ANSWER = "answer"  # likewise, in a job with output.answer alone: many inputs have such a column
@@ -208,9 +208,8 @@ class OutputSpec:
     """Where results go and in what form; ``path`` is the run directory, absolute, and "" if a command writes none.
 
     ``answer`` is a rule of ``core.answers`` that finds the answer in a text. ``expected`` names a column that is kept
-    and compared with it, or with the text: exact match goes into the report. The finished
-    files are copied to ``publish``, and while it goes the run is copied to ``mirror``, from which another machine can
-    go on; "" is none.
+    and compared with it, or with the text: exact match goes into the report. The finished files are copied to
+    ``publish``; "" is none.
     """
 
     path: str = key(string("DIR"), "The run directory", "", flag="output", resume="free")
@@ -231,9 +230,6 @@ class OutputSpec:
     )
     publish: str = key(
         _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", resume="free"
-    )
-    mirror: str = key(
-        _destination("s3", "gs"), "Keep a copy of the unfinished run in s3:// or gs://", "", resume="free"
     )
 
     def __post_init__(self) -> None:
@@ -269,7 +265,6 @@ class JobSpec:
     cluster: ClusterSpec = ClusterSpec()
     embed: EmbedSpec = EmbedSpec()
     sampling_columns: tuple[str, ...] = ()  # "*": every column named like a sampling key that no prompt uses
-    again: Again | None = None  # of a retry, which is no key
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
     fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
 
@@ -292,17 +287,12 @@ class JobSpec:
         wants = self.output.parse_tools or (is_line and bool(asked.get("tools")))
         return wants and asked.get("tool_choice") != "none"
 
-    def check_destinations(self) -> None:
-        """Refuse to publish over the input or the mirror. Raises ``UsageError``."""
-        publish, mirror = self.output.publish, self.output.mirror
-        if publish and publish == mirror:
-            raise UsageError(f"output.publish and output.mirror are both {publish}: give each a folder of its own")
+    def check_destination(self) -> None:
+        """Refuse to publish over the input. Raises ``UsageError``."""
+        address = self.output.publish
         for item in self.input.path:
-            for address in (publish, mirror):
-                if address and item.rpartition("/")[0] == address:
-                    raise UsageError(
-                        f"the input {item} lies in {address}, where files are replaced: choose another folder"
-                    )
+            if address and item.rpartition("/")[0] == address:
+                raise UsageError(f"the input {item} lies in {address}, where files are replaced: choose another folder")
 
     def check_embed(self) -> None:
         """Refuse what only text has in a job for vectors. Raises ``UsageError``."""

@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from batchgen.core.units import shown
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _MAX_BYTES = 16 << 20  # of a job file
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_PLACES = ("model", "input", "output")  # sections whose path a job needs
+PLACES = ("model", "input", "output")  # sections whose path a job needs
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,21 @@ class RawSettings:
 
 
 def load_job(
-    path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None, *, needs: Sequence[str] = _PLACES
+    path: Path | None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    needs: Sequence[str] = PLACES,
+    begun: Mapping[str, Any] | None = None,
 ) -> JobSpec:
-    """The validated job of a TOML file, of flags, or of both; flags win.
+    """The validated job of a TOML file, of flags, or of both; flags win. ``begun`` is one of a run directory instead.
 
     ``flags`` holds values of the types TOML would hold, by section and key. Paths in the file are relative to its
     folder, paths in flags to the working directory. ``needs`` are the sections that must have a path: a benchmark has
     neither input nor output. Raises ``UsageError`` with one line that names the key.
     """
     origins = [] if path is None else [read_settings(path)]
+    if begun is not None:
+        origins = [RawSettings({section: begun.get(section, {}) for section in KEYS}, None, "job.json")]
     if flags:
         origins.append(RawSettings(flags))
         _check_names(origins[-1])
@@ -116,7 +122,7 @@ def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSp
     try:
         _check_names(settings)
         spec = _merge([settings])
-        if lacking := [section for section in _PLACES if not getattr(spec, section).path]:
+        if lacking := [section for section in PLACES if not getattr(spec, section).path]:
             raise UsageError(f"{source}: lacks {lacking[0]}.path")
     except UsageError as error:
         raise UsageError(f"cannot read {error}; was it edited?") from None
@@ -135,13 +141,6 @@ def job_from_values(values: Mapping[str, Mapping[str, Any]], source: str) -> Job
         raise UsageError(f"{source}: model.path is missing")
     _check_together(spec)
     return spec
-
-
-def override(spec: JobSpec, flags: Mapping[str, Mapping[str, Any]]) -> JobSpec:
-    """The job with other engine sizes or workers. Raises UsageError naming the flag."""
-    given = RawSettings(flags)
-    parts = {name: replace(getattr(spec, name), **_parse_section(given, name)) for name in ("engine", "cluster")}
-    return replace(spec, **parts)
 
 
 def read_settings(path: Path) -> RawSettings:
@@ -344,6 +343,6 @@ def _check_together(spec: JobSpec) -> None:
     if spec.input.delimiter and spec.input.format not in ("auto", "csv"):
         raise UsageError(f'input.delimiter is of tables, and input.format = "{spec.input.format}"')
     spec.check_embed()
-    spec.check_destinations()
+    spec.check_destination()
     if Path(spec.output.path).is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -185,27 +184,6 @@ def in_object(value: Any) -> Mapping[str, Any] | None:
     if _GIVES_A_KEY.search(value if isinstance(value, str) else json.dumps(value, default=str)):
         raise ValueError("gives sampling values, but is no object of them; if it is other data, rename the column")
     return None
-
-
-@dataclass(frozen=True)
-class Again:
-    """What a retry changes of each row's sampling: ``values`` by key, and the seed, by the number of the attempt.
-
-    The first run of a row is attempt 1.
-    """
-
-    attempt: int
-    values: Mapping[str, Any]
-
-    def params(self, first: SamplingParams) -> SamplingParams:
-        """The values of a row that ``first`` had these. Raises ParamError where they contradict each other."""
-        changed = merge_params(first, self.values)
-        named = blake2b(f"{first.seed} {self.attempt}".encode(), digest_size=8).digest()
-        return replace(changed, seed=int.from_bytes(named, signed=True))
-
-    def named(self, params: SamplingParams) -> dict[str, Any]:
-        """The field ``retried`` of a record."""
-        return {"attempt": self.attempt, **self.values} | ({} if params.is_greedy else {"seed": params.seed})
 
 
 def _parsed(key: str, value: Any) -> Any:

@@ -115,7 +115,7 @@ class TokenizerError(Exception):
 
 
 class RowErrorCode(StrEnum):
-    """Stable codes of ``errors.jsonl``; ``remedy`` is what to change before ``batchgen retry``."""
+    """Stable codes of ``errors.jsonl``; ``remedy`` is what to change before the next run."""
 
     meaning: str
     remedy: str
@@ -129,7 +129,7 @@ class RowErrorCode(StrEnum):
     TOO_LONG = (
         "too_long",
         "The prompt exceeds the context or the KV memory.",
-        "Shorten it, or retry with larger limits.",
+        "Shorten it, or run with larger limits and `--update`.",
     )
     BAD_ENCODING = "bad_encoding", "The line is not valid UTF-8.", "Put the correct JSON object into `row`."
     TEMPLATE_ERROR = (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from batchgen.core.errors import InputError, UsageError
 
@@ -104,8 +104,6 @@ class Digests:
             raise input_changed(path, f"it cannot be read any more ({reason})") from None
         if now.sha256 != known.sha256:
             sizes = f"it had {known.state.size:,} bytes and has {now.state.size:,} now"
-            if now.state.size > known.state.size:
-                sizes += " (if rows were only added behind the others, run again with it as it is)"
             same_size = f"it has other content in its {now.state.size:,} bytes"
             raise input_changed(path, same_size if now.state.size == known.state.size else sizes)
         self._known[_key(path)] = now
@@ -144,15 +142,6 @@ def file_digest(path: Path) -> str:
         raise _unreadable(path, error) from error
 
 
-def digest_of(stream: BinaryIO, num_bytes: int) -> str:
-    """SHA-256 of the next ``num_bytes`` of a stream, or of all there are, as hex."""
-    digest = hashlib.sha256()
-    while num_bytes and (block := stream.read(min(num_bytes, 1 << 20))):
-        digest.update(block)
-        num_bytes -= len(block)
-    return digest.hexdigest()
-
-
 def _read(path: Path) -> _Known:
     """Digest and state that belong together. Raises UsageError."""
     for _ in range(TRIES):
@@ -178,7 +167,6 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
 def input_changed(name: object, how: str) -> InputError:
     """The error for a file that is another one than the run has read so far."""
     return InputError(
-        f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: "
-        "if rows were only added at its end, run the same command again; else put it back as it was and run again to "
-        "resume, or start anew with --overwrite"
+        f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: run the "
+        "same command again, which computes what the input has then and is not done yet"
     )

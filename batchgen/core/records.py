@@ -146,12 +146,12 @@ class SamplingParams:
 class Request:
     """A tokenized row, ready for the engine.
 
-    ``key`` is the row's index. ``output_token_ids`` are tokens an earlier, interrupted run already
-    generated: the engine continues after them. ``choices`` holds the tokens of ``params.choices``, in their order:
-    with any, the request is scored and generates nothing. ``bad_words`` holds the tokens of each way to write one of
-    ``params.bad_words``. ``num_row_chars`` is about how much of its row is kept in memory until there is a result.
-    ``pooling`` names the tokens of the prompt whose hidden states make up its vector (``POOLINGS``), "" for none: such
-    a request generates nothing. ``text_lengths`` are those of the texts in the prompt where each gets a vector.
+    ``key`` is the row's index, and ``draw`` what keys its randomness in place of that (``core.identity``).
+    ``output_token_ids`` are tokens that were generated earlier: the engine continues after them. ``choices`` holds the
+    tokens of ``params.choices``, in their order: with any, it is scored and generates nothing. ``bad_words`` holds the
+    tokens of each way to write one of ``params.bad_words``. ``num_row_chars`` is about how much of its row is in memory
+    until there is a result. ``pooling`` names the tokens of the prompt whose hidden states make up its vector
+    (``POOLINGS``), "" for none: it generates nothing then. ``text_lengths`` are those of texts that get a vector each.
     """
 
     key: int
@@ -163,6 +163,7 @@ class Request:
     num_row_chars: int = field(default=0, compare=False)
     pooling: str = ""
     text_lengths: tuple[int, ...] = ()
+    draw: int | None = None
 
     @property
     def named_tokens(self) -> tuple[int, ...]:

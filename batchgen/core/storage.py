@@ -192,8 +192,8 @@ def check_path(text: str) -> None:
         raise ValueError(f"is a URL: write the path without {_FILE}")
     if scheme := _SCHEME.match(text):
         raise ValueError(
-            f"{scheme[0]} is not a local path: copy the file; URLs work only in input.path, output.publish and "
-            "output.mirror (a model on the Hub is ORGANIZATION/NAME)"
+            f"{scheme[0]} is not a local path: copy the file; URLs work only in input.path and output.publish "
+            "(a model on the Hub is ORGANIZATION/NAME)"
         )
     try:
         os.lstat(text)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.version import __version__
@@ -21,7 +19,7 @@ from batchgen.executors.worker import Start
 from batchgen.input.rows import num_chars
 from batchgen.input.validator import Pending
 from batchgen.output.manifest import KERNELS, differences, mix_kernels, without_kernels
-from batchgen.run import job, retry
+from batchgen.run import job
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, start_kernels
@@ -39,18 +37,6 @@ def run_job(
     See ``batchgen.run.job.run_job``. Workers make their engines with ``engine_factory``, which must then be picklable.
     """
     return job.run_job(spec, options, engine_factory=placed(engine_factory or load_engine), lines=lines)
-
-
-def retry_job(
-    folder: Path,
-    options: RunOptions,
-    flags: Mapping[str, Mapping[str, Any]],
-    *,
-    engine_factory: EngineFactory | None = None,
-    where: str = "failed",
-) -> Outcome:
-    """See ``run_job`` and ``batchgen.run.retry.retry_job``."""
-    return retry.retry_job(folder, options, flags, engine_factory=placed(engine_factory or load_engine), where=where)
 
 
 def placed(engine_factory: EngineFactory) -> EngineFactory:

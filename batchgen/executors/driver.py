@@ -31,7 +31,7 @@ from batchgen.executors.stats import WorkersStats
 
 _MOST_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
-_POISON = "the workers that ran this row died, each time; batchgen retry runs it again"
+_POISON = "the workers that ran this row died, each time; batchgen run --update runs it again"
 _MOST_FALSE_STARTS = 2  # in a row, of workers that did not say why
 # Workers lost in a row, without a row that was finished in between, after which no other is started: those that hung,
 # each of which took all of its patience, and any. A run of many workers takes twice as many as it has.

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from hashlib import blake2b
 from typing import Any, cast
 
 import pyarrow as pa
@@ -21,8 +20,9 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.identity import draw_of
 from batchgen.core.json_line import encode_json
-from batchgen.core.keys import INT64_MAX, nearest
+from batchgen.core.keys import nearest
 from batchgen.core.records import Cursor, Record, Request
 from batchgen.executors.loop import EngineLoop, RowMaker, SteppedEngine
 from batchgen.executors.messages import HEARTBEAT_S, Assignment
@@ -219,9 +219,7 @@ class TableEngine:
         value = columns[self._key]
         if isinstance(value, bool) or not isinstance(value, str | int):
             return wrong_type(f"column {self._key!r} (the row's key)", value, "a string or an integer").error
-        if isinstance(value, int) and 0 <= value <= INT64_MAX:
-            return value
-        return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=8).digest()) >> 1
+        return draw_of(value, self._num_rows)
 
 
 def output_schema(schema: pa.Schema) -> pa.Schema:

@@ -1,8 +1,7 @@
-"""The unique ids of a run: which row had an id first, exact, across interruptions, in constant memory.
+"""The unique ids of a run: which row had an id first, exact, in constant memory.
 
-A SQLite file beside the journal maps each id, or a digest of a long one, to the row that claimed it. A claim is on
-disk before the row can reach the journal, so a row in the journal never loses its id. If the file gets lost all the
-same, its ids are claimed again in input order before others are (``validator.rebuild_ids``). It knows no columns.
+A temporary SQLite table maps each id, or a digest of a long one, to the row that claimed it. A resume has the rows that
+were read so far claim theirs again, in input order, before others do (``validator.rebuild_ids``). It knows no columns.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import islice
-from pathlib import Path
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import StorageError
@@ -21,8 +19,6 @@ from batchgen.core.errors import StorageError
 _CACHE_KIB = 32 << 10
 _MAX_KEY_BYTES = 64
 _CLAIMED_AT_ONCE = 4096  # in one transaction
-_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-_PRIMARY_CODE = 0xFF  # the bits of an extended code that say what kind of error it is
 Claim = tuple[int, str | int]
 
 
@@ -32,46 +28,20 @@ def may_have_ids(spec: InputSpec) -> bool:
 
 
 class UniqueIds:
-    """The ids claimed so far, in the file ``path``, or in a temporary one if it is None.
+    """The ids claimed so far, in a temporary table; close it.
 
     ``1`` and ``"1"`` are different ids, unless ids are compared ``as_text``, as an output that has only texts needs.
-    A damaged file is removed: if it is found on opening, a new one takes its place at once. Raises StorageError where
-    the file cannot be written, or turns out to be damaged later.
+    Raises StorageError where there is no room for the table.
     """
 
-    def __init__(self, path: Path | None, *, as_text: bool = False) -> None:
-        self._path = path
+    def __init__(self, *, as_text: bool = False) -> None:
         self.as_text = as_text
-        self._complete = 2 if as_text else 1  # the version of a file that holds the ids of all rows read so far
-        try:
-            self._open()
-        except StorageError:
-            if path is None or path.exists():
-                raise
-            self._open()  # it was damaged, and is removed by now
-
-    def _open(self) -> None:
-        with self._storage():
-            self._db = sqlite3.connect(self._path or "", isolation_level=None)
+        with _storage():
+            self._db = sqlite3.connect("", isolation_level=None)
             self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no shared memory: works on any file system
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("CREATE TABLE IF NOT EXISTS ids (id BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
-            if not self.is_complete:  # claims of a file that was never complete, or compared ids in another way
-                self._db.execute("PRAGMA user_version = 0")
-                self._db.execute("DELETE FROM ids")
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows read so far have claimed their ids: false for a new file until ``mark_complete``."""
-        with self._storage():
-            return bool(self._db.execute("PRAGMA user_version").fetchone()[0] == self._complete)
-
-    def mark_complete(self) -> None:
-        """Record that all rows read so far have claimed their ids; it outlives an interruption."""
-        with self._storage():
-            self._db.execute(f"PRAGMA user_version = {self._complete}")
+            self._db.execute("PRAGMA journal_mode = OFF")
+            self._db.execute("PRAGMA synchronous = OFF")
+            self._db.execute("CREATE TABLE ids (id BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
 
     def claim(self, rows: Iterable[Claim]) -> dict[int, int]:
         """Claim ids for rows ``(index, id)``, the first one first; repeating a claim is harmless.
@@ -81,7 +51,7 @@ class UniqueIds:
         duplicates = {}
         keys = ((self._key(row_id), index) for index, row_id in rows)
         while keyed := list(islice(keys, _CLAIMED_AT_ONCE)):
-            with self._storage():
+            with _storage():
                 self._db.execute("BEGIN")
                 num_new = self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", keyed).rowcount
                 for key, index in keyed if num_new < len(keyed) else ():
@@ -99,16 +69,10 @@ class UniqueIds:
         text = json.dumps(str(row_id) if self.as_text else row_id).encode()
         return text if len(text) <= _MAX_KEY_BYTES else b"#" + blake2b(text, digest_size=32).digest()
 
-    @contextmanager
-    def _storage(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            place, advice = self._path or "a temporary file", "fix that, then run again"
-            if self._path is not None and getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE in _DAMAGED:
-                self._db.close()
-                for path in self._path.parent.glob(f"{self._path.name}*"):
-                    with suppress(OSError):
-                        path.unlink()
-                advice = "the damaged file was removed: run again to rebuild it"
-            raise StorageError(f"cannot record ids in {place}: {error}; {advice}") from error
+
+@contextmanager
+def _storage() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StorageError(f"cannot record ids in a temporary file: {error}; fix that, then run again") from error

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from batchgen.config.job import InputSpec
-from batchgen.config.sampling import Again, ParamError, merge_params
+from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
@@ -82,7 +82,6 @@ class RequestBuilder:
         columns: Sequence[str] = (),
     ) -> None:
         self._spec = spec
-        self.again: Again | None = None  # set for a retry
         self.fills_context = False  # set where the job says no max_tokens
         self._embedded = asked if isinstance(asked, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, columns, self._embedded)
@@ -156,7 +155,6 @@ class RequestBuilder:
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
             params = merge_params(base, content.overrides, self._presets)
             params = merge_params(params, must_call(params)) if must_call else params
-            params = params if self.again is None else self.again.params(params)
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):

@@ -7,8 +7,7 @@ its format's business; the columns of a row have no meaning here.
 from __future__ import annotations
 
 import glob
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,48 +95,15 @@ class Source:
             for file in self._files:
                 file.check_unchanged(self._digests)
 
-    def fingerprint(self, digests: Digests, begun: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """What a resume compares: for each file its name, size in bytes and ``sha256``, of a remote one its
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
+        """What a start compares: for each file its name, size in bytes and ``sha256``, of a remote one its
         version (ETag, generation, blob id).
 
-        The files that a run was ``begun`` with come first from here on, in their order then, and new ones behind them:
-        rows keep their indexes. It reads the local files whose digests are not known from end to end; modification
-        times do not count. From here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot
-        be read.
+        It reads the local files whose digests are not known from end to end; modification times do not count. From
+        here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot be read.
         """
         self._digests = digests
-        found = [file.fingerprint(digests) for file in self._files]
-        order = _begun_first(begun, found, lambda number: self._files[number].begins_with(begun[-1]))
-        self._files = tuple(self._files[number] for number in order)
-        return {"files": [found[number] for number in order]}
-
-    def growth(self, begun: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Growth | None:
-        """How the files of the fingerprint ``begun`` have grown into those of ``now``; None if they have not.
-
-        Files may have come behind them, and rows behind those of the last one: before these, no row has another index.
-        """
-        num_whole = len(begun) - 1
-        if begun == now or len(begun) > len(now) or begun[:num_whole] != now[:num_whole]:
-            return None
-        if not begun or begun[num_whole] == now[num_whole]:
-            return Growth()
-        file, was = self._files[num_whole], begun[num_whole]
-        if was.get("file") != now[num_whole].get("file"):
-            return None
-        try:
-            if not file.begins_with(was):
-                return None
-            is_cut, row_cut_at = file.is_cut_at(was["bytes"])
-        except OSError as error:
-            raise UsageError(f"cannot read {file.path}: {error.strerror or error}") from error
-        return Growth(is_cut, None if row_cut_at is None else (num_whole, row_cut_at))
-
-    def num_kept(self, num_rows: int, growth: Growth) -> int:
-        """How many of the first ``num_rows`` rows are what they were: all but the last, if that is the one cut."""
-        cut_at = growth.row_cut_at
-        last = () if cut_at is None else self.read(None, lambda index: index == num_rows - 1)
-        is_kept = cut_at is None or any((row.after.file, row.after.offset) <= cut_at for row in last)
-        return num_rows if is_kept else max(num_rows - 1, 0)
+        return {"files": [file.fingerprint(digests) for file in self._files]}
 
     def num_rows(self) -> int | None:
         """The number of rows, the limit applied, where it is known without reading them all."""
@@ -156,39 +122,6 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
     return sum(known) if len(known) == len(found) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """That rows came behind those of an input, which ended in mid line where ``is_cut``.
-
-    ``row_cut_at`` is where it ended in what may have been a row: the number of a file and a byte of its text.
-    """
-
-    is_cut: bool = False
-    row_cut_at: tuple[int, int] | None = None
-
-
-def _begun_first(
-    begun: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], goes_on: Callable[[int], bool]
-) -> list[int]:
-    """The positions of the files ``found``: those of ``begun`` in their order there, then the others.
-
-    A file is known by its fingerprint; the last one, which may have grown, also by its name, and among several of that
-    name by what it begins with (``goes_on``).
-    """
-    places: dict[str, deque[int]] = defaultdict(deque)
-    for place, file in enumerate(begun):
-        places[str(file)].append(place)
-    by_fingerprint = {n: places[str(file)].popleft() for n, file in enumerate(found) if places.get(str(file))}
-    last = len(begun) - 1
-    if begun and last not in by_fingerprint.values():
-        others = [n for n in range(len(found)) if n not in by_fingerprint]
-        named = [n for n in others if found[n].get("file") == begun[last].get("file")]
-        if len(named) > 1:
-            named = [n for n in named if goes_on(n)]
-        by_fingerprint |= dict.fromkeys(named[:1], last)
-    return sorted(range(len(found)), key=lambda n: by_fingerprint.get(n, len(begun)))
-
-
 class Reading:
     """Rows to iterate once; ``end`` is what their generator returned."""
 
@@ -205,8 +138,8 @@ class RowRange:
     """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are.
 
     Where rows have ids, those of other shards are read too, for their ids alone: the first of two rows with one id
-    stays, in whichever shard it is. Rows before ``first`` are none of these. ``num_rows`` is the number of rows of the
-    input, over all shards, once ``read`` has come to its end.
+    stays, in whichever shard it is. ``num_rows`` is the number of rows of the input, over all shards, once ``read`` has
+    come to its end.
     """
 
     source: Source
@@ -214,7 +147,6 @@ class RowRange:
     done: Collection[int] = ()
     start: Cursor | None = None
     has_ids: bool = False
-    first: int = 0
     num_rows: int = 0
 
     def read(self) -> Iterator[Record | BadRow]:
@@ -222,14 +154,14 @@ class RowRange:
         self.num_rows = yield from self.source.read(self.start, self._is_wanted)
 
     def count(self) -> int | None:
-        """How many rows the shard has from ``first`` on; None where finding out would take too long."""
+        """How many rows the shard has; None where finding out would take too long."""
         total = self.source.num_rows()
         if total is None:
             size = self.source.num_bytes()
             if size is None or size > COUNT_BYTES:
                 return None
             total = self.pass_over()
-        return len(self.shard.rows(total)) - len(self.shard.rows(self.first))
+        return len(self.shard.rows(total))
 
     def pass_over(self) -> int:
         """The number of rows of the input, found by reading to its end without parsing any."""
@@ -239,7 +171,7 @@ class RowRange:
         return reading.end
 
     def _is_wanted(self, index: int) -> bool:
-        return index >= self.first and (index not in self.done if self.shard.owns(index) else self.has_ids)
+        return index not in self.done if self.shard.owns(index) else self.has_ids
 
 
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:

@@ -1,6 +1,6 @@
 """Row validator: turns chunks of input rows into requests and error rows.
 
-It reads each row's id, claims it, and has the remaining rows made into requests. It writes only the claimed ids.
+It reads each row's id, claims it, and has the remaining rows made into requests.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import takewhile
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.identity import draw_of
 from batchgen.core.records import BadRow, FastPickle, Record, Request, SamplingParams
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
@@ -113,12 +114,12 @@ def build_requests(
 def _answer(row: Pending, built: Request | BadRow) -> tuple[Pending, Request] | BadRow:
     if isinstance(built, BadRow):
         return built
-    request = replace(built, output_token_ids=row.output_token_ids) if row.output_token_ids else built
+    request = replace(built, output_token_ids=row.output_token_ids, draw=draw_of(row.id, row.index))
     return replace(row, params=built.params, prompt_token_ids=built.named_tokens), request
 
 
 def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:
-    """Claim the ids of all rows of the input up to ``last``, the last finished one, after the file of ids was lost.
+    """Claim the ids of all rows of the input up to ``last``, the last finished one, before a resume reads others.
 
     The journal knows ids too, but not which row claimed one first: that may be a row still unfinished.
     """

@@ -1,17 +1,16 @@
 """A folder of an object store: files that appear there whole or not at all, and lists of what is there.
 
 Each write is one PUT, or a multipart upload whose last request makes the object appear. What a file means is not known
-here; ``publish`` and ``mirror`` decide on names and order.
+here; ``publish`` decides on names and order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from batchgen.core.remote import STILL_S, RemoteError, attempt, explained_errors, open_store
+from batchgen.core.remote import STILL_S, RemoteError, attempt, open_store
 
 T = TypeVar("T")
 _CHUNK_BYTES = 16 << 20  # of a multipart upload
@@ -30,32 +29,21 @@ class Entry(NamedTuple):
 class Bucket:
     """The files below ``address``, known by their names relative to it.
 
-    What may pass is tried again, unless not ``is_patient``. All methods raise RemoteError.
+    What may pass is tried again. All methods raise RemoteError.
     """
 
-    def __init__(self, address: str, *, is_patient: bool = True) -> None:
+    def __init__(self, address: str) -> None:
         from fsspec.implementations.dirfs import DirFileSystem
 
         self.address = address.rstrip("/")
         store, root = open_store(self.address)
         self._store: Any = DirFileSystem(root, store, skip_instance_cache=True)
         self._is_s3 = self.address.lower().startswith("s3:")
-        self._is_patient = is_patient
 
     def entry(self, name: str) -> Entry | None:
         """The file of that name, None if there is none."""
         info = self._found("look up", name, lambda: self._store.info(name))
         return _entry(info) if info is not None and info["type"] == "file" else None
-
-    def modified_at(self, name: str) -> datetime:
-        """When the file was written, by the clock of the store."""
-        found: datetime = self._do("look up", name, lambda: self._store.modified(name))
-        return found
-
-    def find(self, folder: str) -> dict[str, Entry]:
-        """All files below a folder ("" is all of it), by name."""
-        found = self._do("list", folder, lambda: self._store.find(folder, detail=True))
-        return {name: _entry(info) for name, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file, None if there is none."""
@@ -76,15 +64,6 @@ class Bucket:
             options["max_concurrency"] = _AT_ONCE
         self._do("write", name, lambda: self._store.put_file(str(path), name, timeout=_limit_s(size), **options))
 
-    def download(self, name: str, path: Path) -> None:
-        """Copy a file from there, replacing a local one; not durable."""
-        self._do("read", name, lambda: self._store.get_file(name, str(path)))
-
-    def read_all(self, names: Sequence[str]) -> list[bytes]:
-        """The content of files that are there, fetched several at a time."""
-        found = self._do("read", names[0], lambda: self._store.cat([*names]))
-        return [found[name] for name in names]
-
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; one that is not there is none that is left."""
         if names:
@@ -97,11 +76,7 @@ class Bucket:
         """Nothing is left to do: each file is there as soon as it is written."""
 
     def _do(self, doing: str, name: str, call: Callable[[], T]) -> T:
-        address = f"{self.address}/{name}"
-        if self._is_patient:
-            return attempt(doing, address, call)
-        with explained_errors(doing, address):
-            return call()
+        return attempt(doing, f"{self.address}/{name}", call)
 
     def _found(self, doing: str, name: str, call: Callable[[], T]) -> T | None:
         try:

@@ -1,29 +1,23 @@
-"""Finished rows of earlier runs, found by fingerprint; their run directories are only read.
+"""Finished rows of earlier jobs, found by fingerprint; their files are only read.
 
 Of each row 16 bytes are kept in memory: half of its fingerprint, and where its record is. The record itself is read
-when it is asked for, and its whole fingerprint compared then. Which runs may be taken from is not decided here.
+when it is asked for, and its whole fingerprint compared then. Which jobs may be taken from is not decided here.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from batchgen.config.job import JobSpec
 from batchgen.core.errors import StorageError
-from batchgen.core.json_line import encode_json
 from batchgen.core.storage import storage_errors
-from batchgen.output.formats import output_format
 from batchgen.output.record_builder import check_record
-from batchgen.output.rundir import RunDir
 from batchgen.output.segments import RESULT, Line, SegmentReader, decode_line, scan, segments
 
 _OFFSET_BITS = 40
@@ -40,36 +34,28 @@ class _Place(NamedTuple):
 
 
 class EarlierRows:
-    """The rows of all runs that were added. ``seal`` once all are, then ``find``; ``close`` at the end.
+    """The rows of all jobs that were added. ``seal`` once all are, then ``find``; ``close`` at the end.
 
-    Records of a Parquet file, which cannot be read one by one, are copied into a temporary file in ``scratch``. Memory:
-    16 bytes per row, and 40 while it is sealed.
+    What is damaged is passed over. Memory: 16 bytes per row, and 40 while it is sealed.
     """
 
-    def __init__(self, scratch: Path | None = None) -> None:
-        self._scratch = scratch
+    def __init__(self) -> None:
         self._keys: Any = array("Q")
         self._locations: Any = array("Q")
         self._places: list[_Place] = []
         self._files = SegmentReader([])
-        self._copies: BinaryIO | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, run_dir: RunDir, spec: JobSpec) -> None:
-        """Index the finished rows of a run: those of its outputs, and of the journals of an unfinished run or retry.
+    def add_lines(self, path: Path) -> None:
+        """Index the records of an ``outputs.jsonl``. Raises StorageError if it cannot be read."""
+        self._add(path, lambda raw: dict(json.loads(raw)), _lines)
 
-        What is damaged or was edited is passed over. Raises StorageError for a file that cannot be read.
-        """
-        form, path = output_format(spec), run_dir.outputs(spec.output.format)
-        if path.is_file() and spec.output.format == "parquet":
-            self._add_copies(form.read(path))
-        elif path.is_file():
-            self._add(path, form.record, _lines)
-        for folder in (run_dir.journal, run_dir.retry):
-            for segment in segments(folder):
-                self._add(segment, _journalled, _journal_lines)
+    def add_journal(self, folder: Path) -> None:
+        """Index the results of a journal. Raises StorageError for a file that cannot be read."""
+        for segment in segments(folder):
+            self._add(segment, _journalled, _journal_lines)
 
     def seal(self) -> None:
         """Sort what was added."""
@@ -78,68 +64,42 @@ class EarlierRows:
         self._keys, self._locations = (found[order].data for found in (keys, locations))
         self._files = SegmentReader([place.path for place in self._places])
 
-    def find(self, fingerprint: str) -> Record | None:
-        """The record of a row with this fingerprint; None where there is none that can still be read."""
+    def find(self, fingerprint: str) -> Iterator[Record]:
+        """The records of rows with this fingerprint that can still be read."""
         key = int(fingerprint[:_KEY_DIGITS], 16)
         at = bisect_left(self._keys, key)
         while at < len(self._keys) and self._keys[at] == key:
             record = self._read(self._locations[at])
             if record is not None and record["timings"].get("fingerprint") == fingerprint:
-                return record
+                yield record
             at += 1
-        return None
 
     def close(self) -> None:
         """Release the files."""
         self._files.close()
-        if self._copies is not None:
-            self._copies.close()
 
     def _add(self, path: Path, record: Callable[[bytes], Record], lines: Callable[[BinaryIO], Iterator[Any]]) -> None:
+        place = len(self._places)
         self._places.append(_Place(path, record))
         with storage_errors("read", path), path.open("rb", buffering=1 << 20) as file:
             for offset, payload in lines(file):
-                self._index(payload, len(self._places), offset)
-
-    def _add_copies(self, rows: Iterator[tuple[int, bytes]]) -> None:
-        """Rows of a Parquet file. ``parsed`` has other types there than a result, so that it is left out."""
-        with storage_errors("write a temporary file", self._scratch or Path()):
-            if self._copies is None:
-                self._copies = TemporaryFile(dir=self._scratch)  # noqa: SIM115 - ``close`` closes it
-            offset = self._copies.seek(0, os.SEEK_END)
-            for _, row in rows:
-                payload = encode_json(without_parsed(json.loads(row)))
-                self._index(payload, 0, offset)
-                offset += self._copies.write(payload + b"\n")
-
-    def _index(self, payload: bytes, place: int, offset: int) -> None:
-        try:
-            key = int(json.loads(payload)["timings"]["fingerprint"][:_KEY_DIGITS], 16)
-        except _DAMAGED:  # or of a run that wrote none
-            return
-        self._keys.append(key)
-        self._locations.append(place << _OFFSET_BITS | offset)
+                try:
+                    key = int(json.loads(payload)["timings"]["fingerprint"][:_KEY_DIGITS], 16)
+                except _DAMAGED:
+                    continue
+                self._keys.append(key)
+                self._locations.append(place << _OFFSET_BITS | offset)
 
     def _read(self, location: int) -> Record | None:
         number, offset = divmod(location, 1 << _OFFSET_BITS)
         try:
-            if number:
-                file, decode = self._files.file(number - 1), self._places[number - 1].record
-            else:
-                assert self._copies is not None, "a location in it was made"
-                file, decode = self._copies, json.loads
+            file = self._files.file(number)
             file.seek(offset)
-            record: Record = decode(file.readline())
+            record = self._places[number].record(file.readline())
             check_record(record)
         except (OSError, StorageError, *_DAMAGED):
             return None
         return record
-
-
-def without_parsed(record: Mapping[str, Any]) -> Record:
-    """A record, and its samples, without ``parsed``."""
-    found = {name: value for name, value in record.items() if name != "parsed"}
-    return found | ({"samples": [*map(without_parsed, found["samples"])]} if found.get("samples") else {})
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

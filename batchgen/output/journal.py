@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FastPickle
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.storage import make_folder, remove_folder, storage_errors, sync_file, sync_folder
+from batchgen.core.storage import make_folder, storage_errors, sync_file, sync_folder
 from batchgen.output.row_index import RowIndex
 from batchgen.output.segments import (
     CHECK_DISK,
@@ -79,7 +79,7 @@ class Counts:
 class Journal:
     """An open journal. Not thread-safe; the run directory's lock admits one process at a time."""
 
-    def __init__(self, folder: Path, shard: Shard, first: int = 0) -> None:
+    def __init__(self, folder: Path, shard: Shard) -> None:
         self._folder = folder
         self._segments: list[Path] = []  # oldest first; ``done`` knows one by its position here
         self._reader = SegmentReader(self._segments)
@@ -90,22 +90,29 @@ class Journal:
         self._sync_every = SYNC_SECONDS
         self._failed: StorageError | None = None
         self._shard = shard
-        self.done = RowIndex(shard, first)
+        self.done = RowIndex(shard)
         self.partials: dict[int, tuple[int, ...]] = {}
         self.recovery: list[str] = []  # a line per damage that was found when it was opened
 
     @classmethod
-    def open(cls, folder: Path, shard: Shard = WHOLE, *, first: int = 0) -> Journal:
+    def open(cls, folder: Path, shard: Shard = WHOLE) -> Journal:
         """Open or create the journal in ``folder`` and recover what is in it.
 
-        It holds rows from index ``first`` on. A torn tail is cut off, records that fail their checksum are left out,
-        and ``recovery`` reports both. Memory: 8 bytes per row and the partials; time: about 1.5 s per million rows of
-        600 bytes. Raises StorageError.
+        A torn tail is cut off, records that fail their checksum are left out, and ``recovery`` reports both. Memory: 8
+        bytes per row and the partials; time: about 1.5 s per million rows of 600 bytes. Raises StorageError.
         """
-        journal = cls(folder, shard, first)
+        journal = cls(folder, shard)
         with storage_errors("open the journal", folder):
             make_folder(folder)
             journal._recover()
+        return journal
+
+    @classmethod
+    def read(cls, folder: Path, shard: Shard = WHOLE) -> Journal:
+        """The journal in ``folder`` as it is now, for reading alone: another process may be writing it."""
+        journal = cls(folder, shard)
+        with storage_errors("read the journal", folder):
+            journal._recover(repair=False)
         return journal
 
     @property
@@ -145,14 +152,6 @@ class Journal:
         self.partials.update(tokens)
         self.commit()
 
-    def run_again(self, indexes: Iterable[int]) -> None:
-        """Forget what is known of these rows, half done or finished, and commit."""
-        for index in indexes:
-            self._append(encode_line(PARTIAL, index, None, encode_json(())))
-            self.done.discard(index)
-            self.partials.pop(index, None)
-        self.commit()
-
     def tick(self) -> None:
         """Commit if it is time to. ``append`` calls it; call it also while no row finishes."""
         if time.monotonic() - self._synced_at >= self._sync_every:
@@ -181,11 +180,6 @@ class Journal:
                 os.close(self._fd)
                 self._fd = None
             self._reader.close()
-
-    def remove(self) -> None:
-        """Close and delete the journal, atomically; its rows must be durable elsewhere."""
-        self.close()
-        remove_folder(self._folder)
 
     def payload(self, index: int) -> bytes:
         """The JSON text of a finished row. Raises KeyError, or StorageError if it fails its checksum."""
@@ -226,12 +220,8 @@ class Journal:
 
     def _index(self, path: Path, line: Line) -> None:
         if line.kind == PARTIAL:
-            if tokens := tuple(json.loads(line.payload)):
-                if line.row not in self.done:
-                    self.partials[line.row] = tokens
-            else:
-                self.done.discard(line.row)
-                self.partials.pop(line.row, None)
+            if line.row not in self.done:
+                self.partials[line.row] = tuple(json.loads(line.payload))
         elif not self._shard.owns(line.row):
             raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
         else:
@@ -293,16 +283,3 @@ class Journal:
             interrupted = StorageError(f"{self._folder}: writing was interrupted; run again: finished rows are kept")
             self._failed = error if isinstance(error, StorageError) else interrupted
             raise
-
-
-def read_counts(folder: Path, shard: Shard = WHOLE) -> Counts:
-    """Rows finished so far in a journal that another process may be writing; changes nothing on disk."""
-    return read_rows(folder, shard)[0]
-
-
-def read_rows(folder: Path, shard: Shard = WHOLE) -> tuple[Counts, int]:
-    """``read_counts``, and how many rows are half done: a resume goes on behind the tokens that were saved of them."""
-    journal = Journal(folder, shard)
-    with storage_errors("read the journal", folder):
-        journal._recover(repair=False)
-    return journal.counts, len(journal.partials)

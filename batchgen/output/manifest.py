@@ -1,4 +1,4 @@
-"""``job.json``: the job a run directory was begun with, and whether another job may resume it.
+"""``job.json``: the job of a run directory's outputs, or of one of its journals, and how another job differs.
 
 Plain data is compared: which keys change outputs is declared with the keys (``JobSpec.output_keys``), and the
 fingerprints of an input or a model are made where those are read.
@@ -46,11 +46,13 @@ class Manifest:
 
     ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the
     input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over
-    all shards, known once the outputs hold them; ``num_kept`` of them were in the outputs before the input grew, the
-    journal of the rest holds no others. ``created_at`` is when the run was begun, in ISO 8601 with the
-    offset of its place. ``rendered_at`` is the time that a chat template prints, however often the run is resumed: that
-    of the run whose rows it reuses, else the same. ``file_states`` is
-    ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it identifies nothing.
+    all shards, known once all of them are in the journal. ``taken`` says that the journal has all rows that are kept
+    from earlier results. ``created_at`` is when the folder was begun, in ISO 8601 with the offset of its place: updates
+    inherit it. ``rendered_at`` is the time that a chat template prints: that of the run whose rows a new folder reuses,
+    else the same. ``parts`` are digests of what was merged. ``files`` are the outputs and ``errors.jsonl`` of a
+    finished job, by name with ``bytes`` and ``sha256``, and ``journal`` names the folder that they were written from.
+    ``file_states`` is ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it
+    identifies nothing.
     """
 
     job: dict[str, Any]
@@ -58,9 +60,12 @@ class Manifest:
     fingerprints: dict[str, Any] = field(default_factory=dict)
     shard: Shard = WHOLE
     num_rows: int | None = None
-    num_kept: int = 0
+    taken: bool = False
     created_at: str = ""
     rendered_at: str = ""
+    parts: list[str] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    journal: str = ""
     file_states: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -97,7 +102,7 @@ class Manifest:
 
     def _check(self) -> None:
         """Raises ValueError naming the first key whose value is of another shape than was written."""
-        for name in ("job", "output_keys", "fingerprints", "file_states"):
+        for name in ("job", "output_keys", "fingerprints", "file_states", "files"):
             _check_object(name, getattr(self, name))
         for key, value in self.job.items():
             _check_object(f"job.{key}", value)
@@ -112,8 +117,10 @@ class Manifest:
         for item in fields(OutputSpec):
             if item.name in ("format", "order") and output.get(item.name) not in item.metadata["kind"].choices:
                 raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
-        if not all(number is None or is_count(number) for number in (self.num_rows, self.num_kept)):
-            raise ValueError("num_rows or num_kept is no number of rows")
+        if not (self.num_rows is None or is_count(self.num_rows)):
+            raise ValueError("num_rows is no number of rows")
+        if not all(isinstance(item, dict) and {"bytes", "sha256"} <= item.keys() for item in self.files.values()):
+            raise ValueError("files has one without bytes and sha256")
         try:
             for at in (self.created_at, self.rendered_at):
                 datetime.fromisoformat(at or "2026-01-01")

@@ -1,8 +1,9 @@
 """Publication of a finished run's files: to a folder of an object store, or as a commit to a dataset on the Hub.
 
-``batchgen.json`` beside them says whose files they are, so that nothing else is ever replaced, and what they hold, so
-that publishing again copies only what is missing or differs. It says ``"complete": true`` once all files are there;
-the outputs are the last of them to appear. A kill at any moment leaves a destination that the next attempt completes.
+``batchgen.json`` beside them says which run directory they are of, by when that was begun, so that nothing else is ever
+replaced, and what they hold, so that publishing again copies only what is missing or differs. It says
+``"complete": true`` once all files are there; the outputs are the last of them to appear. A kill at any moment leaves a
+destination that the next attempt completes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from hashlib import sha256
-from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +31,18 @@ _UNKNOWN = {"bytes": 0, "sha256": "", "version": ""}  # of a file that is being 
 class PublishManifest:
     """The content of ``batchgen.json``; ``files`` maps names to bytes, sha256, and the version the store gave them.
 
-    ``created_at`` and ``fingerprint`` tell runs apart. ``num_results`` and ``num_sessions`` tell the states of one
-    run's outputs apart, whatever its clocks say.
+    ``created_at`` and ``shard`` tell run directories apart, however often their job and its input change.
     """
 
     created_at: str
-    fingerprint: str
+    shard: str
     num_results: int = 0
-    num_sessions: int = 0
     complete: bool = False
     files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     def is_of(self, other: PublishManifest) -> bool:
-        """Whether both are of one run."""
-        return (self.created_at, self.fingerprint) == (other.created_at, other.fingerprint)
-
-    def is_later(self, other: PublishManifest) -> bool:
-        """Whether this is a later state of the same run: ahead in one of its counts and behind in none.
-
-        Each may shrink alone: results where a row that was read half written fails once it is whole, sessions where
-        the report was lost.
-        """
-        counts, others = ((state.num_results, state.num_sessions) for state in (self, other))
-        return counts != others and all(map(ge, counts, others))
+        """Whether both are of one run directory."""
+        return (self.created_at, self.shard) == (other.created_at, other.shard)
 
     def to_bytes(self) -> bytes:
         return json.dumps({"batchgen": __version__, **asdict(self)}, indent=2).encode() + b"\n"
@@ -67,7 +55,7 @@ class PublishManifest:
             data = json.loads(content)
             del data["batchgen"]
             found = cls(**data)
-            is_sound = found.num_results + found.num_sessions >= 0 and all(
+            is_sound = found.num_results >= 0 and all(
                 {"bytes", "sha256", "version"} <= state.keys() for state in found.files.values()
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -81,19 +69,13 @@ def open_destination(address: str) -> Bucket | HubDataset:
 
 
 class Publication:
-    """The files of one run at their destination. Raises RemoteError for what the store refuses.
+    """The files of one run directory at their destination. Raises RemoteError for what the store refuses."""
 
-    A mirror holds ``job.json`` too, which proves whose the files are where ``batchgen.json`` has been removed.
-    """
-
-    def __init__(
-        self, to: Bucket | HubDataset, run_dir: RunDir, manifest: Manifest, *, is_mirror: bool = False
-    ) -> None:
+    def __init__(self, to: Bucket | HubDataset, run_dir: RunDir, manifest: Manifest) -> None:
         self._to = to
-        self._is_mirror = is_mirror
         self._run_dir = run_dir
         self._manifest = manifest
-        self._own = PublishManifest(*identity(manifest))
+        self._own = PublishManifest(manifest.created_at, str(manifest.shard))
 
     def claim(self, *, overwrite: bool) -> None:
         """Before anything is run: see that the destination can be written and holds no other run's files.
@@ -107,36 +89,22 @@ class Publication:
             self._to.write(PUBLISHED, found.to_bytes())
             self._to.commit("Begin a run of batchgen")
 
-    def refuse_earlier(self) -> None:
-        """Raises UsageError where a later state of this finished run is there: what only that has would be replaced."""
-        self._to.prepare()
-        there, report = PublishManifest.read(self._to), _read_report(self._run_dir)
-        if there is None or not there.complete or not there.is_of(self._own) or not report:
-            return
-        if there.is_later(_finished(self._manifest, report)):
-            raise UsageError(
-                f"{self._to.address} holds a later state of this run than {self._run_dir.path}, written by another "
-                "machine: go on there, or move this folder away and run again, which restores a mirror; where this "
-                f"folder is the newer one, remove {PUBLISHED} there"
-            )
-
-    def publish(self) -> str:
+    def publish(self) -> list[str]:
         """Copy what is not there yet. Returns what was done, in words.
 
         Raises UsageError if the destination has become another run's.
         """
         to, report = self._to, _read_report(self._run_dir)
         to.prepare()
-        now = _finished(self._manifest, report)
+        count = report.get("rows", {}).get("done")
+        now = replace(self._own, num_results=count if isinstance(count, int) else 0)
         before = self._found(overwrite=False) or now
-        if before.complete and before.is_later(now):
-            return f"{to.address} is left as it is: it holds a later state of this run"
-        paths = {path.name: path for path in self._run_dir.finished_files(with_manifest=self._is_mirror)}
+        paths = {path.name: path for path in self._run_dir.finished_files()}
         states = {name: _state(path) for name, path in paths.items()}
         new = [name for name, state in states.items() if not self._is_there(name, state, before.files.get(name))]
         gone = sorted(before.files.keys() - states.keys())
         if before.complete and not new and not gone:
-            return f"already published to {to.address}"
+            return [f"already published to {to.address}"]
         to.write(PUBLISHED, replace(now, files={**dict.fromkeys(states, _UNKNOWN), **before.files}).to_bytes())
         for name in new:
             to.upload(name, paths[name])
@@ -148,7 +116,8 @@ class Publication:
             state["version"] = entry.version if entry is not None else ""
         to.write(PUBLISHED, replace(now, files=states, complete=True).to_bytes())
         to.commit("Publish a finished run of batchgen")
-        return f"published to {to.address}"
+        more = f"warning: {before.num_results:,} results were there, and there are {now.num_results:,} now"
+        return [f"published to {to.address}", *([more] if before.num_results > now.num_results else [])]
 
     def _is_there(self, name: str, state: dict[str, Any], published: Mapping[str, Any] | None) -> bool:
         """Whether the destination has the file as it is here."""
@@ -169,31 +138,13 @@ class Publication:
         there = [name for name in names if self._to.entry(name) is not None]
         if not there:
             return None
-        if not overwrite and not (self._is_mirror and found is None and PUBLISHED not in there):
+        if not overwrite:
             whose = f" of another run, begun {found.created_at}" if found else ""
             raise UsageError(
                 f"{self._to.address} holds {there[0]}{whose}: it is not replaced; choose another folder, remove it "
                 "there, or start a new run with --overwrite"
             )
         return replace(self._own, files=dict.fromkeys(there, _UNKNOWN))
-
-
-def identity(manifest: Manifest) -> tuple[str, str]:
-    """When a run was begun and a digest of what it computes: equal for all its invocations, though its input grows."""
-    plain = json.loads(manifest.to_bytes())
-    known = plain["fingerprints"]
-    files = known.get("input", {}).get("files")
-    first = files[0] if isinstance(files, list) and files else None
-    first = first.get("file") if isinstance(first, dict) else None
-    what = [plain["output_keys"], plain["shard"], first, known.get("model")]
-    return manifest.created_at, sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-
-
-def _finished(manifest: Manifest, report: Mapping[str, Any]) -> PublishManifest:
-    """The state of a finished run that has this report."""
-    counts = report.get("rows", {}).get("done"), report.get("sessions")
-    num_results, num_sessions = (count if isinstance(count, int) else 0 for count in counts)
-    return PublishManifest(*identity(manifest), num_results, num_sessions)
 
 
 def _read_report(run_dir: RunDir) -> dict[str, Any]:

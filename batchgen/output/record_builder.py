@@ -5,18 +5,18 @@ Pure functions from a row and its result to plain data, without any file.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS, JobSpec
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
+from batchgen.core.identity import draw_of, fingerprint, limit_of
 from batchgen.core.json_line import json_value
+from batchgen.core.keys import INT32_MAX
 from batchgen.core.records import (
     BadRow,
     FinishReason,
@@ -27,7 +27,8 @@ from batchgen.core.records import (
     Timings,
 )
 from batchgen.output.token_scores import TokenScores, perplexity, rounded, softmax
-from batchgen.output.vector_fields import earlier_fields, vector_fields
+from batchgen.output.vector_fields import vector_fields
+from batchgen.text.grammar_source import library
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import Decode, cut_text
 from batchgen.text.tool_calls import ToolCalls
@@ -36,6 +37,7 @@ RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))
 # Before usage and timings.
 _OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", ANSWER, "finish_reason", "complete")
+_VECTOR = ("label", "score", "scores", "embedding", "embeddings")  # in the order of ``vector_fields``
 _NULLABLE = ("reasoning", "parsed")  # null is a value of these
 _DIGITS = 6  # of times
 
@@ -46,6 +48,7 @@ class RecordBuilder:
     ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field.
     ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer. ``tools`` reads the calls in answers of
     rows for which the job asks that; None where the model's format is not known. ``labels`` are a classifier's.
+    ``max_model_len`` limits prompt and answer together.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class RecordBuilder:
         tools: ToolCalls | None = None,
         labels: Sequence[str] = (),
         token_bytes: Callable[[int], bytes | None] | None = None,
+        *,
+        max_model_len: int = INT32_MAX,
     ) -> None:
         self._spec = spec
         self._decode = decode
@@ -66,6 +71,7 @@ class RecordBuilder:
         self._reasoning_of_tools = Reasoning(tools.tokenizer) if tools else None
         self._labels = labels
         self._scores = TokenScores(decode, token_bytes)
+        self.max_model_len = max_model_len
         self.num_unsearched = 0  # texts over which the regular expression for the answer takes too long
 
     def result(
@@ -80,7 +86,7 @@ class RecordBuilder:
 
         The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, tool_calls,
         parsed, answer, finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs,
-        perplexity, retried, kept columns. What a sample has is that of the first one; ``samples`` holds all of several.
+        perplexity, kept columns. What a sample has is that of the first one; ``samples`` holds all of several.
         ``complete`` is whether the text fits its structured outputs and its tool calls are whole. ``parsed`` is its
         JSON value, null where it has none or is not complete, and ``answer`` what ``output.answer`` finds in it. A row
         whose ``choices`` were scored has the best of them as its text; ``choices`` holds each text, ``prob`` (softmax
@@ -88,9 +94,10 @@ class RecordBuilder:
         token). With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it. A kept
         column with the name of a field of the record is written as ``input_<name>``.
         """
+        known = self.fingerprint(record.index, row_id, params, prompt_token_ids)
         if result.vector:
             vector = vector_fields(result, self._spec.embed.pooling, self._labels)
-            timings = _timings(result.timings) | {"fingerprint": fingerprint(record.index, params, prompt_token_ids)}
+            timings = _timings(result.timings) | {"fingerprint": known}
             return self._of_vector(record, row_id, vector, result.num_prompt_tokens, timings)
         tools = self._tools_of(record, params)
         samples = [self._sample(sample, params, prompt_token_ids, tools) for sample in result.samples]
@@ -109,7 +116,7 @@ class RecordBuilder:
             "completion_tokens": result.num_completion_tokens,
         }
         payload["timings"] = _timings(result.timings)
-        payload["timings"]["fingerprint"] = fingerprint(record.index, params, prompt_token_ids)
+        payload["timings"]["fingerprint"] = known
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         if len(samples) > 1:
             payload["samples"] = samples
@@ -122,9 +129,13 @@ class RecordBuilder:
         if result.prompt_logprobs is not None:
             payload["prompt_logprobs"] = self._scores.fields(result.prompt_logprobs)
             payload["perplexity"] = perplexity(result.prompt_logprobs)
-        if self._spec.again is not None:
-            payload["retried"] = self._spec.again.named(params)
         return payload | self._kept(record)
+
+    def fingerprint(self, index: int, row_id: RowId, params: SamplingParams, prompt_token_ids: Sequence[int]) -> str:
+        """See ``core.identity.fingerprint``."""
+        limit = limit_of(params, len(prompt_token_ids), self.max_model_len)
+        version = str(library().__version__) if params.structured_outputs else ""
+        return fingerprint(draw_of(row_id, index), params, prompt_token_ids, limit, version)
 
     def reused(
         self, record: Record, row_id: RowId, params: SamplingParams, known: str, earlier: Mapping[str, Any]
@@ -134,7 +145,7 @@ class RecordBuilder:
         None where that lacks what this job asks for. Columns are kept from ``record``. Raises KeyError or TypeError
         for an ``earlier`` that no run wrote.
         """
-        if vector := earlier_fields(earlier) if self._spec.embed.is_on else {}:
+        if vector := {name: earlier[name] for name in _VECTOR if name in earlier} if self._spec.embed.is_on else {}:
             timings = {**_timings(Timings()), "fingerprint": known, "reused": True}
             return self._of_vector(record, row_id, vector, earlier["usage"]["prompt_tokens"], timings)
         has_tools = self._tools_of(record, params) is not None
@@ -275,21 +286,6 @@ def check_record(record: Mapping[str, Any]) -> None:
         raise ValueError("its finish_reason or text is no string")
     if not all(isinstance(sample, dict) for sample in record.get("samples") or ()):
         raise ValueError("its samples are no objects")
-
-
-def fingerprint(index: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> str:
-    """A name, as 32 hex digits, of all that decides a row's result beside the model and how it computes.
-
-    Rows that are sampled draw by their index in the input; greedy ones have neither index nor seed.
-    """
-    drawn = b"" if params.is_greedy else b"%d" % index
-    asked = _params_name(params) + b"\0" + drawn + b"\0"
-    return blake2b(asked + array("i", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
-
-
-@lru_cache(maxsize=256)
-def _params_name(params: SamplingParams) -> bytes:
-    return repr(replace(params, seed=0) if params.is_greedy else params).encode(errors="backslashreplace")
 
 
 @lru_cache(maxsize=64)

@@ -29,12 +29,11 @@ class RowLocation:
 class RowIndex:
     """The finished rows of one shard, by index: ``index in done``, ``len(done)``, ``done.first_gap``.
 
-    A row of another shard, or one before ``first``, is never in the set.
+    A row of another shard is never in the set.
     """
 
-    def __init__(self, shard: Shard = WHOLE, first: int = 0) -> None:
-        self.first = first
-        self._rows = shard.rows(sys.maxsize)[len(shard.rows(first)) :]  # the index of each position in _packed
+    def __init__(self, shard: Shard = WHOLE) -> None:
+        self._rows = shard.rows(sys.maxsize)  # the index of each position in _packed
         self._packed = array("q")
         self._gap = 0  # all positions before it are filled
         self.num_results = 0
@@ -88,14 +87,6 @@ class RowIndex:
             self._count(packed[position] & 1, -1)
         packed[position] = (segment << _OFFSET_BITS | offset) << 1 | is_error
         self._count(is_error, 1)
-
-    def discard(self, index: int) -> None:
-        """Take a row out that is to be run again, if it is there."""
-        if index in self:
-            position = self._rows.index(index)
-            self._count(self._packed[position] & 1, -1)
-            self._packed[position] = _ABSENT
-            self._gap = min(self._gap, position)
 
     def location(self, index: int) -> RowLocation:
         """The location of a finished row's record. Raises KeyError for a row that is not finished."""

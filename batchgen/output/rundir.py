@@ -1,17 +1,24 @@
 """The run directory: the names of its files, checks that a run wrote them, and their replacement and removal.
 
-The content of rows and report is not known here.
+``job.json`` is the job of the outputs, and appears when these are there. Each job that is begun has a folder of its own
+in ``journal/``, with its ``job.json`` and its rows, which goes once a job is finished. So what is stale, copied in part
+or left by a kill can at worst not be used: no file is taken for another job's. The content of rows is not known here.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
+from typing import Any, NamedTuple
 
 from batchgen.core.errors import StorageError, UsageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.storage import (
     make_folder,
     read_regular,
@@ -28,8 +35,20 @@ from batchgen.output.manifest import Manifest, OtherVersion
 
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
 _PROGRESS_HEAD = b'{"version": 1, "state": "'
-IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. It is of no use without rows
+_JOURNAL_NAME = re.compile(r"(\d{4,9})-[0-9a-f]{8}", re.ASCII)
 OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
+
+
+class Begun(NamedTuple):
+    """A job that was begun in a run directory: its folder below ``journal/``, and its ``job.json``."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the folder held each row of the job, and the outputs were begun to be written from it."""
+        return self.manifest.num_rows is not None
 
 
 class RunDir:
@@ -40,38 +59,35 @@ class RunDir:
         self.manifest = path / "job.json"
         self.errors = path / "errors.jsonl"  # failed rows; absent where there are none
         self.report = path / "report.json"
-        self.journal = path / "journal"  # folder; there until the outputs are
-        self.retry = path / "retry"  # folder of the journal of a retry under way
-        self.spool = path / "input.spool"  # standard input, kept until the end so that a resume can read it again
+        self.journal = path / "journal"  # a folder in it for each job that is begun and not finished
+        self.spool = path / "input.spool"  # standard input, kept so that it can be read again
         self.lock_file = path / "run.lock"
         self._progress = path / PROGRESS_NAME
         self._outputs = [path / name for name in dict.fromkeys(OUTPUT_NAMES.values())]
         self.finished_names = [path.name for path in (self.errors, self.report, *self._outputs)]
         self._files = [*self._outputs, self.errors, self.report, self.manifest, self._progress, self.spool]
-        self._folders = [self.retry, self.journal]
 
     def outputs(self, output_format: str) -> Path:
         """The final outputs in a format of the job file."""
         return self.path / OUTPUT_NAMES[output_format]
 
     def has_outputs(self) -> bool:
-        """Whether the outputs have appeared, of a run that was finished at least once."""
+        """Whether there are outputs, of whatever job."""
         return any(path.is_file() for path in self._outputs)
 
     def is_complete(self) -> bool:
-        """Whether the run is finished: the outputs hold all rows, and none that the input grew by is left."""
-        return self.has_outputs() and ((manifest := self.read_manifest()) is None or manifest.num_rows is not None)
+        """Whether the folder has the outputs of a finished job; another one may be under way."""
+        return self.has_outputs() and self.manifest.is_file()
 
-    def finished_files(self, *, with_manifest: bool = False) -> list[Path]:
+    def finished_files(self) -> list[Path]:
         """The files that a finished run consists of, the outputs last."""
-        first = [self.manifest] if with_manifest else []
-        return [path for path in (*first, self.errors, self.report, *self._outputs) if path.is_file()]
+        return [path for path in (self.errors, self.report, *self._outputs) if path.is_file()]
 
     def owns(self, path: Path) -> bool:
         """Whether writing this run could replace or remove ``path``; an input must not be such a file."""
         root, target = self.path.resolve(), path.resolve()
-        files, folders = self._files, self._folders
-        mine = [*files, *map(temporary_name, files), self.lock_file, *folders, *map(trash_name, folders)]
+        files, folder = self._files, self.journal
+        mine = [*files, *map(temporary_name, files), self.lock_file, folder, trash_name(folder)]
         return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in mine}
 
     def create(self) -> None:
@@ -89,16 +105,15 @@ class RunDir:
             raise UsageError(f"output.path = {self.path}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
-        for folder in self._folders:
-            if folder.is_symlink() or folder.is_mount():
-                what = "a symbolic link" if folder.is_symlink() else "a mount point"
-                raise UsageError(f"{folder} is {what}: put the whole run there, as output.path, or remove it")
+        if self.journal.is_symlink() or self.journal.is_mount():
+            what = "a symbolic link" if self.journal.is_symlink() else "a mount point"
+            raise UsageError(f"{self.journal} is {what}: put the whole run there, as output.path, or remove it")
         if self.holder() is None:
             self.refuse_foreign_files()
 
     def refuse_foreign_files(self) -> None:
         """Raises UsageError if the folder holds files of a run but no ``job.json``: another program wrote them."""
-        if (foreign := self._foreign_files()) and not self.manifest.exists():
+        if (foreign := self._foreign_files()) and not self.manifest.exists() and not self.journals():
             raise UsageError(
                 f"{self.path} holds {foreign[0].relative_to(self.path)} but no job.json: batchgen did not write it; "
                 "choose another output.path"
@@ -119,12 +134,12 @@ class RunDir:
     def _foreign_files(self) -> list[Path]:
         """The files of a run besides ``job.json``, without those that a run killed at its beginning may leave."""
         try:
-            mine = [path for path in (*self._outputs, self.errors, self.report, self.retry) if path.exists()]
+            mine = [path for path in (*self._outputs, self.errors, self.report) if path.exists()]
             if self._progress.exists() and not _is_progress(self._progress):
                 mine.append(self._progress)
             if self.journal.exists() and not self.journal.is_dir():
                 mine.append(self.journal)
-            return mine + [path for path in sorted(self.journal.glob("*")) if not path.name.startswith(IDS_NAME)]
+            return mine + [path for path in sorted(self.journal.glob("*")) if not _number(path)]
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
 
@@ -158,45 +173,133 @@ class RunDir:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"cannot read {self.manifest}: {why}; batchgen run --overwrite starts anew") from error
 
+    def journals(self) -> list[Begun]:
+        """The jobs that have a folder in ``journal/``, the earliest first. Raises as ``read_manifest``."""
+        found = [path for path in self.journal.glob("*") if _number(path) and path.is_dir()]
+        read = [(path, RunDir(path).read_manifest()) for path in sorted(found, key=lambda path: (_number(path), path))]
+        return [Begun(path, manifest) for path, manifest in read if manifest is not None]
+
+    def unfinished(self) -> list[Begun]:
+        """The jobs that were begun since the outputs appeared, the earliest first. Raises as ``read_manifest``."""
+        return [begun for begun in self.journals() if _number(begun.folder) > self._num_finished()]
+
+    def job(self) -> Manifest:
+        """The job that the folder stands for: the last that was begun and is not finished, else that of its outputs.
+
+        It writes here, wherever the folder was when it was begun. Raises UsageError for a folder that holds none.
+        """
+        found = [*filter(None, [self.read_manifest()]), *(begun.manifest for begun in self.unfinished())]
+        if not found:
+            raise UsageError(f"{self.path} is not a run directory: it has no job.json")
+        job = found[-1].job
+        return replace(found[-1], job={**job, "output": {**job["output"], "path": str(self.path)}})
+
+    def kept_journal(self) -> Begun | None:
+        """The job of the outputs with its rows, which are kept where the outputs are not exactly these."""
+        last = self.read_manifest()
+        return next((begun for begun in self.journals() if last and begun.folder.name == last.journal), None)
+
+    def begin(self, manifest: Manifest) -> Begun:
+        """Make the folder of a job that is begun, with its ``job.json``. Raises StorageError."""
+        number = 1 + max([self._num_finished(), *map(_number, self.journal.glob("*"))])
+        begun = Begun(self.journal / f"{number:04d}-{token_hex(4)}", manifest)
+        with storage_errors("begin a journal in", begun.folder):
+            make_folder(begun.folder)
+        self.write_begun(begun)
+        return begun
+
+    def write_begun(self, begun: Begun) -> None:
+        """Replace the ``job.json`` of a job that is not finished."""
+        write_atomic(begun.folder / self.manifest.name, begun.manifest.to_bytes())
+
+    def remove_begun(self, begun: Begun) -> None:
+        """Remove the folder of a job, so that it was never begun."""
+        remove_folder(begun.folder)
+        with suppress(OSError):
+            self.journal.rmdir()
+
+    def changed_files(self, manifest: Manifest, digests: Digests) -> list[str]:
+        """The names of outputs and ``errors.jsonl`` that are not the files of the finished job ``manifest``.
+
+        Raises UsageError for a file that cannot be read.
+        """
+        return [
+            path.name
+            for path in (*self._outputs, self.errors)
+            if manifest.files.get(path.name) != (_named(path, digests) if path.is_file() else None)
+        ]
+
+    def finish(self, begun: Begun, digests: Digests, *, keeps_rows: bool) -> Manifest:
+        """Make the files that are there those of a job whose outputs have appeared; its ``job.json`` with them.
+
+        Then the folders of all jobs go; its own stays where it ``keeps_rows``. Raises UsageError, StorageError.
+        """
+        fresh = Digests()  # the files have taken the place of those that the others may be of
+        files = {path.name: _named(path, fresh) for path in (*self._outputs, self.errors) if path.is_file()}
+        states = digests.to_plain() | fresh.to_plain()
+        known = replace(begun.manifest, files=files, journal=begun.folder.name, file_states=states)
+        self.write_manifest(known)
+        self._remove_finished(keeps_rows=keeps_rows)
+        return known
+
+    def remove_other_outputs(self, output_format: str) -> None:
+        """Remove the outputs of other formats than this one, durably."""
+        for path in self._outputs:
+            if path != self.outputs(output_format) and path.exists():
+                remove_file(path)
+
     def write_manifest(self, manifest: Manifest) -> None:
         write_atomic(self.manifest, manifest.to_bytes())
 
     def sweep(self) -> None:
-        """Remove files that a killed process left half written or half removed; only for the holder of the lock."""
+        """Remove what a killed process left half written or half removed; only for the holder of the lock."""
         for file in self._files:
             with suppress(OSError):
                 temporary_name(file).unlink(missing_ok=True)
-        for folder in self._folders:
-            shutil.rmtree(trash_name(folder), ignore_errors=True)
-
-    def clear_beginnings(self) -> None:
-        """Remove the rest of a run that was killed before it wrote its ``job.json``."""
-        remove_folder(self.journal)
+        for trash in (trash_name(self.journal), *self.journal.glob(".*")):
+            shutil.rmtree(trash, ignore_errors=True)
+        for path in self.journal.glob("*"):
+            if _number(path) and path.is_dir() and not (path / self.manifest.name).exists():
+                shutil.rmtree(path, ignore_errors=True)  # its job.json would have been its first file
+        with suppress(UsageError, StorageError):
+            last = self.read_manifest()
+            self._remove_finished(keeps_rows=last is None or last.job["output"]["format"] != "jsonl")
 
     def clear(self) -> None:
         """Remove all that a run wrote, the manifest last: a crash in between leaves a run that starts from nothing.
 
         A staged spool stays: it is the input of the run that replaces this one.
         """
-        remove_folder(self.retry)  # which belongs to the outputs
         for path in (*self._outputs, self.errors, self.report):
             remove_file(path)
-        for folder in self._folders:
-            remove_folder(folder)
-        self.remove_spool()
+        remove_folder(self.journal)
         remove_file(self.manifest)
-
-    def forget_ids(self) -> None:
-        """Remove the file of ids, which the next start makes anew from the rows."""
-        with storage_errors("remove", self.journal / IDS_NAME):
-            for path in self.journal.glob(f"{IDS_NAME}*"):
-                path.unlink()
-
-    def remove_spool(self) -> None:
-        """Remove ``input.spool``, durably."""
         with storage_errors("remove", self.spool):
             self.spool.unlink(missing_ok=True)
             sync_folder(self.path)
+
+    def _num_finished(self) -> int:
+        """The number of the last job that was finished; folders up to it are those of jobs before."""
+        manifest = self.read_manifest()
+        return _number(Path(manifest.journal)) if manifest else 0
+
+    def _remove_finished(self, *, keeps_rows: bool) -> None:
+        last, kept = self._num_finished(), self.kept_journal() if keeps_rows else None
+        for path in [*self.journal.glob("*")]:
+            if 0 < _number(path) <= last and not (kept and path == kept.folder):
+                remove_folder(path)
+        with suppress(OSError):
+            self.journal.rmdir()
+
+
+def _number(folder: Path) -> int:
+    """The number of the folder of a job that was begun, 0 for another name."""
+    match = _JOURNAL_NAME.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
+def _named(path: Path, digests: Digests) -> dict[str, Any]:
+    return {name: value for name, value in digests.fingerprint(path).items() if name != "file"}
 
 
 def _is_progress(path: Path) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from batchgen.core.records import Result
-
-_FIELDS = ("label", "score", "scores", "embedding", "embeddings")
 
 
 def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) -> dict[str, Any]:
@@ -24,22 +22,3 @@ def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) ->
         width = len(numbers) // (result.num_prompt_tokens if pooling == "tokens" else result.num_texts)
         return {"embeddings": [numbers[i : i + width] for i in range(0, len(numbers), width)]}
     return {"embedding": numbers}
-
-
-def earlier_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a record that was read back; Parquet and base64 give all digits of a float32.
-
-    Raises TypeError where numbers are none.
-    """
-    found = {name: record[name] for name in _FIELDS if record.get(name) is not None}
-    return {name: value if name == "label" else _shortest(value) for name, value in found.items()}
-
-
-def _shortest(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_shortest(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _shortest(item) for name, item in value.items()}
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    return float(f"{value:.9g}")

@@ -20,7 +20,7 @@ from batchgen.core.machine import processor_name
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.structured import schema_of
 from batchgen.core.units import format_duration
-from batchgen.core.version import __version__
+from batchgen.core.version import RESULTS
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.source import RowRange, open_source
@@ -41,8 +41,9 @@ from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.report.usage import cost_of
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
-from batchgen.run.reuse import Reuse, earlier_runs, is_own, rendered_at
+from batchgen.run.sources import Sources, earlier_runs, rendered_at
 from batchgen.run.stdin import stdin_as_file
+from batchgen.run.update import inherited_numerics
 from batchgen.text.open_schemas import open_parts
 
 PLAN_VERSION = 1
@@ -51,47 +52,63 @@ _NO_WORKERS = "the plan does not ask the Ray cluster how many workers fit: give 
 
 
 def make_plan(
-    spec: JobSpec, *, calibrates: bool = False, output_tokens: int | None = None, shard: Shard = WHOLE
+    spec: JobSpec,
+    *,
+    calibrates: bool = False,
+    output_tokens: int | None = None,
+    shard: Shard = WHOLE,
+    starts_anew: bool = False,
 ) -> dict[str, Any]:
     """Survey the job's input and estimate a run; the plan as plain data for ``--json`` and ``render_plan``.
 
-    ``output_tokens`` is the expected mean length of an answer. Raises UsageError for a job that ``run`` would refuse
-    too, ModelError for unusable weights when calibrating.
+    ``output_tokens`` is the expected mean length of an answer. Rows that the output folder or the runs of
+    ``output.reuse`` have results of are counted as kept, unless the job ``starts_anew``. Raises UsageError for a job
+    that ``run`` would refuse too, ModelError for unusable weights when calibrating.
     """
-    with stdin_as_file(spec.input) as where:
-        at = rendered_at(spec)
+    run_dir = RunDir(Path(spec.output.path))
+    with stdin_as_file(spec.input, run_dir.spool) as where:
+        earlier = None if starts_anew or not spec.output.path else _earlier(run_dir)
+        at = earlier.begun_at if earlier else rendered_at(spec)
         model = read_model(spec, at)
         spec = model.resolved(spec)
-        source = open_source(where, RunDir(Path(spec.output.path)).owns)
+        source = open_source(where, run_dir.owns)
         rows = RowRange(source, shard, has_ids=may_have_ids(where))
-        ids = UniqueIds(None, as_text=spec.output.has_text_ids)
+        ids = UniqueIds(as_text=spec.output.has_text_ids)
         builder = model.builder(replace(spec, input=where))
         check_columns(source.read(), spec, builder.finder)
         try:
-            with closing(_reuse(spec, model, at)) as reuse:
+            with closing(_sources(spec, model, run_dir, earlier, at)) as sources:
                 validator = RowValidator(where, builder, ids, shard)
-                survey = Survey(validator, model.max_model_len, lambda row: reuse.record(row) is not None)
+                survey = Survey(validator, model.max_model_len, lambda row: sources.find(row)[0] is not None)
                 survey.take(rows.read())
         finally:
             ids.close()
     given = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     plan = _content(spec, model, survey, _forecast(spec, model, survey, given, calibrates=calibrates))
-    if spec.output.reuse:
+    if spec.output.reuse or earlier:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
-        plan["reuse"] = reuse.lines
+        plan["reuse"] = sources.lines
     return plan
 
 
-def _reuse(spec: JobSpec, model: ModelInfo, at: datetime | None) -> Reuse:
-    """The rows of earlier runs; that they computed as this machine does is for the run to find out."""
-    runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)]
+def _earlier(run_dir: RunDir) -> Manifest | None:
+    """The job whose date the output folder has; None for one that holds no job. Raises UsageError."""
+    last, begun = run_dir.read_manifest(), run_dir.unfinished()
+    return last or (begun[-1].manifest if begun else None)
+
+
+def _sources(
+    spec: JobSpec, model: ModelInfo, run_dir: RunDir, earlier: Manifest | None, at: datetime | None
+) -> Sources:
+    """The results that are there, computed as in the output folder; a run finds out whether this machine does."""
+    runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)] + ([earlier] if earlier else [])
     digests = Digests(runs[-1].file_states if runs else None)
-    known = {"model": model.fingerprint(digests) if runs else {}, "code": {"batchgen": __version__}}
+    known: dict[str, Any] = {"model": model.fingerprint(digests) if runs else {}, "code": {"results": RESULTS}}
+    if earlier and (numerics := inherited_numerics(earlier, spec)):
+        known["numerics"] = numerics
     manifest = Manifest(spec.to_dict(), spec.output_keys(), known, rendered_at=at.isoformat() if at else "")
-    reuse = Reuse(spec, manifest, model.record_builder(spec), None, model.prints_date)
-    own = (folder for folder in spec.output.reuse if is_own(spec, folder))
-    reuse.lines += [f"no row of {folder} is reused: it is the output folder, with which run goes on" for folder in own]
-    return reuse
+    builder, own = model.record_builder(spec), run_dir if earlier else None
+    return Sources(spec, manifest, builder, own, digests, prints_date=model.prints_date)
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:

@@ -27,7 +27,7 @@ def _rows(plan: Plan) -> Lines:
     rows, read = plan["rows"], plan["read"]
     yield "rows", f"{rows['total']:,}, {rows['good'] + rows.get('reused', 0):,} can run, {rows['bad']:,} bad"
     if "reused" in rows:
-        yield "", f"{rows['reused']:,} reused, {rows['good']:,} computed"
+        yield "", f"{rows['reused']:,} kept, {rows['good']:,} to compute"
         yield from (("", shortened(line, _SHOWN_CHARS)) for line in plan["reuse"])
     for code, count in plan["errors"].items():
         listed = [row for row in plan["bad_rows"] if row["code"] == code]

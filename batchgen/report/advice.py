@@ -39,7 +39,7 @@ _BATCH_LIMITS = {"sequences_share": "max_num_seqs", "tokens_share": "the token b
 _ERROR_ADVICE = {
     "too_long": "exceeded the context or KV memory: shorten, or raise --max-model-len or --kv-memory",
     "duplicate_id": "repeated the id of an earlier row: make input.id unique",
-    "internal": "failed because of batchgen or the machine: run batchgen retry; if they fail again, report a bug",
+    "internal": "failed because of batchgen or the machine: run again with --update; if they fail again, report a bug",
 }
 
 
@@ -99,7 +99,7 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
     if generates and num_cut > _CUT_OFF_SHARE * num_answers:
         said = f"{num_cut:,} of {num_answers:,} answers were cut off by max_tokens or the context"
-        yield f"{said}: batchgen retry DIR --where length --max-tokens N runs these again with more"
+        yield f"{said}: raise max_tokens in the job and run it with --update, which computes these alone"
 
 
 def _none_right(accuracy: Mapping[str, Any]) -> str:

@@ -51,7 +51,8 @@ KEYS = {
     "by all samples; the text of a scored choice is not); total is prompt + completion",
     "duplicates": "rows that got a copy of an identical one's answer and were not computed",
     "copied_tokens": "their part of tokens: prompt, completion",
-    "reused": "with output.reuse: rows taken over from earlier runs, and their part of tokens: prompt, completion",
+    "reused": "after an update or with output.reuse: rows kept from earlier results, and their part of tokens: prompt, "
+    "completion",
     "wall_s": "seconds of all invocations, start to end",
     "device_s": "wall_s times the mean number of workers",
     "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, mask (of "

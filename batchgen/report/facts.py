@@ -95,7 +95,7 @@ def figures(report: Report) -> Facts:
     if report["duplicates"]:
         yield "of them copies", f"{report['duplicates']:,}"
     if reused := report.get("reused"):
-        yield "of them reused", f"{reused['rows']:,}"
+        yield "of them kept", f"{reused['rows']:,}"
     yield "rows failed", f"{rows['failed']:,}"
     yield "tokens in", f"{tokens['prompt']:,}"
     if tokens["completion"]:
@@ -208,7 +208,7 @@ def _work(report: Report) -> Facts:
         yield "spared", f"{counted(report['duplicates'], 'row')} like another one, copied ({copied})"
     if reused := report.get("reused"):
         tokens_of = f"{reused['prompt']:,} tokens in, {reused['completion']:,} out"
-        yield "spared", f"{counted(reused['rows'], 'row')} reused from earlier runs ({tokens_of})"
+        yield "spared", f"{counted(reused['rows'], 'row')} kept from earlier results ({tokens_of})"
     for reason, count in report["finish_reasons"].items():
         yield "finished by", f"{reason} {count:,}"
     for account, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):

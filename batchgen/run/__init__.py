@@ -1,1 +1,1 @@
-"""One invocation of run, retry, merge or status on a run directory."""
+"""One invocation of run, merge or status on a run directory."""

@@ -1,7 +1,7 @@
-"""One invocation of run or retry: options in, outcome out, and between them what both commands do alike.
+"""One invocation of a job: options in, outcome out, and between them what surrounds the work on its rows.
 
-That is: lock and sweep the run directory, listen for signals, show progress, load the engine, and pass rows through it
-into the journal. Which rows run and how the outputs are written is left to the subclasses in ``job`` and ``retry``.
+That is: lock and sweep the run directory, listen for signals, show progress, load the engine, pass rows through it into
+the journal, and publish. Which rows run and how the outputs are written is left to the subclass in ``job``.
 """
 
 from __future__ import annotations
@@ -17,25 +17,33 @@ from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
 from batchgen.core.answers import MAX_CPU_S
-from batchgen.core.errors import BatchgenError, ExitCode, InputError, LockedError, ResumeMismatch, UsageError
+from batchgen.core.errors import (
+    BatchgenError,
+    ExitCode,
+    InputError,
+    LockedError,
+    ResumeMismatch,
+    StorageError,
+    UsageError,
+)
 from batchgen.core.fingerprint import Digests
 from batchgen.core.machine import memory_errors
 from batchgen.core.records import BadRow, Record
+from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_kernels
-from batchgen.output.rundir import RunDir
+from batchgen.output.publish import Publication, open_destination
+from batchgen.output.rundir import Begun, RunDir
 from batchgen.report.advice import warnings
-from batchgen.report.build import write_report
 from batchgen.report.facts import cost_text, numerics_text, pace, samples_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
 from batchgen.run.progress import GENERATING, Progress, row_counts
-from batchgen.run.remote_copies import RemoteCopies
-from batchgen.run.reports import following_report, job_facts, last_report
+from batchgen.run.reports import last_report
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
 from batchgen.run.stop import Limits, Stopper, StopRequested
@@ -45,13 +53,16 @@ from batchgen.run.stop import Limits, Stopper, StopRequested
 class RunOptions:
     """Options of one invocation, as opposed to the job: none of them changes a row's output.
 
+    ``update`` lets a job take the place of another one, or of much of its input, and keeps each row that cannot differ.
     ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run go on with kernels that round differently.
     ``progress`` is a bar on a terminal or in a notebook, and elsewhere a line every ``heartbeat_s`` seconds ("auto") or
     nothing ("bar"); or it is JSON lines ("json"), or nothing ("quiet"). ``shard`` may be given as ``(i, n)``. If it
-    ``may_exit``, a stop that takes too long and a second SIGINT end the process.
+    ``may_exit``, a stop that takes too long and a second SIGINT end the process. If it ``keeps_stdin``, standard input
+    is not read, and its rows are those of an earlier start.
     """
 
     overwrite: bool = False
+    update: bool = False
     strict: bool = False
     max_error_rate: float | None = None
     shard: Shard = WHOLE
@@ -60,32 +71,39 @@ class RunOptions:
     progress: Literal["auto", "bar", "json", "quiet"] = "auto"
     heartbeat_s: float = 30.0
     may_exit: bool = True
+    keeps_stdin: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.shard, Shard):
             object.__setattr__(self, "shard", Shard(*self.shard))
+        if self.overwrite and self.update:
+            raise UsageError("--overwrite and --update exclude each other: one drops what is there, the other keeps it")
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How an invocation ended: the exit code of the process, lines for the user, the report of a finished run.
 
-    ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect.
+    ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect:
+    ``is_finished`` says whether the outputs are there.
     """
 
     exit_code: ExitCode
     lines: tuple[str, ...]
     report: Mapping[str, Any] | None = field(default=None, repr=False)
     stop_reason: str | None = None
+    is_finished: bool = True
 
 
 class Invocation(ABC):
     """Holds a run directory while ``execute`` works in it; to be executed once.
 
-    ``manifest``, ``digests`` (of input and model files) and ``model`` are set by the subclass before they are needed.
+    ``manifest``, ``begun`` (where it is kept), ``digests`` (of input and model files) and ``model`` are set by the
+    subclass before they are needed.
     """
 
     manifest: Manifest
+    begun: Begun
     digests: Digests
     model: ModelInfo
 
@@ -103,7 +121,6 @@ class Invocation(ABC):
         self.stopper = Stopper(options.limits, may_exit=options.may_exit)
         self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
         self.progress.price_per_hour, self.progress.is_anew = spec.cluster.price_per_hour, options.overwrite
-        self.remotes = RemoteCopies(spec.output, run_dir, self.progress, overwrite=options.overwrite)
 
     @memory_errors("running this job")
     def execute(self) -> Outcome:
@@ -113,9 +130,7 @@ class Invocation(ABC):
             with self.run_dir.lock():
                 self.run_dir.sweep()
                 try:
-                    # The mirror closes last: its last copy takes the progress.json that is written at the end.
-                    with self.remotes, self.progress, self.stopper.interruptible():
-                        self.remotes.open()
+                    with self.progress, self.stopper.interruptible():
                         outcome = self.work()
                         self._conclude(outcome.report or last_report(self.run_dir))
                 except StopRequested:
@@ -248,32 +263,29 @@ class Invocation(ABC):
             return True
         if mixed and self.options.allow_mixed_kernels:
             self.set_numerics({**begun, KERNELS: mixed})
-            self.run_dir.write_manifest(self.manifest)
+            self.write_begun(self.manifest)
             self.progress.display.note(f"rows come from several kernel sets now: {mixed}")
         return self.options.allow_mixed_kernels
+
+    def write_begun(self, manifest: Manifest) -> None:
+        """Take a manifest as that of the job under way, and store it with its journal."""
+        self.manifest = manifest
+        self.begun = Begun(self.begun.folder, manifest)
+        self.run_dir.write_begun(self.begun)
 
     def set_numerics(self, numerics: dict[str, str]) -> None:
         """Put the numerics that rows are computed with into the manifest."""
         self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
 
-    def follow_report(self, journal: Path, new_counts: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Write the report of outputs that the rows of a journal, in that folder, have joined; ``following_report``."""
-        facts, note = job_facts(self.spec, self.manifest, self.backend), self.progress.display.note
-        report = following_report(self.run_dir, journal, self.spec, self.progress.usage(), facts, note)
-        report["rows"] |= new_counts or {}
-        write_report(self.run_dir.report, report)
-        return report
-
-    def finished(self, journal: Journal, report: Mapping[str, Any]) -> Outcome:
-        """Remove the journal, which outputs and report have replaced. The outcome of a finished run."""
-        journal.remove()
+    def finished(self, report: Mapping[str, Any]) -> Outcome:
+        """The outcome of a finished run."""
         self.progress.state = "finished"
         self.progress.keeps_file = False
         rows, num_copies = report["rows"], report["duplicates"]
         copies = f" ({num_copies:,} as copies)" if num_copies else ""
         lines = [f"{counted(rows['done'], 'row')} done{copies}, {pace(report)}"]
         if reused := report.get("reused"):
-            lines.append(f"{reused['rows']:,} reused, {rows['done'] - reused['rows']:,} computed")
+            lines.append(f"{reused['rows']:,} kept, {rows['done'] - reused['rows']:,} computed")
         if rows["failed"]:
             codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
             lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(self.run_dir.errors)}")
@@ -289,24 +301,46 @@ class Invocation(ABC):
         lines.append(f"outputs in {short(self.run_dir.outputs(self.spec.output.format))}")
         return Outcome(ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK, tuple(lines), report)
 
+    def claim(self) -> None:
+        """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""
+        if self.spec.output.publish:
+            with self.progress.phase("checking output.publish", "read"), refusals_as_usage():
+                self._publication().claim(overwrite=self.options.overwrite)
+
     def published(self, outcome: Outcome) -> Outcome:
-        """The outcome of a finished run whose files are where the job wants them too."""
-        return replace(outcome, lines=(*outcome.lines, *self.remotes.finish(self.manifest)))
+        """The outcome of a finished run whose files are where the job wants them too; what is there is not copied.
+
+        Raises StorageError: the run stays finished, and the next invocation tries again.
+        """
+        if not self.spec.output.publish:
+            return outcome
+        try:
+            with self.progress.phase("publishing", "write"):
+                lines = self._publication().publish()
+        except BatchgenError as error:
+            advice = "the run is finished and its files are kept; run again to publish them"
+            raise StorageError(f"{error}; {advice}") from error
+        return replace(outcome, lines=(*outcome.lines, *lines))
+
+    def _publication(self) -> Publication:
+        return Publication(open_destination(self.spec.output.publish), self.run_dir, self.manifest)
 
     def stopped(self) -> Outcome:
         """The outcome of an early stop, by request or because too many rows failed."""
         self.progress.state = "stopped"
         sink, reason, advice = self.progress.sink, self.stopper.reason or "", self.stopper.advice
         if sink is None:
-            return Outcome(ExitCode.STOPPED, (f"stopped ({reason}) before the first row; {advice}",))
+            lines: tuple[str, ...] = (f"stopped ({reason}) before the first row; {advice}",)
+            return Outcome(ExitCode.STOPPED, lines, is_finished=False)
         if self.stopper.exit_code == ExitCode.ROWS_FAILED:
-            advice = f"see {short(self.run_dir.errors)}; {advice}"
-            return Outcome(ExitCode.ROWS_FAILED, (f"stopped: {reason}", advice))
+            is_first = not self.run_dir.manifest.exists()
+            where = f"see {short(self.run_dir.errors)}" if is_first else "the files are still those of the job before"
+            return Outcome(ExitCode.ROWS_FAILED, (f"stopped: {reason}", f"{where}; {advice}"), is_finished=False)
         total = "" if self.progress.rows_total is None else f" of {self.progress.rows_total:,}"
         rows = f"{sink.num_done + sink.num_failed:,}{total} rows finished"
         if sink.journal.partials:
             rows += f", {len(sink.journal.partials):,} half done and saved"
-        return Outcome(ExitCode.STOPPED, (f"stopped ({reason}): {rows}; {advice}",))
+        return Outcome(ExitCode.STOPPED, (f"stopped ({reason}): {rows}; {advice}",), is_finished=False)
 
 
 def short(path: Path) -> str:

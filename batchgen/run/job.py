@@ -1,7 +1,7 @@
-"""``batchgen run``: runs a job, resumes what is left of it, or finds that it is done.
+"""``batchgen run``: runs a job, goes on with it, brings its folder up to date, or finds that it is done.
 
 It decides the order of steps, so that a refusal comes before anything is written and a kill at any moment leaves a
-run that resumes.
+folder whose job can be run again. A first run is an update of nothing.
 """
 
 from __future__ import annotations
@@ -14,28 +14,36 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ExitCode, StorageError, UsageError
+from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.shard import WHOLE
 from batchgen.core.units import counted
-from batchgen.core.version import __version__
+from batchgen.core.version import RESULTS
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.source import Growth, RowRange, Source, open_source
+from batchgen.input.source import RowRange, Source, open_source
 from batchgen.input.validator import RowValidator, rebuild_ids, refuse_bad_rows
-from batchgen.output.finalize import finalize, finalize_grown, write_errors
+from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
-from batchgen.output.manifest import Manifest
-from batchgen.output.rundir import IDS_NAME, RunDir
+from batchgen.output.manifest import Manifest, compare
+from batchgen.output.rundir import Begun, RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
 from batchgen.run.loader import EngineFactory, read_model
-from batchgen.run.reports import has_failed_rows, job_facts, journal_totals, result_ids
+from batchgen.run.reports import has_failed_rows, job_facts, journal_totals
 from batchgen.run.results import ResultSink
-from batchgen.run.resume import continued, reopen
-from batchgen.run.reuse import Reuse, earlier_runs, refuse_own_rows, rendered_at, reuse_rows
+from batchgen.run.sources import Sources, earlier_runs, is_between, num_files, refuse_own_rows, rendered_at
 from batchgen.run.stdin import StdinCopy
+from batchgen.run.update import (
+    Counts,
+    are_files_of,
+    inherited_numerics,
+    is_job_of,
+    refuse_losses,
+    refuse_other_job,
+    take_over,
+)
 
 _SHARDS_DATE = (
     "the chat template may print a date, here that on which this shard was begun: begin all shards on one day, or fix "
@@ -65,69 +73,57 @@ class _Job(Invocation):
     builder: RequestBuilder
     lines: Iterable[bytes] | None = None
     stdin: StdinCopy | None = None
-    growth: Growth | None = None  # of the input, since the run was begun or last resumed
+    last: Manifest | None = None  # the job of the outputs
+    earlier: list[Begun]  # the jobs that were begun since
 
     def work(self) -> Outcome:
         """Run what is left of the job; see ``run_job``."""
-        if self.spec.input.path == ("-",):
-            self.stdin = StdinCopy(self.run_dir.spool, self.lines)
-        begun = self.remotes.begun(self._begun())
-        self.digests = Digests(begun.file_states if begun else None)
         with ExitStack() as stack:
-            if self.stdin is not None:
+            self._look_around()
+            if self.spec.input.path == ("-",):
+                self.stdin = StdinCopy(self.run_dir.spool, self.lines)
                 stack.callback(self.stdin.drop)
-            source = self._find_input(begun)
-            self._identify(source, begun)
-            if begun is not None:
-                self._agree_with(begun)
-                self.progress.resume(self.remotes.restore())
-                if self.growth is not None:
-                    self.progress.rows_total = None
-                if self.run_dir.is_complete() and self.growth is None:
-                    return self._already_done(begun)
+            source = self._find_input()
+            self._identify(source)
+            mine = next((begun for begun in reversed(self._resumable()) if self._is_mine(begun)), None)
+            if self.last is not None and self._is_done(self.last):
+                return self._already_done(self.last)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
-            earlier_runs(self.spec)
-            self.remotes.claim(self.manifest)
-            if begun is not None and self.run_dir.is_complete():
-                self._clear_up(begun)
-                self.remotes.refuse_earlier(self.manifest)
-                self.progress.state = "running"
-                assert self.manifest.num_rows is not None, "it is finished"
-                num_kept = source.num_kept(self.manifest.num_rows, self.growth or Growth())
-                self.manifest = reopen(self.run_dir, self.manifest, num_kept)
+            self.claim()
             self.builder = self.model.builder(self.spec)
-            if begun is None:
-                self._begin(source)
-            if self.stdin is not None:
-                self.stdin.keep()
-                source = self._open_source(self.run_dir.spool)
-            if not self.run_dir.has_outputs():  # a mirror keeps the finished files until there are new ones
-                self.remotes.begin(self.manifest)
-            journal = self._open_journal()
-            stack.callback(journal.close)
-            if self.growth is not None and self.growth.is_cut:
-                self.run_dir.forget_ids()  # what a row had for its id may have been the beginning of one
-                journal.run_again([*journal.partials, *([max(journal.done)] if len(journal.done) else ())])
-            for line in journal.recovery:
-                self.progress.display.note(line)
-            return self._finish_rows(source, journal, is_resumed=begun is not None)
+            self.begun = self._begin(source) if mine is None else self._go_on(mine)
+            sources = None if self.begun.manifest.taken else self._sources()
+            with closing(sources) if sources is not None else ExitStack():
+                journal = stack.enter_context(closing(Journal.open(self.begun.folder, self.options.shard)))
+                for line in journal.recovery:
+                    self.progress.display.note(line)
+                return self._finish_rows(source, journal, sources, is_resumed=mine is not None)
 
-    def _begun(self) -> Manifest | None:
-        """The manifest that the run directory was begun with; None to start anew. Raises UsageError."""
-        if not self.run_dir.manifest.exists():
+    def _look_around(self) -> None:
+        """Find the jobs of the run directory, unless this one starts anew. Raises UsageError."""
+        self.earlier = []
+        if self.options.overwrite:
+            refuse_own_rows(self.spec)
+            self.run_dir.refuse_foreign_manifest()
+        else:
+            self.last, self.earlier = self.run_dir.read_manifest(), self.run_dir.unfinished()
+        if not self._manifests():
             self.progress.begin_anew()
-        if not self.options.overwrite:
-            return self.run_dir.read_manifest()
-        refuse_own_rows(self.spec)
-        self.run_dir.refuse_foreign_manifest()
-        return None
+        states: dict[str, Any] = {}
+        for manifest in reversed(self._manifests()):
+            states |= manifest.file_states
+        self.digests = Digests(states)
 
-    def _find_input(self, begun: Manifest | None) -> Source | None:
+    def _manifests(self) -> list[Manifest]:
+        """Those of the jobs of the run directory, that of its outputs first, then the newest."""
+        return [*([self.last] if self.last else []), *(begun.manifest for begun in reversed(self.earlier))]
+
+    def _find_input(self) -> Source | None:
         """The rows; None if they came on standard input once and are not given again. Raises UsageError."""
         if self.stdin is None:
             source = self._open_source()
-            for item in self.spec.input.path if begun is None else ():
+            for item in self.spec.input.path if not self._manifests() else ():
                 if item.startswith("hf:/"):
                     self.progress.display.note(
                         f"the input {item} is a folder on this machine, not a dataset of the Hub"
@@ -136,12 +132,12 @@ class _Job(Invocation):
                 if self.run_dir.owns(path):
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
             return source
-        is_resumed = begun is not None and begun.job["input"]["path"] == ["-"]
+        is_resumed = any(manifest.job["input"]["path"] == ["-"] for manifest in self._manifests())
         with self.progress.phase("reading standard input", "read"):
-            found = self.stdin.read(is_resumed=is_resumed)
-        if is_resumed and found in (None, self.run_dir.spool):
+            found = self.stdin.path if self.options.keeps_stdin else self.stdin.read(is_resumed=is_resumed)
+        if is_resumed and found in (None, self.run_dir.spool) and not self.options.keeps_stdin:
             self.progress.display.note("stdin is empty: using the rows saved at the first start")
-        return None if found is None else self._open_source(found)
+        return self._open_source(found) if found is not None and found.is_file() else None
 
     def _open_source(self, path: Path | None = None) -> Source:
         """The rows that the job names, or those of the file that stands for them."""
@@ -149,139 +145,207 @@ class _Job(Invocation):
         with self.progress.phase("opening the input", "read"):
             return open_source(where, self.run_dir.owns)
 
-    def _identify(self, source: Source | None, begun: Manifest | None) -> None:
-        """Find the model and set the manifest, which a resume is compared with. Raises UsageError."""
-        now = datetime.now().astimezone().replace(microsecond=0)
-        begun_at = (begun.begun_at if begun else rendered_at(self.spec)) or now
+    def _reopened(self, source: Source) -> Source:
+        """The same rows from where they are by now: standard input is kept once the job has been accepted."""
+        return source if self.stdin is None else self._open_source(self.stdin.path)
+
+    def _identify(self, source: Source | None) -> None:
+        """Find the model and set the manifest, which those of the folder are compared with. Raises UsageError."""
+        first = next(iter(self._manifests()), None)
+        now = datetime.now().astimezone()
+        begun_at = (first.begun_at if first else rendered_at(self.spec)) or now
         with self.progress.phase("finding the model", "load"):
             self.model = read_model(self.spec, begun_at)
-        if begun is None and (hint := self.model.preset_hint(self.spec)):
+        if first is None and (hint := self.model.preset_hint(self.spec)):
             self.progress.display.note(hint)
         self.spec = self.model.resolved(self.spec)
         with self.progress.phase("checking the input", "read"):
-            rows: dict[str, Any] = begun.fingerprints["input"] if begun is not None and source is None else {}
+            rows: dict[str, Any] = first.fingerprints["input"] if first is not None and source is None else {}
             if source is not None:
-                was = begun.fingerprints["input"].get("files", []) if begun else []
-                rows = source.fingerprint(self.digests, was)
+                rows = source.fingerprint(self.digests)
                 if self.stdin is not None:
                     rows = {"files": [{**file, "file": "-"} for file in rows["files"]]}
-                self.growth = source.growth(was, rows["files"]) if begun else None
         with self.progress.phase("checking the model", "load"):
             model = self.model.fingerprint(self.digests)
         self.manifest = Manifest(
             job=self.spec.to_dict(),
             output_keys=self.spec.output_keys(),
-            fingerprints={"input": rows, "model": model, "code": {"batchgen": __version__}},
+            fingerprints={"input": rows, "model": model, "code": {"results": RESULTS}},
             shard=self.options.shard,
-            created_at=now.isoformat(),
+            created_at=first.created_at if first else now.isoformat(),
             rendered_at=begun_at.isoformat(),
             file_states=self.digests.to_plain(),
         )
 
-    def _agree_with(self, begun: Manifest) -> None:
-        """Go on with the run that was begun. Raises ResumeMismatch if its outputs would differ from this job's."""
-        is_complete = self.run_dir.has_outputs() or self.remotes.is_finished
-        if self.growth is not None:
-            begun = replace(begun, fingerprints={**begun.fingerprints, "input": self.manifest.fingerprints["input"]})
-        self.manifest, changes = continued(self.run_dir, self.spec, begun, self.manifest, is_complete=is_complete)
-        if self.growth is not None:
-            self.progress.display.note("the input has grown: running the new rows")
-        for line in changes:
-            self.progress.display.note(f"resuming with {line}")
+    def _resumable(self) -> list[Begun]:
+        """The jobs whose rows are in a journal: those that are not finished, and before them that of the outputs."""
+        kept = self.run_dir.kept_journal() if self.last else None
+        return [*([kept] if kept else []), *self.earlier]
 
-    def _already_done(self, begun: Manifest) -> Outcome:
+    def _is_mine(self, begun: Begun) -> bool:
+        return is_job_of(begun.manifest, self.manifest, self.spec)
+
+    def _is_done(self, last: Manifest) -> bool:
+        """Whether the outputs are those of this job, though they or ``errors.jsonl`` may have been edited."""
+        if not are_files_of(last, self.manifest, self.spec) or is_between(self.run_dir, last, self.digests):
+            return False
+        return self.run_dir.outputs(self.spec.output.format).is_file()
+
+    def _already_done(self, last: Manifest) -> Outcome:
         """Complete what a kill just after the outputs appeared has left undone."""
+        changed = self._edited(last)
+        self.manifest = last
         with suppress(StorageError):  # the disk may be full by now
-            self._keep_file_states(begun)
-        self._clear_up(begun)
-        self.progress.keeps_file = self.run_dir.retry.is_dir()  # an unfinished retry goes on counting in it
+            self._keep_file_states(last)
         outputs = short(self.run_dir.outputs(self.spec.output.format))
-        line = f"already done: outputs in {outputs}; --overwrite runs it anew"
+        edited = f"{', '.join(changed)} was edited since; " if changed else ""
+        line = f"already done: outputs in {outputs}; {edited}--overwrite runs it anew"
         if not has_failed_rows(self.run_dir):
             return self.published(Outcome(ExitCode.OK, (line,)))
-        folder, errors = short(self.run_dir.path), short(self.run_dir.errors)
-        failed = f"some rows failed: see {errors}; batchgen retry {folder} runs those again"
-        return self.published(Outcome(ExitCode.ROWS_FAILED, (line, failed)))
+        failed = f"some rows failed: see {short(self.run_dir.errors)}; mend them in the input and run again"
+        more = "--update runs failed rows again as they are"
+        return self.published(Outcome(ExitCode.ROWS_FAILED, (line, f"{failed}, or {more}")))
 
-    def _clear_up(self, begun: Manifest) -> None:
-        """Remove the journal of a finished run, once the report is there."""
-        if self.run_dir.journal.is_dir():
-            journal = self._open_journal()
-            if begun.num_kept:
-                journal.remove()
-            else:
-                self._finish(journal)
+    def _edited(self, last: Manifest) -> list[str]:
+        """The files of the last finished job that are others now; an ``errors.jsonl`` may be taken away."""
+        changed = self.run_dir.changed_files(last, self.digests)
+        return [name for name in changed if name != self.run_dir.errors.name or self.run_dir.errors.exists()]
 
-    def _open_journal(self) -> Journal:
-        return Journal.open(self.run_dir.journal, self.options.shard, first=self.manifest.num_kept)
+    def _begin(self, source: Source) -> Begun:
+        """Begin the job: refuse what may not be, and make its journal.
 
-    def _begin(self, source: Source) -> None:
-        """Start anew. The weights are loaded before anything is written: unusable ones cost no earlier run.
-
-        ``job.json`` is written first: a directory with any other file of a run has one.
+        In a new folder the weights are loaded before anything is written: unusable ones cost no earlier run. In another
+        one the job computes as the one before, which is looked at once a row needs the weights.
         """
+        self._refuse_unasked()
         for line in check_columns(source.read(), self.spec, self.builder.finder):
             self.progress.display.note(line)
         self.model.refuse_as_target(self.run_dir)
         if self.options.strict:
-            with closing(UniqueIds(None, as_text=self.spec.output.has_text_ids)) as ids:
+            with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
                 self._refuse_bad_rows(self._rows(source, None), self._validator(ids))
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
             self._count(self._rows(source, None))
-        self.set_numerics(self.load().numerics)
-        self.run_dir.refuse_foreign_files()
-        self.remotes.clear()  # first: the results that it holds would come back
-        if self.options.overwrite:
-            self.progress.begin_anew()
-            self.run_dir.clear()
-        else:
-            self.run_dir.clear_beginnings()
-        if self.stdin is not None:
-            self.stdin.keep()
-        self.run_dir.write_manifest(self.manifest)
+        earlier_runs(self.spec)
+        known = next(iter(self._manifests()), None)
+        numerics = inherited_numerics(known, self.spec) if known else None
+        self.set_numerics(self.load().numerics if numerics is None else numerics)
+        if known is None:
+            self.run_dir.refuse_foreign_files()
+            if self.options.overwrite:
+                self.run_dir.clear()
+            if self.stdin is not None:
+                self.stdin.keep()
+        self.progress.begin_anew()
+        self.manifest = replace(self.manifest, taken=known is None and not self.spec.output.reuse)
+        begun = self.run_dir.begin(self.manifest)
+        self.progress.go_on(begun.folder.name)
         if self.options.shard != WHOLE and self.model.prints_date:
             self.progress.display.note(_SHARDS_DATE)
+        return begun
 
-    def _finish_rows(self, source: Source, journal: Journal, *, is_resumed: bool) -> Outcome:
-        """Generate what the journal lacks, then write the outputs."""
+    def _refuse_unasked(self) -> None:
+        """Raises ResumeMismatch for what only ``--update`` may do."""
+        if self.options.update or not self._manifests():
+            return
+        refuse_other_job(self.run_dir.path, self._manifests(), self.manifest, self.spec)
+        edited = self._edited(self.last) if self.last and not is_between(self.run_dir, self.last, self.digests) else []
+        if self.last and edited and self.run_dir.has_outputs():
+            raise ResumeMismatch(
+                f"{', '.join(edited)} in {self.run_dir.path} was edited since its run ended, and would be replaced: "
+                "--update goes on"
+            )
+
+    def _go_on(self, mine: Begun) -> Begun:
+        """Go on with this job where it was begun before; what changed that changes no row is noted."""
+        before = mine.manifest
+        numerics = before.fingerprints.get("numerics")
+        if numerics is not None:
+            self.set_numerics(numerics)
+        has_more = self.spec.output.reuse != tuple(before.job["output"]["reuse"])
+        self.manifest = replace(
+            self.manifest,
+            created_at=before.created_at,
+            rendered_at=before.rendered_at,
+            num_rows=before.num_rows,
+            taken=before.taken and not (has_more and self.spec.output.reuse),
+        )
+        for line in () if mine.is_whole else compare(before, self.manifest).allowed:
+            self.progress.display.note(f"resuming with {line}")
+        self.progress.go_on(mine.folder.name)
+        return Begun(mine.folder, self.manifest)
+
+    def _sources(self) -> Sources:
+        """The results that rows can be taken from; those of a folder that starts anew were dropped."""
+        own = self.run_dir if self._manifests() else None
+        builder, prints_date = self.model.record_builder(self.spec), self.model.prints_date
+        with self.progress.phase("reading earlier results", "read"):
+            sources = Sources(
+                self.spec, self.manifest, builder, own, self.digests, mine=self.begun.folder, prints_date=prints_date
+            )
+        for line in sources.lines:
+            self.progress.display.note(line)
+        return sources
+
+    def _finish_rows(self, source: Source, journal: Journal, sources: Sources | None, *, is_resumed: bool) -> Outcome:
+        """Keep what is there, generate what the journal lacks, then write the outputs."""
+        if self.begun.is_whole:
+            return self._finish(journal, self.manifest.num_rows or 0)
         progress = self.progress
+        progress.keeps_file = True
+        source = self._reopened(source)
         rows = self._rows(source, journal)
-        ids_path = self.run_dir.journal / IDS_NAME
-        with closing(UniqueIds(ids_path, as_text=self.spec.output.has_text_ids)) as ids:
+        with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
             validator = self._validator(ids)
-            if not ids.is_complete:
-                self._restore_ids(source, journal, validator)
-                ids.mark_complete()
             if is_resumed:
                 if self.options.strict:
                     self._refuse_bad_rows(rows, validator)
-                self.run_dir.write_manifest(self.manifest)
-            progress.keeps_file = True
+                self.write_begun(self.manifest)
+            if len(journal.done):
+                self._restore_ids(source, journal, validator)
+            if sources is not None:
+                self._take_over(sources, rows, validator, journal)
+                if self.stopper.requested:
+                    return self.stopped()
+            if self.stdin is not None:
+                self.stdin.keep()
+                source = rows.source = self._reopened(source)
             self._count(rows)
             progress.display.note(self._announcement(journal))
-            self._reuse(rows, validator, journal)
-            is_done = self.generate(rows.read(), validator, journal)
-        if not is_done:
-            if self.stopper.exit_code == ExitCode.ROWS_FAILED:
-                write_errors(self.run_dir, self.spec, journal)
-            return self.stopped()
+            if not self.generate(rows.read(), validator, journal):
+                if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.last is None:
+                    write_errors(self.run_dir, self.spec, journal)
+                return self.stopped()
         source.check_unchanged()
-        self._keep_file_states(self.manifest)
-        if self.run_dir.has_outputs():
-            return self.published(self._finish_grown(journal, rows.num_rows))
-        with progress.phase("writing the outputs", "write"):
-            finalize(self.run_dir, self.spec, journal, num_rows=rows.num_rows)
-        return self.published(self._finish(journal))
+        self.manifest = replace(self.manifest, file_states=self.digests.to_plain())
+        return self._finish(journal, rows.num_rows)
 
-    def _reuse(self, rows: RowRange, validator: RowValidator, journal: Journal) -> None:
-        """Take over the rows that earlier runs have results of."""
-        if self.spec.output.reuse:
-            builder = self.model.record_builder(self.spec)
-            with self.progress.phase("reading earlier runs", "read"):
-                reuse = Reuse(self.spec, self.manifest, builder, self.run_dir.journal, self.model.prints_date)
-            sink = ResultSink(journal, builder, None, self.progress.clock.on, self.builder.finder.template)
-            with closing(reuse):
-                reuse_rows(reuse, rows, validator, sink, self.progress)
+    def _take_over(self, sources: Sources, rows: RowRange, validator: RowValidator, journal: Journal) -> None:
+        """Keep the rows whose results are there. Raises UsageError where too much would be lost unasked."""
+        if len(sources):
+            builder, template = self.model.record_builder(self.spec), self.builder.finder.template
+            sink = ResultSink(journal, builder, None, self.progress.clock.on, template)
+            num_good = take_over(sources, rows, validator, sink, self.progress)
+            if self.stopper.requested:
+                return
+            files = sources.files_before, num_files(self.manifest)
+            counts = Counts(sources.num_old, journal.counts.results, num_good, files)
+            if not self.options.update:
+                try:
+                    refuse_losses(self.run_dir.path, counts)
+                except UsageError:
+                    journal.close()
+                    self.run_dir.remove_begun(self.begun)
+                    self.progress.keeps_file = False
+                    raise
+            what = "results kept" if not sources.num_old else self._what_changed()
+            rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
+            self.progress.display.note(f"{what}: {rest}")
+        self.write_begun(replace(self.manifest, taken=True))
+
+    def _what_changed(self) -> str:
+        inputs = [manifest.fingerprints.get("input") for manifest in (*self._manifests(), self.manifest)]
+        return "job changed" if inputs[0] == inputs[-1] else "input changed"
 
     def _count(self, rows: RowRange) -> None:
         if self.progress.rows_total is None:
@@ -289,50 +353,36 @@ class _Job(Invocation):
                 self.progress.rows_total = rows.count()
 
     def _restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
-        """Make all rows read so far claim their ids again: the file of ids was lost, or the run was finished."""
-        last = max(journal.done, default=journal.done.first - 1)
-        if last >= 0 and may_have_ids(self.spec.input):
+        """Make all rows up to the last finished one claim their ids again: they are not kept across invocations."""
+        if may_have_ids(self.spec.input):
             with self.progress.phase("reading ids again", "read"):
-                rebuild_ids(source.read(), last, validator)
-                if self.run_dir.has_outputs():  # a retry may have given a row another id than it has in the input
-                    kept = journal.done.first  # the rows from there on run anew
-                    validator.ids.claim(known for known in result_ids(self.run_dir, self.spec) if known[0] < kept)
+                rebuild_ids(source.read(), max(journal.done), validator)
 
     def _keep_file_states(self, manifest: Manifest) -> None:
-        """Save in the manifest what is known of the files by now, so that the next start need not read them."""
-        known = replace(manifest, file_states=self.digests.to_plain())
+        """Save what is known of the files by now, so that the next start need not read them."""
+        known = replace(manifest, file_states=manifest.file_states | self.digests.to_plain())
         if known != manifest:
             self.run_dir.write_manifest(known)
 
-    def _finish(self, journal: Journal) -> Outcome:
-        """Write the report; then the journal and the copy of standard input are no longer needed."""
+    def _finish(self, journal: Journal, num_rows: int) -> Outcome:
+        """Write the outputs and the report; then the folder's ``job.json`` names them, and the journals go."""
+        with self.progress.phase("writing the outputs", "write"):
+            self.begun = finalize(
+                self.run_dir, Begun(self.begun.folder, self.manifest), self.spec, journal, num_rows=num_rows
+            )
         with self.progress.phase("writing the report", "write"):
             totals = journal_totals(journal, self.spec)
-        report = build_report(totals, self.progress.usage(), job_facts(self.spec, self.manifest, self.backend))
-        write_report(self.run_dir.report, report)
-        if self.stdin is not None:
-            self.run_dir.remove_spool()
-        return self.finished(journal, report)
-
-    def _finish_grown(self, journal: Journal, num_rows: int) -> Outcome:
-        """Add the rows that came behind to the outputs and the report; then ``job.json`` gets the number of rows.
-
-        A kill in between leaves a run that does the same when run again.
-        """
-        num_new = len(journal.done)
-        with self.progress.phase("writing the outputs", "write"):
-            finalize_grown(self.run_dir, self.spec, journal, num_rows=num_rows)
-            report = self.follow_report(self.run_dir.journal, {"new": num_new})
-            self.run_dir.remove_spool()
-            self.manifest = replace(self.manifest, num_rows=num_rows)
-            self.run_dir.write_manifest(self.manifest)
-        outcome = self.finished(journal, report)
-        return replace(outcome, lines=(f"{counted(num_new, 'new row')}; in all:", *outcome.lines))
+            report = build_report(totals, self.progress.usage(), job_facts(self.spec, self.manifest, self.backend))
+            write_report(self.run_dir.report, report)
+            journal.close()
+            keeps_rows = self.spec.output.format != EXACT_FORMAT
+            self.manifest = self.run_dir.finish(self.begun, self.digests, keeps_rows=keeps_rows)
+        return self.published(self.finished(report))
 
     def _rows(self, source: Source, journal: Journal | None) -> RowRange:
         rows = RowRange(source, self.options.shard, has_ids=may_have_ids(self.spec.input))
         if journal is not None:
-            rows.done, rows.start, rows.first = journal.done, journal.resume_cursor, journal.done.first
+            rows.done, rows.start = journal.done, journal.resume_cursor
         return rows
 
     def _validator(self, ids: UniqueIds) -> RowValidator:

@@ -166,19 +166,20 @@ class ModelInfo:
             presets={"card": card_values(self.path), "model": self.recommended},
             columns=spec.sampling_columns,
         )
-        builder.again, builder.fills_context = spec.again, spec.fills_context
+        builder.fills_context = spec.fills_context
         return builder
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
         """What makes output records of this model's results."""
         if self.tokenizer is None:
-            return RecordBuilder(spec, None, labels=self.config.labels)
+            return RecordBuilder(spec, None, labels=self.config.labels, max_model_len=self.max_model_len)
         reasoning = Reasoning(self.tokenizer) if spec.output.split_reasoning else None
         form = tool_format(self.tokenizer)
         tools = ToolCalls(self.tokenizer, form) if form else None
         behind = partial(text_behind, self.tokenizer)
         named = (self.config.labels, self.tokenizer.token_bytes)
-        return RecordBuilder(spec, self.tokenizer.decode, reasoning, behind, tools, *named)
+        longest = self.max_model_len
+        return RecordBuilder(spec, self.tokenizer.decode, reasoning, behind, tools, *named, max_model_len=longest)
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]

@@ -1,45 +1,46 @@
 """``batchgen merge``: joins the finished shards of one job into one run directory that holds every input row once.
 
-It reads run directories only: no model, no input file, no journal. Rows are copied; only their ids are looked at,
-since a row that was fixed by hand in one shard may have been given the id of another shard's row. Nothing appears in
-the target before everything is checked and staged; then ``job.json``, ``errors.jsonl`` and, last, the outputs appear.
-An interrupted merge is run again; a finished one is known by its outputs.
+It reads run directories only, no model and no input file: the records of the shards go into a journal of the target,
+from which ``finalize`` writes the files as for any run. The target's ``job.json`` names the digests of the shards'
+files: where these are others now, they are merged again in place. An interrupted merge is run again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.core.errors import LockedError, UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE
-from batchgen.core.storage import absolute, commit_staged
-from batchgen.core.units import shown
-from batchgen.input.ids import UniqueIds, may_have_ids
-from batchgen.output.finalize import (
-    IndexedRow,
-    Rows,
-    commit_errors,
-    join,
-    read_errors,
-    stage,
-)
-from batchgen.output.formats import output_format
-from batchgen.output.journal import Counts
-from batchgen.output.manifest import Manifest, OtherVersion, compare, kernels_of, mix_kernels, with_kernels
+from batchgen.core.storage import absolute
+from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
+from batchgen.output.formats.jsonl import read_lines
+from batchgen.output.journal import Counts, Journal, JournalEntry
+from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
+from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
 from batchgen.run.invocation import tidy_on_refusal
-from batchgen.run.reports import output_totals, read_report, result_ids
+from batchgen.run.reports import journal_totals, read_report
+from batchgen.run.sources import is_between
 
-_NAMED_ROWS = 5  # of many missing rows
 _SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes", "roofline")
+
+
+class Merged(NamedTuple):
+    """What a merge has done: the rows, None where it was done already, and why there is no report."""
+
+    counts: Counts | None
+    problems: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,35 @@ class _Shard:
     def number(self) -> int:
         return self.manifest.shard.number
 
+    def entries(self) -> Iterator[JournalEntry]:
+        """All rows, as they were journalled. Raises UsageError where the journal that has them was removed."""
+        if self.manifest.job["output"]["format"] == EXACT_FORMAT:
+            for index, line in read_lines(self.run_dir.outputs(EXACT_FORMAT)):
+                yield _entry(index, "result", line)
+            for index, line in read_errors(self.run_dir):
+                yield _entry(index, "error", line)
+            return
+        kept = self.run_dir.kept_journal()
+        if kept is None:
+            raise UsageError(f"{self}: its records were in {self.run_dir.journal}, which was removed")
+        with closing(Journal.read(kept.folder, self.manifest.shard)) as journal:
+            for index in journal.completed():
+                yield _entry(index, "result", journal.payload(index))
+            for index in journal.done.indexes(errors=True):
+                yield _entry(index, "error", journal.payload(index))
+
     def __str__(self) -> str:
         return f"shard {self.manifest.shard} ({self.run_dir.path})"
 
 
-def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> Counts | None:
-    """Write outputs, failed rows and ``job.json`` of all shards of a job into ``target``.
+def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> Merged:
+    """Write outputs, failed rows, report and ``job.json`` of all shards of a job into ``target``.
 
-    ``target`` must be new, or a folder in which this merge was begun or finished; returns None if it is finished.
-    Raises UsageError, without outputs in ``target``, if the shards are of different jobs, one is missing, unfinished
-    or given twice, if a row is missing, repeated, in the wrong shard or has the id of another, or if the shards were
-    computed by different kernels without ``allow_mixed_kernels``. Raises LockedError, StorageError.
+    ``target`` must be new, or a folder in which these shards were merged before, as they are or were. Times of the
+    report add up as if one machine had run the shards one after another. Raises UsageError, with ``target`` as it was,
+    if the shards are of different jobs, one is missing, unfinished, edited or given twice, if a row is missing or
+    repeated, or if the shards were computed by different kernels without ``allow_mixed_kernels``. Raises LockedError,
+    StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
     target = absolute(target)
@@ -75,52 +94,61 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
         run_dir.create()
         with run_dir.lock():
             run_dir.sweep()
-            if not _is_free_for(manifest, run_dir):
-                raise UsageError(f"{target} holds a run already; merge into a new folder")
-            if run_dir.is_complete():
-                _refuse_outdated(shards, run_dir)
-                return None
-            if run_dir.journal.is_dir():
+            last, begun = run_dir.read_manifest(), run_dir.unfinished()
+            if any(not other.manifest.parts for other in begun):
                 raise UsageError(f"{target} holds a run already, not finished; merge into a new folder")
-            try:
-                return _write(shards, run_dir, manifest)
-            except BaseException:
-                run_dir.sweep()  # the staged files may be large
-                raise
+            if last is not None and (not last.parts or last.created_at != manifest.created_at):
+                raise UsageError(f"{target} holds a run already; merge into a new folder")
+            if last is not None and last.parts == manifest.parts and not run_dir.changed_files(last, Digests()):
+                return Merged(None)
+            for other in begun:
+                run_dir.remove_begun(other)
+            return _write(shards, run_dir, manifest)
 
 
-def write_merged_report(folders: Sequence[Path], target: Path) -> list[str]:
-    """Write ``report.json`` of the merged run in ``target`` if it is missing, from the reports of the shards.
+def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Merged:
+    """Copy the records of all shards into a journal, and write the joined files from it."""
+    begun = run_dir.begin(manifest)
+    job = job_from_dict(manifest.job, run_dir.manifest)
+    with closing(Journal.open(begun.folder)) as journal:
+        try:
+            for shard in shards:
+                for entry in shard.entries():
+                    if not shard.manifest.shard.owns(entry.index) or entry.index in journal.done:
+                        raise UsageError(f"{shard} holds row {entry.index}, which is not its own or comes twice")
+                    journal.append(entry)
+        except BaseException:
+            journal.close()
+            run_dir.remove_begun(begun)  # it may be large
+            raise
+        begun = finalize(run_dir, begun, job, journal, num_rows=shards[0].num_rows)
+        counts = journal.counts
+        problems = _write_report(shards, run_dir, manifest, journal_totals(journal, job))
+    run_dir.finish(begun, Digests(), keeps_rows=job.output.format != EXACT_FORMAT)
+    return Merged(counts, problems)
 
-    Times add up as if one machine had run the shards one after another, so a rate is that of one machine. Returns a
-    line per shard whose report cannot be read; then none is written. Raises LockedError, StorageError.
-    """
-    run_dir = RunDir(target)
-    with run_dir.lock():
-        if run_dir.report.exists():
-            return []
-        reports, problems = [], []
-        for folder in folders:
-            try:
-                reports.append(read_report(RunDir(folder)))
-            except UsageError as error:
-                problems.append(str(error))
-        if not problems:
-            write_report(run_dir.report, _joined_report(run_dir, reports))
+
+def _write_report(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, totals: RowTotals) -> Sequence[str]:
+    """The report of the merged run. Returns a line per shard whose report cannot be read; then none is written."""
+    reports, problems = [], []
+    for shard in shards:
+        try:
+            reports.append(read_report(shard.run_dir))
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        with suppress(FileNotFoundError):
+            run_dir.report.unlink()
         return problems
-
-
-def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    manifest = run_dir.read_manifest()
-    assert manifest is not None, "a merged run has a manifest"
     usage: dict[str, Any] = {}
     for report in reports:
         usage = follow(usage, usage_of(report))
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
     job = job_from_dict(manifest.job, run_dir.manifest)
-    totals = output_totals(run_dir, job)
-    return build_report(totals, usage, facts | job.model.named | job.cluster.priced | {"shard": "1/1"})
+    facts |= job.model.named | job.cluster.priced | {"shard": str(WHOLE)}
+    write_report(run_dir.report, build_report(totals, usage, facts))
+    return []
 
 
 def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:
@@ -129,63 +157,6 @@ def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:
         if target.resolve().is_relative_to(shard.run_dir.path.resolve()):
             where = "is" if target.resolve() == shard.run_dir.path.resolve() else "lies in"
             raise UsageError(f"{target} {where} {shard}, which holds a run already; merge into a new folder")
-
-
-def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
-    """Raises UsageError if a failed row of the merged run has a result in its shard by now."""
-    failed = bytearray(shards[0].num_rows)
-    proof = _Proof(shards)
-    for shard in shards:
-        for index, _ in proof.check(shard, read_errors(shard.run_dir), ordered=True):
-            failed[index] = 1
-    for index, _ in read_errors(run_dir):
-        if not (0 <= index < len(failed) and failed[index]):
-            raise UsageError(
-                f"{run_dir.path} was merged before row {index} was retried in its shard; merge into a new folder"
-            )
-
-
-def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Counts:
-    """Write the joined files; the outputs appear last, as in ``finalize``."""
-    job = job_from_dict(manifest.job, run_dir.manifest)
-    output = job.output
-    form = output_format(job)
-    proof = _Proof(shards)
-
-    def results() -> Iterator[IndexedRow]:
-        proof.restart()
-        files = [(shard, form.read(shard.run_dir.outputs(output.format))) for shard in shards]
-        return join([proof.check(*file, ordered=output.order == "input") for file in files], output.order)
-
-    def errors() -> Iterator[IndexedRow]:
-        return join([proof.check(shard, read_errors(shard.run_dir), ordered=True) for shard in shards], "input")
-
-    counts = stage(run_dir, output, form, Rows(results), Rows(errors))
-    proof.finish()
-    _refuse_repeated_ids(shards, job)
-    run_dir.write_manifest(manifest)
-    commit_errors(run_dir, counts)
-    commit_staged(run_dir.outputs(output.format))
-    return counts
-
-
-def _refuse_repeated_ids(shards: Sequence[_Shard], job: JobSpec) -> None:
-    """Raises UsageError naming an id that two results have."""
-    if not may_have_ids(job.input):
-        return
-    with closing(UniqueIds(None, as_text=job.output.has_text_ids)) as ids:
-        for shard in shards:
-            for row, first in ids.claim(result_ids(shard.run_dir, job)).items():
-                known = shown(dict(result_ids(shard.run_dir, job))[row], 60)
-                raise UsageError(
-                    f"row {first} of {_owner(shards, first)} and row {row} of {shard} both "
-                    f"have the id {known}: run one of these shards anew with --overwrite"
-                )
-
-
-def _owner(shards: Sequence[_Shard], index: int) -> _Shard:
-    """The shard that a row of the input belongs to."""
-    return next(shard for shard in shards if shard.manifest.shard.owns(index))
 
 
 def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:
@@ -211,14 +182,17 @@ def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:
 
 def _load_shard(run_dir: RunDir) -> _Shard:
     manifest = run_dir.read_manifest()
-    if manifest is None:
+    if manifest is None and not run_dir.unfinished():
         raise UsageError(f"{run_dir.path} is not a run directory: it has no job.json")
     if holder := run_dir.holder():
         raise LockedError(f"{run_dir.path} is in use by {holder}; merge when it is done")
-    if run_dir.retry.is_dir():
-        raise UsageError(f"{run_dir.path} has a retry that was interrupted: batchgen retry {run_dir.path}, then merge")
-    if manifest.num_rows is None or not run_dir.outputs(manifest.job["output"]["format"]).is_file():
+    if manifest is None or manifest.num_rows is None:
         raise UsageError(f"{run_dir.path} is not finished: run its shard again until it is")
+    digests = Digests(manifest.file_states)
+    if is_between(run_dir, manifest, digests):
+        raise UsageError(f"{run_dir.path} is between two jobs: run its shard again until it is finished")
+    if changed := run_dir.changed_files(manifest, digests):
+        raise UsageError(f"{', '.join(changed)} in {run_dir.path} is not as its run wrote it: run its shard anew")
     return _Shard(run_dir, manifest, manifest.num_rows)
 
 
@@ -252,62 +226,14 @@ def _check_same_kernels(shards: Sequence[_Shard]) -> None:
 def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
     """The manifest of the whole job, as if it had run unsharded in ``target``, with the kernels of all shards."""
     known = [name for shard in shards if (name := kernels_of(shard.manifest))]
-    return with_kernels(_moved(shards[0].manifest, target), mix_kernels(*known) if known else None)
+    first = with_kernels(shards[0].manifest, mix_kernels(*known) if known else None)
+    job = {**first.job, "output": {**first.job["output"], "path": str(target), "publish": ""}}
+    parts = [sha256(encode_json(shard.manifest.files)).hexdigest() for shard in shards]
+    return replace(
+        first, job=job, shard=WHOLE, num_rows=None, taken=True, parts=parts, files={}, journal="", file_states={}
+    )
 
 
-def _moved(manifest: Manifest, target: Path) -> Manifest:
-    """The manifest as that of a whole job in ``target``."""
-    job = {**manifest.job, "output": {**manifest.job["output"], "path": str(target), "publish": "", "mirror": ""}}
-    return replace(manifest, job=job, shard=WHOLE, file_states={})
-
-
-def _is_free_for(merged: Manifest, run_dir: RunDir) -> bool:
-    """Whether a directory is new, or a merge of these shards began it; a retry in it may have added kernels since."""
-    try:
-        begun = run_dir.read_manifest()
-    except OtherVersion:
-        return False
-    if begun is None:
-        return True
-    return begun.shard == WHOLE and with_kernels(_moved(begun, run_dir.path), None) == with_kernels(merged, None)
-
-
-class _Proof:
-    """Checks rows as they pass: each must belong to the shard that holds it, and each input row must come once."""
-
-    def __init__(self, shards: Sequence[_Shard]) -> None:
-        self._shards = shards
-        self._num_rows = shards[0].num_rows
-        self._seen = bytearray(self._num_rows)
-
-    def restart(self) -> None:
-        self._seen = bytearray(self._num_rows)
-
-    def check(self, shard: _Shard, rows: Iterator[IndexedRow], *, ordered: bool) -> Iterator[IndexedRow]:
-        """The same rows; raises UsageError at the first that does not belong there."""
-        last = -1
-        for index, row in rows:
-            if not 0 <= index < self._num_rows:
-                raise UsageError(f"{shard} holds row {index}, but the input has {self._num_rows} rows")
-            if not shard.manifest.shard.owns(index):
-                raise UsageError(f"{shard} holds row {index}, which belongs to {_owner(self._shards, index)}")
-            if self._seen[index]:
-                raise UsageError(f"{shard} holds row {index} twice")
-            if ordered and index < last:
-                raise UsageError(f"{shard} holds row {index} after row {last}, not in input order; was it edited?")
-            self._seen[index] = 1
-            last = index
-            yield index, row
-
-    def finish(self) -> None:
-        """Raises UsageError if an input row is missing."""
-        num_missing = self._seen.count(0)
-        if not num_missing:
-            return
-        named: list[str] = []
-        index = self._seen.find(0)
-        while index >= 0 and len(named) < _NAMED_ROWS:
-            named.append(f"row {index} (shard {_owner(self._shards, index).manifest.shard})")
-            index = self._seen.find(0, index + 1)
-        more = "" if num_missing <= _NAMED_ROWS else f" and {num_missing - _NAMED_ROWS} more"
-        raise UsageError(f"rows are missing: {', '.join(named)}{more}; run those shards anew with --overwrite")
+def _entry(index: int, kind: Literal["result", "error"], payload: bytes) -> JournalEntry:
+    """A row of a shard; no input is read from where it says that reading goes on."""
+    return JournalEntry(index, Cursor(0, 0, 0, index + 1), kind, payload)

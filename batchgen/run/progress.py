@@ -92,7 +92,8 @@ class Progress:
         self.workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # see ``Backend``
         self.state = "running"
         self.keeps_file = False  # set once there is something to resume
-        self.num_reused = 0  # rows taken over from earlier runs
+        self.num_reused = 0  # rows kept from earlier results
+        self._journal = ""  # the folder of the job under way
         self.price_per_hour: float | None = None
         self.is_anew = False  # what earlier invocations have cost counts no more, since what they left will be dropped
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
@@ -151,6 +152,12 @@ class Progress:
         self.keeps_file = False
         self.rows_total = None
         self.num_reused = 0
+
+    def go_on(self, journal: str) -> None:
+        """Count for the job of that journal: what invocations for another one have left counts for nothing."""
+        if self._before.get("journal", journal) != journal:
+            self.begin_anew()
+        self._journal = journal
 
     @contextmanager
     def phase(self, name: str, account: str) -> Iterator[None]:
@@ -243,7 +250,7 @@ class Progress:
 
     def _content(self, snapshot: dict[str, Any]) -> dict[str, Any]:
         """What ``progress.json`` holds; a killed invocation's counts miss its last two seconds."""
-        return {**snapshot, "workers": list(self.workers()), "spent": self.usage()}
+        return {**snapshot, "workers": list(self.workers()), "spent": self.usage(), "journal": self._journal}
 
     def _save(self, content: dict[str, Any]) -> None:
         """Replace ``progress.json``; errors are left to the journal, which meets the same disk.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -15,16 +15,15 @@ from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.core.structured import parsed, schema_of
-from batchgen.output.finalize import read_errors, read_records
+from batchgen.output.finalize import read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report import prometheus
-from batchgen.report.build import build_report, read_report_file, write_report
+from batchgen.report.build import read_report_file
 from batchgen.report.compare import answer_changes
 from batchgen.report.facts import NUM_ANSWERS, Table, answers
 from batchgen.report.rows import RowTotals
-from batchgen.report.usage import follow, usage_of
 from batchgen.text.open_schemas import open_parts
 
 if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
@@ -48,16 +47,6 @@ def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     return totals
 
 
-def output_totals(run_dir: RunDir, spec: JobSpec) -> RowTotals:
-    """Totals of the rows in a finished run's outputs and ``errors.jsonl``. Raises StorageError if one is damaged."""
-    totals = _totals_of(spec)
-    for _, record in read_records(run_dir, spec):
-        totals.add_result(record)
-    for _, line in read_errors(run_dir):
-        totals.add_error(json.loads(line))
-    return totals
-
-
 def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dict[str, Any]:
     """The part of a report that describes the job: model, input, shard, numerics, threads, engine sizes, roofline."""
     return {
@@ -73,48 +62,13 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
     }
 
 
-def result_ids(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, str | int]]:
-    """Indexes and ids of the results of a finished run.
-
-    An index in place of a missing id counts only where it could be taken for an id. Raises as ``read_records``.
-    """
-    is_named = spec.input.id is not None or spec.output.has_text_ids
-    for index, record in read_records(run_dir, spec):
-        known = record.get("id", index)
-        if is_named or known != index:
-            yield index, known
-
-
-def following_report(
-    run_dir: RunDir,
-    journal: Path,
-    spec: JobSpec,
-    usage: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    note: Callable[[str], None],
-) -> dict[str, Any]:
-    """The report of outputs that the rows of a journal have joined; it adds up the times of both.
-
-    The report before is kept in the journal's folder until that is removed, so that after a kill behind the new one no
-    time counts twice. ``note`` takes a line where there is none, so that these times alone count.
-    """
-    before = journal / run_dir.report.name
-    try:
-        if not before.exists():
-            write_report(before, read_report(run_dir))
-        usage = follow(usage_of(read_report_file(before)), usage)
-    except UsageError as error:  # merged without reports, or written by another version
-        note(f"the new report counts the time of this invocation only: {error}")
-    return build_report(output_totals(run_dir, spec), usage, facts)
-
-
 def read_report(run_dir: RunDir) -> dict[str, Any]:
     """The report of a finished run. Raises UsageError if there is none."""
     if not run_dir.report.exists():
         hint = "not a run directory"
         if run_dir.is_complete():
             hint = "its outputs are there: the command that made them writes it when run again"
-        elif run_dir.manifest.exists():
+        elif run_dir.manifest.exists() or run_dir.journals():
             hint = "the run is not finished: see batchgen status"
         raise UsageError(f"no report.json in {run_dir.path} ({hint})")
     return read_report_file(run_dir.report)

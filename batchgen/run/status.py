@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.core.errors import UsageError
 from batchgen.core.units import format_duration, printable
 from batchgen.output.finalize import read_errors
-from batchgen.output.journal import read_rows
+from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report.facts import cost_text
@@ -38,14 +38,14 @@ def read_status(folder: Path) -> dict[str, Any]:
     """
     run_dir = RunDir(folder)
     progress = read_progress(folder) or {}
-    manifest = run_dir.read_manifest()
-    if manifest is None and not progress:
+    manifest, begun = run_dir.read_manifest(), run_dir.unfinished()
+    if manifest is None and not begun and not progress:
         raise UsageError(f"{folder} is not a run directory: it has no job.json")
     holder = run_dir.holder()
     live = progress if holder else {}  # what only a running process knows
     status: dict[str, Any] = {
         "folder": str(folder),
-        "state": _state(run_dir, progress, is_held=holder is not None),
+        "state": _state(run_dir, progress, is_held=holder is not None, is_begun=bool(begun)),
         "phase": live.get("phase"),
         "reason": progress.get("reason"),
         "advice": None,
@@ -61,12 +61,14 @@ def read_status(folder: Path) -> dict[str, Any]:
     }
     if status["state"] in ("stopped", "failed", "interrupted"):
         status["advice"] = progress.get("advice", RESUME)
+        if run_dir.is_complete():
+            status["advice"] = f"{status['advice'] or RESUME}; the outputs are those of the job before"
     if status["state"] == "finished":
-        unfinished = f"a retry is unfinished: batchgen retry {folder}" if run_dir.retry.is_dir() else None
-        status |= {"reason": None, "advice": unfinished}
+        status |= {"reason": None, "advice": None}
         status |= _finished(run_dir, manifest)
-    elif holder is None and manifest is not None and run_dir.journal.is_dir():
-        counts, num_partial = read_rows(run_dir.journal, manifest.shard)
+    elif holder is None and begun:
+        journal = Journal.read(begun[-1].folder, begun[-1].manifest.shard)
+        counts, num_partial = journal.counts, len(journal.partials)
         total, reused = (status["rows"].get(name) for name in ("total", "reused"))
         status["rows"] = row_counts(total, counts.results, counts.errors, reused or 0)
         status["rows"] |= {"half_done": num_partial} if num_partial else {}
@@ -103,7 +105,7 @@ def render_status(status: Mapping[str, Any]) -> str:
     lines = [printable(f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}")]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
     left = f", {rows['half_done']:,} half done{left}" if rows.get("half_done") else left
-    reused = f" ({rows['reused']:,} reused)" if rows.get("reused") else ""
+    reused = f" ({rows['reused']:,} kept)" if rows.get("reused") else ""
     lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done{reused}, {rows['failed']:,} failed{left}")
     lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")
     if status["tokens_per_s"]:
@@ -130,10 +132,10 @@ def _worker_lines(workers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"worker  and {len(workers) - _SHOWN_WORKERS:,} more: see --json"
 
 
-def _state(run_dir: RunDir, progress: Mapping[str, Any], *, is_held: bool) -> str:
+def _state(run_dir: RunDir, progress: Mapping[str, Any], *, is_held: bool, is_begun: bool) -> str:
     if is_held:
         return "running"
-    if run_dir.is_complete():
+    if run_dir.is_complete() and not is_begun:
         return "finished"
     recorded = str(progress.get("state", "running"))
     return "interrupted" if recorded == "running" else recorded

@@ -29,11 +29,16 @@ class StdinCopy:
         self._lines = lines
         self._staged: Path | None = None
 
+    @property
+    def path(self) -> Path:
+        """Where the rows are now."""
+        return self._staged or self._path
+
     def read(self, *, is_resumed: bool) -> Path | None:
         """The file that holds the rows: a new copy of standard input, or the one that the run was begun with.
 
-        None where a resume is given no rows and the old copy is gone, as after a finished run. Raises UsageError if a
-        run is to begin and standard input is a terminal or closed, StorageError.
+        None where a resume is given no rows and the old copy is gone. Raises UsageError if a run is to begin and
+        standard input is a terminal or closed, StorageError.
         """
         if self._lines is not None:
             with _as_they_are(self._lines) as lines, staged_file(self._path) as file:
@@ -63,10 +68,16 @@ class StdinCopy:
 
 
 @contextmanager
-def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
-    """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does."""
+def stdin_as_file(spec: InputSpec, kept: Path | None = None) -> Iterator[InputSpec]:
+    """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does.
+
+    On a terminal the copy that an earlier start has ``kept`` stands for it.
+    """
     if spec.path != ("-",):
         yield spec
+        return
+    if kept is not None and kept.is_file() and (sys.stdin is None or sys.stdin.isatty()):
+        yield replace(spec, path=(str(kept),))
         return
     with temporary_folder() as folder:
         copy = folder / "stdin"

@@ -9,7 +9,7 @@ ask for it by name, add the name to the choices of ``input.format`` in ``config.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,6 @@ class InputFile(ABC):
     def check_unchanged(self, digests: Digests) -> None:
         """Raises InputError if a file is no longer what its fingerprint says; asked once, at the end."""
         self.is_unchanged(digests)
-
-    def begins_with(self, begun: Mapping[str, Any]) -> bool:
-        """Whether the file that ``begun`` is the fingerprint of is an unchanged beginning of this one, rows included.
-
-        False where a format cannot grow at its end.
-        """
-        return False
-
-    def is_cut_at(self, num_bytes: int) -> tuple[bool, int | None]:
-        """Of a file that has grown: whether its first ``num_bytes`` end in mid line, and if in mid row, where.
-
-        That is a byte of its text, 0 where it cannot be found.
-        """
-        return False, None
 
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""

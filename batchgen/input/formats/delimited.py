@@ -57,19 +57,6 @@ class DelimitedFile(LinesFile):
             raise RowProblem(RowErrorCode.BAD_TYPE, f"the row has {counts}")
         return dict(zip(self._names, line.cells, strict=True))
 
-    def is_text_cut_at(self, end: int) -> tuple[bool, int | None]:
-        """See ``LinesFile``; a newline may be one of a cell."""
-        is_cut, row_cut_at = super().is_text_cut_at(end)
-        if end and row_cut_at is None:
-            with open_text(self.content, end) as stream:
-                newline = len(b"\r\n") if stream.read(2) == b"\r\n" else 1
-            with open_text(self.content) as stream:
-                ends = (row.end for row in _records(stream, 0, 0, self._dialect))
-                row_end = next((row_end for row_end in ends if row_end >= end), None)
-            if row_end is None or row_end > end + newline * is_cut:  # None where what came behind is damaged
-                return True, end
-        return is_cut, row_cut_at
-
     def _read_header(self) -> Line:
         """Find the delimiter and the names of the columns; returns the header's record."""
         csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # of the whole process

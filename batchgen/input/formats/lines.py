@@ -7,16 +7,15 @@ so reading can start anywhere without parsing what precedes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
-from batchgen.core.fingerprint import digest_of
 from batchgen.core.json_line import MAX_DEPTH
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.input.formats import Rows, StoredFile, Wanted
-from batchgen.input.formats.text_stream import damage, open_text, text_bytes
+from batchgen.input.formats.text_stream import damage, open_text
 from batchgen.input.input_bytes import InputBytes
 from batchgen.input.rows import RowProblem, parse_json, wrong_type
 
@@ -102,28 +101,6 @@ class LinesFile(StoredFile):
         except OSError as error:
             raise UsageError(f"cannot read {self.content.name}: {error.strerror or error}") from error
         return index
-
-    def begins_with(self, begun: Mapping[str, Any]) -> bool:
-        """See ``InputFile.begins_with``; a compressed file grows by whole members, or goes on where it was cut off."""
-        if not begun.keys() >= {"sha256", "bytes"} or self.content.num_bytes < begun["bytes"]:
-            return False
-        with self.content.open() as stream:
-            return bool(digest_of(stream, begun["bytes"]) == begun["sha256"])
-
-    def is_cut_at(self, num_bytes: int) -> tuple[bool, int | None]:
-        end = text_bytes(self.content, num_bytes)
-        return (True, 0) if end is None else self.is_text_cut_at(end)
-
-    def is_text_cut_at(self, end: int) -> tuple[bool, int | None]:
-        """``is_cut_at`` the first ``end`` bytes of the decompressed text."""
-        if not end:
-            return False, None
-        with open_text(self.content, end - 1) as stream:
-            around = stream.read(3)
-        is_cut = not around.startswith(b"\n")
-        ends = b"\n" if around.startswith(b"\r") else (b"\n", b"\r\n")
-        is_row_cut = is_cut and not around[1:].startswith(ends)
-        return is_cut, end if is_row_cut else None
 
     def _row(self, line: Line, index: int, file: int) -> Record | BadRow:
         source = self.content.name

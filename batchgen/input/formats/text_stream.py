@@ -29,18 +29,18 @@ _FOREIGN_MAGIC = {
 
 
 class Decompressed(io.RawIOBase):
-    """The decompressed content of a file, or of its first ``num_bytes``.
+    """The decompressed content of a file.
 
     It ends where it cannot be decompressed any further, and ``damage`` then says why; what is decompressed in one go
     with a damaged byte (some 20 kB of a gzip file, a block of a zstd file) is lost with it. A real failure to read
     raises ``OSError``.
     """
 
-    def __init__(self, content: InputBytes, codec: str, num_bytes: int | None = None) -> None:
+    def __init__(self, content: InputBytes, codec: str) -> None:
         self.damage: str | None = None
         self._content = content
         self._codec = codec
-        self._num_bytes = content.num_bytes if num_bytes is None else num_bytes
+        self._num_bytes = content.num_bytes
         self._blocks = self._read_blocks()
         self._pending = memoryview(b"")
 
@@ -116,18 +116,6 @@ def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
     while offset and (skipped := stream.read(min(offset, BUFFER_BYTES))):
         offset -= len(skipped)
     return stream
-
-
-def text_bytes(content: InputBytes, num_bytes: int) -> int | None:
-    """The size of the text in the first ``num_bytes`` of a file; None where a compressed one is damaged or cut off."""
-    with content.open() as plain:
-        codec = _codec(plain)
-    if codec is None:
-        return num_bytes
-    size, stream = 0, Decompressed(content, codec, num_bytes)
-    while block := stream.read(BUFFER_BYTES):
-        size += len(block)
-    return None if stream.damage else size
 
 
 def _codec(stream: BinaryIO) -> str | None:

@@ -1,7 +1,7 @@
 """Output formats, and the plainest one: a JSON object per line, which a journalled payload is already.
 
-A format turns the journal's payloads into the rows of one file and reads such a file back. It does not know where rows
-come from, in which order, or when the file may appear.
+A format turns the journal's payloads into the rows of one file. It does not know where rows come from, in which order,
+or when the file may appear; and none but this one is ever read back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from batchgen.core.errors import StorageError
 from batchgen.core.storage import storage_errors
@@ -30,17 +30,6 @@ class OutputFormat:
         """Write a whole outputs file; ``rows`` may be iterated more than once. Memory does not grow with the rows."""
         write_lines(file, rows)
 
-    def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """The rows of an outputs file with their indexes, in file order. Raises StorageError if it is damaged."""
-        return read_lines(path)
-
-    def record(self, row: bytes) -> dict[str, Any]:
-        """The output record behind a row that was read, as far as the format holds it.
-
-        Raises KeyError, IndexError, TypeError or ValueError for a row that was edited.
-        """
-        return dict(json.loads(row))
-
 
 def write_lines(file: BinaryIO, rows: Iterable[bytes]) -> None:
     """Write each row and a newline."""
@@ -49,23 +38,21 @@ def write_lines(file: BinaryIO, rows: Iterable[bytes]) -> None:
         file.write(b"\n")
 
 
-def read_lines(path: Path, key: str = "index") -> Iterator[tuple[int, bytes]]:
-    """Each line of a file we wrote with the row index found under ``key``. Raises StorageError naming a bad line."""
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each line of a file we wrote with its row's index. Raises StorageError naming a bad line."""
     with storage_errors("read", path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.isspace():  # as an editor may leave one
                 continue
             try:
-                index = index_of(json.loads(line)[key])
+                index = _index_of(json.loads(line)["index"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise StorageError(f"{path}, line {number}: batchgen did not write this line ({error!r})") from None
             yield index, line.rstrip(b"\n")
 
 
-def index_of(value: object) -> int:
-    """The row index in ``17`` or ``"batch_req_000000000017"``; raises ValueError or TypeError for anything else."""
-    if isinstance(value, str):
-        return int(value.rpartition("_")[2])
+def _index_of(value: object) -> int:
+    """The index of a row; raises TypeError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{value!r} is no row index")
     return value

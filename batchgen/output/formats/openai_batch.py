@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import json
 import struct
-from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import FinishReason
-from batchgen.output.formats.jsonl import OutputFormat, index_of, read_lines
+from batchgen.output.formats.jsonl import OutputFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,6 @@ class OpenAIBatchFormat(OutputFormat):
         index = record["index"]
         response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record, kept)}
         line = {**_head(record), "response": response, "error": None, "timings": record["timings"]}
-        line |= {name: record[name] for name in ("retried",) if name in record}
         return encode_json(line | ({"kept_columns": kept} if kept else {}))
 
     def error_row(self, payload: bytes) -> bytes:
@@ -57,30 +55,6 @@ class OpenAIBatchFormat(OutputFormat):
         head = _head(record)
         record.pop("id", None)
         return encode_json({**head, "response": None, "error": error, **record})
-
-    def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        return read_lines(path, key="id")
-
-    def record(self, row: bytes) -> dict[str, Any]:
-        """The record but for its log-probabilities of generated tokens, which have lost their ids; the id is text."""
-        line = json.loads(row)
-        body = line["response"]["body"]
-        if body["object"] == "list":
-            return _record_of_vector(line)
-        choice = body["choices"][0]
-        samples = [_sample(choice) for choice in body["choices"]]
-        return {
-            "id": line["custom_id"],
-            "index": index_of(line["id"]),
-            **samples[0],
-            **({"samples": samples} if len(samples) > 1 else {}),
-            **({"choices": choice["scored_choices"]} if "scored_choices" in choice else {}),
-            "usage": {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")},
-            "timings": line["timings"],
-            **{name: line[name] for name in ("retried",) if name in line},
-            **{name: body[name] for name in ("prompt_logprobs", "perplexity") if name in body},
-            **line.get("kept_columns", {}),
-        }
 
     def _body(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
         if "embedding" in record or "embeddings" in record:
@@ -112,48 +86,6 @@ class OpenAIBatchFormat(OutputFormat):
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
         usage = {"prompt_tokens": count, "total_tokens": count}
         return {"object": "list", "data": data, "model": self._named(kept), "usage": usage}
-
-
-def _numbers(text: str) -> list[float]:
-    """The float32 numbers in base64. Raises ValueError for a text that was edited."""
-    try:
-        return [number for (number,) in struct.iter_unpack("<f", b64decode(text, validate=True))]
-    except struct.error as error:
-        raise ValueError(str(error)) from None
-
-
-def _record_of_vector(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of one or several vectors, which may stand there as text in base64."""
-    body = line["response"]["body"]
-    found = [item["embedding"] for item in body["data"]]
-    found = [_numbers(vector) if isinstance(vector, str) else vector for vector in found]
-    vectors = {"embeddings": found} if len(found) > 1 else {"embedding": found[0]}
-    return {
-        "id": line["custom_id"],
-        "index": index_of(line["id"]),
-        **vectors,
-        "usage": {"prompt_tokens": body["usage"]["prompt_tokens"], "completion_tokens": 0},
-        "timings": line["timings"],
-        **line.get("kept_columns", {}),
-    }
-
-
-def _sample(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """The sample behind a choice. One without reasoning does not tell whether it was asked for: null then."""
-    message = choice.get("message", choice)
-    text = message["content"] if "message" in choice else choice["text"]
-    sample = {"text": text or "", "reasoning": message.get("reasoning_content")}
-    sample |= {"parsed": message["parsed"]} if "parsed" in message else {}
-    if "tool_calls" in message:
-        called = [call.get("function", call) for call in message["tool_calls"]]
-        sample["tool_calls"] = [{**call, "arguments": _object_of(call["arguments"])} for call in called]
-    reason = choice.get("stop_reason", choice["finish_reason"])
-    sample |= {"finish_reason": str(FinishReason.STOP) if reason == "tool_calls" else reason}
-    return sample | {name: choice[name] for name in ("complete", "token_ids") if name in choice}
-
-
-def _object_of(arguments: Any) -> Any:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _head(record: Mapping[str, Any]) -> dict[str, Any]:

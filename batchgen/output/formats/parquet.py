@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.config.job import ANSWER, VECTOR_KEYS, JobSpec
-from batchgen.core.errors import StorageError
-from batchgen.core.json_line import encode_json
-from batchgen.core.storage import storage_errors
 from batchgen.core.structured import schema_of
 from batchgen.output.formats.jsonl import OutputFormat
 from batchgen.output.formats.typed_json import (
     check_of,
-    decode,
     encode,
     field_of,
     holds_json,
@@ -68,7 +63,6 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "choices": pa.list_(pa.struct([("text", pa.string()), *((name, pa.float64()) for name in _SCORES)])),
     "prompt_logprobs": _LOGPROBS,
     "perplexity": pa.float64(),
-    "retried": None,  # JSON text: any of the sampling keys
     "embedding": pa.list_(pa.float32()),  # of a fixed size in each file
     "embeddings": pa.list_(pa.list_(pa.float32())),
     "label": pa.string(),
@@ -97,7 +91,7 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
 
 
 class ParquetFormat(OutputFormat):
-    """``outputs.parquet``. In a record that was read back, fields that only other rows have are null."""
+    """``outputs.parquet``."""
 
     def __init__(self, fixed: Mapping[str, Any] = FIXED_TYPES) -> None:
         self._fixed = fixed
@@ -107,18 +101,6 @@ class ParquetFormat(OutputFormat):
         fields = infer_fields(rows, self._fixed)
         while (unfit := self._write_groups(file, rows, fields)) is not None:
             fields[unfit] = None
-
-    def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        try:
-            with storage_errors("read", path), pq.ParquetFile(path) as file:
-                encoded = [field for field in file.schema_arrow if holds_json(field)]
-                for batch in file.iter_batches(batch_size=1024):
-                    for row in batch.to_pylist():
-                        row |= {field.name: decode(field, row[field.name]) for field in encoded}
-                        row["timings"] = {name: value for name, value in row["timings"].items() if value is not None}
-                        yield int(row["index"]), encode_json(row)
-        except (pa.ArrowException, KeyError) as error:
-            raise StorageError(f"{path}: batchgen did not write this file ({error})") from error
 
     def _write_groups(self, file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> str | None:
         """Write all rows; it ends early with the name of a column that holds a value which its type cannot take."""

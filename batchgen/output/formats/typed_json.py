@@ -7,7 +7,6 @@ property that an object lacks and one that is null.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -102,25 +101,15 @@ def _is_float(value: int) -> bool:
 
 
 def encode(field: Any, value: Any) -> Any:
-    """A value as pyarrow takes it for a field that was ``loosened`` for it."""
-    return _converted(field, value, lambda item: encode_json(item).decode())
-
-
-def decode(field: Any, value: Any) -> Any:
-    """The value that ``encode`` was given; null stands for properties that it lacked."""
-    return _converted(field, value, json.loads)
-
-
-def _converted(field: Any, value: Any, convert: Callable[[Any], Any]) -> Any:
-    """A value with ``convert`` applied wherever the field holds JSON text."""
+    """A value as pyarrow takes it for a field that was ``loosened`` for it: JSON text wherever the field holds it."""
     if value is None:
         return None
     if is_json(field):
-        return convert(value)
+        return encode_json(value).decode()
     if pa.types.is_struct(field.type):
-        return {item.name: _converted(item, value.get(item.name), convert) for item in field.type}
+        return {item.name: encode(item, value.get(item.name)) for item in field.type}
     if pa.types.is_list(field.type):
-        return [_converted(field.type.value_field, item, convert) for item in value]
+        return [encode(field.type.value_field, item) for item in value]
     return value
 
 

@@ -1,0 +1,82 @@
+"""Which rows have one result: the draw of a row, the fingerprint of all that decides its result, and its limit.
+
+A result depends on nothing but its own request, the model, and how that computes. So a row whose fingerprint is that of
+an earlier one has its result, as far as the limit of its tokens lets the answer end where it ended. Nothing here knows
+where results are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+from batchgen.core.keys import INT64_MAX
+from batchgen.core.records import FinishReason, SamplingParams
+
+
+def draw_of(row_id: str | int | None, index: int) -> int:
+    """What keys the randomness of a row: its id, or its index where it has none.
+
+    Integers from 0 are themselves, so that an id column of row numbers draws as no id does; others are hashed. An id
+    draws the same wherever its row stands in the input.
+    """
+    if row_id is None:
+        return index
+    if isinstance(row_id, int) and 0 <= row_id <= INT64_MAX:
+        return row_id
+    return int.from_bytes(blake2b(json.dumps(row_id).encode(), digest_size=8).digest()) >> 1
+
+
+def limit_of(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
+    """The most tokens that a sample may have: ``max_tokens``, or what the context has room for."""
+    return min(params.max_tokens, max(max_model_len - num_prompt_tokens, 0))
+
+
+def fingerprint(
+    draw: int, params: SamplingParams, prompt_token_ids: Sequence[int], limit: int, grammar_library: str = ""
+) -> str:
+    """A name, as 32 hex digits, of all that decides a row's result beside the model and how it computes.
+
+    The limit is left out where ``still_holds`` can tell from a record whether it was met: with one sample. Draw and
+    seed count only where something is drawn. ``grammar_library`` is the version of what masks the tokens of a row with
+    structured outputs.
+    """
+    drawn = b"%d" % draw if _is_drawn(params) else b""
+    limited = b"%d" % limit if params.n > 1 else b""
+    library = grammar_library.encode() if params.structured_outputs else b""
+    asked = b"\0".join((_params_name(params), drawn, limited, library, b""))
+    return blake2b(asked + array("i", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -> bool:
+    """Whether the record of an equal fingerprint is what the row would get within ``limit`` tokens.
+
+    What ends an answer is judged token by token and sees no limit. So one that ended otherwise holds within its limit,
+    and one that was cut off holds at exactly it. Raises KeyError or TypeError for a record that no run wrote.
+    """
+    if params.n > 1 or params.choices or "finish_reason" not in record:
+        return True
+    count = record["usage"]["completion_tokens"]
+    return bool(count == limit if record["finish_reason"] == FinishReason.LENGTH else count <= limit)
+
+
+def may_go_on(record: Mapping[str, Any], params: SamplingParams, limit: int) -> tuple[int, ...]:
+    """The tokens of an answer that was cut off, behind which a row with a higher limit goes on; none if it cannot."""
+    tokens = record.get("token_ids") or ()
+    is_cut = params.n == 1 and not params.choices and record.get("finish_reason") == FinishReason.LENGTH
+    return tuple(tokens) if is_cut and 0 < len(tokens) == record["usage"]["completion_tokens"] < limit else ()
+
+
+def _is_drawn(params: SamplingParams) -> bool:
+    return not (params.is_greedy or params.choices or params.max_tokens == 0)
+
+
+@lru_cache(maxsize=256)
+def _params_name(params: SamplingParams) -> bytes:
+    named = replace(params, max_tokens=min(params.max_tokens, 1), seed=params.seed if _is_drawn(params) else 0)
+    return repr(named).encode(errors="backslashreplace")

@@ -1,0 +1,219 @@
+"""The sources that a job can keep rows from: results by fingerprint, in its own folder and in those of earlier runs.
+
+They are the outputs that ``job.json`` names, the journals of jobs that were begun and not finished, and the runs of
+``output.reuse``; each is judged by its own ``job.json``. A row whose fingerprint is known has its result, since that
+depends on nothing but its own request, the model, and how that computes: the facts that are compared first. Failed rows
+are in no source. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import LockedError, StorageError, UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.identity import limit_of, may_go_on, still_holds
+from batchgen.input.validator import Pending
+from batchgen.output.earlier_rows import EarlierRows
+from batchgen.output.finalize import EXACT_FORMAT
+from batchgen.output.manifest import RECORD_VERSION, Manifest, OtherVersion, differences
+from batchgen.output.record_builder import RecordBuilder
+from batchgen.output.rundir import RunDir
+
+LIBRARY = "llguidance"  # in the fingerprints of the rows that it masks
+# Keys that decide what a record says, whatever its row asks.
+_FORMS = ("model.", "embed.", "output.split_reasoning")
+
+
+class Sources:
+    """The results of earlier that the job of ``manifest`` can take its rows from.
+
+    ``run_dir`` is the job's own folder, of which the journal ``mine`` is none; ``digests`` tell whether its outputs are
+    those that its ``job.json`` names. ``lines`` says of each source that differs how; of one that computes otherwise no
+    row is taken. Where the chat template ``prints_date``, it says which one. Without numerics in the manifest, as in a
+    plan, these are not compared. ``num_old`` is the number of results in the largest source of the folder itself, and
+    ``files_before`` the number of its input's files. Close it. Raises UsageError as ``earlier_runs``, and for files
+    that cannot be read.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        manifest: Manifest,
+        builder: RecordBuilder,
+        run_dir: RunDir | None,
+        digests: Digests,
+        *,
+        mine: Path | None = None,
+        prints_date: bool = False,
+    ) -> None:
+        self.lines: list[str] = []
+        self.num_old = self.files_before = 0
+        self._manifest, self._mine = manifest, mine
+        self._printed_at = manifest.begun_at if prints_date and spec.input.chat else None
+        self._builder = builder
+        self._rows = EarlierRows()
+        if run_dir is not None:
+            for added, source in self._add(run_dir, digests):
+                if added > self.num_old:
+                    self.num_old, self.files_before = added, num_files(source)
+        for folder, earlier in earlier_runs(spec):
+            if isinstance(earlier, OtherVersion):
+                why = f"record version: was {earlier.version!r}, now {RECORD_VERSION}"
+                self.lines.append(f"no row of {folder.path} can be kept: {why}")
+            else:
+                self._tell_changes(folder, earlier, [*self._add(folder, Digests(earlier.file_states))])
+        self._rows.seal()
+        self.close = self._rows.close
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def find(self, row: Pending) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
+        """The output record of a row that was made into a request, if a source has its result.
+
+        Else the tokens of an answer that was cut off by a lower limit, behind which it goes on.
+        """
+        known = self._builder.fingerprint(row.index, row.id, row.params, row.prompt_token_ids)
+        limit = limit_of(row.params, len(row.prompt_token_ids), self._builder.max_model_len)
+        begun: tuple[int, ...] = ()
+        for earlier in self._rows.find(known):
+            with suppress(KeyError, TypeError, AttributeError):  # what no run wrote
+                if still_holds(earlier, row.params, limit):
+                    record = self._builder.reused(row.record, row.id, row.params, known, earlier)
+                    if record is not None:
+                        return record, ()
+                else:
+                    begun = max(begun, may_go_on(earlier, row.params, limit), key=len)
+        return None, begun
+
+    def _add(self, run_dir: RunDir, digests: Digests) -> Iterator[tuple[int, Manifest]]:
+        """Take in the sources of a folder; yields how many results each has, with its job."""
+        last, kept = run_dir.read_manifest(), run_dir.kept_journal()
+        if last is not None and self._computes_alike(run_dir, last):
+            if last.job["output"]["format"] != EXACT_FORMAT:
+                yield self._add_journal(kept.folder if kept else None), last
+            elif run_dir.outputs(EXACT_FORMAT).name not in run_dir.changed_files(last, digests):
+                before = len(self._rows)
+                with _as_usage():
+                    self._rows.add_lines(run_dir.outputs(EXACT_FORMAT))
+                yield len(self._rows) - before, last
+            else:
+                self.lines.append(f"no row of {run_dir.outputs(EXACT_FORMAT)} can be kept: it was edited")
+        for begun in run_dir.unfinished():
+            if begun.folder != self._mine and self._computes_alike(run_dir, begun.manifest):
+                yield self._add_journal(begun.folder), begun.manifest
+
+    def _add_journal(self, folder: Path | None) -> int:
+        before = len(self._rows)
+        if folder is not None:
+            with _as_usage():
+                self._rows.add_journal(folder)
+        return len(self._rows) - before
+
+    def _computes_alike(self, run_dir: RunDir, earlier: Manifest) -> bool:
+        has_numerics = all("numerics" in manifest.fingerprints for manifest in (self._manifest, earlier))
+        found = differences(*(_facts(manifest, has_numerics) for manifest in (earlier, self._manifest)))
+        if found:
+            self.lines.append(f"no row of {run_dir.path} can be kept: {'; '.join(found)}")
+        return not found
+
+    def _tell_changes(self, run_dir: RunDir, earlier: Manifest, added: Sequence[object]) -> None:
+        if not added:
+            return
+        if self._printed_at and earlier.begun_at:
+            its, own = (f"{at:%Y-%m-%d}" for at in (earlier.begun_at, self._printed_at))
+            more = f"that of {run_dir.path}" if its == own else f"and {its} in {run_dir.path}, whose chats differ"
+            self.lines.append(f"the chat template prints a date: {own}, {more}")
+        others = differences({"": earlier.output_keys}, {"": self._manifest.output_keys})
+        if others:
+            self.lines.append(f"since {run_dir.path} the job has changed: {'; '.join(others)}")
+
+
+def rendered_at(spec: JobSpec) -> datetime | None:
+    """The time that chat templates print in the newest of the runs that ``output.reuse`` names; None without any.
+
+    A new folder that reuses rows prints it too: else no prompt of another day would be equal. Raises as
+    ``earlier_runs``.
+    """
+    times = [earlier.begun_at for _, earlier in earlier_runs(spec) if isinstance(earlier, Manifest)]
+    return max(filter(None, times), key=datetime.timestamp, default=None)
+
+
+def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
+    """The runs that ``output.reuse`` names. The job's own run directory is passed over: a script may name it too.
+
+    One of another record version has no manifest to compare. Raises UsageError for a folder that holds no run, or whose
+    files are of two jobs, LockedError for one that is in use.
+    """
+    found: list[tuple[RunDir, Manifest | OtherVersion]] = []
+    for folder in dict.fromkeys(spec.output.reuse):
+        run_dir = RunDir(Path(folder))
+        if is_own(spec, folder):
+            continue
+        if holder := run_dir.holder():
+            raise LockedError(f"output.reuse: {folder} is in use by {holder}; run this job once that has ended")
+        try:
+            last, begun = run_dir.read_manifest(), run_dir.unfinished()
+        except OtherVersion as other:
+            found.append((run_dir, other))
+            continue
+        if last is None and not begun:
+            raise UsageError(f"output.reuse: {folder} is not a run directory: it has no job.json")
+        if last is not None and is_between(run_dir, last, Digests(last.file_states)):
+            raise UsageError(f"output.reuse: {folder} is between two jobs: run its job again first")
+        found.append((run_dir, last or begun[-1].manifest))
+    return found
+
+
+def is_between(run_dir: RunDir, last: Manifest, digests: Digests) -> bool:
+    """Whether the outputs of another job have begun to take the place of those of the last finished one."""
+    is_begun = any(begun.is_whole for begun in run_dir.unfinished())
+    return is_begun and bool(run_dir.changed_files(last, digests))
+
+
+def refuse_own_rows(spec: JobSpec) -> None:
+    """Raises UsageError where the run directory that is to be dropped is one whose rows are to be reused."""
+    for folder in spec.output.reuse:
+        if is_own(spec, folder):
+            raise UsageError(
+                f"--overwrite would drop the rows of {folder} before --reuse can take them, since it is the output "
+                f"folder itself: leave out --overwrite, and give --update to keep what cannot differ"
+            )
+
+
+def is_own(spec: JobSpec, folder: str) -> bool:
+    """Whether ``folder``, however it is written, is the job's own run directory."""
+    named, own = Path(folder), Path(spec.output.path)
+    if named.resolve() == own.resolve():
+        return True
+    with suppress(OSError):  # one of them is not there
+        return named.samefile(own)
+    return False
+
+
+def num_files(manifest: Manifest) -> int:
+    """The number of files of a job's input."""
+    return len(manifest.fingerprints.get("input", {}).get("files", ()))
+
+
+@contextmanager
+def _as_usage() -> Iterator[None]:
+    """Nothing was begun where earlier results cannot be read."""
+    try:
+        yield
+    except StorageError as error:
+        raise UsageError(f"earlier results cannot be read: {error}") from None
+
+
+def _facts(manifest: Manifest, with_numerics: bool) -> dict[str, Any]:
+    """What must be equal for a row to have the same result, whatever the row asks for."""
+    keys = {name: value for name, value in manifest.output_keys.items() if name.startswith(_FORMS)}
+    numerics = manifest.fingerprints.get("numerics", {}) if with_numerics else {}
+    alike = {name: value for name, value in numerics.items() if name != LIBRARY}
+    return {"": keys, **{name: manifest.fingerprints.get(name, {}) for name in ("model", "code")}, "numerics": alike}

@@ -1,0 +1,171 @@
+"""What a folder keeps when its job or its input has changed: each row whose result cannot differ, and no other.
+
+Whether a job that was begun is this one, whether another may take its place unasked, the pass over the input that takes
+rows over from sources, and how much it may cost: a start that nobody watches may lose little of what is there. A pass
+that is killed is gone on with: what it has kept lies in the journal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import BadRow, Record
+from batchgen.core.units import counted
+from batchgen.input.ids import may_have_ids
+from batchgen.input.rows import chunked
+from batchgen.input.source import RowRange
+from batchgen.input.validator import Pending, RowValidator
+from batchgen.output.journal import JournalEntry
+from batchgen.output.manifest import Manifest, compare
+from batchgen.run.progress import Progress
+from batchgen.run.results import ResultSink
+from batchgen.run.sources import LIBRARY, Sources
+from batchgen.text.grammar_source import library
+
+FEW_ROWS = 20  # so many results are edited by hand, and no share of them says much
+LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
+_CHUNK_ROWS = 4096
+_SLOW_CHUNK_S = 1.0  # a stop waits for the chunk under way
+
+
+def is_job_of(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
+    """Whether a job that was begun is this one, so that its rows are this one's by index."""
+    if begun.parts or compare(begun, _with_numerics(now, begun, spec)).refused:
+        return False
+    was = replace(spec.output, format=begun.job["output"]["format"])
+    return not may_have_ids(spec.input) or was.has_text_ids == spec.output.has_text_ids
+
+
+def are_files_of(last: Manifest, now: Manifest, spec: JobSpec) -> bool:
+    """Whether the outputs of a finished job are those of this one, in its form."""
+    forms = [(found["output"]["format"], found["output"]["order"]) for found in (last.job, now.job)]
+    return forms[0] == forms[1] and is_job_of(replace(last, parts=[]), now, spec)
+
+
+def changes_of_job(begun: Manifest, now: Manifest, spec: JobSpec) -> tuple[str, ...]:
+    """What is another than in a job that was begun, but for its input, of which the limit may be higher now."""
+    inputs = {"input": begun.fingerprints.get("input", {})}
+    now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun, spec)
+    was, limit = (manifest.output_keys.get("input.limit") for manifest in (begun, now))
+    if was is not None and (limit is None or limit > was):
+        now = replace(now, output_keys=now.output_keys | {"input.limit": was})
+    return compare(begun, now).refused
+
+
+def refuse_other_job(folder: Path, begun: Sequence[Manifest], now: Manifest, spec: JobSpec) -> None:
+    """Raises ResumeMismatch unless one of the jobs that were begun in a folder differs from this in its input alone."""
+    found = [changes_of_job(manifest, now, spec) for manifest in begun]
+    if found and all(found):
+        raise ResumeMismatch(
+            f"{folder} was begun with another job; what changes its outputs:\n"
+            + "".join(f"  {line}\n" for line in found[0])
+            + "batchgen plan says how many rows would be kept; --update keeps these and computes the others, "
+            "--overwrite starts anew"
+        )
+
+
+def inherited_numerics(begun: Manifest, spec: JobSpec) -> dict[str, str] | None:
+    """How a job that goes on in a folder computes, if it need not be asked: as before, unless it names another way."""
+    numerics = begun.fingerprints.get("numerics")
+    if numerics is None or _expected(numerics, spec) != numerics:
+        return None
+    version = {LIBRARY: str(library().__version__)} if spec.sampling.structured_outputs else {}
+    return {name: value for name, value in numerics.items() if name != LIBRARY} | version
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a pass has found: results before, rows that are kept, and rows that can run, those that are kept included.
+
+    ``files`` are the numbers of the input's files before and now.
+    """
+
+    num_old: int
+    num_kept: int
+    num_good: int
+    files: tuple[int, int]
+
+    @property
+    def num_new(self) -> int:
+        """Rows to be computed."""
+        return self.num_good - self.num_kept
+
+    def losses(self) -> str:
+        """Why a start should not go on by itself: much of what is there would be lost; empty if it may."""
+        before, now = self.files
+        if self.num_old and now < before:
+            return f"the input has {counted(now, 'file')}, was {before:,}"
+        if self.num_old < FEW_ROWS:
+            return ""
+        if self.num_good < LEAST_GOOD * self.num_old:
+            return f"the input has {counted(self.num_good, 'row')} that can run, and there are {self.num_old:,} results"
+        return "most rows are others now" if self.num_kept < LEAST_KEPT * self.num_old else ""
+
+
+def refuse_losses(folder: Path, counts: Counts) -> None:
+    """Raises UsageError where a change of the input would cost much of the results that are there."""
+    if why := counts.losses():
+        raise UsageError(
+            f"{folder}: {why}; {min(counts.num_kept, counts.num_old):,} of {counts.num_old:,} results would be left: "
+            "--update goes on, or mend the input"
+        )
+
+
+def take_over(sources: Sources, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress) -> int:
+    """Record the rows that sources have results of; the others are left in ``rows``.
+
+    Returns how many rows can run, those that were recorded before included. A stop ends it early. Raises StorageError.
+    """
+    progress.sink, journal = sink, sink.journal
+    num_good = num_before = journal.counts.results
+    with progress.phase("keeping results that are there", "read"), progress.stopper.drain_with(lambda: None):
+        for chunk in _requested(rows.read(), validator):
+            begun = {}
+            for row in chunk:
+                record, tokens = sources.find(row)
+                if record is not None:
+                    sink.finish(row, JournalEntry(row.index, row.record.after, "result", encode_json(record)))
+                elif tokens:
+                    begun[row.index] = tokens
+            num_good += len(chunk)
+            if begun:
+                journal.save_partials(begun)
+            if progress.stopper.requested:
+                break
+    journal.commit()
+    progress.num_reused += journal.counts.results - num_before
+    rows.start = journal.resume_cursor
+    return num_good
+
+
+def _requested(rows: Iterable[Record | BadRow], validator: RowValidator) -> Iterator[list[Pending]]:
+    """The rows that can run, with their prompts. Others are found again, and recorded, when the rest is run."""
+    most = 1
+    chunks = chunked(rows, lambda: most)
+    while chunk := next(chunks, None):
+        began_at = time.monotonic()
+        yield [answer[0] for answer in validator.validate(chunk) if not isinstance(answer, BadRow)]
+        most = min(2 * most, _CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
+
+
+def _with_numerics(now: Manifest, begun: Manifest, spec: JobSpec) -> Manifest:
+    """The manifest of a job whose weights are not loaded, with the numerics that it would have beside one begun."""
+    numerics = begun.fingerprints.get("numerics")
+    if numerics is None:
+        return now
+    return replace(now, fingerprints={**now.fingerprints, "numerics": _expected(numerics, spec)})
+
+
+def _expected(numerics: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
+    """The numerics of a run with what the job names; its "auto" is known, and compared, once the weights are loaded."""
+    named = {"dtype": spec.model.dtype, "device": spec.model.device.partition(":")[0]}
+    if spec.engine.kv_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
+        named["kv_dtype"] = spec.engine.kv_dtype
+    others = {name: value for name, value in numerics.items() if name != "kv_dtype"}  # there only if not "auto"
+    return others | {name: value for name, value in named.items() if value != "auto"}
