@@ -146,7 +146,7 @@ class SamplingParams:
 class Request:
     """A tokenized row, ready for the engine.
 
-    ``key`` is the row's index, and ``draw`` what keys its randomness in place of that (``core.identity``).
+    ``key`` is the row's index, and ``draw`` what keys its randomness in place of that (``config.identity``).
     ``output_token_ids`` are tokens that were generated earlier: the engine continues after them. ``choices`` holds the
     tokens of ``params.choices``, in their order: with any, it is scored and generates nothing. ``bad_words`` holds the
     tokens of each way to write one of ``params.bad_words``. ``num_row_chars`` is about how much of its row is in memory

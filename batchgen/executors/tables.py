@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import pyarrow as pa
 
+from batchgen.config.identity import draw_of
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
-from batchgen.core.identity import draw_of
 from batchgen.core.json_line import encode_json
 from batchgen.core.keys import nearest
 from batchgen.core.records import Cursor, Record, Request

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from batchgen.config.identity import draw_of
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
-from batchgen.core.identity import draw_of
 from batchgen.core.records import BadRow, FastPickle, Record, Request, SamplingParams
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted

@@ -10,11 +10,11 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+from batchgen.config.identity import draw_of, fingerprint, limit_of
 from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS, JobSpec
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
-from batchgen.core.identity import draw_of, fingerprint, limit_of
 from batchgen.core.json_line import json_value
 from batchgen.core.keys import INT32_MAX
 from batchgen.core.records import (
@@ -132,7 +132,7 @@ class RecordBuilder:
         return payload | self._kept(record)
 
     def fingerprint(self, index: int, row_id: RowId, params: SamplingParams, prompt_token_ids: Sequence[int]) -> str:
-        """See ``core.identity.fingerprint``."""
+        """See ``config.identity.fingerprint``."""
         limit = limit_of(params, len(prompt_token_ids), self.max_model_len)
         version = str(library().__version__) if params.structured_outputs else ""
         return fingerprint(draw_of(row_id, index), params, prompt_token_ids, limit, version)

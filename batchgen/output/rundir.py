@@ -11,13 +11,14 @@ import errno
 import json
 import re
 import shutil
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from batchgen.core.errors import StorageError, UsageError
+from batchgen.core.errors import InputChanged, LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.storage import (
     make_folder,
@@ -290,6 +291,19 @@ class RunDir:
                 remove_folder(path)
         with suppress(OSError):
             self.journal.rmdir()
+
+
+@contextmanager
+def tidy_on_refusal(folder: Path) -> Iterator[None]:
+    """Remove folders that were created for a run which is then refused, if they are empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except (UsageError, InputChanged, LockedError):
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+        raise
 
 
 def _number(folder: Path) -> int:

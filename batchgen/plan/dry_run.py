@@ -43,7 +43,7 @@ from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
 from batchgen.run.sources import Sources, earlier_runs, rendered_at
 from batchgen.run.stdin import stdin_as_file
-from batchgen.run.update import inherited_numerics
+from batchgen.run.update import FolderJobs, inherited_numerics
 from batchgen.text.open_schemas import open_parts
 
 PLAN_VERSION = 1
@@ -67,7 +67,7 @@ def make_plan(
     """
     run_dir = RunDir(Path(spec.output.path))
     with stdin_as_file(spec.input, run_dir.spool) as where:
-        earlier = None if starts_anew or not spec.output.path else _earlier(run_dir)
+        earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).first
         at = earlier.begun_at if earlier else rendered_at(spec)
         model = read_model(spec, at)
         spec = model.resolved(spec)
@@ -89,12 +89,6 @@ def make_plan(
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
         plan["reuse"] = sources.lines
     return plan
-
-
-def _earlier(run_dir: RunDir) -> Manifest | None:
-    """The job whose date the output folder has; None for one that holds no job. Raises UsageError."""
-    last, begun = run_dir.read_manifest(), run_dir.unfinished()
-    return last or (begun[-1].manifest if begun else None)
 
 
 def _sources(

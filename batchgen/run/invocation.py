@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -20,8 +19,6 @@ from batchgen.core.answers import MAX_CPU_S
 from batchgen.core.errors import (
     BatchgenError,
     ExitCode,
-    InputError,
-    LockedError,
     ResumeMismatch,
     StorageError,
     UsageError,
@@ -36,7 +33,7 @@ from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_kernels
 from batchgen.output.publish import Publication, open_destination
-from batchgen.output.rundir import Begun, RunDir
+from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.advice import warnings
 from batchgen.report.facts import cost_text, numerics_text, pace, samples_text
 from batchgen.run.backend import Backend, RunContext
@@ -350,16 +347,3 @@ def short(path: Path) -> str:
     except OSError:  # the working directory is gone
         return str(path)
     return relative if not relative.startswith("..") else str(path)
-
-
-@contextmanager
-def tidy_on_refusal(folder: Path) -> Iterator[None]:
-    """Remove folders that were created for a run which is then refused, if they are empty."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    except (UsageError, InputError, LockedError):
-        with suppress(OSError):
-            for path in made:
-                path.rmdir()
-        raise

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.shard import WHOLE
 from batchgen.core.units import counted
 from batchgen.core.version import RESULTS
@@ -33,17 +32,9 @@ from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import has_failed_rows, job_facts, journal_totals
 from batchgen.run.results import ResultSink
-from batchgen.run.sources import Sources, earlier_runs, is_between, num_files, refuse_own_rows, rendered_at
+from batchgen.run.sources import Sources, earlier_runs, refuse_own_rows, rendered_at
 from batchgen.run.stdin import StdinCopy
-from batchgen.run.update import (
-    Counts,
-    are_files_of,
-    inherited_numerics,
-    is_job_of,
-    refuse_losses,
-    refuse_other_job,
-    take_over,
-)
+from batchgen.run.update import FolderJobs, inherited_numerics, take_over
 
 _SHARDS_DATE = (
     "the chat template may print a date, here that on which this shard was begun: begin all shards on one day, or fix "
@@ -73,8 +64,7 @@ class _Job(Invocation):
     builder: RequestBuilder
     lines: Iterable[bytes] | None = None
     stdin: StdinCopy | None = None
-    last: Manifest | None = None  # the job of the outputs
-    earlier: list[Begun]  # the jobs that were begun since
+    jobs: FolderJobs  # those of the run directory before this one
 
     def work(self) -> Outcome:
         """Run what is left of the job; see ``run_job``."""
@@ -85,9 +75,9 @@ class _Job(Invocation):
                 stack.callback(self.stdin.drop)
             source = self._find_input()
             self._identify(source)
-            mine = next((begun for begun in reversed(self._resumable()) if self._is_mine(begun)), None)
-            if self.last is not None and self._is_done(self.last):
-                return self._already_done(self.last)
+            mine = self.jobs.find(self.manifest, self.spec)
+            if self.jobs.last is not None and self.jobs.is_done(self.manifest, self.spec, self.digests):
+                return self._already_done(self.jobs.last)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
             self.claim()
@@ -102,28 +92,19 @@ class _Job(Invocation):
 
     def _look_around(self) -> None:
         """Find the jobs of the run directory, unless this one starts anew. Raises UsageError."""
-        self.earlier = []
         if self.options.overwrite:
             refuse_own_rows(self.spec)
             self.run_dir.refuse_foreign_manifest()
-        else:
-            self.last, self.earlier = self.run_dir.read_manifest(), self.run_dir.unfinished()
-        if not self._manifests():
+        self.jobs = FolderJobs(self.run_dir, starts_anew=self.options.overwrite)
+        if self.jobs.first is None:
             self.progress.begin_anew()
-        states: dict[str, Any] = {}
-        for manifest in reversed(self._manifests()):
-            states |= manifest.file_states
-        self.digests = Digests(states)
-
-    def _manifests(self) -> list[Manifest]:
-        """Those of the jobs of the run directory, that of its outputs first, then the newest."""
-        return [*([self.last] if self.last else []), *(begun.manifest for begun in reversed(self.earlier))]
+        self.digests = self.jobs.digests()
 
     def _find_input(self) -> Source | None:
         """The rows; None if they came on standard input once and are not given again. Raises UsageError."""
         if self.stdin is None:
             source = self._open_source()
-            for item in self.spec.input.path if not self._manifests() else ():
+            for item in self.spec.input.path if self.jobs.first is None else ():
                 if item.startswith("hf:/"):
                     self.progress.display.note(
                         f"the input {item} is a folder on this machine, not a dataset of the Hub"
@@ -132,7 +113,7 @@ class _Job(Invocation):
                 if self.run_dir.owns(path):
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
             return source
-        is_resumed = any(manifest.job["input"]["path"] == ["-"] for manifest in self._manifests())
+        is_resumed = any(manifest.job["input"]["path"] == ["-"] for manifest in self.jobs.manifests)
         with self.progress.phase("reading standard input", "read"):
             found = self.stdin.path if self.options.keeps_stdin else self.stdin.read(is_resumed=is_resumed)
         if is_resumed and found in (None, self.run_dir.spool) and not self.options.keeps_stdin:
@@ -151,7 +132,7 @@ class _Job(Invocation):
 
     def _identify(self, source: Source | None) -> None:
         """Find the model and set the manifest, which those of the folder are compared with. Raises UsageError."""
-        first = next(iter(self._manifests()), None)
+        first = self.jobs.first
         now = datetime.now().astimezone()
         begun_at = (first.begun_at if first else rendered_at(self.spec)) or now
         with self.progress.phase("finding the model", "load"):
@@ -177,23 +158,9 @@ class _Job(Invocation):
             file_states=self.digests.to_plain(),
         )
 
-    def _resumable(self) -> list[Begun]:
-        """The jobs whose rows are in a journal: those that are not finished, and before them that of the outputs."""
-        kept = self.run_dir.kept_journal() if self.last else None
-        return [*([kept] if kept else []), *self.earlier]
-
-    def _is_mine(self, begun: Begun) -> bool:
-        return is_job_of(begun.manifest, self.manifest, self.spec)
-
-    def _is_done(self, last: Manifest) -> bool:
-        """Whether the outputs are those of this job, though they or ``errors.jsonl`` may have been edited."""
-        if not are_files_of(last, self.manifest, self.spec) or is_between(self.run_dir, last, self.digests):
-            return False
-        return self.run_dir.outputs(self.spec.output.format).is_file()
-
     def _already_done(self, last: Manifest) -> Outcome:
         """Complete what a kill just after the outputs appeared has left undone."""
-        changed = self._edited(last)
+        changed = self.jobs.edited(self.digests)
         self.manifest = last
         with suppress(StorageError):  # the disk may be full by now
             self._keep_file_states(last)
@@ -206,18 +173,14 @@ class _Job(Invocation):
         more = "--update runs failed rows again as they are"
         return self.published(Outcome(ExitCode.ROWS_FAILED, (line, f"{failed}, or {more}")))
 
-    def _edited(self, last: Manifest) -> list[str]:
-        """The files of the last finished job that are others now; an ``errors.jsonl`` may be taken away."""
-        changed = self.run_dir.changed_files(last, self.digests)
-        return [name for name in changed if name != self.run_dir.errors.name or self.run_dir.errors.exists()]
-
     def _begin(self, source: Source) -> Begun:
         """Begin the job: refuse what may not be, and make its journal.
 
         In a new folder the weights are loaded before anything is written: unusable ones cost no earlier run. In another
         one the job computes as the one before, which is looked at once a row needs the weights.
         """
-        self._refuse_unasked()
+        if not self.options.update:
+            self.jobs.refuse_unasked(self.manifest, self.spec, self.digests)
         for line in check_columns(source.read(), self.spec, self.builder.finder):
             self.progress.display.note(line)
         self.model.refuse_as_target(self.run_dir)
@@ -227,7 +190,7 @@ class _Job(Invocation):
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
             self._count(self._rows(source, None))
         earlier_runs(self.spec)
-        known = next(iter(self._manifests()), None)
+        known = self.jobs.first
         numerics = inherited_numerics(known, self.spec) if known else None
         self.set_numerics(self.load().numerics if numerics is None else numerics)
         if known is None:
@@ -243,18 +206,6 @@ class _Job(Invocation):
         if self.options.shard != WHOLE and self.model.prints_date:
             self.progress.display.note(_SHARDS_DATE)
         return begun
-
-    def _refuse_unasked(self) -> None:
-        """Raises ResumeMismatch for what only ``--update`` may do."""
-        if self.options.update or not self._manifests():
-            return
-        refuse_other_job(self.run_dir.path, self._manifests(), self.manifest, self.spec)
-        edited = self._edited(self.last) if self.last and not is_between(self.run_dir, self.last, self.digests) else []
-        if self.last and edited and self.run_dir.has_outputs():
-            raise ResumeMismatch(
-                f"{', '.join(edited)} in {self.run_dir.path} was edited since its run ended, and would be replaced: "
-                "--update goes on"
-            )
 
     def _go_on(self, mine: Begun) -> Begun:
         """Go on with this job where it was begun before; what changed that changes no row is noted."""
@@ -277,7 +228,7 @@ class _Job(Invocation):
 
     def _sources(self) -> Sources:
         """The results that rows can be taken from; those of a folder that starts anew were dropped."""
-        own = self.run_dir if self._manifests() else None
+        own = self.run_dir if self.jobs.first else None
         builder, prints_date = self.model.record_builder(self.spec), self.model.prints_date
         with self.progress.phase("reading earlier results", "read"):
             sources = Sources(
@@ -289,8 +240,9 @@ class _Job(Invocation):
 
     def _finish_rows(self, source: Source, journal: Journal, sources: Sources | None, *, is_resumed: bool) -> Outcome:
         """Keep what is there, generate what the journal lacks, then write the outputs."""
-        if self.begun.is_whole:
-            return self._finish(journal, self.manifest.num_rows or 0)
+        num_rows = self.manifest.num_rows
+        if num_rows is not None and journal.done.covers(num_rows):  # but for damage, it held them all
+            return self._finish(journal, num_rows)
         progress = self.progress
         progress.keeps_file = True
         source = self._reopened(source)
@@ -313,7 +265,7 @@ class _Job(Invocation):
             self._count(rows)
             progress.display.note(self._announcement(journal))
             if not self.generate(rows.read(), validator, journal):
-                if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.last is None:
+                if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
                     write_errors(self.run_dir, self.spec, journal)
                 return self.stopped()
         source.check_unchanged()
@@ -325,27 +277,17 @@ class _Job(Invocation):
         if len(sources):
             builder, template = self.model.record_builder(self.spec), self.builder.finder.template
             sink = ResultSink(journal, builder, None, self.progress.clock.on, template)
-            num_good = take_over(sources, rows, validator, sink, self.progress)
+            counts = take_over(sources, rows, validator, sink, self.progress)
             if self.stopper.requested:
                 return
-            files = sources.files_before, num_files(self.manifest)
-            counts = Counts(sources.num_old, journal.counts.results, num_good, files)
-            if not self.options.update:
-                try:
-                    refuse_losses(self.run_dir.path, counts)
-                except UsageError:
-                    journal.close()
-                    self.run_dir.remove_begun(self.begun)
-                    self.progress.keeps_file = False
-                    raise
-            what = "results kept" if not sources.num_old else self._what_changed()
+            if not self.options.update and (why := self.jobs.losses(counts, self.manifest, self.spec)):
+                journal.close()
+                self.run_dir.remove_begun(self.begun)
+                self.progress.keeps_file = False
+                raise UsageError(f"{self.run_dir.path}: {why}: --update goes on, or mend the input")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
-            self.progress.display.note(f"{what}: {rest}")
+            self.progress.display.note(f"{self.jobs.what_changed(self.manifest)}{rest}")
         self.write_begun(replace(self.manifest, taken=True))
-
-    def _what_changed(self) -> str:
-        inputs = [manifest.fingerprints.get("input") for manifest in (*self._manifests(), self.manifest)]
-        return "job changed" if inputs[0] == inputs[-1] else "input changed"
 
     def _count(self, rows: RowRange) -> None:
         if self.progress.rows_total is None:
@@ -360,7 +302,7 @@ class _Job(Invocation):
 
     def _keep_file_states(self, manifest: Manifest) -> None:
         """Save what is known of the files by now, so that the next start need not read them."""
-        known = replace(manifest, file_states=manifest.file_states | self.digests.to_plain())
+        known = replace(manifest, file_states=self.digests.to_plain())
         if known != manifest:
             self.run_dir.write_manifest(known)
 

@@ -171,15 +171,14 @@ class ModelInfo:
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
         """What makes output records of this model's results."""
+        longest = self.max_model_len
         if self.tokenizer is None:
-            return RecordBuilder(spec, None, labels=self.config.labels, max_model_len=self.max_model_len)
+            return RecordBuilder(spec, None, labels=self.config.labels, max_model_len=longest)
         reasoning = Reasoning(self.tokenizer) if spec.output.split_reasoning else None
         form = tool_format(self.tokenizer)
         tools = ToolCalls(self.tokenizer, form) if form else None
-        behind = partial(text_behind, self.tokenizer)
-        named = (self.config.labels, self.tokenizer.token_bytes)
-        longest = self.max_model_len
-        return RecordBuilder(spec, self.tokenizer.decode, reasoning, behind, tools, *named, max_model_len=longest)
+        rest = (partial(text_behind, self.tokenizer), tools, self.config.labels, self.tokenizer.token_bytes)
+        return RecordBuilder(spec, self.tokenizer.decode, reasoning, *rest, max_model_len=longest)
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]

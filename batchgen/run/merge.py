@@ -25,11 +25,10 @@ from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
-from batchgen.output.rundir import RunDir
+from batchgen.output.rundir import RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
-from batchgen.run.invocation import tidy_on_refusal
 from batchgen.run.reports import journal_totals, read_report
 from batchgen.run.sources import is_between
 

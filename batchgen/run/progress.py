@@ -113,7 +113,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         with suppress(OSError):
-            self.resume(read_regular(self._path))
+            self._resume(read_regular(self._path))
         self._thread.start()
         return self
 
@@ -135,23 +135,19 @@ class Progress:
         else:
             self._save(self._content(self.snapshot()))
 
-    def resume(self, content: bytes) -> None:
+    def _resume(self, content: bytes) -> None:
         """Go on from the ``progress.json`` of earlier invocations; other content has no effect but a note."""
         before = parse_progress(content)
         if before is None and content.strip(b"\0"):
             self.display.note(f"{self._path} is damaged: the report leaves out the time of earlier invocations")
         if before is not None:
-            self._before = before
-            self.keeps_file = True
-            self.rows_total = before["rows"]["total"]
-            self.num_reused = before["rows"].get("reused", 0)
+            rows = before["rows"]
+            self._before, self.keeps_file = before, True
+            self.rows_total, self.num_reused = rows["total"], rows.get("reused", 0)
 
     def begin_anew(self) -> None:
         """Forget earlier invocations: this run starts from nothing."""
-        self._before = {}
-        self.keeps_file = False
-        self.rows_total = None
-        self.num_reused = 0
+        self._before, self.keeps_file, self.rows_total, self.num_reused = {}, False, None, 0
 
     def go_on(self, journal: str) -> None:
         """Count for the job of that journal: what invocations for another one have left counts for nothing."""

@@ -14,10 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.identity import limit_of, may_go_on, still_holds
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.identity import limit_of, may_go_on, still_holds
 from batchgen.input.validator import Pending
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.finalize import EXACT_FORMAT
@@ -37,8 +37,8 @@ class Sources:
     those that its ``job.json`` names. ``lines`` says of each source that differs how; of one that computes otherwise no
     row is taken. Where the chat template ``prints_date``, it says which one. Without numerics in the manifest, as in a
     plan, these are not compared. ``num_old`` is the number of results in the largest source of the folder itself, and
-    ``files_before`` the number of its input's files. Close it. Raises UsageError as ``earlier_runs``, and for files
-    that cannot be read.
+    ``files_before`` the number of its input's files, beside those of ``files_now``. Close it. Raises UsageError as
+    ``earlier_runs``, and for files that cannot be read.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Sources:
     ) -> None:
         self.lines: list[str] = []
         self.num_old = self.files_before = 0
+        self.files_now = num_files(manifest)
         self._manifest, self._mine = manifest, mine
         self._printed_at = manifest.begun_at if prints_date and spec.input.chat else None
         self._builder = builder
@@ -104,7 +105,9 @@ class Sources:
                     self._rows.add_lines(run_dir.outputs(EXACT_FORMAT))
                 yield len(self._rows) - before, last
             else:
-                self.lines.append(f"no row of {run_dir.outputs(EXACT_FORMAT)} can be kept: it was edited")
+                self.lines.append(
+                    f"no row of {run_dir.outputs(EXACT_FORMAT)} can be kept: it is not as its run wrote it"
+                )
         for begun in run_dir.unfinished():
             if begun.folder != self._mine and self._computes_alike(run_dir, begun.manifest):
                 yield self._add_journal(begun.folder), begun.manifest

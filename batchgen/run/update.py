@@ -8,12 +8,13 @@ that is killed is gone on with: what it has kept lies in the journal.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.errors import ResumeMismatch
+from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
@@ -23,60 +24,16 @@ from batchgen.input.source import RowRange
 from batchgen.input.validator import Pending, RowValidator
 from batchgen.output.journal import JournalEntry
 from batchgen.output.manifest import Manifest, compare
+from batchgen.output.rundir import Begun, RunDir
 from batchgen.run.progress import Progress
 from batchgen.run.results import ResultSink
-from batchgen.run.sources import LIBRARY, Sources
+from batchgen.run.sources import LIBRARY, Sources, is_between
 from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # so many results are edited by hand, and no share of them says much
 LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
 _CHUNK_ROWS = 4096
 _SLOW_CHUNK_S = 1.0  # a stop waits for the chunk under way
-
-
-def is_job_of(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
-    """Whether a job that was begun is this one, so that its rows are this one's by index."""
-    if begun.parts or compare(begun, _with_numerics(now, begun, spec)).refused:
-        return False
-    was = replace(spec.output, format=begun.job["output"]["format"])
-    return not may_have_ids(spec.input) or was.has_text_ids == spec.output.has_text_ids
-
-
-def are_files_of(last: Manifest, now: Manifest, spec: JobSpec) -> bool:
-    """Whether the outputs of a finished job are those of this one, in its form."""
-    forms = [(found["output"]["format"], found["output"]["order"]) for found in (last.job, now.job)]
-    return forms[0] == forms[1] and is_job_of(replace(last, parts=[]), now, spec)
-
-
-def changes_of_job(begun: Manifest, now: Manifest, spec: JobSpec) -> tuple[str, ...]:
-    """What is another than in a job that was begun, but for its input, of which the limit may be higher now."""
-    inputs = {"input": begun.fingerprints.get("input", {})}
-    now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun, spec)
-    was, limit = (manifest.output_keys.get("input.limit") for manifest in (begun, now))
-    if was is not None and (limit is None or limit > was):
-        now = replace(now, output_keys=now.output_keys | {"input.limit": was})
-    return compare(begun, now).refused
-
-
-def refuse_other_job(folder: Path, begun: Sequence[Manifest], now: Manifest, spec: JobSpec) -> None:
-    """Raises ResumeMismatch unless one of the jobs that were begun in a folder differs from this in its input alone."""
-    found = [changes_of_job(manifest, now, spec) for manifest in begun]
-    if found and all(found):
-        raise ResumeMismatch(
-            f"{folder} was begun with another job; what changes its outputs:\n"
-            + "".join(f"  {line}\n" for line in found[0])
-            + "batchgen plan says how many rows would be kept; --update keeps these and computes the others, "
-            "--overwrite starts anew"
-        )
-
-
-def inherited_numerics(begun: Manifest, spec: JobSpec) -> dict[str, str] | None:
-    """How a job that goes on in a folder computes, if it need not be asked: as before, unless it names another way."""
-    numerics = begun.fingerprints.get("numerics")
-    if numerics is None or _expected(numerics, spec) != numerics:
-        return None
-    version = {LIBRARY: str(library().__version__)} if spec.sampling.structured_outputs else {}
-    return {name: value for name, value in numerics.items() if name != LIBRARY} | version
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +65,118 @@ class Counts:
         return "most rows are others now" if self.num_kept < LEAST_KEPT * self.num_old else ""
 
 
-def refuse_losses(folder: Path, counts: Counts) -> None:
-    """Raises UsageError where a change of the input would cost much of the results that are there."""
-    if why := counts.losses():
-        raise UsageError(
-            f"{folder}: {why}; {min(counts.num_kept, counts.num_old):,} of {counts.num_old:,} results would be left: "
-            "--update goes on, or mend the input"
-        )
+class FolderJobs:
+    """The jobs of a run directory: that of its outputs (``last``), and those that were begun since."""
+
+    def __init__(self, run_dir: RunDir, *, starts_anew: bool = False) -> None:
+        """Raises UsageError for a ``job.json`` that cannot be read; a folder that ``starts_anew`` has none."""
+        self._run_dir = run_dir
+        self.last = None if starts_anew else run_dir.read_manifest()
+        self._begun = [] if starts_anew else run_dir.unfinished()
+        self._kept = run_dir.kept_journal() if self.last else None
+        newest = [begun.manifest for begun in reversed(self._begun)]
+        self.manifests = [*([self.last] if self.last else []), *newest]
+
+    @property
+    def first(self) -> Manifest | None:
+        """The job whose date the others have inherited; None in a new folder."""
+        return self.manifests[0] if self.manifests else None
+
+    def digests(self) -> Digests:
+        """What is known of files that these jobs have read."""
+        states: dict[str, Any] = {}
+        for manifest in reversed(self.manifests):
+            states |= manifest.file_states
+        return Digests(states)
+
+    def find(self, now: Manifest, spec: JobSpec) -> Begun | None:
+        """The journal of this job, the newest if there are several."""
+        begun = [*([self._kept] if self._kept else []), *self._begun]
+        return next((found for found in reversed(begun) if is_same(found.manifest, now, spec)), None)
+
+    def is_of_outputs(self, now: Manifest, spec: JobSpec) -> bool:
+        """Whether this job is that of the outputs, in whatever form."""
+        return self.last is not None and is_same(replace(self.last, parts=[]), now, spec)
+
+    def is_done(self, now: Manifest, spec: JobSpec, digests: Digests) -> bool:
+        """Whether the outputs are those of this job in its form, though they may have been edited."""
+        if self.last is None or is_between(self._run_dir, self.last, digests):
+            return False
+        forms = [(found["output"]["format"], found["output"]["order"]) for found in (self.last.job, now.job)]
+        is_there = self._run_dir.outputs(spec.output.format).is_file()
+        return is_there and forms[0] == forms[1] and self.is_of_outputs(now, spec)
+
+    def edited(self, digests: Digests) -> list[str]:
+        """The files of the last finished job that are others now; an ``errors.jsonl`` may be taken away."""
+        if self.last is None or is_between(self._run_dir, self.last, digests) or not self._run_dir.has_outputs():
+            return []
+        changed, errors = self._run_dir.changed_files(self.last, digests), self._run_dir.errors
+        return [name for name in changed if name != errors.name or errors.exists()]
+
+    def refuse_unasked(self, now: Manifest, spec: JobSpec, digests: Digests) -> None:
+        """Raises ResumeMismatch for what only ``--update`` may do.
+
+        One of the jobs must differ from this in its input alone, and no file may be replaced that was edited.
+        """
+        folder, found = self._run_dir.path, [changes_of_job(manifest, now, spec) for manifest in self.manifests]
+        if found and all(found):
+            raise ResumeMismatch(
+                f"{folder} was begun with another job; what changes its outputs:\n"
+                + "".join(f"  {line}\n" for line in found[0])
+                + "batchgen plan says how many rows would be kept; --update keeps these and computes the others, "
+                "--overwrite starts anew"
+            )
+        if edited := self.edited(digests):
+            what = f"{', '.join(edited)} in {folder} was edited since its run ended"
+            raise ResumeMismatch(f"{what}, and would be replaced: --update goes on")
+
+    def losses(self, counts: Counts, now: Manifest, spec: JobSpec) -> str:
+        """What a change of the input would cost, if that is much; a job that is gone back to has not changed."""
+        why = "" if self.is_of_outputs(now, spec) else counts.losses()
+        kept = min(counts.num_kept, counts.num_old)
+        return why and f"{why}; {kept:,} of {counts.num_old:,} results would be left"
+
+    def what_changed(self, now: Manifest) -> str:
+        """Why rows are kept, as the beginning of a line."""
+        if self.first is None:
+            return ""
+        same = self.first.fingerprints.get("input") == now.fingerprints.get("input")
+        return "job changed: " if same else "input changed: "
 
 
-def take_over(sources: Sources, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress) -> int:
+def is_same(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
+    """Whether a job that was begun is this one, so that its rows are this one's by index."""
+    if begun.parts or compare(begun, _with_numerics(now, begun, spec)).refused:
+        return False
+    was = replace(spec.output, format=begun.job["output"]["format"])
+    return not may_have_ids(spec.input) or was.has_text_ids == spec.output.has_text_ids
+
+
+def changes_of_job(begun: Manifest, now: Manifest, spec: JobSpec) -> tuple[str, ...]:
+    """What is another than in a job that was begun, but for its input, of which the limit may be higher now."""
+    inputs = {"input": begun.fingerprints.get("input", {})}
+    now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun, spec)
+    was, limit = (manifest.output_keys.get("input.limit") for manifest in (begun, now))
+    if was is not None and (limit is None or limit > was):
+        now = replace(now, output_keys=now.output_keys | {"input.limit": was})
+    return compare(begun, now).refused
+
+
+def inherited_numerics(begun: Manifest, spec: JobSpec) -> dict[str, str] | None:
+    """How a job that goes on in a folder computes, if it need not be asked: as before, unless it names another way."""
+    numerics = begun.fingerprints.get("numerics")
+    if numerics is None or _expected(numerics, spec) != numerics:
+        return None
+    version = {LIBRARY: str(library().__version__)} if spec.sampling.structured_outputs else {}
+    return {name: value for name, value in numerics.items() if name != LIBRARY} | version
+
+
+def take_over(
+    sources: Sources, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
+) -> Counts:
     """Record the rows that sources have results of; the others are left in ``rows``.
 
-    Returns how many rows can run, those that were recorded before included. A stop ends it early. Raises StorageError.
+    What was recorded by a pass that was killed counts as kept now. A stop ends it early. Raises StorageError.
     """
     progress.sink, journal = sink, sink.journal
     num_good = num_before = journal.counts.results
@@ -141,7 +197,7 @@ def take_over(sources: Sources, rows: RowRange, validator: RowValidator, sink: R
     journal.commit()
     progress.num_reused += journal.counts.results - num_before
     rows.start = journal.resume_cursor
-    return num_good
+    return Counts(sources.num_old, journal.counts.results, num_good, (sources.files_before, sources.files_now))
 
 
 def _requested(rows: Iterable[Record | BadRow], validator: RowValidator) -> Iterator[list[Pending]]:
