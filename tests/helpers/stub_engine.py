@@ -23,17 +23,26 @@ from batchgen.run.loader import ModelInfo
 
 
 def stub_token(request: Request, position: int, vocab_size: int) -> int:
-    """The token at a position: greedy ones ignore the seed, as a model would."""
-    params = request.params
-    keyed = (request.key, params.seed) if not params.is_greedy else ()
-    text = repr((request.prompt_token_ids, keyed, position)).encode()
-    return 8 + int.from_bytes(blake2b(text, digest_size=4).digest()) % (vocab_size - 8)
+    """The token at a position, by the prompt and all values that decide tokens: greedy ones ignore seed and draw."""
+    params = replace(request.params, max_tokens=0, n=1, logprobs=None, prompt_logprobs=None)
+    drawn = None if params.is_greedy else draw_of(request)
+    keyed = replace(params, seed=0) if params.is_greedy else params
+    return 8 + _digest(request.prompt_token_ids, keyed, drawn, position) % (vocab_size - 8)
 
 
 def stub_length(request: Request) -> int:
-    """How many tokens a request gets: from one to max_tokens, by its prompt."""
-    digest = blake2b(repr(request.prompt_token_ids).encode(), digest_size=4).digest()
-    return 1 + int.from_bytes(digest) % request.params.max_tokens if request.params.max_tokens else 0
+    """How many tokens a request gets where no limit cuts it, by its prompt: more of them begin with what fewer are."""
+    return 1 + _digest(request.prompt_token_ids) % 24
+
+
+def draw_of(request: Request) -> int:
+    """What the randomness of a request is keyed by."""
+    draw = getattr(request, "draw", None)
+    return request.key if draw is None else int(draw)
+
+
+def _digest(*parts: object) -> int:
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=4).digest())
 
 
 def stub_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprob, ...] | None:
@@ -44,7 +53,22 @@ def stub_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenL
     return tuple(TokenLogprob(token_id, -token_id / 100, top) for token_id in token_ids)
 
 
-def stub_result(request: Request, tokens: Sequence[int], timings: Timings) -> Result:
+def stub_sample(request: Request, number: int) -> Request:
+    """The request of a later sample, which has tokens and a length of its own."""
+    return replace(request, prompt_token_ids=(*request.prompt_token_ids, -number))
+
+
+def _sample(request: Request, tokens: Sequence[int] | None, vocab_size: int) -> Sample:
+    """A sample, of the tokens that are known or else its own."""
+    length, limit = stub_length(request), request.params.max_tokens
+    if tokens is None:
+        tokens = [stub_token(request, position, vocab_size) for position in range(min(length, limit))]
+    reason = FinishReason.STOP if length <= limit else FinishReason.LENGTH
+    is_complete = reason is FinishReason.STOP if request.params.structured_outputs else None
+    return Sample(tuple(tokens), reason, None, stub_logprobs(tokens, request.params.logprobs), is_complete)
+
+
+def stub_result(request: Request, tokens: Sequence[int], timings: Timings, vocab_size: int) -> Result:
     """All that a request asks for beside its tokens, each derived from them."""
     params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
     if request.choices:
@@ -54,10 +78,10 @@ def stub_result(request: Request, tokens: Sequence[int], timings: Timings) -> Re
         scored = replace(base, choice_logprobs=sums, choice_means=means)
         scores = scored.choice_scores(params)
         return replace(scored, token_ids=request.choices[scores.index(max(scores))])
-    reason = FinishReason.LENGTH if len(tokens) == params.max_tokens else FinishReason.STOP
-    samples = [tuple(tokens), *(tuple(tokens[: len(tokens) - number]) for number in range(1, params.n))]
-    is_complete = reason is FinishReason.STOP if params.structured_outputs else None
-    first, *others = (Sample(ids, reason, None, stub_logprobs(ids, params.logprobs), is_complete) for ids in samples)
+    first, *others = (
+        _sample(request if number == 0 else stub_sample(request, number), None if number else tokens, vocab_size)
+        for number in range(params.n)
+    )
     return Result(
         request.key,
         num_prompt_tokens,
@@ -65,7 +89,7 @@ def stub_result(request: Request, tokens: Sequence[int], timings: Timings) -> Re
         first.finish_reason,
         timings,
         logprobs=first.logprobs,
-        is_complete=is_complete,
+        is_complete=first.is_complete,
         more_samples=tuple(others),
         prompt_logprobs=stub_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs),
     )
@@ -93,6 +117,7 @@ class StubEngine:
     """
 
     vocab_size: int = 640
+    max_model_len: int | None = None
     max_num_seqs: int = 8
     look_ahead: int = 16
     step_s: float = 0.0
@@ -106,6 +131,7 @@ class StubEngine:
     waiting: list[Request] = field(default_factory=list)
     num_pulled: int = 0
     num_started: int = 0
+    finished: dict[int, Result] = field(default_factory=dict)
     is_stopping: bool = False
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
@@ -130,6 +156,10 @@ class StubEngine:
 
     def submit(self, request: Request) -> None:
         self.num_pulled += 1
+        if self.max_model_len is not None:
+            room = max(self.max_model_len - len(request.prompt_token_ids), 0)
+            limited = replace(request.params, max_tokens=min(request.params.max_tokens, room))
+            request = replace(request, params=limited)
         self.waiting.append(request)
 
     def flush(self) -> list[Result]:
@@ -158,12 +188,13 @@ class StubEngine:
             if key in self.fails:
                 error = RowError(RowErrorCode.INTERNAL, "the stub fails this row")
                 results.append(Result(key, len(request.prompt_token_ids), timings=timings, error=error))
-            elif not request.choices and len(tokens) < stub_length(request):
+            elif not request.choices and len(tokens) < min(stub_length(request), request.params.max_tokens):
                 tokens.append(stub_token(request, len(tokens), self.vocab_size))
                 self.stats.num_output_tokens += 1
                 continue
             else:
-                results.append(stub_result(request, tokens, timings))
+                results.append(stub_result(request, tokens, timings, self.vocab_size))
+            self.finished[key] = results[-1]
             del self.running[key]
         return results
 
@@ -187,7 +218,8 @@ class StubFactory:
         time.sleep(self.load_s)
         while self.load_until is not None and not Path(self.load_until).exists():
             time.sleep(0.05)
-        engine = StubEngine(vocab_size=model.config.vocab_size, **self.options)
+        sizes = {"vocab_size": model.config.vocab_size, "max_model_len": spec.engine.max_model_len}
+        engine = StubEngine(**sizes, **self.options)
         if self.made is not None:
             self.made.append(engine)
         return Backend(engine, {"dtype": "float32", "device": "stub"}, 1)

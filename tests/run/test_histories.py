@@ -1,0 +1,32 @@
+"""After any history of starts, kills and edits a folder holds what its job says, and no result is computed twice.
+
+``helpers/histories.py`` says what that means. ``BATCHGEN_HISTORY_SEED=N`` does the history of that seed alone, with the
+``flags`` of the history that failed behind it: ``BATCHGEN_HISTORY_SEED="1803 workers"``.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from run_helpers import survived
+
+SCRIPT = str(Path(__file__).parents[1] / "helpers" / "histories.py")
+SEED = os.environ.get("BATCHGEN_HISTORY_SEED", "").split()
+
+
+def test_after_any_history_a_folder_holds_what_its_job_says() -> None:
+    first, *flags = SEED or ["0"]
+    counts = survived(SCRIPT, first, 1 if SEED else 60, *flags)["counts"]
+    if not SEED:
+        assert counts["exact"] >= 60, counts  # starts of which the number of computed rows is known
+        assert {kind for kind in ("kill", "torn", "power") if counts[f"{kind} 137"]} == {"kill", "torn", "power"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "count", "flags"),
+    [(1000, 900, ""), (2000, 900, ""), (3000, 70, "workers"), (4000, 70, "real"), (5000, 60, "workers real")],
+)
+def test_two_thousand_histories(first: int, count: int, flags: str) -> None:
+    counts = survived(SCRIPT, first, count, *flags.split())["counts"]
+    assert counts["histories"] == count
