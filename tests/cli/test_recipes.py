@@ -21,9 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import THINKING
-from object_store import bucket_of, object_store
+from object_store import ObjectStore, bucket_of, object_store
 from repeats import slow
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, read_lines, rows_of, smollm2
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, read_lines, rows_of, smollm2, without_timings
+from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.config.load import load_job
@@ -253,6 +254,65 @@ def test_the_steps_of_the_gate_pass_and_refuse_worse_answers(here: Path) -> None
     assert call(compare) == 0
     baseline.write_text(re.sub(r'"exact_match": [\d.]+', '"exact_match": 0.99', baseline.read_text()))
     assert call(compare) == 4
+
+
+# ---------------------------------------------------------------- machines that are taken away
+
+
+def machine(job: JobMaker, environment: dict[str, str], name: str, *flags: str) -> subprocess.Popen[bytes]:
+    """The script with a run directory of this machine alone, in a session of its own."""
+    command = [str(RECIPES / "sync_to_s3.sh"), "s3://spot/run", str(job.folder / name), str(job.toml()), *flags]
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def rows_in(store: ObjectStore) -> int:
+    """How many lines the journals in the bucket hold."""
+    return sum(text.count(b"\n") for name, text in store.content("spot").items() if name.endswith(".seg"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("aws") is None, reason="the command aws is not installed")
+def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(job: JobMaker, commands: dict[str, str]) -> None:
+    job.write(rows_of(60))
+    assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
+    with object_store() as store, bucket_of(store, "spot"):
+        environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.2"}
+        for number, cut in enumerate((12, 30)):
+            lost = machine(job, environment, f"machine{number}")
+            while rows_in(store) < cut:
+                assert lost.poll() is None
+                time.sleep(0.05)
+            copied = len(store.requests)
+            while not any(request.startswith("PUT") for request in store.requests[copied:]):
+                time.sleep(0.01)
+            os.killpg(lost.pid, signal.SIGKILL)  # amid the copies
+            lost.wait()
+        kept = rows_in(store)
+        last = machine(job, environment | {"STEP_S": "0"}, "last")
+        assert last.wait(120) == 0
+        content = store.content("spot")
+    again = without_timings(job.folder / "last" / "outputs.jsonl")
+    assert again == without_timings(job.folder / "undisturbed" / "outputs.jsonl") and kept >= 30
+    assert content["run/outputs.jsonl"] == (job.folder / "last" / "outputs.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("aws") is None, reason="the command aws is not installed")
+def test_an_old_copy_of_another_job_does_no_harm(job: JobMaker, commands: dict[str, str]) -> None:
+    """Of the bucket's files some are of before: journals that are finished, outputs without their ``job.json``."""
+    job.write(rows_of(20))
+    with object_store() as store, bucket_of(store, "spot"):
+        environment = {**commands, **store.environment}
+        stopped = machine(job, environment, "first", "--max-total-tokens", "200")
+        assert stopped.wait(60) == 75
+        job.write([*rows_of(25)[2:], {"id": "new", "question": "Why?"}])
+        assert machine(job, environment, "second", "--update").wait(60) == 0
+        for name in ("run/job.json", "run/report.json"):
+            store.remove("spot", name)
+        assert machine(job, environment, "third", "--update").wait(60) == 0
+    assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
+    again = without_timings(job.folder / "third" / "outputs.jsonl")
+    assert again == without_timings(job.folder / "undisturbed" / "outputs.jsonl")
 
 
 # ---------------------------------------------------------------- shards
