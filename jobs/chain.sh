@@ -1,5 +1,6 @@
 #!/bin/sh
-# Jobs one after the other, each over the outputs of the one before it. Run it again to resume.
+# Jobs one after the other, each over the outputs of the one before it. Run it again to resume, or when the first input
+# has changed: each job computes what is new to it.
 #   jobs/chain.sh jobs/summarize.toml jobs/judge.toml
 # It exits 3 if rows of any job failed, and with the code of the first job that did not finish.
 : "${1:?name the job files, in their order}"

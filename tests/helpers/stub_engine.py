@@ -58,6 +58,11 @@ def stub_sample(request: Request, number: int) -> Request:
     return replace(request, prompt_token_ids=(*request.prompt_token_ids, -number))
 
 
+def sample_number(request: Request) -> int:
+    """Which sample a request of ``stub_sample`` is for; 0 for the first."""
+    return max(-request.prompt_token_ids[-1], 0) if request.prompt_token_ids else 0
+
+
 def _sample(request: Request, tokens: Sequence[int] | None, vocab_size: int) -> Sample:
     """A sample, of the tokens that are known or else its own."""
     length, limit = stub_length(request), request.params.max_tokens

@@ -16,7 +16,7 @@ from chat_templates import THINKING
 from input_helpers import write_tokenizer
 from repeats import slow
 from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, without_timings
-from stub_engine import stub_factory
+from stub_engine import sample_number, stub_factory
 
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
@@ -45,7 +45,7 @@ def answers(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
         thought = '<think>{"n": 0}</think>\n' if asked.params.max_tokens > 100 else ""
         [found] = tokenizer.encode_batch([thought + json.dumps(value(asked.key), ensure_ascii=False)], False)
         assert not isinstance(found, Exception)
-        return found[: asked.params.max_tokens]
+        return found[: len(found) - sample_number(asked)]
 
     monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
     monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))

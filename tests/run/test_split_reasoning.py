@@ -11,7 +11,7 @@ import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
 from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
-from stub_engine import stub_factory
+from stub_engine import sample_number, stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
@@ -42,7 +42,7 @@ def spec(request: pytest.FixtureRequest, job: JobMaker, monkeypatch: pytest.Monk
         said = f"{opening}{thought(asked.key)}\n</think>\n\n{answer(asked.key)}"
         [found] = tokenizer.encode_batch([said], False)
         assert not isinstance(found, Exception)
-        return found[: asked.params.max_tokens]
+        return found[: len(found) - sample_number(asked)]
 
     monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
     monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))

@@ -13,7 +13,7 @@ import tokenizers
 from chat_templates import DATED, SILENT, THINKING, TOOLS
 from input_helpers import write_tokenizer
 from run_helpers import JobMaker, quiet, read_lines, without_timings
-from stub_engine import stub_factory
+from stub_engine import sample_number, stub_factory
 from tokenizers import AddedToken
 
 from batchgen.config.job import JobSpec
@@ -46,7 +46,7 @@ def says(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> Any:
         def ids(asked: Request) -> list[int]:
             [found] = tokenizer.encode_batch([texts[asked.key % len(texts)]], False)
             assert not isinstance(found, Exception)
-            return found[: asked.params.max_tokens]
+            return found[: len(found) - sample_number(asked)]
 
         monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
         monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))
