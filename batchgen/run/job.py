@@ -96,7 +96,7 @@ class _Job(Invocation):
             refuse_own_rows(self.spec)
             self.run_dir.refuse_foreign_manifest()
         self.jobs = FolderJobs(self.run_dir, starts_anew=self.options.overwrite)
-        if self.jobs.first is None:
+        if not (self.run_dir.manifest.exists() or self.run_dir.journal.exists()):
             self.progress.begin_anew()
         self.digests = self.jobs.digests()
 

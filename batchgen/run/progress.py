@@ -92,21 +92,18 @@ class Progress:
         self.workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # see ``Backend``
         self.state = "running"
         self.keeps_file = False  # set once there is something to resume
-        self.num_reused = 0  # rows kept from earlier results
-        self._journal = ""  # the folder of the job under way
+        self.num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
         self.price_per_hour: float | None = None
         self.is_anew = False  # what earlier invocations have cost counts no more, since what they left will be dropped
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
         self._path = folder / PROGRESS_NAME
-        self.stopper = stopper
-        self.clock = Clock()
+        self.stopper, self.clock = stopper, Clock()
         self._engine_counts: dict[str, Any] = {}
         self._mean_workers = 1.0
         self.final_rows: dict[str, Any] | None = None  # those of a finished run's report
         self._failure, self._phase = "", "starting"
         self._phase_at = time.monotonic()
-        self._began = _now()
-        self._saved_at = 0.0
+        self._began, self._saved_at = _now(), 0.0
         self._samples: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)

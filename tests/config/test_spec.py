@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batchgen.run.retry import retry_job
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +29,6 @@ from batchgen.core.units import (
     parse_size,
 )
 from batchgen.run.invocation import RunOptions
-from batchgen.run.retry import retry_job
 
 NEEDED = {"model": {"path": "dummy:LFM2-350M"}, "input": {"path": "in.jsonl"}, "output": {"path": "out"}}
 

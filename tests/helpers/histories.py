@@ -25,7 +25,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fault_injection import DEADLY, KILLED, KINDS, Fault
+from fault_injection import KILLED, KINDS, Fault
 from fault_runs import DONE, FAILED_ROWS, MISMATCH, RUN, STOPPED, Scenario, Stage
 from run_helpers import MODEL, text_model, timeless
 from stub_engine import StubEngine, stub_factory
@@ -263,7 +263,9 @@ class World:
             self.write(self.edited(step))
         elif step.kind in _VALUES:
             values = [value for value in _VALUES[step.kind] if value != self.state.value(step.kind)]
-            self.write(State((*{**self.state.keys, step.kind: values[step.n % len(values)]}.items(),), self.state.files))
+            self.write(
+                State((*{**self.state.keys, step.kind: values[step.n % len(values)]}.items(),), self.state.files)
+            )
         else:
             self.start(step)
 

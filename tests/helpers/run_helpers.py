@@ -134,6 +134,16 @@ def quiet(**limits: Any) -> RunOptions:
     return RunOptions(progress="quiet", limits=Limits(**limits))
 
 
+def updating(**limits: Any) -> RunOptions:
+    """As ``--update``."""
+    return RunOptions(progress="quiet", update=True, limits=Limits(**limits))
+
+
+def journal_of(output: Path) -> Path:
+    """The folder of the last job that was begun in a run directory."""
+    return max((output / "journal").glob("*-*"))
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

@@ -2,7 +2,7 @@
 
 Usage: ``python stub_cli.py '{"step_s": 0.01}' run JOB.toml ...``: the stub's options as JSON, then the command.
 Beside the stub's own, ``load_s`` makes loading slow and ``finalize_s`` the writing of the outputs; loading does not end
-before the file ``load_until`` is there. ``mirror_every_s`` and ``mirror_silent_s`` are the times of a mirror.
+before the file ``load_until`` is there.
 """
 
 import json
@@ -12,7 +12,6 @@ import time
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.output import heartbeat, mirror
 from batchgen.run import job
 
 if __name__ == "__main__":
@@ -20,7 +19,5 @@ if __name__ == "__main__":
     options["fails"] = frozenset(options.get("fails", ()))
     if finalize_s := options.pop("finalize_s", 0):
         finalize = job.finalize
-        job.finalize = lambda *args, **kwargs: (time.sleep(finalize_s), finalize(*args, **kwargs))  # type: ignore
-    mirror.EVERY_S = options.pop("mirror_every_s", mirror.EVERY_S)
-    heartbeat.SILENT_S = options.pop("mirror_silent_s", heartbeat.SILENT_S)
+        job.finalize = lambda *args, **kwargs: (time.sleep(finalize_s), finalize(*args, **kwargs))[1]  # type: ignore
     sys.exit(call(sys.argv[2:], engine_factory=stub_factory(**options)))

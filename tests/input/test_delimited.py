@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batchgen.run.retry import retry_job
 from input_helpers import codes, read_bytes, source_of, zstd
 from run_helpers import JobMaker, finish, quiet, rows_of, start
 from stub_engine import stub_factory
@@ -25,7 +26,6 @@ from batchgen.core.records import BadRow, Record
 from batchgen.input.formats import delimited
 from batchgen.input.formats.delimited import DelimitedFile
 from batchgen.input.input_bytes import LocalFile
-from batchgen.run.retry import retry_job
 
 CELLS = [
     "",

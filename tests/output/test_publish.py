@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import pytest
 import s3fs
+from batchgen.run.retry import retry_job
 from object_store import CREDENTIALS, Answer, ObjectStore, bucket_of, object_store
 from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of
@@ -26,7 +27,6 @@ from batchgen.output.rundir import RunDir
 from batchgen.report import build
 from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
-from batchgen.run.retry import retry_job
 
 _numbers = count()
 BAD = {"id": "bad", "question": ""}  # a row that fails until it is fixed

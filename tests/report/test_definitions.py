@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batchgen.run.retry import retry_job
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from report_samples import ABOUT, engine, made, record
@@ -26,7 +27,6 @@ from batchgen.report.text import render_report
 from batchgen.report.usage import add_up, follow, since, split, tail_s, thin, usage_of
 from batchgen.run.job import run_job
 from batchgen.run.reports import read_report
-from batchgen.run.retry import retry_job
 from batchgen.run.status import read_status
 
 PROMPTS = ('Write "ox" in capital letters.', "Count to nine.", "What is 3 plus 4? " * 9, "Spell shadow.")

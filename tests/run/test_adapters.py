@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from adapters import ALPHA, CONFIG, RANK, WEIGHTS, merged, write_adapter
-from run_helpers import MODEL, JobMaker, quiet, rows_of
+from run_helpers import MODEL, JobMaker, quiet, rows_of, updating
 from safetensors.torch import load_file, save_file
 from stub_engine import stub_factory
 from torch import Tensor
@@ -27,7 +27,6 @@ from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
 from batchgen.run.merge import merge, write_merged_report
 from batchgen.run.reports import read_report
-from batchgen.run.retry import retry_job
 
 DIGEST = r'"[0-9a-f]{8}\.\.\."'
 
@@ -113,15 +112,14 @@ def test_a_change_between_reading_settings_and_hashing_them_is_noticed(
     assert not job.output.exists()
 
 
-def test_a_retry_takes_the_adapter_of_the_run_and_no_other(job: JobMaker, lora: Path) -> None:
+def test_an_update_with_another_adapter_keeps_no_row(job: JobMaker, lora: Path) -> None:
     job.write(rows_of(20))
-    run_with(job, lora, fails=frozenset({3}))
-    content = (lora / WEIGHTS).read_bytes()
+    run_with(job, lora)
     change(lora, WEIGHTS)
-    with pytest.raises(ResumeMismatch, match=rf"a run has one model:\n  adapter\.{WEIGHTS}: was {DIGEST}"):
-        retry_job(job.output, quiet(), {}, engine_factory=stub_factory())
-    (lora / WEIGHTS).write_bytes(content)
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    with pytest.raises(ResumeMismatch, match=rf"model\.adapter\.{WEIGHTS}: was {DIGEST}"):
+        run_with(job, lora)
+    run_with(job, lora, updating())
+    assert job.engines[0].num_started == 20
     assert read_report(RunDir(job.output))["adapter"] == str(lora)
 
 

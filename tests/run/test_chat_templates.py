@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from chat_templates import DATED, THINKING
 from input_helpers import write_tokenizer
-from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of
+from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, updating
 from stub_engine import stub_factory
 
 from batchgen.arrow import generate
@@ -27,7 +27,6 @@ from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
 from batchgen.run import job as job_module
 from batchgen.run.invocation import RunOptions
-from batchgen.run.retry import retry_job
 from batchgen.text import chat as chat_module
 from batchgen.text.tokenizer import Tokenizer
 
@@ -90,13 +89,15 @@ def test_a_run_resumed_tomorrow_has_the_prompts_of_today(job: JobMaker, calendar
     assert job.outputs() != expected  # the clock would have been noticed
 
 
-def test_a_retry_tomorrow_has_the_prompts_of_today(job: JobMaker, calendar: Calendar) -> None:
+def test_an_update_tomorrow_has_the_prompts_of_today(job: JobMaker, calendar: Calendar) -> None:
     job.write(rows_of(20))
     job.run(spec_with(job, DATED, "whole"))
     expected = job.outputs()
-    job.run(spec_with(job, DATED), fails=frozenset({3, 4}))
+    spec = spec_with(job, DATED)
+    job.run(spec, fails=frozenset({3, 4}))
     calendar.now += timedelta(days=1)
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert job.run(spec, updating()).exit_code == 0
+    assert job.engines[0].num_started == 2
     assert job.outputs() == expected
 
 
@@ -155,15 +156,16 @@ def test_other_variables_are_another_job(job: JobMaker) -> None:
     assert job.run(spec).exit_code == 0
 
 
-def test_the_variables_of_a_run_are_those_of_its_retry_and_its_plan(job: JobMaker) -> None:
+def test_the_variables_of_a_run_are_those_of_its_update_and_its_plan(job: JobMaker) -> None:
     job.write(rows_of(20))
     plain = make_plan(spec_with(job, THINKING))
     spec = spec_with(job, THINKING, "whole", chat_template_kwargs=OFF)
     assert make_plan(spec)["prompt_tokens"]["total"] > plain["prompt_tokens"]["total"]
     job.run(spec)
     expected = job.outputs()
-    job.run(spec_with(job, THINKING, chat_template_kwargs=OFF), fails=frozenset({3}))
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    spec = spec_with(job, THINKING, chat_template_kwargs=OFF)
+    job.run(spec, fails=frozenset({3}))
+    assert job.run(spec, updating()).exit_code == 0
     assert job.outputs() == expected
 
 

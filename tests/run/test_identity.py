@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import MODEL, JobMaker, quiet, rows_of
+from run_helpers import MODEL, JobMaker, quiet, rows_of, updating
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
@@ -24,7 +24,6 @@ from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.reports import read_report
-from batchgen.run.retry import retry_job
 from batchgen.text.tokenizer import Tokenizer
 
 
@@ -77,14 +76,16 @@ def rewritten(path: Path, content: bytes) -> None:
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_resume_a_finished_run_started_again_and_a_retry_hash_nothing(job: JobMaker, hashed: list[str]) -> None:
+def test_a_resume_and_a_finished_run_started_again_hash_no_input_and_no_model(job: JobMaker, hashed: list[str]) -> None:
     job.write(rows_of(60))
     assert job.run(options=quiet(max_total_tokens=200)).exit_code == 75
     assert {"input.jsonl", "config.json", "model.safetensors"} <= set(hashed)
     hashed.clear()
     assert job.run(fails=frozenset({59})).exit_code == 3
     assert "already done" in job.run().lines[0]
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert set(hashed) <= {"outputs.jsonl", "errors.jsonl"}
+    hashed.clear()
+    assert "already done" in job.run().lines[0]
     assert hashed == []
 
 
@@ -199,14 +200,6 @@ def test_a_file_that_a_model_did_not_have_is_refused_by_name(job: JobMaker, mode
         run_with(job, model)
 
 
-def test_retry_names_the_file_of_the_model_that_changed(job: JobMaker, model: Path) -> None:
-    job.write(rows_of(20))
-    job.run(job.spec(model={"path": str(model)}), fails=frozenset({3}))
-    change(model, "tokenizer.json")
-    with pytest.raises(ResumeMismatch, match=r'run with; a run has one model:\n  tokenizer\.json: was "'):
-        retry_job(job.output, quiet(), {}, engine_factory=stub_factory())
-
-
 def changing_factory(model: Path, name: str) -> EngineFactory:
     """Loads an engine, while somebody changes the model."""
 
@@ -239,15 +232,29 @@ def test_a_resume_during_which_the_model_changes_is_refused_and_can_be_made_good
     assert len(job.outputs()) == 60
 
 
-def test_a_model_that_changes_while_a_retry_loads_it_loses_nothing(job: JobMaker, model: Path) -> None:
+def test_a_model_that_changes_while_an_update_loads_it_loses_nothing(job: JobMaker, model: Path) -> None:
     job.write(rows_of(20))
-    job.run(job.spec(model={"path": str(model)}), fails=frozenset({3}))
+    spec = job.spec(model={"path": str(model)})
+    job.run(spec, fails=frozenset({3}))
     content = (model / "config.json").read_bytes()
     with pytest.raises(ModelError, match=r"config\.json has changed while the model was loaded"):
-        retry_job(job.output, quiet(), {}, engine_factory=changing_factory(model, "config.json"))
+        run_job(spec, updating(), engine_factory=changing_factory(model, "config.json"))
     (model / "config.json").write_bytes(content)
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert job.run(spec, updating()).exit_code == 0
     assert len(job.outputs()) == 20
+
+
+def test_an_update_on_other_kernels_is_refused_once_a_row_needs_them_and_loses_nothing(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    run_on(job, "avx512-bf16", fails=frozenset({3}))
+    before = (job.output / "outputs.jsonl").read_bytes()
+    with pytest.raises(ResumeMismatch, match="begun with the kernels avx512-bf16, here they are avx2"):
+        run_on(job, "avx2", updating())
+    assert (job.output / "outputs.jsonl").read_bytes() == before
+    command = ["run", str(job.toml()), "--update", "--allow-mixed-kernels"]
+    assert call(command, engine_factory=computing("avx2")) == 0
+    assert kernels_in(read_manifest(job)) == "avx512-bf16 + avx2"
+    assert read_report(RunDir(job.output))["numerics"]["kernels"] == "avx512-bf16 + avx2"
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
@@ -326,16 +333,6 @@ def test_a_run_begun_before_kernels_were_recorded_resumes(job: JobMaker) -> None
     run_on(job, None, quiet(max_total_tokens=200))
     assert run_on(job, "avx2").exit_code == 0
     assert kernels_in(read_manifest(job)) is None
-
-
-def test_a_retry_on_other_kernels_is_refused_unless_allowed(job: JobMaker) -> None:
-    job.write(rows_of(20))
-    run_on(job, "avx512-bf16", fails=frozenset({3}))
-    with pytest.raises(ResumeMismatch, match="begun with the kernels avx512-bf16, here they are avx2"):
-        retry_job(job.output, quiet(), {}, engine_factory=computing("avx2"))
-    assert call(["retry", str(job.output), "--allow-mixed-kernels"], engine_factory=computing("avx2")) == 0
-    assert kernels_in(read_manifest(job)) == "avx512-bf16 + avx2"
-    assert read_report(RunDir(job.output))["numerics"]["kernels"] == "avx512-bf16 + avx2"
 
 
 def test_one_machine_names_its_kernels_alike_whatever_the_number_of_threads() -> None:

@@ -1,6 +1,7 @@
 """Shards of one job become one run; anything that would lose or repeat a row is refused by shard and row."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,16 @@ import records
 
 from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
-from batchgen.core.errors import LockedError, StorageError, UsageError
+from batchgen.core.errors import BatchgenError, LockedError, UsageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.output.finalize import finalize, finalize_retry
+from batchgen.output.finalize import finalize
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
+from batchgen.run import merge as merge_module
 from batchgen.run.merge import merge
 
 NUM_ROWS = 11
@@ -42,16 +45,17 @@ def run(
     run_dir = RunDir(Path(spec.output.path))
     run_dir.create()
     fingerprints = {"input": {"size": 7}, "numerics": dict(numerics or {"dtype": "float32", "device": "cpu"})}
-    run_dir.write_manifest(Manifest(spec.to_dict(), spec.output_keys(), fingerprints, shard))
-    journal = Journal.open(run_dir.journal, shard)
+    begun = run_dir.begin(Manifest(spec.to_dict(), spec.output_keys(), fingerprints, shard))
+    journal = Journal.open(begun.folder, shard)
     for index in reversed(shard.rows(num_rows)):
         after = Cursor(0, 0, 0, index + 1)
         letter = encode_json(records.dead_letter(index, id=index)) if index in BAD else None
         journal.append(
             JournalEntry(index, after, "error" if letter else "result", letter or encode_json(record(index)))
         )
-    finalize(run_dir, spec, journal, num_rows=num_rows)
-    journal.remove()
+    begun = finalize(run_dir, begun, spec, journal, num_rows=num_rows)
+    journal.close()
+    run_dir.finish(begun, Digests(), keeps_rows=spec.output.format != "jsonl")
     return run_dir.path
 
 
@@ -68,7 +72,7 @@ def lines(path: Path) -> list[Any]:
 def test_merged_shards_are_the_bytes_of_the_unsharded_run(tmp_path: Path, output_format: str, count: int) -> None:
     whole = RunDir(run(job(tmp_path / "whole", output_format)))
     merged = RunDir(tmp_path / "merged")
-    counts = merge(shards(tmp_path, count, output_format=output_format), merged.path)
+    counts, _ = merge(shards(tmp_path, count, output_format=output_format), merged.path)
     assert counts == Counts(NUM_ROWS - len(BAD), len(BAD))
     assert merged.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()
     assert merged.errors.read_bytes() == whole.errors.read_bytes()
@@ -135,7 +139,7 @@ def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_pat
     states = {"in": {"sha256": "0", "state": [1, 2, 3, 4, 5]}}
     run_dir.write_manifest(replace(run_dir.read_manifest(), file_states=states))
     merge(folders, tmp_path / "whole")
-    assert RunDir(tmp_path / "whole").read_manifest().file_states == {}
+    assert "in" not in RunDir(tmp_path / "whole").read_manifest().file_states
 
 
 def beside(folder: Path, spec: JobSpec, shard: Shard = Shard(2, 2), **options: Any) -> list[Path]:  # noqa: B008
@@ -144,8 +148,21 @@ def beside(folder: Path, spec: JobSpec, shard: Shard = Shard(2, 2), **options: A
 
 
 def unfinished(folder: Path) -> list[Path]:
-    (shards(folder)[1] / "outputs.jsonl").unlink()
-    return [folder / "shard-1", folder / "shard-2"]
+    """One shard is not finished."""
+    first, other = shards(folder)
+    manifest = RunDir(other).read_manifest()
+    assert manifest is not None
+    shutil.rmtree(other)
+    RunDir(other).begin(replace(manifest, files={}, journal="", num_rows=None))
+    return [first, other]
+
+
+def edited(folder: Path, name: str) -> list[Path]:
+    """A file of one shard was edited by hand."""
+    folders = shards(folder)
+    with (folders[1] / name).open("a") as file:
+        file.write("\n")
+    return folders
 
 
 REFUSED: dict[str, Callable[[Path], list[Path]]] = {
@@ -161,6 +178,8 @@ REFUSED: dict[str, Callable[[Path], list[Path]]] = {
     r"output\.format: was jsonl, now parquet": lambda folder: beside(folder, job(folder / "b", "parquet")),
     r"other is not a run directory: it has no job\.json": lambda folder: [folder / "other"],
     "shard-2 is not finished": unfinished,
+    r"outputs\.jsonl in .*shard-2 is not as its run wrote it: run its shard anew": lambda f: edited(f, "outputs.jsonl"),
+    r"errors\.jsonl in .*shard-2 is not as its run wrote it": lambda folder: edited(folder, "errors.jsonl"),
 }
 
 
@@ -194,40 +213,64 @@ def test_a_shard_is_never_merged_into(tmp_path: Path, where: str, count: int) ->
     assert not (folders[-1] / "inside").exists()
 
 
-def test_a_merge_that_is_done_is_done_though_moved_or_retried(tmp_path: Path) -> None:
+def test_a_merge_that_is_done_is_done_though_moved(tmp_path: Path) -> None:
     folders = shards(tmp_path)
     merge(folders, tmp_path / "merged")
     before = content(tmp_path)
-    assert merge(folders[::-1], tmp_path / "merged") is None
+    assert merge(folders[::-1], tmp_path / "merged").counts is None
     assert content(tmp_path) == before
     (tmp_path / "merged").rename(tmp_path / "moved")
-    assert merge(folders, tmp_path / "moved") is None
-    (tmp_path / "moved" / "errors.jsonl").unlink()  # as after a retry
-    assert merge(folders, tmp_path / "moved") is None
+    assert merge(folders, tmp_path / "moved").counts is None
 
 
 def test_another_merge_into_the_same_folder_is_refused(tmp_path: Path) -> None:
     merge(shards(tmp_path), tmp_path / "merged")
     other = [run(job(tmp_path / f"other-{number}", prompt="{x}"), Shard(number, 2)) for number in (1, 2)]
+    for folder in other:
+        manifest = RunDir(folder).read_manifest()
+        assert manifest is not None
+        RunDir(folder).write_manifest(replace(manifest, created_at="2026-01-02T03:04:05+00:00"))
     before = content(tmp_path)
     with pytest.raises(UsageError, match="merged holds a run already; merge into a new folder"):
         merge(other, tmp_path / "merged")
     assert content(tmp_path) == before
 
 
-def test_a_merge_of_rows_that_were_retried_since_is_not_done(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
+def test_shards_that_have_changed_since_are_merged_again_in_place(
+    tmp_path: Path, output_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = shards(tmp_path, output_format=output_format)
     merge(folders, tmp_path / "merged")
-    retried = RunDir(folders[0])  # rows 0, 2, ... of which 4 failed
-    journal = Journal.open(retried.retry, Shard(1, 2))
-    journal.append(JournalEntry(4, Cursor(0, 0, 0, 5), "result", encode_json(record(4))))
-    with pytest.raises(UsageError, match=r"shard-1 has a retry that was interrupted: batchgen retry .*, then merge"):
+    monkeypatch.setitem(globals(), "BAD", (5, 9))  # row 4 has a result by now
+    shutil.rmtree(folders[0])
+    run(job(folders[0], output_format), Shard(1, 2))
+    assert merge(folders, tmp_path / "merged").counts == Counts(NUM_ROWS - 2, 2)
+    assert [line["index"] for line in lines(tmp_path / "merged" / "errors.jsonl")] == [5, 9]
+    assert merge(folders, tmp_path / "merged").counts is None
+
+
+def test_a_merge_that_was_killed_is_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = shards(tmp_path)
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("finalize", "_write_report"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(merge_module, name, killed)
+            merge(folders, tmp_path / "merged")
+        assert RunDir(tmp_path / "merged").unfinished()
+    assert merge(folders, tmp_path / "merged").counts == Counts(NUM_ROWS - len(BAD), len(BAD))
+    assert not (tmp_path / "merged" / "journal").exists()
+
+
+def test_records_of_a_table_whose_journal_was_removed_cannot_be_merged(tmp_path: Path) -> None:
+    folders = shards(tmp_path, output_format="parquet")
+    shutil.rmtree(folders[1] / "journal")
+    with pytest.raises(UsageError, match=r"shard 2/2 .*: its records were in .*journal, which was removed"):
         merge(folders, tmp_path / "merged")
-    finalize_retry(retried, job(folders[0]), journal)
-    journal.remove()
-    with pytest.raises(UsageError, match="was merged before row 4 was retried in its shard; merge into a new folder"):
-        merge(folders, tmp_path / "merged")
-    assert merge(folders, tmp_path / "again") == Counts(NUM_ROWS - len(BAD) + 1, len(BAD) - 1)
+    assert not (tmp_path / "merged" / "outputs.parquet").exists()
 
 
 def test_a_merge_of_another_record_version_is_not_merged_over(tmp_path: Path) -> None:
@@ -249,10 +292,9 @@ def test_another_runs_folder_is_not_merged_over(tmp_path: Path, is_begun: bool) 
     assert manifest is not None
     target.create()
     if is_begun:
-        target.write_manifest(replace(manifest, shard=WHOLE))
-        Journal.open(target.journal).close()
+        target.begin(replace(manifest, shard=WHOLE, files={}, journal=""))
     else:
-        target.write_manifest(replace(manifest, created_at="2026-01-01"))
+        target.write_manifest(replace(manifest, shard=WHOLE))
     with pytest.raises(UsageError, match=f"holds a run already{', not finished' if is_begun else ''}"):
         merge(folders, target.path)
 
@@ -260,66 +302,34 @@ def test_another_runs_folder_is_not_merged_over(tmp_path: Path, is_begun: bool) 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([1, 3, 7, 7], r"shard 2/2 \(.*\) holds row 7 twice"),
-        ([1, 3, 6, 7], r"shard 2/2 \(.*\) holds row 6, which belongs to shard 1/2"),
-        ([1, 7], r"rows are missing: row 3 \(shard 2/2\); run"),
-        ([], r"row 1 \(shard 2/2\), row 3 \(shard 2/2\), row 7 \(shard 2/2\); run"),
-        ([1, 7, 3], r"holds row 3 after row 7, not in input order"),
-        ([1, 3, 7, 11], r"holds row 11, but the input has 11 rows"),
-        ([1, 3, 5, 7], r"holds row 5 twice"),  # as an error already
+        ([1, 3, 7, 7], r"shard 2/2 \(.*\) holds row 7, which is not its own or comes twice"),
+        ([1, 3, 6, 7], r"shard 2/2 \(.*\) holds row 6, which is not its own or comes twice"),
+        ([1, 3, 5, 7], r"holds row 5, which is not its own or comes twice"),  # as an error already
+        ([1, 7], r"the input has 11 rows, but the journal holds 10 and the first unfinished one is row 3"),
     ],
 )
 def test_rows_that_do_not_add_up_are_refused(tmp_path: Path, rows: list[int], message: str) -> None:
+    """Their files are as they were written: only a fault of batchgen's own could do that."""
     folders = shards(tmp_path)
     content = "".join(json.dumps(record(index)) + "\n" for index in rows)
     (folders[1] / "outputs.jsonl").write_text(content)
-    with pytest.raises(UsageError, match=message):
+    run_dir = RunDir(folders[1])
+    manifest = run_dir.read_manifest()
+    assert manifest is not None
+    known = Digests().fingerprint(folders[1] / "outputs.jsonl")
+    del known["file"]
+    run_dir.write_manifest(replace(manifest, files=manifest.files | {"outputs.jsonl": known}))
+    with pytest.raises(BatchgenError, match=message):
         merge(folders, tmp_path / "merged")
     assert not RunDir(tmp_path / "merged").is_complete()
-
-
-def test_of_many_missing_rows_the_first_are_named(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / str(n)), Shard(n, 2), num_rows=40) for n in (1, 2)]
-    (folders[1] / "outputs.jsonl").write_text("")
-    with pytest.raises(UsageError, match=r"row 13 \(shard 2/2\) and 13 more; run those shards anew with --overwrite"):
-        merge(folders, tmp_path / "merged")
-
-
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    with (folders[0] / "outputs.jsonl").open("a") as file:
-        file.write("{\n")
-    with pytest.raises(StorageError, match=r"shard-1/outputs\.jsonl, line 6"):
-        merge(folders, tmp_path / "merged")
 
 
 def test_a_merge_that_was_refused_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
     folders = shards(tmp_path)
     good = (folders[1] / "outputs.jsonl").read_bytes()
     (folders[1] / "outputs.jsonl").write_text("")
-    with pytest.raises(UsageError, match="rows are missing"):
+    with pytest.raises(UsageError, match="is not as its run wrote it"):
         merge(folders, tmp_path / "new" / "merged")
     assert not (tmp_path / "new").exists()
     (folders[1] / "outputs.jsonl").write_bytes(good)
-    assert merge(folders, tmp_path / "new" / "merged") == Counts(NUM_ROWS - len(BAD), len(BAD))
-
-
-@pytest.fixture
-def shared_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row has the id of the row after or before it, which is of another shard."""
-    plain = record
-    monkeypatch.setitem(globals(), "record", lambda index: plain(index) | {"id": f"q-{index // 2}"})
-
-
-@pytest.mark.usefixtures("shared_ids")
-@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
-def test_an_id_that_rows_of_two_shards_have_is_refused(tmp_path: Path, output_format: str) -> None:
-    folders = shards(tmp_path, output_format=output_format, id="id")
-    with pytest.raises(UsageError, match=r"row 0 of shard 1/2 .* and row 1 of shard 2/2 .* the id 'q-0':"):
-        merge(folders, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.usefixtures("shared_ids")
-def test_where_rows_have_no_ids_none_are_compared(tmp_path: Path) -> None:
-    assert merge(shards(tmp_path, prompt="{q}"), tmp_path / "merged") is not None
+    assert merge(folders, tmp_path / "new" / "merged").counts == Counts(NUM_ROWS - len(BAD), len(BAD))

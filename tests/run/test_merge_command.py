@@ -1,4 +1,4 @@
-"""``batchgen merge`` as scripts see it: exit codes, run again, and what status, report and retry then say."""
+"""``batchgen merge`` as scripts see it: exit codes, run again, and what status, report and run then say."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, rows_of, without_timings
-from stub_engine import stub_factory
+from run_helpers import JobMaker, rows_of, updating, without_timings
 
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
@@ -88,7 +87,6 @@ def test_a_shard_without_a_report_to_be_read_leaves_the_whole_without_one(
 ) -> None:
     folders = run_shards(job)
     report = Path(folders[1]) / "report.json"
-    good = report.read_bytes()
     report.unlink() if content is None else report.write_text(content)
     assert merge(job, folders) == 3
     assert "no report of the merged run: " in (said := capsys.readouterr().err)
@@ -96,18 +94,20 @@ def test_a_shard_without_a_report_to_be_read_leaves_the_whole_without_one(
     assert read_status(job.output)["rows"] == {"total": 12, "done": 10, "failed": 2, "left": 0}
     assert call(["report", str(job.output)]) == 2
     assert "its outputs are there" in capsys.readouterr().err
-    report.write_bytes(good)
-    assert merge(job, folders) == 3
-    assert report_of(job.output)["rows"]["total"] == 12
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_merged_run_can_be_retried(job: JobMaker, form: str) -> None:
+def test_a_merged_run_can_be_updated_and_is_no_merge_then(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
     folders = run_shards(job, form)
     merge(job, folders)
-    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
-    assert merge(job, folders) == 0
+    spec = job.spec(output={"format": form, "expected": "answer"})
+    assert job.run(spec, updating()).exit_code == 0
+    assert job.engines[0].num_started == 2
     assert len(without_timings(next(job.output.glob("outputs.*")))) == 12
+    assert merge(job, folders) == 2
+    assert "holds a run already" in capsys.readouterr().err
 
 
 def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,18 +134,19 @@ def test_openai_rows_hold_timings_and_kept_columns_beside_the_response(job: JobM
     assert row["timings"]["total_s"] >= row["timings"]["ttft_s"] >= 0
 
 
-def test_a_retry_of_openai_outputs_has_the_latencies_and_the_accuracy_of_all_rows(job: JobMaker) -> None:
+def test_an_update_of_openai_outputs_has_the_accuracy_of_all_rows(job: JobMaker) -> None:
     openai_run(job)
-    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    spec = job.spec(input={"keep_columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
+    assert job.run(spec, updating()).exit_code == 0
     report = report_of(job.output)
     assert report["accuracy"]["total"] == 6
-    assert len(report["slowest"]) == 6
-    assert sum(report["histograms"]["total_s"]["counts"]) == 6
+    assert report["reused"]["rows"] == 5
 
 
-def test_a_row_ended_by_repetition_is_told_apart_from_others_in_openai_outputs(job: JobMaker) -> None:
+def test_a_row_ended_by_repetition_is_told_apart_from_others_in_openai_outputs() -> None:
     row = {"id": "a", "index": 3, "text": "x x", "finish_reason": "repetition", "timings": {"total_s": 1.0}}
     row |= {"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "kept": [1]}
     for chat in (True, False):
-        form = OpenAIBatchFormat("m", chat)
-        assert form.record(form.result_row(json.dumps(row).encode())) == row | {"reasoning": None}
+        line = json.loads(OpenAIBatchFormat("m", chat).result_row(json.dumps(row).encode()))
+        (choice,) = line["response"]["body"]["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition")

@@ -15,8 +15,8 @@ import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
 from repeats import slow
-from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, without_timings
-from stub_engine import sample_number, stub_factory
+from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, updating, without_timings
+from stub_engine import sample_number
 
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
@@ -98,11 +98,11 @@ def test_a_table_has_the_types_of_the_schema_and_rows_cut_off_have_no_value(job:
 
 
 @pytest.mark.parametrize("form", ["parquet", slow("openai-batch")])
-def test_a_resumed_and_a_retried_run_have_the_values_of_an_undisturbed_one(job: JobMaker, form: str) -> None:
+def test_a_resumed_and_an_updated_run_have_the_values_of_an_undisturbed_one(job: JobMaker, form: str) -> None:
     job.write(rows_of(30))
     spec = spec_of(job, output={"format": form})
     job.run(spec, fails=frozenset({3, 28}))
-    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    assert job.run(spec, updating()).exit_code == 0
     assert parsed_of(job, form) == [value(i) for i in range(30)]
     job.output = job.folder / "resumed"
     spec = spec_of(job, output={"format": form})

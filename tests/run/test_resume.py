@@ -1,10 +1,9 @@
-"""What a resume finds after the worst moments: ids half restored, litter of a kill, numerics that were named."""
+"""What a resume finds after the worst moments: ids to be read again, litter of a kill, numerics that were named."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import JobMaker, quiet, rows_of, without_timings
+from run_helpers import JobMaker, journal_of, quiet, rows_of, updating, without_timings
 from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
@@ -20,17 +19,14 @@ from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.ids import UniqueIds
-from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import RECORD_VERSION
 from batchgen.plan.dry_run import make_plan
-from batchgen.run import job as job_module
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.merge import merge
-from batchgen.run.retry import retry_job
 from batchgen.run.status import read_status
 
 STRICT = RunOptions(strict=True, progress="quiet")
@@ -39,11 +35,6 @@ STRICT = RunOptions(strict=True, progress="quiet")
 def interrupted(job: JobMaker, num_tokens: int = 400, shard: Shard = WHOLE) -> None:
     options = dataclasses.replace(quiet(max_total_tokens=num_tokens), shard=shard)
     assert job.run(options=options).exit_code == 75
-
-
-def lose_ids(job: JobMaker) -> None:
-    for path in (job.output / "journal").glob("ids.sqlite*"):
-        path.unlink()
 
 
 def codes(job: JobMaker) -> list[tuple[int, str]]:
@@ -57,30 +48,9 @@ def names(folder: Path) -> set[str]:
 # ---------------------------------------------------------------- ids
 
 
-@pytest.mark.parametrize("harm", ["none", "lost", "empty", "damaged"])
-def test_duplicates_are_found_across_a_resume_whatever_became_of_the_file_of_ids(job: JobMaker, harm: str) -> None:
+def test_duplicates_of_finished_rows_are_found_across_a_resume(job: JobMaker) -> None:
     job.write([*rows_of(300), *rows_of(20)])
     interrupted(job, 2000)
-    path = job.output / "journal" / "ids.sqlite"
-    if harm == "damaged":
-        path.write_bytes(b"no database" * 1000)
-    elif harm != "none":
-        lose_ids(job)
-    if harm == "empty":  # as a kill leaves it
-        UniqueIds(path).close()
-    job.run()
-    assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
-
-
-def test_a_kill_while_lost_ids_are_read_again_loses_none(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    job.write([*rows_of(300), *rows_of(20)])
-    interrupted(job, 2000)
-    lose_ids(job)
-    with monkeypatch.context() as patch:
-        patch.setattr(RowValidator, "claim_ids", failing)
-        with pytest.raises(StorageError):
-            job.run()
-    assert (job.output / "journal" / "ids.sqlite").exists()
     job.run()
     assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
 
@@ -89,12 +59,11 @@ def failing(*args: object, **kwargs: object) -> None:
     raise StorageError("killed here")
 
 
-def test_a_row_under_way_keeps_its_id_when_ids_are_lost(job: JobMaker) -> None:
+def test_a_row_under_way_keeps_its_id_across_a_resume(job: JobMaker) -> None:
     """The second row with an id is journalled as a duplicate while the first is still with the engine."""
     first = max(range(8), key=lambda i: job_length(job, i))
     job.write([*rows_of(8), rows_of(8)[first], *rows_of(80)[8:]])
     interrupted(job, 60)
-    lose_ids(job)
     job.run()
     assert codes(job) == [(8, "duplicate_id")]
     assert len(job.outputs()) == 80
@@ -114,8 +83,7 @@ def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeyp
     rows = rows_of(1200)
     job.write([*rows, *(rows[1] for _ in range(40))])  # row 1 is the other shard's, rows 1200, 1202, ... are ours
     interrupted(job, 500, shard=Shard(1, 2))
-    lose_ids(job)
-    with closing(Journal.open(job.output / "journal", Shard(1, 2))) as journal:
+    with closing(Journal.read(journal_of(job.output), Shard(1, 2))) as journal:
         assert journal.done.first_gap > 2
     claim = UniqueIds.claim
     with monkeypatch.context() as patch:
@@ -126,22 +94,26 @@ def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeyp
     assert codes(job) == [(index, "duplicate_id") for index in range(1200, 1240, 2)]
 
 
-def test_finished_rows_are_not_read_again_where_ids_are_sound(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    job.write(rows_of(100))
-    interrupted(job)
-    monkeypatch.setattr(job_module, "rebuild_ids", failing)
-    assert job.run().exit_code == 0
+def failing(*args: object, **kwargs: object) -> None:
+    raise StorageError("killed here")
+
+
+def job_length(job: JobMaker, index: int) -> int:
+    """How many tokens the stub gives a row of ``rows_of``."""
+    folder = job.folder / f"alone-{index}"
+    folder.mkdir()
+    alone = JobMaker(folder)
+    alone.write([rows_of(index + 1)[index]])
+    alone.run()
+    return int(alone.outputs()[0]["usage"]["completion_tokens"])
 
 
 # ---------------------------------------------------------------- strict
 
 
-@pytest.mark.parametrize("ids_are_lost", [True, False])
-def test_strict_on_a_resume_finds_duplicates_of_finished_rows(job: JobMaker, ids_are_lost: bool) -> None:
+def test_strict_on_a_resume_finds_duplicates_of_finished_rows(job: JobMaker) -> None:
     job.write([*rows_of(300), *rows_of(20)])
     interrupted(job, 2000)
-    if ids_are_lost:
-        lose_ids(job)
     with pytest.raises(UsageError, match=r"20 bad rows.*\n.*:301: duplicate_id"):
         job.run(options=STRICT)
     assert job.run().exit_code == 3
@@ -170,7 +142,8 @@ def test_what_a_kill_leaves_of_a_journal_goes_with_the_next_run(job: JobMaker, m
     with monkeypatch.context() as patch:
         patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
         job.run()
-    assert ".journal.removed" in names(job.output)
+    assert [path.suffix for path in (job.output / "journal").iterdir()] == [".removed"]
+    (job.output / "journal" / "0007-0123abcd").mkdir()  # killed before its job.json
     (job.output / ".outputs.parquet.tmp").write_bytes(b"half written")
     assert "already done" in job.run().lines[0]
     assert names(job.output) == {"outputs.jsonl", "report.json", "job.json"}
@@ -279,18 +252,6 @@ def test_cuda_without_a_gpu_is_one_line_and_leaves_no_trace(job: JobMaker, monke
 # ---------------------------------------------------------------- the input
 
 
-@pytest.mark.slow  # by default input/test_reader sees that no edit goes unnoticed
-def test_an_edit_in_the_middle_of_a_large_input_is_refused(job: JobMaker) -> None:
-    filler = {"id": "filler", "question": "x", "pad": "y" * (70 << 20)}
-    job.write([*rows_of(30), filler, *rows_of(60)[30:]])
-    interrupted(job, 100)
-    with job.input.open("r+b") as file:
-        file.seek(33_333_333)
-        file.write(b"z")
-    with pytest.raises(ResumeMismatch, match=r"input\.files"):
-        job.run()
-
-
 def rows_in(job: JobMaker) -> list[Any]:
     return [row["id"] for row in job.outputs()]
 
@@ -330,45 +291,23 @@ def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
         job.run(spec)
 
 
-def test_ids_found_damaged_later_are_one_clear_line_and_read_anew_by_the_next_run(tmp_path: Path) -> None:
-    path = tmp_path / "ids.sqlite"
-    with closing(UniqueIds(path)) as ids:
-        ids.claim((row, f"row {row}") for row in range(5000))
-        ids.mark_complete()
-    size = path.stat().st_size
-    with path.open("r+b") as file:  # all pages but the first, which opening looks at
-        file.seek(4096)
-        file.write(b"\xff" * (size - 4096))
-    with closing(UniqueIds(path)) as ids:
-        assert ids.is_complete
-        with pytest.raises(StorageError, match=r"ids\.sqlite: .*malformed; the damaged file was removed: run again"):
-            ids.claim([(9, "row 9")])
-    with closing(UniqueIds(path)) as ids:
-        assert not ids.is_complete
+def test_a_run_is_refused_where_other_columns_hold_sampling_values(job: JobMaker) -> None:
+    job.write([{**row, "max_tokens": 2} for row in rows_of(3)])
+    job.run()
+    with pytest.raises(ResumeMismatch, match=r'sampling.columns: was \[\], now \["max_tokens"\]'):
+        job.run(job.spec(sampling={"columns": ["max_tokens"]}))
 
 
-def test_ids_say_whether_they_are_complete_across_openings(tmp_path: Path) -> None:
-    for expected in (False, False, True):
-        ids = UniqueIds(tmp_path / "ids.sqlite")
-        assert ids.is_complete is expected
-        ids.claim([(0, "a")])
-        if (tmp_path / "twice").exists():
-            ids.mark_complete()
-        (tmp_path / "twice").touch()
-        ids.close()
-    assert sqlite3.connect(tmp_path / "ids.sqlite").execute("SELECT count(*) FROM ids").fetchone() == (1,)
-
-
-def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: JobMaker) -> None:
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: JobMaker, is_done: bool) -> None:
     job.write(rows_of(60))
-    interrupted(job)
-    path = job.output / "job.json"
-    begun = json.loads(path.read_bytes()) | {"version": RECORD_VERSION - 1}
-    path.write_text(json.dumps(begun))
-    before = {file: file.read_bytes() for file in (job.output / "journal").glob("*.seg")}
+    job.run() if is_done else interrupted(job)
+    path = (job.output if is_done else journal_of(job.output)) / "job.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": RECORD_VERSION - 1}))
+    before = {file: file.read_bytes() for file in job.output.rglob("*.seg")}
     refused: list[Callable[[], object]] = [
         job.run,
-        lambda: retry_job(job.output, quiet(), {}),
+        lambda: job.run(options=updating()),
         lambda: merge([job.output], job.folder / "merged"),
         lambda: read_status(job.output),
     ]
@@ -377,12 +316,22 @@ def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: J
         with pytest.raises(UsageError, match=said) as caught:
             command()
         assert str(caught.value).count("\n") == 0
-    assert {file: file.read_bytes() for file in (job.output / "journal").glob("*.seg")} == before
+    assert {file: file.read_bytes() for file in job.output.rglob("*.seg")} == before
     assert job.run(options=RunOptions(overwrite=True, progress="quiet")).exit_code == 0
 
 
-def test_a_run_is_refused_where_other_columns_hold_sampling_values(job: JobMaker) -> None:
-    job.write([{**row, "max_tokens": 2} for row in rows_of(3)])
-    job.run()
-    with pytest.raises(ResumeMismatch, match=r'sampling.columns: was \[\], now \["max_tokens"\]'):
-        job.run(job.spec(sampling={"columns": ["max_tokens"]}))
+def test_a_run_directory_of_the_version_before_is_named_and_can_be_overwritten(job: JobMaker) -> None:
+    """Its segments lay in the journal folder itself, beside a ``job.json`` for outputs that were still to come."""
+    job.write(rows_of(60))
+    interrupted(job)
+    folder = journal_of(job.output)
+    for path in folder.iterdir():
+        path.rename(job.output / ("job.json" if path.suffix == ".json" else f"journal/{path.name}"))
+    folder.rmdir()
+    path = job.output / "job.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": 5}))
+    with pytest.raises(UsageError, match=r"job\.json: its run was begun with record version 5"):
+        job.run()
+    assert [*(job.output / "journal").glob("*.seg")]
+    assert job.run(options=RunOptions(overwrite=True, progress="quiet")).exit_code == 0
+    assert names(job.output) == {"outputs.jsonl", "report.json", "job.json"}

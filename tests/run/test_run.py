@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repeats import slow
-from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, without_timings
+from run_helpers import MODEL, JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
@@ -28,7 +28,7 @@ from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.input.validator import Pending, RowValidator
-from batchgen.output.journal import Journal, read_counts
+from batchgen.output.journal import Journal
 from batchgen.output.record_builder import kept_name
 from batchgen.run import job as job_module
 from batchgen.run import requests
@@ -425,7 +425,7 @@ def test_finished_rows_are_written_while_others_are_long_in_coming(job: JobMaker
             results = super().run(requests)
             yield from (next(results) for _ in range(3))
             while not seen:
-                seen.extend(index for index in range(read_counts(job.output / "journal").results))
+                seen.extend(index for index in range(Journal.read(journal_of(job.output)).counts.results))
             yield from results
 
     run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Slow(), {}, 1))

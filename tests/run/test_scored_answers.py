@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from report_samples import ABOUT, record
 from run_helpers import JobMaker, quiet, rows_of, without_timings
-from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core import answers
@@ -22,7 +21,6 @@ from batchgen.report.build import build_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 from batchgen.run.invocation import RunOptions
-from batchgen.run.retry import retry_job
 
 RULE = r"(\w+)"  # the last word of what the stub says
 
@@ -66,10 +64,11 @@ def test_stopped_sharded_and_retried_runs_score_as_a_whole_one(job: JobMaker) ->
         assert without_timings(job.folder / name / "outputs.jsonl") == without_timings(
             job.folder / "whole/outputs.jsonl"
         )
+    rows = [json.loads(line) for line in job.input.read_text().splitlines()]
     (letter,) = job.errors()
-    letter["row"]["question"] = "What?"
-    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
-    retried = retry_job(job.output, quiet(), {}, engine_factory=stub_factory([])).report
+    rows[letter["index"]]["question"] = "What?"
+    job.write(rows)
+    retried = job.run(job.spec(output=output)).report
     assert retried is not None and retried["accuracy"]["total"] == 21
     assert "answer" in job.outputs()[20]
 

@@ -10,14 +10,13 @@ import pytest
 import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
-from stub_engine import sample_number, stub_factory
+from run_helpers import JobMaker, quiet, read_lines, rows_of, updating, without_timings
+from stub_engine import sample_number
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.records import Request
 from batchgen.run.loader import read_model
-from batchgen.run.retry import retry_job
 from batchgen.text.tokenizer import Tokenizer
 
 OPENED = THINKING.replace("{%- if enable_thinking is defined", "{{- '<think>\\n' }}{%- if enable_thinking is defined")
@@ -117,7 +116,7 @@ def test_accuracy_counts_the_text_alone(job: JobMaker) -> None:
 
 
 @pytest.mark.usefixtures("spec")
-def test_a_resumed_and_a_retried_run_split_as_an_undisturbed_one(job: JobMaker) -> None:
+def test_a_resumed_and_an_updated_run_split_as_an_undisturbed_one(job: JobMaker) -> None:
     job.write(rows_of(30))
     job.run(spec_of(job))
     expected, job.output = job.outputs(), job.folder / "resumed"
@@ -126,7 +125,7 @@ def test_a_resumed_and_a_retried_run_split_as_an_undisturbed_one(job: JobMaker) 
     with pytest.raises(ResumeMismatch, match=r"output\.split_reasoning: was true, now false"):
         job.run(spec_of(job, output={"split_reasoning": False}))
     assert job.run(spec, fails=frozenset({28})).exit_code == 3
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert job.run(spec, updating()).exit_code == 0
     assert job.outputs() == expected
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, finish, quiet, rows_of, start, until_rows_are_done
-from stub_engine import stub_factory
+from run_helpers import JobMaker, finish, quiet, rows_of, start, until_rows_are_done, updating
 
 from batchgen.cli.main import call
 from batchgen.core.errors import BatchgenError, ExitCode, StorageError, UsageError
@@ -23,9 +22,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.run import status as status_module
 from batchgen.run.invocation import RunOptions
 from batchgen.run.reports import has_failed_rows, read_report
-from batchgen.run.retry import retry_job
 from batchgen.run.status import read_status, render_status, watch_status
-from batchgen.run.stop import Limits
 
 
 def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> None:
@@ -143,13 +140,14 @@ def test_a_run_that_an_error_ended_says_which(job: JobMaker) -> None:
     assert "; run again to resume" not in said
 
 
-def test_an_unfinished_retry_of_a_finished_run_is_told_of(job: JobMaker) -> None:
+def test_an_unfinished_update_of_a_finished_run_is_told_of(job: JobMaker) -> None:
     job.write(rows_of(30))
     job.run(fails=frozenset(range(20)))
-    options = RunOptions(progress="quiet", limits=Limits(max_total_tokens=70))
-    assert retry_job(job.output, options, {}, engine_factory=stub_factory()).exit_code == 75
-    said = render_status(read_status(job.output)).splitlines()[0]
-    assert said.endswith(f": finished; a retry is unfinished: batchgen retry {job.output}")
+    assert job.run(options=updating(max_total_tokens=70)).exit_code == 75
+    status = read_status(job.output)
+    said = render_status(status).splitlines()[0]
+    assert said.endswith("; run again to resume; the outputs are those of the job before")
+    assert status["rows"]["done"] >= 10
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

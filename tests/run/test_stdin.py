@@ -13,8 +13,9 @@ import pytest
 from run_helpers import JobMaker, quiet, rows_of
 from stub_engine import stub_factory
 
+from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
+from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.storage import commit_staged
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import Outcome, RunOptions
@@ -73,11 +74,11 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_finished_run_keeps_no_copy_of_standard_input(job: JobMaker, stdin: Stdin) -> None:
+def test_a_finished_run_keeps_its_copy_of_standard_input(job: JobMaker, stdin: Stdin) -> None:
     stdin.give(ROWS)
     assert run(job).exit_code == 0
     assert job.outputs() == expected(job, ROWS)
-    assert names(job.output) == {"outputs.jsonl", "report.json", "job.json"}
+    assert names(job.output) == {"outputs.jsonl", "report.json", "job.json", "input.spool"}
 
 
 @pytest.mark.parametrize("given", ["nothing", "the same", "a terminal", "closed"])
@@ -91,17 +92,38 @@ def test_a_resume_goes_on_whether_or_not_the_rows_are_given_again(job: JobMaker,
     assert job.outputs() == expected(job, ROWS)
 
 
-def test_other_rows_on_a_resume_are_refused_and_cost_nothing(job: JobMaker, stdin: Stdin) -> None:
+def test_other_rows_that_would_cost_much_are_refused_and_cost_nothing(job: JobMaker, stdin: Stdin) -> None:
     stdin.give(ROWS)
     interrupt(job)
     before = names(job.output)
-    stdin.give(OTHERS)
-    with pytest.raises(ResumeMismatch, match=r"input\.files\[-\]\.sha256: was .*, now .*"):
+    stdin.give(ROWS[:1])
+    with pytest.raises(UsageError, match=r"the input has 1 row that can run, and there are \d+ results"):
         run(job)
     assert names(job.output) == before
     stdin.give([])
     assert run(job).exit_code == 0
     assert job.outputs() == expected(job, ROWS)
+
+
+def test_the_rows_of_a_new_list_that_are_there_are_kept(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    run(job)
+    stdin.give([ROWS[7], *OTHERS])
+    assert run(job).exit_code == 0
+    assert job.engines[0].num_started == 10
+    assert job.outputs() == expected(job, [ROWS[7], *OTHERS])
+    stdin.give([])
+    assert "already done" in run(job).lines[0]
+
+
+def test_a_run_directory_stands_for_its_job_and_reads_no_standard_input(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    stdin.give(OTHERS)  # as the rest of a loop over folders
+    assert call(["run", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    assert job.outputs() == expected(job, ROWS)
+    assert call(["run", str(job.output), "-q", "--input", "-"], engine_factory=stub_factory()) == 0
+    assert job.outputs() == expected(job, OTHERS)
 
 
 @pytest.mark.parametrize("rows", [[], ROWS], ids=["nothing", "the same"])
@@ -114,19 +136,11 @@ def test_a_finished_run_is_done_for_the_same_rows(job: JobMaker, stdin: Stdin, r
     assert names(job.output) == before
 
 
-def test_a_finished_run_does_not_claim_to_have_done_other_rows(job: JobMaker, stdin: Stdin) -> None:
-    stdin.give(ROWS)
-    run(job)
-    stdin.give(OTHERS)
-    with pytest.raises(ResumeMismatch, match=r"input\.files"):
-        run(job)
-
-
 def test_a_run_of_a_file_is_not_done_for_standard_input(job: JobMaker, stdin: Stdin) -> None:
     job.write(ROWS)
     job.run()
     stdin.give([])
-    with pytest.raises(ResumeMismatch, match=r"input\.files"):
+    with pytest.raises(UsageError, match="the input has 0 rows that can run, and there are 60 results"):
         run(job)
 
 

@@ -26,7 +26,6 @@ from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.merge import merge
-from batchgen.run.retry import retry_job
 from batchgen.text.grammar import Grammars
 
 COUNT = 20
@@ -86,10 +85,10 @@ def test_shards_join_to_the_same_bytes(job: JobMaker, whole: list[dict[str, Any]
 @pytest.mark.usefixtures("threads_as_before")
 def test_a_row_whose_schema_was_mended_joins_the_outputs(job: JobMaker, whole: list[dict[str, Any]]) -> None:
     folder = job.folder / "whole"
-    (letter,) = read_lines(folder / "errors.jsonl")
-    letter["row"]["sampling"] = {"structured_outputs": {"regex": "a(b)"}}
-    (folder / "errors.jsonl").write_text(json.dumps(letter) + "\n", encoding="utf-8")
-    assert retry_job(folder, RunOptions(progress="quiet"), {}).exit_code == 0
+    rows = read_lines(job.input)
+    rows[REFUSED[0]]["sampling"] = {"structured_outputs": {"regex": "a(b)"}}
+    job.write(rows)
+    assert run_job(spec(job, "whole"), RunOptions(progress="quiet")).exit_code == 0
     records = without_timings(folder / "outputs.jsonl")
     mended = records.pop(REFUSED[0])
     assert (mended["text"], mended["finish_reason"]) == ("ab", "stop")

@@ -12,15 +12,14 @@ import stub_engine
 import tokenizers
 from chat_templates import DATED, SILENT, THINKING, TOOLS
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, quiet, read_lines, without_timings
-from stub_engine import sample_number, stub_factory
+from run_helpers import JobMaker, quiet, read_lines, updating, without_timings
+from stub_engine import sample_number
 from tokenizers import AddedToken
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import BatchgenError, ResumeMismatch, UsageError
 from batchgen.core.records import Request
 from batchgen.run.loader import read_model
-from batchgen.run.retry import retry_job
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import ToolCalls
 
@@ -144,7 +143,7 @@ def test_a_call_that_is_only_thought_of_is_none(job: JobMaker, says: Any, splits
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_resumed_and_a_retried_run_have_the_calls_of_an_undisturbed_one(job: JobMaker, says: Any, form: str) -> None:
+def test_a_resumed_and_an_updated_run_have_the_calls_of_an_undisturbed_one(job: JobMaker, says: Any, form: str) -> None:
     job.write(rows(12))
     texts = [f"{number} {CALL}" if number % 3 else f"{number} {START}[" for number in range(12)]
     spec = says(texts, form=form, parse_tools=True)
@@ -156,7 +155,7 @@ def test_a_resumed_and_a_retried_run_have_the_calls_of_an_undisturbed_one(job: J
     with pytest.raises(ResumeMismatch, match=r"output\.parse_tools: was true, now false"):
         job.run(says(texts, form=form))
     assert job.run(spec, fails=frozenset({8})).exit_code == 3
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert job.run(spec, updating()).exit_code == 0
     assert without_timings(job.output / name) == expected
 
 

@@ -288,25 +288,19 @@ def test_vectors_of_an_earlier_run_are_reused(form: str, folder: Path) -> None:
     assert not any("reused" in row["timings"] for row in read_lines(place / "outputs.jsonl"))
 
 
-@pytest.mark.parametrize("damage", ["", "AAAA", "AA", "*" * 16])
-def test_vectors_in_base64_are_reused_as_the_numbers_that_they_are(folder: Path, damage: str) -> None:
+def test_vectors_in_base64_are_reused_as_the_numbers_that_they_are(folder: Path) -> None:
     lines = [
         {"custom_id": str(i), "body": {"input": text, "encoding_format": ("base64", "float")[i % 2]}}
         for i, text in enumerate(TEXTS[:8])
     ]
     (folder.parent / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    flags = ("--output-format", "openai-batch")
-    _, place = run(folder, *flags, output="a", rows="lines.jsonl")
+    _, place = run(folder, "--output-format", "openai-batch", output="a", rows="lines.jsonl")
     wanted = without_timings(place / "outputs.jsonl")
-    if damage:
-        first = wanted[0]["response"]["body"]["data"][0]["embedding"]
-        text = (place / "outputs.jsonl").read_text(encoding="utf-8").replace(first, damage)
-        (place / "outputs.jsonl").write_text(text, encoding="utf-8")
     for form in ("openai-batch", "jsonl"):
         code, found = run(folder, "--output-format", form, "--reuse", place, output=form, rows="lines.jsonl")
         rows = read_lines(found / "outputs.jsonl")
         assert code == 0
-        assert sum("reused" in row["timings"] for row in rows) == (7 if damage else 8)
+        assert all("reused" in row["timings"] for row in rows)
         if form == "openai-batch":
             assert without_timings(found / "outputs.jsonl") == wanted
 
