@@ -76,8 +76,10 @@ class _Job(Invocation):
             source = self._find_input()
             self._identify(source)
             mine = self.jobs.find(self.manifest, self.spec)
-            if self.jobs.last is not None and self.jobs.is_done(self.manifest, self.spec, self.digests):
-                return self._already_done(self.jobs.last)
+            if mine is None and not (self.options.update and self.jobs.has_failed):
+                if self.jobs.last is not None and self.jobs.is_done(self.manifest, self.spec, self.digests):
+                    return self._already_done(self.jobs.last)
+                mine = self.jobs.find_kept(self.manifest, self.spec)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
             self.claim()
@@ -162,6 +164,7 @@ class _Job(Invocation):
         """Complete what a kill just after the outputs appeared has left undone."""
         changed = self.jobs.edited(self.digests)
         self.manifest = last
+        self.progress.keeps_file = self.progress.is_idle = bool(self.run_dir.unfinished())
         with suppress(StorageError):  # the disk may be full by now
             self._keep_file_states(last)
         outputs = short(self.run_dir.outputs(self.spec.output.format))
@@ -249,12 +252,12 @@ class _Job(Invocation):
         rows = self._rows(source, journal)
         with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
             validator = self._validator(ids)
+            if len(journal.done):
+                self._restore_ids(source, journal, validator)
             if is_resumed:
                 if self.options.strict:
                     self._refuse_bad_rows(rows, validator)
                 self.write_begun(self.manifest)
-            if len(journal.done):
-                self._restore_ids(source, journal, validator)
             if sources is not None:
                 self._take_over(sources, rows, validator, journal)
                 if self.stopper.requested:
@@ -286,7 +289,7 @@ class _Job(Invocation):
                 self.progress.keeps_file = False
                 raise UsageError(f"{self.run_dir.path}: {why}: --update goes on, or mend the input")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
-            self.progress.display.note(f"{self.jobs.what_changed(self.manifest)}{rest}")
+            self.progress.display.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
         self.write_begun(replace(self.manifest, taken=True))
 
     def _count(self, rows: RowRange) -> None:

@@ -24,7 +24,7 @@ from batchgen.core.storage import absolute
 from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
-from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
+from batchgen.output.manifest import Manifest, OtherVersion, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.output.rundir import RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
@@ -93,7 +93,10 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
         run_dir.create()
         with run_dir.lock():
             run_dir.sweep()
-            last, begun = run_dir.read_manifest(), run_dir.unfinished()
+            try:
+                last, begun = run_dir.read_manifest(), run_dir.unfinished()
+            except OtherVersion:
+                raise UsageError(f"{target} holds a run already; merge into a new folder") from None
             if any(not other.manifest.parts for other in begun):
                 raise UsageError(f"{target} holds a run already, not finished; merge into a new folder")
             if last is not None and (not last.parts or last.created_at != manifest.created_at):

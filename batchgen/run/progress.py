@@ -92,6 +92,7 @@ class Progress:
         self.workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # see ``Backend``
         self.state = "running"
         self.keeps_file = False  # set once there is something to resume
+        self.is_idle = False  # set where that is another job, and nothing was done
         self.num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
         self.price_per_hour: float | None = None
         self.is_anew = False  # what earlier invocations have cost counts no more, since what they left will be dropped
@@ -127,7 +128,7 @@ class Progress:
         if not self.keeps_file and self.state != "stopped":
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
-        elif kind is not None and issubclass(kind, UsageError):
+        elif self.is_idle or (kind is not None and issubclass(kind, UsageError)):
             self._save(self._before or self._content(self.snapshot()))  # as before: this invocation was refused
         else:
             self._save(self._content(self.snapshot()))

@@ -90,9 +90,17 @@ class FolderJobs:
         return Digests(states)
 
     def find(self, now: Manifest, spec: JobSpec) -> Begun | None:
-        """The journal of this job, the newest if there are several."""
-        begun = [*([self._kept] if self._kept else []), *self._begun]
-        return next((found for found in reversed(begun) if is_same(found.manifest, now, spec)), None)
+        """The journal in which this job was begun and is not finished, the newest if there are several."""
+        return next((found for found in reversed(self._begun) if is_same(found.manifest, now, spec)), None)
+
+    def find_kept(self, now: Manifest, spec: JobSpec) -> Begun | None:
+        """The journal of the outputs, if these are of this job: they can be written again from it."""
+        return self._kept if self._kept and is_same(self._kept.manifest, now, spec) else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether rows of the last finished job have failed."""
+        return self.last is not None and self._run_dir.errors.name in self.last.files
 
     def is_of_outputs(self, now: Manifest, spec: JobSpec) -> bool:
         """Whether this job is that of the outputs, in whatever form."""
@@ -136,10 +144,12 @@ class FolderJobs:
         kept = min(counts.num_kept, counts.num_old)
         return why and f"{why}; {kept:,} of {counts.num_old:,} results would be left"
 
-    def what_changed(self, now: Manifest) -> str:
+    def what_changed(self, now: Manifest, spec: JobSpec) -> str:
         """Why rows are kept, as the beginning of a line."""
         if self.first is None:
             return ""
+        if self.is_of_outputs(now, spec):
+            return "failed rows run again: " if self.has_failed else ""
         same = self.first.fingerprints.get("input") == now.fingerprints.get("input")
         return "job changed: " if same else "input changed: "
 

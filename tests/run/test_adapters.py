@@ -25,7 +25,7 @@ from batchgen.run.backend import Backend
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
-from batchgen.run.merge import merge, write_merged_report
+from batchgen.run.merge import merge
 from batchgen.run.reports import read_report
 
 DIGEST = r'"[0-9a-f]{8}\.\.\."'
@@ -150,8 +150,7 @@ def test_a_merged_run_names_it(job: JobMaker, lora: Path) -> None:
         spec = job.spec(model={"adapter": str(lora)}, output={"path": str(folder)})
         job.run(spec, RunOptions(shard=Shard(number, 2), progress="quiet"))
     whole = job.folder / "whole"
-    merge(shards, whole)
-    assert write_merged_report(shards, whole) == []
+    assert merge(shards, whole).problems == []
     assert read_report(RunDir(whole))["adapter"] == str(lora)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import MODEL, JobMaker, quiet, rows_of, updating
+from run_helpers import MODEL, JobMaker, journal_of, quiet, rows_of, updating
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
@@ -60,8 +60,14 @@ def run_with(job: JobMaker, model: Path, options: RunOptions | None = None) -> O
     return job.run(job.spec(model={"path": str(model)}), options)
 
 
+def manifest_path(job: JobMaker) -> Path:
+    """The ``job.json`` of the outputs, or else of the job that was begun."""
+    path = job.output / "job.json"
+    return path if path.exists() else journal_of(job.output) / "job.json"
+
+
 def read_manifest(job: JobMaker) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((job.output / "job.json").read_bytes())
+    content: dict[str, Any] = json.loads(manifest_path(job).read_bytes())
     return content
 
 
@@ -139,7 +145,7 @@ def test_a_job_json_without_sound_states_resumes(job: JobMaker, kept: dict[str, 
     del manifest["file_states"]
     if kept is not None:
         manifest["file_states"] = {str(job.input) if key == "INPUT" else key: value for key, value in kept.items()}
-    (job.output / "job.json").write_text(json.dumps(manifest))
+    manifest_path(job).write_text(json.dumps(manifest))
     assert job.run().exit_code == 0
     assert len(job.outputs()) == 60
 

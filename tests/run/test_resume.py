@@ -266,7 +266,7 @@ def test_a_run_in_the_folder_of_its_inputs_does_not_take_its_own_files_for_them(
     assert job.run(spec).exit_code == 3
     assert rows_in(job) == [f"q-{i}" for i in range(60)]
     assert "already done" in job.run(spec).lines[0]
-    assert make_plan(spec)["rows"] == {"total": 61, "good": 60, "bad": 1}
+    assert make_plan(spec)["rows"] == {"total": 61, "good": 0, "bad": 1, "reused": 60}
     assert job.run(spec, RunOptions(overwrite=True, progress="quiet")).exit_code == 3
     assert rows_in(job) == [f"q-{i}" for i in range(60)]
 

@@ -359,12 +359,18 @@ def test_finished_rows_are_not_run_again_and_half_done_ones_go_on(job: JobMaker,
 
 
 @pytest.mark.parametrize("form", [{"format": "parquet"}, {"format": "openai-batch"}, {"order": "completion"}])
-def test_a_finished_run_is_not_said_to_be_done_in_another_form(job: JobMaker, form: dict[str, str]) -> None:
+def test_a_finished_run_is_written_again_in_another_form_and_computes_nothing(
+    job: JobMaker, form: dict[str, str]
+) -> None:
     job.write(rows_of(5))
-    job.run()
-    ((key, value),) = form.items()
-    with pytest.raises(ResumeMismatch, match=rf"(?s)output\.{key}.*\b{value}\b.*--overwrite"):
-        job.run(job.spec(output=form))
+    for output in ({}, form, {}, form):
+        outcome = job.run(job.spec(output=output))
+        assert "already done" not in outcome.lines[0]
+        assert sum(engine.num_started for engine in job.engines) == (0 if (job.output / "first").exists() else 5)
+        (job.output / "first").touch()
+        assert len([*job.output.glob("outputs.*")]) == 1
+        assert "already done" in job.run(job.spec(output=output)).lines[0]
+    assert len(without_timings(next(job.output.glob("outputs.*")))) == 5
 
 
 @pytest.mark.parametrize("killed", [(UniqueIds, "claim"), (job_module, "finalize"), (job_module, "write_report")])
@@ -457,7 +463,7 @@ def test_a_change_of_what_outputs_depend_on_is_refused_with_a_diff(job: JobMaker
     job.write(rows_of(60))
     job.run() if is_done else interrupted(job, job.spec(), 100)
     before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
-    said = r"sampling\.max_tokens: was 16, now 9\nput back what changed, or run with --overwrite"
+    said = r"sampling\.max_tokens: was 16, now 9\nbatchgen plan says .*; --update keeps .*, --overwrite starts anew"
     with pytest.raises(ResumeMismatch, match=said):
         job.run(job.spec(sampling={"max_tokens": 9}))
     assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
