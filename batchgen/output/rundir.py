@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from batchgen.core.errors import InputChanged, LockedError, StorageError, UsageError
+from batchgen.core.errors import InputError, LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.storage import (
     make_folder,
@@ -299,7 +299,7 @@ def tidy_on_refusal(folder: Path) -> Iterator[None]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except (UsageError, InputChanged, LockedError):
+    except (UsageError, InputError, LockedError):
         with suppress(OSError):
             for path in made:
                 path.rmdir()

@@ -177,8 +177,9 @@ def inherited_numerics(begun: Manifest, spec: JobSpec) -> dict[str, str] | None:
     numerics = begun.fingerprints.get("numerics")
     if numerics is None or _expected(numerics, spec) != numerics:
         return None
-    version = {LIBRARY: str(library().__version__)} if spec.sampling.structured_outputs else {}
-    return {name: value for name, value in numerics.items() if name != LIBRARY} | version
+    if not spec.sampling.structured_outputs:
+        return {name: value for name, value in numerics.items() if name != LIBRARY}
+    return {**numerics, LIBRARY: str(library().__version__)} if LIBRARY in numerics else None
 
 
 def take_over(

@@ -50,7 +50,7 @@ def test_a_larger_limit_goes_on_where_a_smaller_one_cut_off(rows: str) -> None:
         assert still_holds(as_record(less), large.params, limits[1]) == (less == more)
         assert still_holds(as_record(more), small.params, limits[0]) == (less == more)
         num_cut += less.finish_reason is FinishReason.LENGTH
-    assert 0 < num_cut, "otherwise no limit was met"
+    assert num_cut > 0, "otherwise no limit was met"
 
 
 @pytest.mark.parametrize("rows", ["greedy", "drawn", "rules", "structured"])

@@ -37,8 +37,36 @@ from batchgen.output import journal as journal_module
 from batchgen.output.formats.parquet import infer_fields
 
 FORMS = ("jsonl", "parquet", "openai-batch")
-ROWS = "append insert remove move edit recolumn rename duplicate break mend empty cut add_file drop_file limit".split()
-JOB = "max_tokens temperature seed n logprobs token_ids keep format ends choices max_model_len".split()
+ROWS = [
+    "append",
+    "insert",
+    "remove",
+    "move",
+    "edit",
+    "recolumn",
+    "rename",
+    "duplicate",
+    "break",
+    "mend",
+    "empty",
+    "cut",
+    "add_file",
+    "drop_file",
+    "limit",
+]
+JOB = [
+    "max_tokens",
+    "temperature",
+    "seed",
+    "n",
+    "logprobs",
+    "token_ids",
+    "keep",
+    "format",
+    "ends",
+    "choices",
+    "max_model_len",
+]
 STARTS = ("run", "update", "stop", *KINDS)
 _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
     "max_tokens": (8, 4, 16, 32),

@@ -94,20 +94,6 @@ def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeyp
     assert codes(job) == [(index, "duplicate_id") for index in range(1200, 1240, 2)]
 
 
-def failing(*args: object, **kwargs: object) -> None:
-    raise StorageError("killed here")
-
-
-def job_length(job: JobMaker, index: int) -> int:
-    """How many tokens the stub gives a row of ``rows_of``."""
-    folder = job.folder / f"alone-{index}"
-    folder.mkdir()
-    alone = JobMaker(folder)
-    alone.write([rows_of(index + 1)[index]])
-    alone.run()
-    return int(alone.outputs()[0]["usage"]["completion_tokens"])
-
-
 # ---------------------------------------------------------------- strict
 
 

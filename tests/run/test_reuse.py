@@ -90,7 +90,7 @@ def test_exactly_the_changed_rows_are_computed(job: JobMaker, form: str, samplin
     sections: dict[str, Any] = {"sampling": sampling, "input": {"keep_columns": ["answer"]}}
     job.write(rows)
     job.run(job.spec(output={"format": form, "token_ids": True}, **sections))
-    lengths = {row.get("id", row.get("custom_id")): length_of(row) for row in outputs_of(job.output)}
+    lengths = {row.get("custom_id", row["id"]): length_of(row) for row in outputs_of(job.output)}
     rows, num_changed, limited = changed(rows, 200, random.Random(5))
     if "choices" not in sampling:  # which take no limit
         num_changed += sum(lengths[name] > 15 or "n" in sampling for name in limited)

@@ -144,7 +144,8 @@ def test_a_call_that_is_only_thought_of_is_none(job: JobMaker, says: Any, splits
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_resumed_and_an_updated_run_have_the_calls_of_an_undisturbed_one(job: JobMaker, says: Any, form: str) -> None:
-    job.write(rows(12))
+    asked = [[{"role": "user", "content": f"How is the weather in {number}?"}] for number in range(12)]
+    job.write([{**row, "messages": messages} for row, messages in zip(rows(12), asked, strict=True)])
     texts = [f"{number} {CALL}" if number % 3 else f"{number} {START}[" for number in range(12)]
     spec = says(texts, form=form, parse_tools=True)
     job.run(spec)
