@@ -167,6 +167,6 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
 def input_changed(name: object, how: str) -> InputError:
     """The error for a file that is another one than the run has read so far."""
     return InputError(
-        f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: run the "
-        "same command again, which computes what the input has then and is not done yet"
+        f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: run "
+        "again to resume, with what the input holds then"
     )

@@ -136,7 +136,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
     kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)
-    no_estimate = None if estimate else _NO_RATE if num_good else "no row can run"
+    no_estimate = None if estimate else _NO_RATE if num_good else "no row is to be computed"
     workers, engines = workers_plan(spec, num_good, kv["max_num_seqs"]), 1
     if estimate and workers and workers.number is None:
         estimate, no_estimate = None, _NO_WORKERS

@@ -91,8 +91,7 @@ class Progress:
         self.engine: EngineLike | None = None
         self.workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # see ``Backend``
         self.state = "running"
-        self.keeps_file = False  # set once there is something to resume
-        self.is_idle = False  # set where that is another job, and nothing was done
+        self.keeps_file = self.is_idle = False  # set once there is something to resume; where another job has that
         self.num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
         self.price_per_hour: float | None = None
         self.is_anew = False  # what earlier invocations have cost counts no more, since what they left will be dropped

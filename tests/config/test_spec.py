@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batchgen.run.retry import retry_job
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.config.job import KEYS, EngineConfig, JobSpec
-from batchgen.config.load import job_from_dict, load_job, override
+from batchgen.config.load import job_from_dict, load_job
 from batchgen.core.errors import UsageError
 from batchgen.core.records import SamplingParams
 from batchgen.core.shard import Shard
@@ -28,7 +27,6 @@ from batchgen.core.units import (
     parse_share,
     parse_size,
 )
-from batchgen.run.invocation import RunOptions
 
 NEEDED = {"model": {"path": "dummy:LFM2-350M"}, "input": {"path": "in.jsonl"}, "output": {"path": "out"}}
 
@@ -293,15 +291,13 @@ def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gone")
 def test_absolute_paths_need_no_working_directory() -> None:
     flags = {"model": {"path": "/m"}, "input": {"path": ["/in.jsonl"]}, "output": {"path": "/out"}}
-    assert override(load_job(None, flags), {"engine": {"threads": 1}}).output.path == "/out"
+    assert load_job(None, flags).output.path == "/out"
 
 
 @pytest.mark.usefixtures("gone")
 def test_relative_paths_are_refused_where_the_working_directory_is_gone() -> None:
     with pytest.raises(UsageError, match=r"in\.jsonl is relative, and the working directory cannot be found"):
         load_job(None, NEEDED)
-    with pytest.raises(UsageError, match="out is relative, and the working directory cannot be found"):
-        retry_job(Path("out"), RunOptions(progress="quiet"), {})
 
 
 LONG = "x" * 300
@@ -516,7 +512,8 @@ def test_a_job_file_and_flags_say_the_same(tmp_path: Path) -> None:
     spec = load_job(file, {**NEEDED, "cluster": {"workers": "3", "resources": '{"gpu_a": 1}'}})
     assert (spec.cluster.bounds, spec.cluster.patience_s) == ((1, 3), 90.0)
     assert spec.cluster.resources == {"gpu_a": 1.0}
-    assert override(spec, {"cluster": {"workers": "5"}}).cluster.bounds == (1, 5)
+    begun = load_job(None, {"cluster": {"workers": "5"}}, begun=spec.to_dict())
+    assert (begun.cluster.bounds, begun.cluster.resources, begun.input) == ((1, 5), {"gpu_a": 1.0}, spec.input)
 
 
 # ---------------------------------------------------------------- units

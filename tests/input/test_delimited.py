@@ -1,31 +1,25 @@
-"""Tables are read as the standard library reads them, or refused by line; from any record on, and as they grow."""
+"""Tables are read as the standard library reads them, or refused by line; from any record on."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import io
-import json
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batchgen.run.retry import retry_job
 from input_helpers import codes, read_bytes, source_of, zstd
 from run_helpers import JobMaker, finish, quiet, rows_of, start
-from stub_engine import stub_factory
 
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import BadRow, Record
 from batchgen.input.formats import delimited
-from batchgen.input.formats.delimited import DelimitedFile
-from batchgen.input.input_bytes import LocalFile
 
 CELLS = [
     "",
@@ -226,28 +220,6 @@ def test_the_header_says_the_columns_and_name_or_header_the_delimiter(name: str,
     assert [row.columns for row in rows if isinstance(row, Record)] == expected
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
-def test_wherever_a_table_was_cut_all_rows_before_the_cut_one_stay(
-    tmp_path: Path, pack: Callable[[bytes], bytes]
-) -> None:
-    content = '\ufeff"a",b\r\n1,"é\n""x"""\r\n\r\n2,\n3,"\n"\n"4","5"\n\n6,"7\n'.encode()
-    whole = read_bytes(tmp_path, content, "whole.csv")
-    for cut in range(1, len(content)):
-        first = pack(content[:cut])
-        (tmp_path / "whole.csv").write_bytes(first + pack(content[cut:]))
-        with suppress(UsageError):
-            rows = read_bytes(tmp_path, first, "cut.csv")
-            is_cut, row_cut_at = DelimitedFile(LocalFile(tmp_path / "whole.csv"), None).is_cut_at(len(first))
-            is_row_cut = row_cut_at is not None
-            assert is_cut >= is_row_cut >= (not is_cut and not content[:cut].endswith(b"\n"))
-            num_same = max(len(rows) - is_row_cut, 0)
-            assert [vars_of(row) for row in rows[:num_same]] == [vars_of(row) for row in whole[:num_same]]
-
-
-def vars_of(row: Record | BadRow) -> tuple[Any, ...]:
-    return row.index, row.line, row.columns if isinstance(row, Record) else (row.error, row.raw)
-
-
 # ---------------------------------------------------------------- whole runs
 
 
@@ -289,15 +261,13 @@ def test_a_run_that_stops_behind_any_rows_ends_as_one_that_does_not(form: str, j
     assert [(letter["index"], letter["line"], letter["code"]) for letter in job.errors()] == [(40, 82, "bad_type")]
 
 
-def test_a_failed_row_runs_once_it_is_mended_as_an_object(job: JobMaker) -> None:
+def test_a_failed_row_runs_once_it_is_mended_in_the_table(job: JobMaker) -> None:
     _, spec = table_job(job, WITH_BAD)
     job.run(spec)
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory([])).exit_code == ExitCode.ROWS_FAILED
-    (letter,) = job.errors()
-    assert letter["row"] == "q-50,short"
-    letter["row"] = {"id": "q-50", "question": "short", "answer": "3"}
-    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
-    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory([])).exit_code == ExitCode.OK
+    assert job.errors()[0]["row"] == "q-50,short"
+    job.input.write_bytes(WITH_BAD.replace(b"q-50,short", b"q-50,short,3"))
+    assert job.run(spec).exit_code == ExitCode.OK
+    assert job.engines[0].num_started == 1
     assert [record["index"] for record in job.outputs()] == [*range(42)]
 
 

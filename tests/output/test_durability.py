@@ -12,12 +12,14 @@ from records import dead_letter, record
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.storage import write_atomic
 from batchgen.output import journal as journal_module
 from batchgen.output.finalize import finalize
 from batchgen.output.journal import Journal, JournalEntry
+from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 
 
@@ -120,14 +122,17 @@ def test_a_file_size_limit_of_the_system_is_one_clear_line(tmp_path: Path) -> No
 def test_a_disk_that_fills_while_outputs_are_written_leaves_the_journal(tmp_path: Path, output_format: str) -> None:
     run_dir = RunDir(tmp_path)
     spec = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
-    journal = Journal.open(run_dir.journal)
+    begun = run_dir.begin(Manifest(spec.to_dict(), spec.output_keys(), num_rows=40))
+    journal = Journal.open(begun.folder)
     fill(journal, 40)
     with largest_file(700), pytest.raises(StorageError, match=r"cannot write .*outputs.*File too large"):
-        finalize(run_dir, spec, journal, num_rows=40)
+        finalize(run_dir, begun, spec, journal, num_rows=40)
     assert [path.name for path in tmp_path.iterdir()] == ["journal"]
-    finalize(run_dir, spec, journal, num_rows=40)
-    journal.remove()
+    finalize(run_dir, begun, spec, journal, num_rows=40)
+    journal.close()
+    run_dir.finish(begun, Digests(), keeps_rows=False)
     assert run_dir.is_complete()
+    assert not run_dir.journal.exists()
 
 
 def test_syncing_takes_a_small_share_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

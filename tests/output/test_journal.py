@@ -18,7 +18,7 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.output import journal as journal_module
-from batchgen.output.journal import Counts, Journal, JournalEntry, read_counts
+from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.row_index import RowIndex
 from batchgen.output.segments import Damage, Line, decode_line, encode_line, scan
 
@@ -216,7 +216,7 @@ def test_rows_are_readable_before_they_are_committed_and_outlive_their_process(t
     for index, text in enumerate("ab"):
         journal.append(entry(index, text=text))
         assert json.loads(journal.payload(index)) == {"index": index, "text": text}
-    assert read_counts(tmp_path) == Counts(results=2)
+    assert Journal.read(tmp_path).counts == Counts(results=2)
     journal.close()
 
 
@@ -243,7 +243,7 @@ def test_partials_survive_and_go_when_their_row_finishes(tmp_path: Path) -> None
 
 
 def test_the_counts_of_a_running_journal_are_read_without_touching_it(tmp_path: Path) -> None:
-    assert read_counts(tmp_path / "journal") == Counts() and not (tmp_path / "journal").exists()
+    assert Journal.read(tmp_path / "journal").counts == Counts() and not (tmp_path / "journal").exists()
     journal = Journal.open(tmp_path)
     journal.append(entry(0))
     journal.append(entry(1, "error"))
@@ -252,16 +252,9 @@ def test_the_counts_of_a_running_journal_are_read_without_touching_it(tmp_path: 
     with segment.open("ab") as file:
         file.write(b"half a li")
     before = segment.read_bytes()
-    assert read_counts(tmp_path) == Counts(results=1, errors=1)
+    assert Journal.read(tmp_path).counts == Counts(results=1, errors=1)
     assert segment.read_bytes() == before
     journal.close()
-
-
-def test_a_removed_journal_leaves_nothing_behind(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal")
-    journal.append(entry(0))
-    journal.remove()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_commits_come_by_themselves_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

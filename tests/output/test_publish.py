@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from datetime import datetime, tzinfo
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import s3fs
-from batchgen.run.retry import retry_job
 from object_store import CREDENTIALS, Answer, ObjectStore, bucket_of, object_store
 from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of
-from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.remote import RemoteError
+from batchgen.core.shard import Shard
 from batchgen.output import bucket as bucket_module
 from batchgen.output.bucket import Bucket
+from batchgen.output.publish import Publication, open_destination
 from batchgen.output.rundir import RunDir
-from batchgen.report import build
 from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
 
@@ -212,54 +211,42 @@ def test_what_passes_is_tried_again(
     assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl").items()
 
 
-def test_a_retry_publishes_and_removes_errors_that_are_gone_though_the_clock_was_set_back(
-    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, monkeypatch: pytest.MonkeyPatch
+def test_an_update_publishes_and_removes_errors_that_are_gone(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
 ) -> None:
-    class Earlier(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Self:
-            return cls(2020, 1, 1, tzinfo=tz)
-
     job.write([*rows_of(2), BAD])
     job.run(published)
     assert "out/errors.jsonl" in store.content(bucket)
-    monkeypatch.setattr(build, "datetime", Earlier)
-    errors = job.output / "errors.jsonl"
-    line = json.loads(errors.read_bytes())
-    errors.write_text(json.dumps({**line, "row": {"id": "bad", "question": "Now?"}}) + "\n", encoding="utf-8")
-    outcome = retry_job(job.output, RunOptions(progress="quiet"), {}, engine_factory=stub_factory())
-    assert json.loads((job.output / "report.json").read_bytes())["finished_at"].startswith("2020")
+    job.write([*rows_of(2), {"id": "bad", "question": "Now?"}])
+    outcome = job.run(published)
     assert (outcome.exit_code, outcome.lines[-1]) == (0, f"published to s3://{bucket}/out")
     content = store.content(bucket)
     del content["out/batchgen.json"]
     assert content == local(job, "report.json", "outputs.jsonl")
 
 
-def test_a_later_state_of_the_run_is_not_replaced_by_an_earlier_one(
+def test_an_update_that_holds_fewer_results_than_were_published_warns(
     job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
 ) -> None:
     job.run(published)
-    content = store.content(bucket)
-    later = content["out/batchgen.json"].replace(b'"num_results": 3', b'"num_results": 4')
-    store.put(bucket, "out/batchgen.json", later)
-    store.put(bucket, "out/outputs.jsonl", b"fixed elsewhere")
-    assert "holds a later state of this run" in job.run(published).lines[-1]
-    job.write([*rows_of(3), {"id": "new", "question": "What now?"}])
-    with pytest.raises(UsageError, match="a later state of this run than"):
-        job.run(published)
-    assert store.content(bucket)["out/outputs.jsonl"] == b"fixed elsewhere"
+    job.write(rows_of(2))
+    assert job.run(published).lines[-1] == "warning: 3 results were there, and there are 2 now"
+    assert store.content(bucket)["out/outputs.jsonl"] == (job.output / "outputs.jsonl").read_bytes()
 
 
-def test_a_row_read_half_written_that_fails_once_it_is_whole_makes_no_earlier_state(
+def test_shards_begun_at_one_moment_do_not_replace_each_other(
     job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
 ) -> None:
-    job.input.write_bytes(job.input.read_bytes().rstrip(b"\n"))
-    job.run(published)
-    with job.input.open("ab") as file:
-        file.write(b", which is no JSON\n")
-    outcome = job.run(published)
-    assert (outcome.exit_code, outcome.lines[-1]) == (ExitCode.ROWS_FAILED, f"published to s3://{bucket}/out")
-    assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl", "errors.jsonl").items()
+    for number in (1, 2):
+        job.run(job.spec(output={"path": str(job.folder / f"part{number}")}), RunOptions(shard=Shard(number, 2)))
+    first, second = (RunDir(job.folder / f"part{number}") for number in (1, 2))
+    manifest, other = first.read_manifest(), second.read_manifest()
+    assert manifest is not None and other is not None
+    address = f"s3://{bucket}/out"
+    Publication(open_destination(address), first, manifest).publish()
+    same = replace(other, created_at=manifest.created_at)
+    with pytest.raises(UsageError, match="of another run"):
+        Publication(open_destination(address), second, same).claim(overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +270,7 @@ def test_a_merged_run_publishes_nothing_by_itself(job: JobMaker, bucket: str) ->
         job.run(spec, RunOptions(progress="quiet", shard=(number, 2)))  # type: ignore[arg-type]
     merge(parts, job.folder / "whole")
     found = json.loads((job.folder / "whole" / "job.json").read_bytes())
-    assert (found["job"]["output"]["publish"], found["job"]["output"]["mirror"]) == ("", "")
+    assert found["job"]["output"]["publish"] == ""
     whole = job.spec(output={"path": str(job.folder / "whole"), "publish": f"s3://{bucket}/whole"})
     assert job.run(whole).lines[-1] == f"published to s3://{bucket}/whole" and not job.engines
 
@@ -320,7 +307,7 @@ def test_a_write_that_a_store_accepts_and_never_reads_ends(monkeypatch: pytest.M
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         s3fs.S3FileSystem.clear_instance_cache()
         with pytest.raises(RemoteError, match="cannot be reached") as caught:
-            Bucket("s3://bucket/out", is_patient=False).write("part", bytes(64 << 20))
+            Bucket("s3://bucket/out").write("part", bytes(64 << 20))
         s3fs.S3FileSystem.clear_instance_cache()
     assert caught.value.kind == "passing"
 
@@ -334,9 +321,7 @@ def test_a_write_that_a_store_accepts_and_never_reads_ends(monkeypatch: pytest.M
         ("publish", "ftp://host/out", "ftp:// is not supported"),
         ("publish", "hf://datasets/user", "hf://datasets/USER/NAME"),
         ("publish", "hf://datasets/user/name@main", "names a revision"),
-        ("mirror", "hf://datasets/user/name", "hf:// is not supported"),
-        ("mirror", "/data/out", "is not a URL"),
-        ("mirror", "s3://bucket/a*", "holds"),
+        ("publish", "s3://bucket/a*", "holds"),
     ],
 )
 def test_what_cannot_be_written_to_is_refused(job: JobMaker, key: str, value: str, why: str) -> None:
@@ -345,12 +330,10 @@ def test_what_cannot_be_written_to_is_refused(job: JobMaker, key: str, value: st
     assert value in str(caught.value)
 
 
-def test_secrets_in_addresses_and_destinations_that_overwrite_each_other_are_refused(job: JobMaker) -> None:
+def test_secrets_in_addresses_are_refused(job: JobMaker) -> None:
     with pytest.raises(UsageError, match="holds a secret") as caught:
         job.spec(output={"publish": "s3://AKIA:topsecret@bucket/out"})
     assert "topsecret" not in str(caught.value) and "AKIA" not in str(caught.value)
-    with pytest.raises(UsageError, match="a folder of its own"):
-        job.spec(output={"publish": "s3://bucket/out/", "mirror": "s3://bucket/out"})
 
 
 @pytest.mark.slow

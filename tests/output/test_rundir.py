@@ -16,11 +16,12 @@ import pytest
 
 from batchgen.core import storage
 from batchgen.core.errors import LockedError, StorageError, UsageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.shard import Shard
 from batchgen.core.storage import staged_file, write_atomic
 from batchgen.output.lock import Holder
 from batchgen.output.manifest import Manifest, compare
-from batchgen.output.rundir import RunDir
+from batchgen.output.rundir import Begun, RunDir
 
 MANIFEST = Manifest(
     job={
@@ -219,14 +220,15 @@ def test_a_file_or_the_root_of_the_file_system_is_no_place_for_a_run(tmp_path: P
         RunDir(Path("/")).create()
 
 
-@pytest.mark.parametrize("left", ["journal/ids.sqlite", "journal/ids.sqlite-wal", "progress.json"])
+@pytest.mark.parametrize("left", ["journal/0001-0123abcd/.job.json.tmp", "progress.json"])
 @pytest.mark.parametrize("content", [b"", b'{"version": 1, "state": "running", "phase": "loading' + bytes(40)])
 def test_a_run_killed_before_it_wrote_its_job_is_no_obstacle(run_dir: RunDir, left: str, content: bytes) -> None:
     """Nor is one that a loss of power has cut."""
-    run_dir.journal.mkdir()
+    (run_dir.path / left).parent.mkdir(parents=True, exist_ok=True)
     (run_dir.path / left).write_bytes(content)
     run_dir.create()
-    assert (run_dir.path / left).exists()
+    run_dir.sweep()
+    assert not [*run_dir.journal.glob("*")]
 
 
 def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> None:
@@ -239,16 +241,6 @@ def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> 
     (run_dir.journal / "000001.seg").write_text("x")
     run_dir.clear()
     assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]
-
-
-def test_a_retry_goes_before_the_outputs_that_it_belongs_to(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clearing that is killed leaves no retry for the run that comes next."""
-    (run_dir.path / "outputs.jsonl").write_text("x")
-    run_dir.retry.mkdir()
-    monkeypatch.setattr("batchgen.output.rundir.remove_file", lambda path: sys.exit("killed"))
-    with pytest.raises(SystemExit):
-        run_dir.clear()
-    assert not run_dir.retry.exists()
 
 
 def test_an_input_inside_the_run_directorys_own_files_is_recognised(run_dir: RunDir) -> None:
@@ -268,33 +260,33 @@ def test_sweeping_removes_what_kills_left_and_nothing_else(run_dir: RunDir) -> N
     kept = ["outputs.jsonl", "job.json", "input.spool", ".notes.tmp"]
     for name in (*litter, *kept):
         (run_dir.path / name).write_text("x")
-    for folder in (run_dir.path / ".journal.removed", run_dir.path / ".retry.removed", run_dir.journal):
-        folder.mkdir()
-        (folder / "000001.seg").write_text("x")
+    run_dir.write_manifest(MANIFEST)
+    (run_dir.path / ".journal.removed").mkdir()
+    begun = run_dir.begin(MANIFEST)
+    for name in (".0001-0123abcd.removed", "0002-0123abcd"):
+        (run_dir.journal / name).mkdir()
+        (run_dir.journal / name / "000001.seg").write_text("x")
     run_dir.sweep()
     assert {path.name for path in run_dir.path.iterdir()} == {*kept, "journal"}
-    assert (run_dir.journal / "000001.seg").exists()
+    assert [*run_dir.journal.iterdir()] == [begun.folder]
 
 
-@pytest.mark.parametrize(
-    "name", ["outputs.jsonl", "journal/000001.seg", "journal/2026.md", "progress.json", "retry/notes.txt"]
-)
+@pytest.mark.parametrize("name", ["outputs.jsonl", "journal/000001.seg", "journal/2026.md", "progress.json"])
 def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
     theirs = tmp_path / name
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_text("mine")
-    with pytest.raises(UsageError, match=rf"holds {name.removesuffix('/notes.txt')} but no job\.json"):
+    with pytest.raises(UsageError, match=rf"holds {name} but no job\.json"):
         RunDir(tmp_path).create()
     assert theirs.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["journal", "retry"])
-def test_a_journal_on_another_disk_by_a_link_is_refused_and_named(tmp_path: Path, name: str) -> None:
+def test_a_journal_on_another_disk_by_a_link_is_refused_and_named(tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
-    (run_dir.path / name).symlink_to(tmp_path / "fast")
-    with pytest.raises(UsageError, match=rf"run/{name} is a symbolic link: put the whole run there"):
+    run_dir.journal.symlink_to(tmp_path / "fast")
+    with pytest.raises(UsageError, match=r"run/journal is a symbolic link: put the whole run there"):
         run_dir.create()
 
 
@@ -382,3 +374,49 @@ def test_a_journal_that_is_a_mount_point_is_refused_before_any_work(
     monkeypatch.setattr(Path, "is_mount", lambda self: self == run_dir.journal)
     with pytest.raises(UsageError, match=r"run/journal is a mount point: put the whole run there"):
         run_dir.create()
+
+
+# ---------------------------------------------------------------- jobs and their journals
+
+
+def finished(run_dir: RunDir, begun: Begun, *, keeps_rows: bool = False) -> Manifest:
+    (run_dir.path / "outputs.jsonl").write_text(begun.folder.name)
+    return run_dir.finish(begun, Digests(), keeps_rows=keeps_rows)
+
+
+def test_each_job_has_a_folder_with_its_manifest_and_they_are_in_order(run_dir: RunDir) -> None:
+    jobs = [run_dir.begin(replace(MANIFEST, num_rows=number)) for number in range(12)]
+    assert [begun.folder for begun in run_dir.unfinished()] == [begun.folder for begun in jobs]
+    assert [begun.folder.name[:4] for begun in jobs] == [f"{number:04d}" for number in range(1, 13)]
+    assert run_dir.job().num_rows == 11
+
+
+def test_a_finished_job_takes_all_folders_with_it_and_numbers_go_on_behind_it(run_dir: RunDir) -> None:
+    other, mine = run_dir.begin(MANIFEST), run_dir.begin(MANIFEST)
+    known = finished(run_dir, mine)
+    assert not run_dir.journal.exists()
+    assert run_dir.changed_files(known, Digests()) == []
+    (run_dir.path / "errors.jsonl").write_text("x")
+    assert run_dir.changed_files(known, Digests()) == ["errors.jsonl"]
+    assert run_dir.begin(MANIFEST).folder.name.startswith("0003-")
+    other.folder.mkdir(parents=True)
+    run_dir.write_begun(other)  # as a copy of the folder may bring it back
+    assert [begun.folder.name[:4] for begun in run_dir.unfinished()] == ["0003"]
+    run_dir.sweep()
+    assert [path.name[:4] for path in run_dir.journal.iterdir()] == ["0003"]
+
+
+def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_dir: RunDir) -> None:
+    parquet = replace(MANIFEST, job={**MANIFEST.job, "output": {"format": "parquet", "order": "input"}})
+    first = run_dir.begin(parquet)
+    finished(run_dir, first, keeps_rows=True)
+    run_dir.sweep()
+    kept = run_dir.kept_journal()
+    assert kept is not None and kept.folder == first.folder
+    assert run_dir.unfinished() == []
+    second = run_dir.begin(MANIFEST)
+    run_dir.sweep()
+    assert (run_dir.kept_journal(), [begun.folder for begun in run_dir.unfinished()]) == (kept, [second.folder])
+    finished(run_dir, second)
+    assert run_dir.kept_journal() is None
+    assert not run_dir.journal.exists()

@@ -14,16 +14,17 @@ from records import dead_letter, record
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
-from batchgen.core.shard import Shard
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.output import finalize as finalize_module
 from batchgen.output import segments
-from batchgen.output.finalize import finalize, finalize_retry
+from batchgen.output.finalize import finalize
 from batchgen.output.formats import parquet
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest
-from batchgen.output.rundir import RunDir
+from batchgen.output.rundir import Begun, RunDir
 
 Rows = Sequence[dict[str, Any]]
 
@@ -47,13 +48,20 @@ def spec(output_format: str = "jsonl", order: str = "input", *, chat: bool = Tru
     return JobSpec(ModelSpec("m"), InputSpec(("in",), chat=chat), output)
 
 
+def begun_in(run_dir: RunDir, shard: Shard = WHOLE) -> Begun:
+    return run_dir.begin(Manifest(spec().to_dict(), spec().output_keys(), shard=shard))
+
+
 def written(
     run_dir: RunDir, results: Rows, errors: Rows = (), output_format: str = "jsonl", **options: Any
 ) -> list[dict[str, Any]]:
-    journal = journal_of(run_dir.journal, results, errors)
-    counts = finalize(run_dir, spec(output_format, **options), journal, num_rows=len(results) + len(errors))
-    journal.remove()
-    assert counts == Counts(len(results), len(errors))
+    begun = begun_in(run_dir)
+    journal = journal_of(begun.folder, results, errors)
+    begun = finalize(run_dir, begun, spec(output_format, **options), journal, num_rows=len(results) + len(errors))
+    journal.close()
+    assert begun.manifest.num_rows == len(results) + len(errors)
+    assert journal.counts == Counts(len(results), len(errors))
+    run_dir.finish(begun, Digests(), keeps_rows=False)
     if output_format == "parquet":
         return pq.read_table(run_dir.outputs("parquet")).to_pylist()
     return [json.loads(line) for line in run_dir.outputs(output_format).read_bytes().splitlines()]
@@ -83,6 +91,12 @@ def test_dead_letters_are_in_input_order_and_none_where_no_row_failed(run_dir: R
     assert not run_dir.errors.exists(), "those of an earlier run"
 
 
+def test_outputs_of_another_format_go_once_the_new_ones_are_there(run_dir: RunDir) -> None:
+    for output_format in ("parquet", "jsonl", "parquet"):
+        written(run_dir, [record(0)], output_format=output_format)
+        assert [path.name for path in run_dir.path.glob("outputs.*")] == [run_dir.outputs(output_format).name]
+
+
 def test_dead_letters_of_no_row_are_put_in_place_at_no_moment(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed right after that, a run in which no row failed would be taken for one in which some did."""
     committed: list[str] = []
@@ -101,49 +115,47 @@ def test_a_job_without_rows_makes_an_empty_file(run_dir: RunDir, output_format: 
 
 @pytest.mark.parametrize("done", [[0, 1], [0, 2], [0, 1, 2, 3]])
 def test_a_missing_or_surplus_row_is_never_glossed_over(run_dir: RunDir, done: list[int]) -> None:
-    journal = journal_of(run_dir.journal, [record(index) for index in done])
+    begun = begun_in(run_dir)
+    journal = journal_of(begun.folder, [record(index) for index in done])
     with pytest.raises(BatchgenError, match="the input has 3 rows"):
-        finalize(run_dir, spec(), journal, num_rows=3)
+        finalize(run_dir, begun, spec(), journal, num_rows=3)
     journal.close()
     assert not run_dir.is_complete()
 
 
 def test_a_shard_is_complete_with_its_own_rows(run_dir: RunDir) -> None:
-    journal = Journal.open(run_dir.journal, shard=Shard(2, 3))
+    begun = begun_in(run_dir, Shard(2, 3))
+    journal = Journal.open(begun.folder, shard=Shard(2, 3))
     for index in (1, 4, 7):
         journal.append(JournalEntry(index, Cursor(0, 0, 0, index + 1), "result", encode_json(record(index))))
-    assert finalize(run_dir, spec(), journal, num_rows=9) == Counts(3, 0)
+    assert finalize(run_dir, begun, spec(), journal, num_rows=9).manifest.num_rows == 9
     journal.close()
 
 
-def test_the_number_of_input_rows_goes_into_the_manifest(run_dir: RunDir) -> None:
-    run_dir.write_manifest(Manifest(job={"output": {"format": "jsonl", "order": "input"}}, output_keys={}))
-    written(run_dir, [record(0)])
-    assert run_dir.read_manifest().num_rows == 1
-
-
 def test_a_record_that_rots_while_it_is_read_leaves_no_outputs(run_dir: RunDir) -> None:
-    journal = journal_of(run_dir.journal, [record(index) for index in range(3)])
+    begun = begun_in(run_dir)
+    journal = journal_of(begun.folder, [record(index) for index in range(3)])
     journal.commit()
-    (segment,) = run_dir.journal.glob("*.seg")
+    (segment,) = begun.folder.glob("*.seg")
     content = bytearray(segment.read_bytes())
     content[-50] ^= 1
     segment.write_bytes(content)
     for order in ("input", "completion"):
         with pytest.raises(StorageError):
-            finalize(run_dir, spec(order=order), journal, num_rows=3)
+            finalize(run_dir, begun, spec(order=order), journal, num_rows=3)
     journal.close()
     assert [path.name for path in run_dir.path.iterdir()] == ["journal"]
 
 
 def test_more_segments_than_files_may_be_open(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MAX_OPEN", 2)
+    begun = begun_in(run_dir)
     for index in range(6):
-        journal_of(run_dir.journal, [record(index)]).close()
-    journal = Journal.open(run_dir.journal)
-    finalize(run_dir, spec(), journal, num_rows=6)
+        journal_of(begun.folder, [record(index)]).close()
+    journal = Journal.open(begun.folder)
+    finalize(run_dir, begun, spec(), journal, num_rows=6)
     assert len(journal._reader._open) == 2
-    journal.remove()
+    journal.close()
 
 
 # Parquet
@@ -226,22 +238,6 @@ def test_no_mixture_of_kept_values_stops_a_parquet_file(
     assert [row["index"] for row in rows] == list(range(len(kept)))
 
 
-def test_parquet_rows_are_read_back_with_their_json_columns_decoded(run_dir: RunDir) -> None:
-    kept = [1, "a", {"b": [None]}]
-    written(run_dir, [record(i, kept=value) for i, value in enumerate(kept)], output_format="parquet")
-    rows = list(parquet.ParquetFormat().read(run_dir.outputs("parquet")))
-    assert [index for index, _ in rows] == [0, 1, 2]
-    assert [json.loads(row) for _, row in rows] == [record(i, kept=value) for i, value in enumerate(kept)]
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"nonsense" * 100])
-def test_a_parquet_file_that_is_none_is_one_clear_line(run_dir: RunDir, content: bytes) -> None:
-    path = run_dir.outputs("parquet")
-    path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"outputs\.parquet"):
-        list(parquet.ParquetFormat().read(path))
-
-
 # OpenAI Batch
 
 
@@ -277,42 +273,3 @@ def test_a_failed_openai_row_has_openais_shape_and_what_a_dead_letter_holds(run_
         **answer,
         **{name: dead_letter(0)[name] for name in ("index", "source", "line", "row")},
     }
-
-
-# retry
-
-
-@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
-def test_a_retry_puts_rows_that_now_succeed_where_they_belong(tmp_path: Path, output_format: str) -> None:
-    retried, whole = RunDir(tmp_path / "retried"), RunDir(tmp_path / "whole")
-    for run_dir in (retried, whole):
-        run_dir.create()
-    good = [record(index, kept=index) for index in (0, 2, 4)]
-    late = [record(index, kept=index) for index in (3, 1)]
-    written(retried, good, [dead_letter(index) for index in (1, 3, 5)], output_format=output_format)
-    journal = journal_of(retried.retry, late, [dead_letter(5)])
-    assert finalize_retry(retried, spec(output_format), journal) == Counts(5, 1)
-    journal.remove()
-    written(whole, good + late, [dead_letter(5)], output_format=output_format)
-    assert retried.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()
-    assert retried.errors.read_bytes() == whole.errors.read_bytes()
-
-
-def test_a_retry_in_completion_order_comes_last(run_dir: RunDir) -> None:
-    written(run_dir, [record(0), record(2)], [dead_letter(1)])
-    journal = journal_of(run_dir.retry, [record(1)])
-    finalize_retry(run_dir, spec(order="completion"), journal)
-    journal.remove()
-    lines = run_dir.outputs("jsonl").read_bytes().splitlines()
-    assert [json.loads(line)["index"] for line in lines] == [0, 2, 1]
-    assert not run_dir.errors.exists()
-
-
-def test_edited_outputs_stop_a_retry_with_the_line(run_dir: RunDir) -> None:
-    written(run_dir, [record(0), record(2)], [dead_letter(1)])
-    with run_dir.outputs("jsonl").open("ab") as file:
-        file.write(b"{}\n")
-    journal = journal_of(run_dir.retry, [record(1)])
-    with pytest.raises(StorageError, match=r"outputs\.jsonl, line 3"):
-        finalize_retry(run_dir, spec(), journal)
-    journal.close()

@@ -29,7 +29,22 @@ MAX_TOKENS_COLUMN = {"columns": ["max_tokens"]}
 
 
 def plan_of(job: JobMaker, **sections: Any) -> dict[str, Any]:
-    return make_plan(job.spec(**sections))
+    """The plan of a run that keeps nothing of what is there."""
+    return make_plan(job.spec(**sections), starts_anew=True)
+
+
+def test_a_plan_says_what_an_update_would_keep_and_compute(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    job.run(fails=frozenset({3}))
+    job.write([*rows_of(32), "{"])
+    plan = make_plan(job.spec())
+    assert plan["rows"] == {"total": 33, "good": 3, "bad": 1, "reused": 29}
+    assert "29 kept, 3 to compute" in render_plan(plan)
+    limited = make_plan(job.spec(sampling={"max_tokens": 8}))["rows"]
+    assert limited["reused"] == sum(row["usage"]["completion_tokens"] <= 8 for row in job.outputs()) - sum(
+        row["usage"]["completion_tokens"] == 8 and row["finish_reason"] == "length" for row in job.outputs()
+    )
+    assert make_plan(job.spec(sampling={"stop": ["x"]}))["rows"]["reused"] == 0
 
 
 def plan_of_ids(job: JobMaker, **sections: Any) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from batchgen.run.retry import retry_job
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from report_samples import ABOUT, engine, made, record
@@ -97,10 +95,6 @@ def check_run(job: JobMaker, spec: JobSpec, rows: list[tuple[str, str]]) -> None
     assert (status["tokens_per_s"] > 0) == (report["computed_tokens"] > 0) == bool(report["engine"]["num_steps"])
 
 
-def mended(row: Any) -> Any:
-    return {**row, "sampling": {}} if isinstance(row, dict) else row
-
-
 @settings(deadline=None, max_examples=10, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
 @given(ROWS, st.integers(1, 60), st.integers(1, 4), st.sampled_from(["jsonl", "parquet", "openai-batch"]))
 def test_the_figures_of_a_report_agree_with_each_other_and_with_the_rows(
@@ -116,10 +110,6 @@ def test_the_figures_of_a_report_agree_with_each_other_and_with_the_rows(
         while outcome.exit_code == ExitCode.STOPPED:
             outcome = run_job(spec, quiet())
         check_run(job, spec, rows)
-        errors = [{**line, "row": mended(line["row"])} for line in job.errors()]
-        (job.output / "errors.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors))
-        retry_job(job.output, quiet(), {})
-        check_run(job, spec, [(text, "greedy" if kind == "wrong" else kind) for text, kind in rows])
 
 
 def test_copies_are_counted_apart_and_have_no_latencies() -> None:
