@@ -119,6 +119,8 @@ _OPENAI: dict[str, Any] = {
     "output": 'format = "openai-batch"',
 }
 
+_EARLIER: Any = (((*RUN, "--input", "first/input.jsonl"), {}),)
+
 SCENARIOS = {
     "run": Scenario(RUN),
     "run-parquet": Scenario(RUN, **_PARQUET),
@@ -144,20 +146,25 @@ SCENARIOS = {
     "overwrite-parquet": Scenario(
         (*RUN, "--overwrite"), before=(((*RUN, "--max-tokens", "3", "--output-format", "parquet"), {}),)
     ),
-    "grown": Scenario(RUN, before=(((*RUN, "--input", "first/input.jsonl"), {}),)),
-    "grown-stopped": Scenario(
+    "update": Scenario(RUN, before=_EARLIER),
+    "update-stopped": Scenario(
         RUN,
-        before=(((*RUN, "--input", "first/input.jsonl", "--max-total-tokens", "60"), {}),),
+        before=(*_EARLIER, ((*RUN, "--max-total-tokens", "60"), {})),
         keys='prompt = "{question}"\nkeep_columns = ["answer", "note"]',
     ),
-    "grown-parquet": Scenario(
+    "update-job": Scenario(
+        (*RUN, "--update"),
+        before=(((*RUN, "--max-tokens", "3"), {}), ((*RUN, "--n", "2", "--update", "--max-total-tokens", "40"), {})),
+    ),
+    "update-form": Scenario(
+        (*RUN, "--update"), before=(((*RUN, "--output-format", "parquet", "--token-ids"), {}),), output="token_ids = true"
+    ),
+    "update-parquet": Scenario(
         RUN,
-        before=(((*RUN, "--input", "first/input.jsonl"), {}), ((*RUN, "--max-total-tokens", "30"), {})),
+        before=(*_EARLIER, ((*RUN, "--max-total-tokens", "30"), {})),
         output='format = "parquet"\nexpected = "answer"',
     ),
-    "retry": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5, 9})}),)),
-    "retry-parquet": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5, 9})}),), **_PARQUET),
-    "retry-openai": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5})}),), **_OPENAI),
+    "update-openai": Scenario((*RUN, "--update"), before=((RUN, {"fails": frozenset({0, 5})}),), **_OPENAI),
     "merge": Scenario(("merge", "part1", "part2", "-o", "whole"), before=_SHARDS),
     "merge-parquet": Scenario(("merge", "part2", "part1", "-o", "whole"), before=_SHARDS, **_PARQUET),
 }
@@ -297,16 +304,20 @@ class Stage:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """All files below a folder, by name: what of them must be the same whatever happened on the way."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): _content(path) for path in files}
+    """All files below a folder, by name: what of them must be the same whatever happened on the way.
+
+    The journals of jobs, whose names are drawn, are told by their number.
+    """
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and "journal" not in path.parts)
+    journals = {str(path.relative_to(folder)): len([*path.iterdir()]) for path in folder.rglob("journal")}
+    return {str(path.relative_to(folder)): _content(path) for path in files} | journals
 
 
 def _content(path: Path) -> Any:
     if path.name == "job.json":
         manifest = json.loads(path.read_bytes())  # besides, it says when the files of the run were written
         del manifest["job"]["cluster"]  # where it ran
-        return {key: manifest[key] for key in ("job", "output_keys", "fingerprints", "shard", "num_rows", "num_kept")}
+        return {key: manifest[key] for key in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
         return {key: report[key] for key in ("rows", "errors", "tokens", "finish_reasons")}

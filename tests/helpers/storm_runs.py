@@ -29,7 +29,7 @@ import batchgen.run.job  # noqa: F401 - imported once here instead of in every c
 from batchgen.output.formats.parquet import infer_fields
 
 LOCKED = 5
-_PLAIN = "run", "run-parquet", "run-openai", "run-gz-completion", "run-stdin", "shard", "grown", "retry", "merge"
+_PLAIN = "run", "run-parquet", "run-openai", "run-gz-completion", "run-stdin", "shard", "update", "update-job", "merge"
 STORMS = {name: SCENARIOS[name] for name in _PLAIN} | {
     "run-stop-strings": Scenario(RUN, sampling='stop = ["a", "the"]\nlogprobs = 1'),
     "run-samples": Scenario(RUN, sampling="n = 3\ntemperature = 0.9\nseed = 3", output='order = "completion"'),
@@ -41,7 +41,7 @@ STORMS = {name: SCENARIOS[name] for name in _PLAIN} | {
 REAL = "run", "run-parquet", "run-stop-strings", "run-samples", "run-structured"  # with the sample model's own engine
 
 
-ON_WORKERS = "run", "grown", "run-parquet", "run-openai", "run-gz-completion", "retry", "run-samples"
+ON_WORKERS = "run", "update", "run-parquet", "run-openai", "run-gz-completion", "update-job", "run-samples"
 
 
 class Storm:

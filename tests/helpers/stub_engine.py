@@ -37,8 +37,7 @@ def stub_length(request: Request) -> int:
 
 def draw_of(request: Request) -> int:
     """What the randomness of a request is keyed by."""
-    draw = getattr(request, "draw", None)
-    return request.key if draw is None else int(draw)
+    return request.key if request.draw is None else request.draw
 
 
 def _digest(*parts: object) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 import fault_runs
 import pytest
 import storm_runs
-from fault_injection import KINDS, Fault, Operation, sqlite_calls
+from fault_injection import KINDS, Fault, Operation
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, survived, without_timings
 
 from batchgen.core import storage
@@ -35,7 +35,7 @@ def storm(folder: Path, num_kills: int, num_rows: int, *names: str) -> Counter[s
 
 
 def test_a_few_signals_at_random_moments_change_no_byte(tmp_path: Path) -> None:
-    counts = storm(tmp_path, 4, 40, "run-parquet", "retry", "run-samples")
+    counts = storm(tmp_path, 4, 40, "run-parquet", "update-job", "run-samples")
     assert counts["rounds"] >= 3
 
 
@@ -136,20 +136,9 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_once_there_is_room(fas
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("a small disk needs the right to mount a tmpfs")
     try:
-        assert attack(["run-parquet", "merge"], fast_folder, 1, mount)["full disk"] > 8
+        assert attack(["run-parquet", "update", "merge"], fast_folder, 1, mount)["full disk"] > 8
     finally:
         subprocess.run(["umount", str(mount)], check=True)
-
-
-def test_the_system_calls_of_sqlite_are_among_those_that_fail(fast_folder: Path) -> None:
-    if sqlite_calls() is None:
-        pytest.skip("SQLite is linked into this interpreter, its system calls cannot be replaced")
-    stage = fault_runs.Stage(fault_runs.SCENARIOS["run"], fast_folder)
-    stage.prepare()
-    assert stage.child(fault_runs.RUN)[0] == fault_runs.FAILED_ROWS
-    done = {(operation.name, operation.file) for operation in stage.operations()}
-    calls = {("sqlite create", "ids.sqlite"), ("sqlite write", "ids.sqlite"), ("sqlite write", "ids.sqlite-wal")}
-    assert done >= calls | {("sqlite fsync", "ids.sqlite"), ("sqlite fsync", "ids.sqlite-wal")}
 
 
 def test_the_first_operation_of_a_run_is_the_making_of_its_folder(fast_folder: Path) -> None:
