@@ -37,43 +37,15 @@ from batchgen.output import journal as journal_module
 from batchgen.output.formats.parquet import infer_fields
 
 FORMS = ("jsonl", "parquet", "openai-batch")
-ROWS = [
-    "append",
-    "insert",
-    "remove",
-    "move",
-    "edit",
-    "recolumn",
-    "rename",
-    "duplicate",
-    "break",
-    "mend",
-    "empty",
-    "cut",
-    "add_file",
-    "drop_file",
-    "limit",
-]
-JOB = [
-    "max_tokens",
-    "temperature",
-    "seed",
-    "n",
-    "logprobs",
-    "token_ids",
-    "keep",
-    "format",
-    "ends",
-    "choices",
-    "max_model_len",
-]
+ROWS = "append insert remove move edit recolumn rename duplicate break mend empty cut add_file drop_file limit".split()
+JOB = "max_tokens temperature seed n logprobs token_ids keep format ends choices max_model_len max_tokens".split()
 STARTS = ("run", "update", "stop", *KINDS)
 _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
-    "max_tokens": (8, 4, 16, 32),
+    "max_tokens": (8, 12, 4, 32),
     "temperature": (0.0, 1.0, 0.7),
     "seed": (0, 1),
     "n": (1, 2),
-    "logprobs": (None, 1),
+    "logprobs": (None, 1, 2),
     "token_ids": (False, True),
     "keep": (("*",), ("note",), ()),
     "format": FORMS,
@@ -103,6 +75,7 @@ class History:
     form: str
     has_ids: bool
     num_rows: int
+    job: tuple[tuple[str, int], ...]  # keys that begin with another value than the first of ``_VALUES``
     steps: tuple[Step, ...]
     flags: tuple[str, ...] = ()  # "real": the sample model's own engine; "workers": two of them
 
@@ -112,12 +85,18 @@ class History:
 
 
 def history_of(seed: int, flags: tuple[str, ...] = ()) -> History:
-    """The history of a seed: it begins with a start, and edits and starts come in any order."""
+    """The history of a seed: a job of any kind is started, then edited and started again, several times."""
     rng = random.Random(seed)
-    kinds = [*ROWS * 2, *JOB, *STARTS * 4]
-    steps = [Step(rng.choice(kinds), round(rng.random(), 3), rng.randrange(8)) for _ in range(rng.randint(3, 9))]
-    first = Step(rng.choice(("run", "run", "stop", "kill", "power")), round(rng.random(), 3), 0)
-    return History(rng.choice(FORMS), rng.random() < 0.5, rng.choice((9, 24)), (first, *steps), flags)
+
+    def step(*kinds: str) -> Step:
+        return Step(rng.choice(kinds), round(rng.random(), 3), rng.randrange(8))
+
+    steps = [step("run", "run", "run", "stop", "kill", "power")]
+    for _ in range(rng.randint(3, 6)):
+        steps += [step(*rng.choice((ROWS, JOB))) for _ in range(rng.choice((0, 1, 1, 2)))]
+        steps.append(step(*["update"] * 6, *["run"] * 4, *["stop"] * 2, *KINDS))
+    job = tuple((name, rng.randrange(len(values))) for name, values in _VALUES.items() if rng.random() < 0.4)
+    return History(rng.choice(FORMS), rng.random() < 0.5, rng.choice((9, 24)), job, tuple(steps), flags)
 
 
 @dataclass(frozen=True)
@@ -133,6 +112,12 @@ class State:
 
     def value(self, name: str) -> Any:
         return self.keys[name]
+
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """The keys that the job file has: choices go with none of some."""
+        gone = ("n", "logprobs", "ends") if self.keys["choices"] else ()
+        return {name: value for name, value in self.job if name not in gone}
 
     @property
     def lines(self) -> list[str]:
@@ -228,7 +213,8 @@ class World:
         self.stage = Stage(Scenario(RUN), self.root, self.work)
         rows = [self.row() for _ in range(self.history.num_rows)]
         half = len(rows) // 2
-        keys = {name: values[0] for name, values in _VALUES.items()} | {"format": self.history.form}
+        keys = {name: values[0] for name, values in _VALUES.items()}
+        keys |= {name: _VALUES[name][number] for name, number in self.history.job} | {"format": self.history.form}
         self.write(State(tuple(keys.items()), (("a.jsonl", tuple(rows[:half])), ("b.jsonl", tuple(rows[half:])))))
 
     def row(self, **changes: Any) -> str:
@@ -417,8 +403,8 @@ class World:
     def loses_much(self) -> bool:
         """Whether an update of finished outputs to the state as it is must be asked for."""
         assert self.published is not None
-        was, now = self.published.keys, self.state.keys
-        if any(was[name] != now[name] for name in now if name != "limit"):
+        was, now = self.published.asked, self.state.asked
+        if was.keys() != now.keys() or any(was[name] != now[name] for name in now if name != "limit"):
             return True
         if now["limit"] is not None and (was["limit"] is None or now["limit"] < was["limit"]):
             return True
