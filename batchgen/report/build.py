@@ -44,7 +44,7 @@ KEYS = {
     "sizes": "what the engine worked with, chosen by the user or by auto: max_num_batched_tokens, max_num_seqs, "
     "block_size, num_blocks, kv_bytes, max_model_len, kv_dtype, kernels and its policies, of a GPU max_device_bytes; "
     "null where not known",
-    "rows": "rows done, failed and in all (total); of a finished run whose input grew, those that came last (new)",
+    "rows": "rows done, failed and in all (total)",
     "errors": "failed rows by code",
     "finish_reasons": "samples of done rows by finish_reason; a row has n of them",
     "tokens": "of done rows: prompt, of them cached (found in the prefix cache, copies apart), completion (generated "

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from batchgen.core.identity import fingerprint, may_go_on, still_holds
 from row_kinds import KINDS, engine_of, run
 
+from batchgen.config.identity import fingerprint, may_go_on, still_holds
 from batchgen.core.records import FinishReason, Request, Result
 
 _LARGER = 10_000  # keys of the same rows with twice the limit
