@@ -66,7 +66,7 @@ def test_the_help_of_run_shows_what_people_need_and_help_all_the_rest(capsys: py
     assert code == 0
     assert all({*names.split()} <= KEYS[section].keys() for section, names in options._EXPERT_KEYS.items())
     hidden = {*shown_options(whole)} - {*shown_options(brief)}
-    assert len(shown_options(brief)) <= 52
+    assert len(shown_options(brief)) <= 53
     assert len(brief.splitlines()) <= 110
     assert f"{len(hidden)} more options, for experts: batchgen run --help-all" in brief
     assert "for experts" not in whole
@@ -237,7 +237,6 @@ def test_heartbeat_lines_come_by_time_when_not_on_a_terminal(job: JobMaker, caps
         (["run", "{job}", "--prompt", "{unclosed"], "prompt"),
         (["status", "nowhere"], "nowhere is not a run directory"),
         (["report", "nowhere"], "no report.json in nowhere"),
-        (["retry", "nowhere"], "nowhere is not a run directory"),
         (["merge", "nowhere", "-o", "x"], "nowhere is not a run directory"),
         (["frobnicate"], "No such command 'frobnicate'"),
     ],
@@ -258,7 +257,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *("status {}", "report {}", "retry {}", "merge {} -o x", "merge x -o {}", "run {}", "plan {}"),
+        *("status {}", "report {}", "merge {} -o x", "merge x -o {}", "run {}", "plan {}"),
         *("report x --html {}", "report x --compare {}", "run {job} --metrics-file {}"),
         *("bench --model m --workload {}", "check --model {}"),
     ],
@@ -341,11 +340,11 @@ def test_a_report_is_text_or_json(job: JobMaker, capsys: pytest.CaptureFixture[s
     assert json.loads(out) == json.loads((job.output / "report.json").read_bytes())
 
 
-def test_a_report_says_that_rows_behind_are_not_in_it(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_says_that_a_job_under_way_is_not_in_it(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(3))
     job.run()
     job.write(rows_of(30))
     assert job.run(options=quiet(max_total_tokens=50)).exit_code == 75
     code, out, err = said(capsys, "report", job.output)
     assert (code, "3 done, 0 failed" in out) == (0, True)
-    assert err.startswith(f"batchgen: the input of {job.output} has grown") and err.count("\n") == 1
+    assert err.startswith(f"batchgen: another job was begun in {job.output} and is not finished") and err.count("\n") == 1

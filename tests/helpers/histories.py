@@ -93,9 +93,10 @@ def history_of(seed: int, flags: tuple[str, ...] = ()) -> History:
 
     steps = [step("run", "run", "run", "stop", "kill", "power")]
     for _ in range(rng.randint(3, 6)):
-        steps += [step(*rng.choice((ROWS, JOB))) for _ in range(rng.choice((0, 1, 1, 2)))]
+        steps += [step(*rng.choice((ROWS, JOB, JOB))) for _ in range(rng.choice((0, 1, 1, 2)))]
         steps.append(step(*["update"] * 6, *["run"] * 4, *["stop"] * 2, *KINDS))
-    job = tuple((name, rng.randrange(len(values))) for name, values in _VALUES.items() if rng.random() < 0.4)
+    often = {name: 0.1 if name in ("choices", "limit", "max_model_len") else 0.6 for name in _VALUES}
+    job = tuple((name, rng.randrange(len(values))) for name, values in _VALUES.items() if rng.random() < often[name])
     return History(rng.choice(FORMS), rng.random() < 0.5, rng.choice((9, 24)), job, tuple(steps), flags)
 
 
