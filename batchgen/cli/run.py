@@ -56,17 +56,16 @@ _MIXED_HELP = "Go on with a run begun on another kind of processor."
 def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
     """Run a job; run it again to resume, or to take up a changed input.
 
-    A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Where rows of the input have
-    changed, only these are computed. A changed job needs --update: rows that cannot differ are kept. Every key of the
-    job file has a flag, and flags win; a run directory stands for its own job, and without either --model, --input and
-    --output are needed. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
+    A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Of a changed input only what is
+    new is computed. A changed job needs --update: rows that cannot differ are kept. Every key of the job file has a
+    flag, and flags win; a run directory stands for its own job; without either --model, --input and --output are
+    needed. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
 
     \b
     Examples:
       batchgen run jobs/quickstart.toml
       batchgen run jobs/nightly.toml --deadline 05:55
       batchgen run job.toml --max-tokens 1024 --update
-      batchgen run runs/questions --kv-memory 8GiB --update
       batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
           --prompt '{question}' --max-tokens 64 --output runs/questions
       batchgen run job.toml --structured-outputs schema.json

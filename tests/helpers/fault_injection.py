@@ -16,6 +16,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -39,25 +40,34 @@ class Operation:
     name: str
     file: str
 
+    @property
+    def changes(self) -> bool:
+        """Whether it does more than read."""
+        return self.name not in _ONLY_READS
+
     def takes(self, kind: Kind) -> bool:
         """Whether a fault of this kind can happen here, and makes a difference."""
         if kind == "torn":
             return self.name == "write"
         if kind == "ENOSPC":
             return self.name in _NEEDS_SPACE
-        return kind == "EIO" or self.name not in _ONLY_READS  # killed before a read is killed after what was before it
+        return kind == "EIO" or self.changes  # killed before a read is killed after what was before it
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault of ``kind`` at operation number ``at``; a lasting one goes on failing in all that comes after.
 
-    With "power" nothing survives that was not synced, with "some power" a part of it, drawn by ``at``.
+    With "power" nothing survives that was not synced, with "some power" a part of it, drawn by ``at``. Operations that
+    only read are counted if ``counts_reads``: how many there are depends on how new the files are. With ``after``, the
+    name of an operation and a pattern of files, it comes behind the ``at``-th of these.
     """
 
     kind: Kind
     at: int
     lasts: bool = True
+    counts_reads: bool = True
+    after: tuple[str, str] | None = None
 
 
 class Injector:
@@ -93,6 +103,17 @@ class Injector:
         fault, number = self._fault, len(self.operations)
         operation = Operation(name, Path(file).name)
         self.operations.append(operation)
+        if fault is not None and fault.after is not None:
+            seen = [
+                made
+                for made in self.operations[:-1]
+                if made.name == fault.after[0] and fnmatch(made.file, fault.after[1])
+            ]
+            number = fault.at if len(seen) == fault.at and seen[-1] is self.operations[-2] else -1
+        elif fault is not None and not fault.counts_reads:
+            if not operation.changes:
+                return
+            number = sum(operation.changes for operation in self.operations) - 1
         if fault is None or number < fault.at:
             return
         if number == fault.at:

@@ -157,7 +157,9 @@ SCENARIOS = {
         before=(((*RUN, "--max-tokens", "3"), {}), ((*RUN, "--n", "2", "--update", "--max-total-tokens", "40"), {})),
     ),
     "update-form": Scenario(
-        (*RUN, "--update"), before=(((*RUN, "--output-format", "parquet", "--token-ids"), {}),), output="token_ids = true"
+        (*RUN, "--update"),
+        before=(((*RUN, "--output-format", "parquet", "--token-ids"), {}),),
+        output="token_ids = true",
     ),
     "update-parquet": Scenario(
         RUN,
