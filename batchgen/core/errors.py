@@ -137,7 +137,11 @@ class RowErrorCode(StrEnum):
         "The template fails on this row, or would not show all of it.",
         "Change what the message names in `row`.",
     )
-    INTERNAL = "internal", "batchgen or the machine failed at the row.", "Run with `--update`; if it fails again, report a bug."
+    INTERNAL = (
+        "internal",
+        "batchgen or the machine failed at the row.",
+        "Run the job with `--update`; if it fails again, report a bug.",
+    )
 
     def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Self:
         member = str.__new__(cls, value)

@@ -23,7 +23,17 @@ import pytest
 from chat_templates import THINKING
 from object_store import ObjectStore, bucket_of, object_store
 from repeats import slow
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, read_lines, rows_of, smollm2, timeless, without_timings
+from run_helpers import (
+    ENVIRONMENT,
+    MODEL,
+    REPOSITORY,
+    JobMaker,
+    read_lines,
+    rows_of,
+    smollm2,
+    timeless,
+    without_timings,
+)
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call

@@ -1,9 +1,9 @@
 """Histories of one folder: edits of rows, files and job between starts, of which some are stopped, killed or fail.
 
 ``python histories.py FIRST COUNT [workers] [real]`` does the histories of the seeds from ``FIRST`` on and prints the
-counts as JSON, with each history that failed, shortened to the steps that it takes. After any start a reader finds whole
-outputs, of before or of now; a start that ends well leaves what a fresh run elsewhere leaves, and has computed exactly
-the rows whose results were not there, by a model that knows nothing of fingerprints (``Answers``).
+counts as JSON, with each history that failed, shortened to the steps that it takes. After any start a reader finds
+whole outputs, of before or of now; a start that ends well leaves what a fresh run elsewhere leaves, and has computed
+exactly the rows whose results were not there, by a model that knows nothing of fingerprints (``Answers``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ from batchgen.output import journal as journal_module
 from batchgen.output.formats.parquet import infer_fields
 
 FORMS = ("jsonl", "parquet", "openai-batch")
-ROWS = "append insert remove move edit recolumn rename duplicate break mend empty cut add_file drop_file back limit".split()
-JOB = "max_tokens temperature seed n logprobs token_ids keep format ends choices max_model_len max_tokens".split()
+ROWS = (
+    *("append", "insert", "remove", "move", "edit", "recolumn", "rename", "duplicate", "break", "mend"),
+    *("empty", "cut", "add_file", "drop_file", "back", "limit"),
+)
+JOB = (
+    *("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "keep", "format", "ends", "choices"),
+    *("max_model_len", "max_tokens"),
+)
 STARTS = ("run", "update", "stop", *KINDS)
 _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
     "max_tokens": (8, 12, 4, 32),
@@ -292,42 +298,54 @@ class World:
         name = sorted(files)[step.n % len(files)]
         lines = files[name]
         at = int(step.at * len(lines))
-        row = json.loads(lines[at]) if at < len(lines) and lines[at].startswith("{") and _is_whole(lines[at]) else None
+        if step.kind == "add_file":
+            files[f"{'0c'[step.n % 2]}{len(files)}.jsonl"] = [self.row() for _ in range(step.n + 1)]
+        elif step.kind == "drop_file":
+            if len(files) > 1:
+                del files[name]
+        elif step.kind in ("edit", "recolumn", "rename", "duplicate"):
+            if at < len(lines) and _is_whole(lines[at]):
+                self.change_row(step, lines, at)
+        else:
+            self.change_lines(step, lines, at)
+        return State(self.state.job, tuple((name, tuple(files[name])) for name in sorted(files)))
+
+    def change_row(self, step: Step, lines: list[str], at: int) -> None:
+        """Change one row of a file."""
+        row, new = json.loads(lines[at]), json.loads(self.row())
+        match step.kind:
+            case "edit":
+                row |= {name: new[name] for name in ("question", "body") if name in row}
+            case "recolumn":
+                row["note"] = f"edited {step.n}"
+            case "rename":
+                row |= {name: new[name] for name in ("id", "custom_id") if name in row}
+        if step.kind == "duplicate":
+            lines.insert(step.n % (at + 1), json.dumps(row) + "\n")
+        else:
+            lines[at] = json.dumps(row) + "\n"
+
+    def change_lines(self, step: Step, lines: list[str], at: int) -> None:
+        """Change which lines a file has."""
         match step.kind:
             case "append":
-                if lines and not lines[-1].endswith("\n"):
-                    lines[-1] += "\n"
+                lines[-1:] = [line.rstrip("\n") + "\n" for line in lines[-1:]]
                 lines += [self.row() for _ in range(step.n + 1)]
             case "insert":
                 lines.insert(at, self.row())
             case "remove":
                 del lines[at : at + 1]
             case "move" if lines:
+                lines[:] = [line.rstrip("\n") + "\n" for line in lines]
                 lines.insert(step.n % len(lines), lines.pop(at))
-                lines[:] = [line if line.endswith("\n") else line + "\n" for line in lines]
-            case "edit" if row is not None:
-                new = json.loads(self.row())
-                lines[at] = json.dumps(row | {name: new[name] for name in ("question", "body") if name in row}) + "\n"
-            case "recolumn" if row is not None:
-                lines[at] = json.dumps(row | {"note": f"edited {step.n}"}) + "\n"
-            case "rename" if row is not None:
-                new = json.loads(self.row())
-                lines[at] = json.dumps(row | {name: new[name] for name in ("id", "custom_id") if name in row}) + "\n"
-            case "duplicate" if row is not None:
-                lines.insert(step.n % (len(lines) + 1), lines[at].rstrip("\n") + "\n")
-            case "break" if at < len(lines):
+            case "break" if lines:
                 lines[at] = "{ no row\n"
             case "mend":
                 lines[:] = [line if _is_whole(line) else self.row() for line in lines]
             case "empty":
                 lines.clear()
-            case "cut" if at < len(lines):
+            case "cut" if lines:
                 lines[at:] = [lines[at][: len(lines[at]) // 2]]
-            case "add_file":
-                files[f"{'0c'[step.n % 2]}{len(files)}.jsonl"] = [self.row() for _ in range(step.n + 1)]
-            case "drop_file" if len(files) > 1:
-                del files[name]
-        return State(self.state.job, tuple((name, tuple(files[name])) for name in sorted(files)))
 
     def start(self, step: Step) -> int:
         """A start of the command, disturbed or not. Raises AssertionError where something does not hold."""

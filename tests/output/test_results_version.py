@@ -1,4 +1,4 @@
-"""Digests of whole records: a change of any byte of one needs another ``RESULTS``, or rows of both would stand together.
+"""Digests of whole records: with a change of any byte of one ``RESULTS`` goes up, or rows of both would be mixed.
 
 Tokens are those of the sample model in float32, which are the same on every set of kernels; numbers that differ in
 their last bits between them are given here. Not held: what other packages make of ids and grammars.
