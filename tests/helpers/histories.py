@@ -438,7 +438,7 @@ class World:
         """Whether an update of finished outputs to the state as it is must be asked for."""
         assert self.published is not None
         was, now = self.published.asked, self.state.asked
-        if was.keys() != now.keys() or any(was[name] != now[name] for name in now if name != "limit"):
+        if was.keys() != now.keys() or any(was[name] != now[name] for name in now if name not in ("limit", "format")):
             return True
         if now["limit"] is not None and (was["limit"] is None or now["limit"] < was["limit"]):
             return True
