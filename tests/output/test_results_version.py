@@ -35,6 +35,11 @@ from batchgen.run.loader import read_model
 # Of RESULTS and of the records of each kind. Where one differs and that is meant, raise RESULTS and write both anew.
 GOLDEN = {
     "RESULTS": 1,
+    "tokens": "a3c4fbdc6100cd65",
+    "texts": "6c91d4daa98c4e0b",
+    "reasoning": "185eaae223a160f6",
+    "tools": "474190e0726458e7",
+    "vectors": "2a3482cab9915086",
 }
 QUESTIONS = MODEL.parent / "questions.jsonl"
 SAMPLINGS: tuple[dict[str, Any], ...] = (
