@@ -82,6 +82,8 @@ class _Job(Invocation):
                 mine = self.jobs.find_kept(self.manifest, self.spec)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
+            if mine is None and not self.options.update:
+                self.jobs.refuse_unasked(self.manifest, self.spec, self.digests)
             self.claim()
             self.builder = self.model.builder(self.spec)
             self.begun = self._begin(source) if mine is None else self._go_on(mine)
@@ -177,13 +179,11 @@ class _Job(Invocation):
         return self.published(Outcome(ExitCode.ROWS_FAILED, (line, f"{failed}, or {more}")))
 
     def _begin(self, source: Source) -> Begun:
-        """Begin the job: refuse what may not be, and make its journal.
+        """Begin the job: see that it can run, and make its journal.
 
         In a new folder the weights are loaded before anything is written: unusable ones cost no earlier run. In another
         one the job computes as the one before, which is looked at once a row needs the weights.
         """
-        if not self.options.update:
-            self.jobs.refuse_unasked(self.manifest, self.spec, self.digests)
         for line in check_columns(source.read(), self.spec, self.builder.finder):
             self.progress.display.note(line)
         self.model.refuse_as_target(self.run_dir)

@@ -33,6 +33,7 @@ from batchgen.text.grammar_source import library
 FEW_ROWS = 20  # so many results are edited by hand, and no share of them says much
 LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
 _CHUNK_ROWS = 4096
+_MOST_BEGUN = 1 << 21  # tokens of answers that are gone on with, all of which are in memory
 _SLOW_CHUNK_S = 1.0  # a stop waits for the chunk under way
 
 
@@ -189,7 +190,7 @@ def take_over(
 
     What was recorded by a pass that was killed counts as kept now. A stop ends it early. Raises StorageError.
     """
-    progress.sink, journal = sink, sink.journal
+    progress.sink, journal, num_begun = sink, sink.journal, 0
     num_good = num_before = journal.counts.results
     with progress.phase("keeping results that are there", "read"), progress.stopper.drain_with(lambda: None):
         for chunk in _requested(rows.read(), validator):
@@ -198,8 +199,8 @@ def take_over(
                 record, tokens = sources.find(row)
                 if record is not None:
                     sink.finish(row, JournalEntry(row.index, row.record.after, "result", encode_json(record)))
-                elif tokens:
-                    begun[row.index] = tokens
+                elif tokens and num_begun < _MOST_BEGUN:
+                    begun[row.index], num_begun = tokens, num_begun + len(tokens)
             num_good += len(chunk)
             if begun:
                 journal.save_partials(begun)
