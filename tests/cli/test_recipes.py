@@ -269,15 +269,24 @@ def test_the_steps_of_the_gate_pass_and_refuse_worse_answers(here: Path) -> None
 # ---------------------------------------------------------------- machines that are taken away
 
 
+SPOT = "spot"  # a bucket, in which a folder is a test's
+
+
 def machine(job: JobMaker, environment: dict[str, str], name: str, *flags: str) -> subprocess.Popen[bytes]:
     """The script with a run directory of this machine alone, in a session of its own."""
-    command = [str(RECIPES / "sync_to_s3.sh"), "s3://spot/run", str(job.folder / name), str(job.toml()), *flags]
+    command = [
+        str(RECIPES / "sync_to_s3.sh"),
+        f"s3://{SPOT}/{job.folder.name}",
+        str(job.folder / name),
+        str(job.toml()),
+        *flags,
+    ]
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def rows_in(store: ObjectStore) -> int:
     """How many lines the journals in the bucket hold."""
-    return sum(text.count(b"\n") for name, text in store.content("spot").items() if name.endswith(".seg"))
+    return sum(text.count(b"\n") for name, text in store.content(SPOT).items() if name.endswith(".seg"))
 
 
 @pytest.mark.slow
@@ -285,7 +294,7 @@ def rows_in(store: ObjectStore) -> int:
 def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(job: JobMaker, commands: dict[str, str]) -> None:
     job.write(rows_of(60))
     assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
-    with object_store() as store, bucket_of(store, "spot"):
+    with object_store() as store, bucket_of(store, SPOT):
         environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.2"}
         for number, cut in enumerate((12, 30)):
             lost = machine(job, environment, f"machine{number}")
@@ -300,10 +309,10 @@ def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(job: JobMaker
         kept = rows_in(store)
         last = machine(job, environment | {"STEP_S": "0"}, "last")
         assert last.wait(120) == 0
-        content = store.content("spot")
+        content = store.content(SPOT)
     again = without_timings(job.folder / "last" / "outputs.jsonl")
     assert again == without_timings(job.folder / "undisturbed" / "outputs.jsonl") and kept >= 30
-    assert content["run/outputs.jsonl"] == (job.folder / "last" / "outputs.jsonl").read_bytes()
+    assert content[f"{job.folder.name}/outputs.jsonl"] == (job.folder / "last" / "outputs.jsonl").read_bytes()
 
 
 @pytest.mark.slow
@@ -311,14 +320,14 @@ def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(job: JobMaker
 def test_an_old_copy_of_another_job_does_no_harm(job: JobMaker, commands: dict[str, str]) -> None:
     """Of the bucket's files some are of before: journals that are finished, outputs without their ``job.json``."""
     job.write(rows_of(20))
-    with object_store() as store, bucket_of(store, "spot"):
+    with object_store() as store, bucket_of(store, SPOT):
         environment = {**commands, **store.environment}
         stopped = machine(job, environment, "first", "--max-total-tokens", "200")
         assert stopped.wait(60) == 75
         job.write([*rows_of(25)[2:], {"id": "new", "question": "Why?"}])
         assert machine(job, environment, "second", "--update").wait(60) == 0
-        for name in ("run/job.json", "run/report.json"):
-            store.remove("spot", name)
+        for name in ("job.json", "report.json"):
+            store.remove(SPOT, f"{job.folder.name}/{name}")
         assert machine(job, environment, "third", "--update").wait(60) == 0
     assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
     again = without_timings(job.folder / "third" / "outputs.jsonl")

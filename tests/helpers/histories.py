@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -144,13 +144,13 @@ class Answers:
         row, job = json.loads(self.state.lines[index]), self.state.keys
         body = row.get("body", row)
         own = body.get("sampling", {name: body[name] for name in ("temperature", "seed") if name in body})
-        names = ("temperature", "seed", "n", "logprobs", "ends", "choices", "max_tokens", "max_model_len")
+        names = ("temperature", "seed", "n", "logprobs", "ends", "choices")
         values = {name: job[name] for name in names} | own
         if values["choices"]:
             return body.get("prompt", body.get("question")), values["choices"], values["temperature"]
         drawn = row.get("custom_id", row.get("id", index)) if values["temperature"] else None
         seed = values["seed"] if values["temperature"] else None
-        limits = (values["max_tokens"], values["max_model_len"]) if values["n"] > 1 else None
+        limits = self.limit(index) if values["n"] > 1 else None
         asked = values["n"], values["logprobs"], values["ends"]
         return body.get("prompt", body.get("question")), values["temperature"], drawn, seed, *asked, limits
 
@@ -167,16 +167,19 @@ class Answers:
             return False
         if values["choices"]:
             return not values["token_ids"] or has_token_ids
-        limit = values["max_tokens"]
-        if values["max_model_len"] is not None:
-            limit = min(limit, values["max_model_len"] - self.results[index].num_prompt_tokens)
-        return values["n"] > 1 or (length == limit if reason == "length" else length <= limit)
+        limit = self.limit(index)
+        return bool(values["n"] > 1 or (length == limit if reason == "length" else length <= limit))
+
+    def limit(self, index: int) -> int:
+        """The most tokens that a sample of a row may have."""
+        most, context = self.state.keys["max_tokens"], self.state.keys["max_model_len"]
+        return int(most if context is None else min(most, context - self.results[index].num_prompt_tokens))
 
 
 Sources = dict[Key, set[tuple[str, int, bool]]]
 
 
-def sources_of(answers: Answers, indexes: Iterator[int] | list[int] | None = None) -> Sources:
+def sources_of(answers: Answers, indexes: Iterable[int] | None = None) -> Sources:
     """The results of rows, by what decides them."""
     found: Sources = {}
     for index in answers.results if indexes is None else indexes:
@@ -356,7 +359,7 @@ class World:
         made: list[StubEngine] | None = None
         if step.kind in KINDS or self.history.flags:
             fault = self.fault(step) if step.kind in KINDS else None
-            code, has_happened = self.stage.child(tuple(command), fault, None if "real" in self.history.flags else {})  # type: ignore[arg-type]
+            code, has_happened = self.stage.child(tuple(command), fault, None if "real" in self.history.flags else {})
             said = self.stage.said
             assert code in (DONE, 1, MISMATCH, FAILED_ROWS, STOPPED, KILLED), f"exit code {code}: {said}"
             is_disturbed = has_happened
@@ -376,7 +379,7 @@ class World:
         else:
             assert is_disturbed or (code == STOPPED and step.kind == "stop"), f"exit code {code}: {said}"
             self.is_exact = self.is_exact and bool(made) and not is_disturbed
-            if self.is_exact:
+            if made and self.is_exact:
                 self.sources = joined(self.sources, sources_of(self.fresh(), made[0].finished))
             self.disturbed = self.state
         return code

@@ -17,7 +17,7 @@ from typing import Any
 
 from fault_injection import KILLED, Fault
 from fault_runs import DONE, FAILED_ROWS
-from histories import RUN, History, State, Step, World, content_of, in_process, prepare
+from histories import History, State, Step, World, content_of, in_process, prepare
 from stub_engine import StubEngine
 
 COMMANDS = ("status", "report", "plan")
@@ -62,7 +62,7 @@ class Points:
 
     def points(self) -> dict[str, dict[str, Any]]:
         """What was found at each point."""
-        command = (*RUN[:1], str(self.world.work / "job.toml"))
+        command = ("run", str(self.world.work / "job.toml"))
         found = {}
         killed = self.world.root / "killed"
         for name, (operation, files, number) in POINTS.items():
