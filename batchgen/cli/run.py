@@ -57,9 +57,9 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     """Run a job; run it again to resume, or to take up a changed input.
 
     A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Of a changed input only what is
-    new is computed. A changed job needs --update: rows that cannot differ are kept. Every key of the job file has a
-    flag, and flags win; a run directory stands for its own job; without either --model, --input and --output are
-    needed. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
+    new is computed; a changed job is taken up with --update, which keeps rows that cannot differ. Every key of the job
+    file has a flag, and flags win; a run directory stands for its own job. Without either give --model, --input and
+    --output. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
 
     \b
     Examples:
@@ -68,7 +68,6 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
       batchgen run job.toml --max-tokens 1024 --update
       batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
           --prompt '{question}' --max-tokens 64 --output runs/questions
-      batchgen run job.toml --structured-outputs schema.json
       batchgen run job.toml --structured-outputs '{"choice": ["yes", "no"]}'
       batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text

@@ -222,8 +222,8 @@ class StubFactory:
         time.sleep(self.load_s)
         while self.load_until is not None and not Path(self.load_until).exists():
             time.sleep(0.05)
-        sizes = {"vocab_size": model.config.vocab_size, "max_model_len": spec.engine.max_model_len}
-        engine = StubEngine(**sizes, **self.options)
+        longest = spec.engine.max_model_len
+        engine = StubEngine(vocab_size=model.config.vocab_size, max_model_len=longest, **self.options)
         if self.made is not None:
             self.made.append(engine)
         return Backend(engine, {"dtype": "float32", "device": "stub"}, 1)
