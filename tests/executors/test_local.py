@@ -151,7 +151,7 @@ def test_workers_end_with_a_driver_that_is_killed_while_they_load(jobs: JobMaker
 
 def test_sigterm_saves_the_tokens_of_all_workers(jobs: JobMaker) -> None:
     jobs.write(rows_of(40))
-    toml = jobs.toml(sampling={"max_tokens": 200})
+    toml = jobs.toml(sampling={"max_tokens": 200, "min_tokens": 100})
     process = start(["run", toml, "--workers", "2"], step_s=0.02)
     until_rows_are_done(process, jobs.output, 4)
     pids = workers_of(process.pid)
@@ -164,7 +164,7 @@ def test_sigterm_saves_the_tokens_of_all_workers(jobs: JobMaker) -> None:
     assert saved and int(saved[1]) > 8, "more than one worker can have"
     assert not still_there(pids)
     assert finish(start(["run", toml]))[0] == ExitCode.OK, "one process finishes it"
-    assert jobs.outputs() == alone(jobs, sampling={"max_tokens": 200})
+    assert jobs.outputs() == alone(jobs, sampling={"max_tokens": 200, "min_tokens": 100})
 
 
 def test_a_second_sigint_ends_all_at_once(jobs: JobMaker) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
+from run_helpers import JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
 from thread_workers import ThreadLauncher
 
@@ -151,7 +151,7 @@ def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
 ) -> None:
     monkeypatch.setattr("batchgen.executors.loop.PARTIALS_S", 0.0)
     jobs.write(rows_of(40))
-    sections = {"sampling": {"max_tokens": 200}}
+    sections = {"sampling": {"max_tokens": 200, "min_tokens": 100}}
     alone = outputs(jobs, "alone", stub_factory(), **sections)
     jobs.output = jobs.folder / "dispatcher"
     factory = workers(2, engine=hanging(math.inf), patience_s=0.3)
@@ -159,7 +159,7 @@ def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
     with pytest.raises(NoWorkers, match=said):
         run_job(jobs.spec(**sections), quiet(), engine_factory=factory)
     assert not jobs.errors()
-    journal = Journal.open(jobs.output / "journal")
+    journal = Journal.read(journal_of(jobs.output))
     journal.close()
     assert not journal.counts.errors, "rows are innocent of it"
     assert len(journal.partials) >= 4
@@ -213,7 +213,7 @@ def test_the_report_tells_of_each_worker_and_adds_up_what_a_resumed_run_did(jobs
 
 
 def test_machines_that_no_row_is_left_for_are_given_back(jobs: JobMaker) -> None:
-    long = {"id": "long", "question": "Where?", "sampling": {"max_tokens": 3000}}
+    long = {"id": "long", "question": "Where?", "sampling": {"max_tokens": 3000, "min_tokens": 400}}
     jobs.write([long, *rows_of(30)])
     alone = outputs(jobs, "alone", stub_factory())
     assert max(row["usage"]["completion_tokens"] for row in alone) > 300, "otherwise it is not long"

@@ -111,7 +111,7 @@ class JobMaker:
                 "chat": spec.input.chat,
             },
             "output": {"path": spec.output.path, "format": spec.output.format},
-            "sampling": {"max_tokens": spec.sampling.max_tokens, "temperature": spec.sampling.temperature},
+            "sampling": {name: getattr(spec.sampling, name) for name in ("max_tokens", "min_tokens", "temperature")},
         }
         lines = []
         for name, values in parts.items():

@@ -32,7 +32,7 @@ def stub_token(request: Request, position: int, vocab_size: int) -> int:
 
 def stub_length(request: Request) -> int:
     """How many tokens a request gets where no limit cuts it, by its prompt: more of them begin with what fewer are."""
-    return 1 + _digest(request.prompt_token_ids) % 24
+    return max(1 + _digest(request.prompt_token_ids) % 24, request.params.min_tokens)
 
 
 def draw_of(request: Request) -> int:
