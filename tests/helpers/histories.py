@@ -43,7 +43,7 @@ ROWS = (
 )
 JOB = (
     *("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "keep", "format", "ends", "choices"),
-    *("max_model_len", "max_tokens"),
+    *("max_model_len", "max_tokens", "seed"),
 )
 STARTS = ("run", "update", "stop", *KINDS)
 _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
@@ -101,7 +101,7 @@ def history_of(seed: int, flags: tuple[str, ...] = ()) -> History:
     for _ in range(rng.randint(3, 6)):
         steps += [step(*rng.choice((ROWS, JOB, JOB))) for _ in range(rng.choice((0, 1, 1, 2)))]
         steps.append(step(*["update"] * 6, *["run"] * 4, *["stop"] * 2, *KINDS))
-    often = {name: 0.1 if name in ("choices", "limit", "max_model_len") else 0.6 for name in _VALUES}
+    often = dict.fromkeys(_VALUES, 0.6) | {"temperature": 0.9, "choices": 0.1, "limit": 0.1, "max_model_len": 0.1}
     job = tuple((name, rng.randrange(len(values))) for name, values in _VALUES.items() if rng.random() < often[name])
     return History(rng.choice(FORMS), rng.random() < 0.5, rng.choice((9, 24)), job, tuple(steps), flags)
 
