@@ -471,7 +471,7 @@ def in_process(command: list[str], made: list[StubEngine], *, is_real: bool = Fa
     """Exit code of a command, and what it said; its engines are added to ``made``."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = call(command, engine_factory=None if is_real else stub_factory(made))
+        code = call(command, engine_factory=None if is_real else stub_factory(made, keeps_results=True))
     return code, said.getvalue()
 
 

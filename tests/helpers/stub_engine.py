@@ -117,7 +117,8 @@ class StubEngine:
     """``fails`` names keys that end in an ``internal`` error; ``step_s`` is how long a step takes.
 
     After ``stop`` the step under way lasts ``stops_after_s`` more; step ``crashes_at`` raises; step ``stops_at`` sends
-    SIGTERM to its own process. ``before_step`` is called with the number of each step.
+    SIGTERM to its own process. ``before_step`` is called with the number of each step. ``finished`` holds all results
+    if it ``keeps_results``.
     """
 
     vocab_size: int = 640
@@ -129,6 +130,7 @@ class StubEngine:
     crashes_at: int | None = None
     stops_at: int | None = None
     fails: frozenset[int] = frozenset()
+    keeps_results: bool = False
     before_step: Callable[[int], object] | None = None
     stats: StubStats = field(default_factory=StubStats)
     running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
@@ -198,7 +200,8 @@ class StubEngine:
                 continue
             else:
                 results.append(stub_result(request, tokens, timings, self.vocab_size))
-            self.finished[key] = results[-1]
+            if self.keeps_results:
+                self.finished[key] = results[-1]
             del self.running[key]
         return results
 
