@@ -5,12 +5,12 @@ Flags of job keys become the raw values that a job file would hold; ``config.loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import copy
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -18,13 +18,10 @@ from batchgen.config import cluster
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.remote import redacted
-from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.storage import absolute, check_path
+from batchgen.core.shard import Shard
+from batchgen.core.storage import check_path
 from batchgen.core.synonyms import synonym_of
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
-
-if TYPE_CHECKING:
-    from batchgen.config.job import JobSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,6 +88,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "output": "order token_ids parse_tools",
     "cluster": "worker_cpus worker_gpus resources patience load_patience",
 }
+_SHORT = {"model.path": "-m", "input.path": "-i", "input.prompt": "-p", "output.path": "-o"}
 _ALL = "batchgen.all"  # in a context: whether help shows options for experts
 
 
@@ -193,7 +191,9 @@ def job_options(*sections: str, without: tuple[str, ...] = (), of_job: bool = Fa
 def _job_option(section: str, item: Key, of_job: bool) -> Callable[[F], F]:
     default = None if of_job else item.written(item.default)
     shown = f"{default:g}" if isinstance(default, float) else "" if item.kind is BOOL else default
+    short = _SHORT.get(f"{section}.{item.name}")
     return click.option(
+        *([short] if short else []),
         f"--{item.flag}/--no-{item.flag}" if item.kind is BOOL else f"--{item.flag}",
         f"{section}__{item.name}",
         metavar=item.kind.metavar or None,
@@ -202,23 +202,6 @@ def _job_option(section: str, item: Key, of_job: bool) -> Callable[[F], F]:
         help=f"{item.help}{'' if shown in (None, '', ()) else f' [{shown}]'}.",
         hidden=item.name in _EXPERT_KEYS.get(section, "").split(),
     )
-
-
-def load_spec(
-    job: Path | None, flags: Mapping[str, Mapping[str, Any]], shard: Shard | None, needs: Sequence[str] | None = None
-) -> tuple[JobSpec, Shard]:
-    """The job of a file, of a run directory, which stands for its own, or of flags alone; and the shard to run.
-
-    Flags win. Raises UsageError.
-    """
-    from batchgen.config.load import PLACES, load_job
-
-    if job is None or not job.is_dir():
-        return load_job(job, flags, needs=needs or PLACES), shard or WHOLE
-    from batchgen.output.rundir import RunDir
-
-    known = RunDir(absolute(job)).job()
-    return load_job(None, flags, needs=needs or PLACES, begun=known.job), shard or known.shard
 
 
 def take_job_flags(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

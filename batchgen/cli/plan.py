@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
 
+from batchgen.cli.job import JOB, load_spec
 from batchgen.cli.options import (
     COUNT,
     DURATION,
-    PATH,
     SHARD,
     GroupedCommand,
     job_options,
     json_option,
-    load_spec,
     run_option,
     take_job_flags,
 )
@@ -25,7 +23,7 @@ from batchgen.core.errors import ExitCode
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml|DIR]", type=PATH)
+@click.argument("job", required=False, metavar="[JOB.toml|DATA|DIR]", type=JOB)
 @click.option("--calibrate", is_flag=True, help="Time real steps of the model for about 10 s.")
 @click.option("--fail-if-over", type=DURATION, help="Exit 4 if the job would take longer.")
 @click.option("--expect-output", type=COUNT, help="Expected tokens per answer [as in the last run].")
@@ -33,7 +31,7 @@ from batchgen.core.errors import ExitCode
 @run_option("--overwrite", is_flag=True, hidden=True, help="As for run: no result that is there is kept.")
 @json_option()
 @job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
-def plan(job: Path | None, as_json: bool, **values: Any) -> int:
+def plan(job: str | None, as_json: bool, **values: Any) -> int:
     """Read a job's whole input and estimate what running it takes.
 
     Writes nothing and needs no weights. Shows rows, those that the output folder has results of, bad rows by line,
@@ -51,7 +49,7 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     flags = take_job_flags(values)
     point_out_backslashes(flags)
     if job is None and not flags:
-        raise click.UsageError("give a job file, or --model and --input", click.get_current_context())
+        raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
     from batchgen.plan.dry_run import check_time, make_plan
     from batchgen.plan.text import render_plan
     from batchgen.run.sources import refuse_own_rows

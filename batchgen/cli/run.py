@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchgen.cli.job import JOB, is_run_folder, load_spec
 from batchgen.cli.options import (
     AMOUNT,
     CLOCK,
@@ -21,7 +22,6 @@ from batchgen.cli.options import (
     GroupedCommand,
     job_options,
     json_option,
-    load_spec,
     progress_options,
     run_option,
     take_job_flags,
@@ -38,7 +38,7 @@ _MIXED_HELP = "Go on with a run begun on another kind of processor."
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml|DIR]", type=PATH)
+@click.argument("job", required=False, metavar="[JOB.toml|DATA|DIR]", type=JOB)
 @job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--update", is_flag=True, help="Keep rows that cannot differ, though much is lost.")
@@ -53,21 +53,20 @@ _MIXED_HELP = "Go on with a run begun on another kind of processor."
 @run_option("--metrics-file", type=PATH, help="Write Prometheus metrics at the end.")
 @progress_options
 @click.pass_obj
-def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
+def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any) -> int:
     """Run a job; run it again to resume, or to take up a changed input.
 
     A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Of a changed input only what is
     new is computed; a changed job is taken up with --update, which keeps rows that cannot differ. Every key of the job
-    file has a flag, and flags win; a run directory stands for its own job. Without either give --model, --input and
-    --output. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
+    file has a flag, and flags win. In place of a job file stands a run directory, which has its own job, or data, whose
+    outputs go into runs/NAME. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
 
     \b
     Examples:
       batchgen run jobs/quickstart.toml
+      batchgen run data.csv -m LiquidAI/LFM2-350M -p 'Summarize: {text}'
       batchgen run jobs/nightly.toml --deadline 05:55
       batchgen run job.toml --max-tokens 1024 --update
-      batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
-          --prompt '{question}' --max-tokens 64 --output runs/questions
       batchgen run job.toml --structured-outputs '{"choice": ["yes", "no"]}'
       batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
@@ -75,7 +74,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     flags = take_job_flags(values)
     point_out_backslashes(flags)
     if job is None and not flags:
-        raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
+        raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
     spec, values["shard"] = load_spec(job, flags, values["shard"])
     from batchgen.executors.backend import run_job
     from batchgen.run.reports import check_metrics_file, write_metrics
@@ -85,8 +84,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if metrics_file is not None:
         check_metrics_file(metrics_file, spec.output.path)
     limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"], values["max_cost"])
-    is_folder = job is not None and job.is_dir()
-    keeps_stdin = is_folder and "path" not in flags.get("input", {})
+    keeps_stdin = is_run_folder(job) and "path" not in flags.get("input", {})
     options = replace(_run_options(values), limits=limits, keeps_stdin=keeps_stdin)
     outcome = run_job(spec, options, engine_factory=engine_factory)
     if metrics_file is not None:

@@ -1,0 +1,77 @@
+"""The job that the first argument of a command and its flags name: a job file, a run directory, or data.
+
+``run`` and ``plan`` share it, so that what one does the other has shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.cli.options import Parsed
+from batchgen.core.errors import UsageError
+from batchgen.core.remote import scheme_of
+from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.storage import absolute, check_path
+from batchgen.core.units import shown
+
+if TYPE_CHECKING:
+    from batchgen.config.job import JobSpec
+
+_PATTERN_SIGNS = frozenset("*?[")
+_DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".text", ".parquet")
+
+
+def _checked(text: str) -> str:
+    check_path(text)
+    return text
+
+
+JOB = Parsed("JOB", _checked)
+
+
+def load_spec(
+    job: str | None, flags: dict[str, dict[str, Any]], shard: Shard | None, needs: Sequence[str] | None = None
+) -> tuple[JobSpec, Shard]:
+    """The job of a file, of a run directory, which stands for its own, or of flags alone; and the shard to run.
+
+    In place of a job the data may be given, as ``--input`` would; the output is then ``runs/NAME``. Flags win. Raises
+    UsageError.
+    """
+    from batchgen.config.load import PLACES, load_job
+
+    if job is not None and _is_data(job):
+        if "path" in flags.get("input", {}):
+            raise UsageError(f"{shown(job)} and --input are both the input: give one of them")
+        flags = {**flags, "input": {**flags.get("input", {}), "path": [job]}}
+        flags["output"] = {"path": str(Path("runs") / _name_of(job)), **flags.get("output", {})}
+        job = None
+    if job is None or not is_run_folder(job):
+        return load_job(Path(job) if job else None, flags, needs=needs or PLACES), shard or WHOLE
+    from batchgen.output.rundir import RunDir
+
+    known = RunDir(absolute(Path(job))).job()
+    return load_job(None, flags, needs=needs or PLACES, begun=known.job), shard or known.shard
+
+
+def is_run_folder(job: str | None) -> bool:
+    """Whether an argument is a folder with a job, finished or begun; others are folders of data."""
+    return bool(job) and any(Path(str(job), name).exists() for name in ("job.json", "journal"))
+
+
+def _is_data(job: str) -> bool:
+    """Whether an argument is an input by its form: an address, a pattern, a folder of data, or a file named as data."""
+    if job == "-" or job.startswith("hf:") or scheme_of(job) or not _PATTERN_SIGNS.isdisjoint(job):
+        return True
+    if Path(job).is_dir():
+        return not is_run_folder(job)
+    suffixes = {suffix.lower() for suffix in Path(job).suffixes}
+    return ".toml" not in suffixes and not suffixes.isdisjoint(_DATA_SUFFIXES)
+
+
+def _name_of(data: str) -> str:
+    """A name for the folder of the outputs: the last part of a path or address, without what follows the first dot."""
+    last = data.partition("?")[0].rstrip("/").rpartition("/")[2].removeprefix("hf:")
+    return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_-") or "outputs"

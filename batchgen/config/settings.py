@@ -1,0 +1,244 @@
+"""Raw settings of one origin, a job file or flags, before they are merged: their places, their paths, their names.
+
+A job file is TOML; ``${NAME}`` in it stands for a variable of the environment. Nothing here knows what values mean.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.grammar_files import FileError, with_files
+from batchgen.config.job import KEYS
+from batchgen.core.errors import UsageError
+from batchgen.core.keys import nearest, resembling
+from batchgen.core.remote import READABLE, check_address, redacted, refusal_of_variable, scheme_of
+from batchgen.core.storage import absolute, check_path, read_text
+from batchgen.core.structured import ALIASES, canonical
+from batchgen.core.units import shown
+
+_ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_MAX_BYTES = 16 << 20  # of a job file
+_SHORT = {  # top-level keys of a job file without sections
+    "model": ("model", "path"),
+    "input": ("input", "path"),
+    "prompt": ("input", "prompt"),
+    "output": ("output", "path"),
+}
+
+
+@dataclass(frozen=True)
+class RawSettings:
+    """Unchecked values of one origin, a job file or flags: section -> key -> value.
+
+    Paths in them are relative to ``base`` (flags have an empty one: the working directory), or taken unchanged where
+    that is None. ``text`` is the job file's.
+    """
+
+    values: Mapping[str, Mapping[str, Any]]
+    base: Path | None = Path()
+    file: str = ""
+    text: str = field(default="", repr=False)
+
+    def place(self, section: str, key: str) -> str:
+        """Where a value was written: ``job.toml:12: model.dtype`` or ``--dtype``."""
+        if not self.file:
+            name = key.partition(".")[0]
+            return f"--{KEYS[section][name].flag if name in KEYS[section] else key}"
+        line = _line_of(self.text, f"{section}.{key}")
+        return f"{self.file}{f':{line}' if line else ''}: {section}.{key}"
+
+    def error(self, section: str, key: str, value: object, why: object) -> UsageError:
+        """The error for one value; a long value is shortened, and no secret in an address is shown."""
+        if isinstance(value, list | tuple):
+            value = [redacted(item) for item in value]
+        return UsageError(f"{self.place(section, key)} = {shown(redacted(value), 60)}: {why}")
+
+    def parsed(self, section: str, key: str) -> Any:
+        """The value of a key, checked, paths made absolute. Raises UsageError."""
+        value, kind = self.values[section][key], KEYS[section][key].kind
+        try:
+            parsed = kind.parse(value)
+            return parsed if self.base is None else _resolve(self.base, section, key, parsed)
+        except ValueError as error:
+            hint = resembling(value, kind.choices) if isinstance(value, str) else ""
+            raise self.error(section, key, value, f"{error}{hint}") from None
+
+    def structured(self) -> dict[str, str]:
+        """``structured_outputs``, if it is given, as a canonical text with the contents of files. Raises UsageError."""
+        section, key = "sampling", "structured_outputs"
+        value = self.values.get(section, {}).get(key)
+        if value is None:
+            return {}
+        try:
+            return {key: canonical(value if self.base is None else with_files(value, partial(_absolute, self.base)))}
+        except FileError as error:
+            raise self.error(section, f"{key}.{error.part}", error.value, error) from None
+        except ValueError as error:
+            raise self.error(section, key, value, error) from None
+
+
+def read_settings(path: Path) -> RawSettings:
+    """The settings of a job file, ``${NAME}`` replaced from the environment (``$${NAME}`` stays literal).
+
+    Raises ``UsageError`` where the file cannot be read, is not TOML, or holds unknown sections or keys.
+    """
+    try:
+        text = read_text(path, _MAX_BYTES)
+    except OSError as error:
+        raise UsageError(f"cannot read the job file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
+    except ValueError as error:
+        raise UsageError(f"the job file {path} {error}: give a TOML file, and rows in an input file") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from error
+    except ValueError as error:  # tomllib leaves integers to int()
+        raise UsageError(f"{path}: holds a number of too many digits") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: nested too deeply for a job file") from error
+    sections = _with_sections(table, path)
+    settings = RawSettings(sections, path.resolve().parent, str(path), text)
+    check_names(settings)
+    for section, values in sections.items():
+        for key, value in values.items():
+            try:
+                values[key] = _expand(settings, section, key, value)
+            except RecursionError as error:  # dotted keys nest without brackets
+                raise UsageError(f"{settings.place(section, key)}: nested too deeply for a job file") from error
+    return settings
+
+
+def _with_sections(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The table with its values in sections, also those that stand in none. Raises UsageError for one given twice."""
+    sections = {name: value for name, value in table.items() if name not in _SHORT or isinstance(value, Mapping)}
+    for name, (section, key) in _SHORT.items():
+        if name in sections or name not in table:
+            continue
+        values = sections.get(section, {})
+        if key in values:
+            raise UsageError(f"{path}: {name} and {section}.{key} are one key: give one of them")
+        sections[section] = {**values, key: table[name]}
+    return sections
+
+
+def check_names(settings: RawSettings) -> None:
+    """Raises UsageError on unknown sections and keys."""
+    where = settings.file or "flags"
+    for section, values in settings.values.items():
+        if section not in KEYS:
+            home = next((name for name, keys in KEYS.items() if section in keys), "")
+            hint = f" (it belongs in [{home}])" if home else nearest(section, [*KEYS])
+            what = f"section [{section}]" if isinstance(values, Mapping) else f"key {section}"
+            raise UsageError(f"{where}: unknown {what}{hint}")
+        if not isinstance(values, Mapping):
+            raise UsageError(f"{where}: {section} = {shown(values, 60)}: must be a section, [{section}]")
+        for key in values:
+            if key not in KEYS[section]:
+                elsewhere = [name for name, keys in KEYS.items() if key in keys]
+                hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else _hint(section, key)
+                place = settings.place(section, key) if settings.file else f"flags: {section}.{key}"
+                raise UsageError(f"{place}: unknown key{hint}")
+
+
+def _hint(section: str, key: str) -> str:
+    """A hint at what to write in place of an unknown key."""
+    if section == "sampling" and key in ("response_format", *ALIASES):
+        return f" (in a job it is structured_outputs = {{ {ALIASES.get(key, 'json')} = ... }})"
+    return nearest(key, [*KEYS[section]])
+
+
+def _expand(settings: RawSettings, section: str, key: str, value: object) -> object:
+    if isinstance(value, list):
+        return [_expand(settings, section, key, item) for item in value]
+    if isinstance(value, dict):
+        return {name: _expand(settings, section, key, item) for name, item in value.items()}
+    if not isinstance(value, str):
+        return value
+
+    def substitute(match: re.Match[str]) -> str:
+        escape, name = match.groups()
+        if escape:
+            return match[0][1:]
+        if why := refusal_of_variable(name):
+            raise UsageError(f"{settings.place(section, key)}: {why}")
+        if name not in os.environ:
+            why = f"the environment has no {name} (write $${{{name}}} for the text itself)"
+            raise settings.error(section, key, value, why)
+        return os.environ[name]
+
+    return _ENV.sub(substitute, value)
+
+
+def _line_of(text: str, dotted: str) -> int | None:
+    """The 1-based line where a key ``a.b.c`` begins, under whatever ``[table]``, or else the one that holds it.
+
+    None where the file writes it in another way.
+    """
+    lines: list[tuple[str, int]] = []
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        name, is_assigned, _ = line.partition("=")
+        if match := re.match(r"\s*\[([^\[\]]+)\]", line):
+            table = _plain(match[1])
+            lines.append((f"{table}.", number))
+        elif is_assigned:
+            parts = (table, _plain(name)) if table else _SHORT.get(_plain(name), (_plain(name),))
+            lines.append((".".join((*parts, "")), number))
+    while "." in dotted:
+        for name, number in lines:
+            if name.startswith(f"{dotted}."):
+                return number
+        dotted = dotted.rpartition(".")[0]
+    return None
+
+
+def _plain(name: str) -> str:
+    """A dotted name without the blanks and quotes that TOML allows in it."""
+    return ".".join(part.strip().strip("\"'") for part in name.split("."))
+
+
+def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
+    """Make paths absolute; what is no path (``-``, ``hf:``, an address, a Hub id) stays unchanged.
+
+    Raises ValueError for what can be neither.
+    """
+    if (section, key) == ("input", "path"):
+        return tuple(_input(base, item) for item in value)
+    if section == "output" and key in ("path", "reuse"):
+        return _absolute(base, value) if key == "path" else tuple(_absolute(base, item) for item in value)
+    if section == "model" and key in ("path", "adapter", "tokenizer") and value and not value.startswith("dummy:"):
+        check_path(value)
+        looks_like_path = value.startswith((".", "/", "~"))
+        return _absolute(base, value) if looks_like_path or (base / value).exists() else value
+    return value
+
+
+def _input(base: Path, item: str) -> str:
+    if scheme_of(item) not in (None, "file"):
+        check_address(item, READABLE)
+        return item
+    if not item.startswith("hf:"):
+        return item if item == "-" else _absolute(base, item)
+    name, mark, options = item.removeprefix("hf:").partition("?")
+    check_path(name)
+    is_folder = name.startswith((".", "/", "~")) or (bool(name) and (base / name).is_dir())
+    return f"hf:{_absolute(base, name)}{mark}{options}" if is_folder else item
+
+
+def _absolute(base: Path, path: str) -> str:
+    check_path(path)
+    try:
+        found = os.path.normpath(absolute(base / Path(path).expanduser()))
+    except RuntimeError:
+        raise ValueError("has a ~ that stands for no folder") from None
+    check_path(found)
+    return found

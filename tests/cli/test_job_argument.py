@@ -1,0 +1,106 @@
+"""What stands for a job: a file with or without sections, data, or a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_helpers import MODEL
+from stub_engine import stub_factory
+
+from batchgen.cli.job import load_spec
+from batchgen.cli.main import call
+from batchgen.config.load import load_job
+from batchgen.core.errors import ExitCode, UsageError
+
+ROWS = [{"word": "shadow", "n": 1}, {"word": "silver", "n": 2}]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.csv").write_text("word,n\nshadow,1\nsilver,2\n")
+    (tmp_path / "words.v2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def run(*argv: str) -> int:
+    return call(["run", *argv, "-q"], stub_factory())
+
+
+@pytest.mark.parametrize("data", ["words.csv", "words.v2.jsonl", "./words.*l", "words.cs[v]"])
+def test_data_stand_for_a_job_with_them_as_input_and_an_output_named_after_them(folder: Path, data: str) -> None:
+    assert run(data, "-m", str(MODEL), "-p", "Say {word}") == 0
+    job = json.loads((folder / "runs" / "words" / "job.json").read_bytes())["job"]
+    assert job["input"]["prompt"] == "Say {word}"
+    assert run("runs/words") == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [("-", "outputs"), ("hf:user/some-name?split=test", "some-name"), ("s3://bucket/a/rows.jsonl.gz", "rows")],
+)
+def test_addresses_and_stdin_are_data_too(folder: Path, data: str, name: str) -> None:
+    spec, _ = load_spec(data, {"model": {"path": "m"}}, None)
+    assert (spec.input.path, spec.output.path) == ((data,), str(folder / "runs" / name))
+
+
+def test_short_flags_are_those_of_a_job(folder: Path) -> None:
+    assert run("-i", "words.csv", "-m", str(MODEL), "-p", "word", "-o", "elsewhere") == 0
+    assert len((folder / "elsewhere" / "outputs.jsonl").read_text().splitlines()) == 2
+    assert run("words.csv", "-m", str(MODEL), "-p", "word", "-o", "here") == 0
+    assert not (folder / "runs").exists()
+
+
+def test_a_job_file_of_four_lines_is_one_with_sections(folder: Path) -> None:
+    short, long = folder / "short.toml", folder / "long.toml"
+    short.write_text(f'model = "{MODEL}"\ninput = "words.csv"\nprompt = "{{word}}"\noutput = "runs/a"\n')
+    long.write_text(
+        f'[model]\npath = "{MODEL}"\n[input]\npath = "words.csv"\nprompt = "{{word}}"\n[output]\npath = "runs/a"\n'
+    )
+    assert load_job(short) == load_job(long)
+    short.write_text(
+        short.read_text().replace('"words.csv"', '["words.csv", "words.v2.jsonl"]') + "[sampling]\nn = 2\n"
+    )
+    assert len(load_job(short).input.path) == 2
+    assert load_job(short).sampling.n == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('prompt = "a"\n[input]\nprompt = "b"\n', r"prompt and input\.prompt are one key: give one of them"),
+        ("max_tokens = 5\n", r"unknown key max_tokens \(it belongs in \[sampling\]\)"),
+        ("model = 5\n", r":1: model\.path = 5: must be a string"),
+        ('\nprompt = ["a"]\n', r":2: input\.prompt = "),
+        ('[prompt]\na = "b"\n', r"unknown section \[prompt\] \(it belongs in \[input\]\)"),
+    ],
+)
+def test_what_stands_in_no_section_and_is_no_key_of_a_short_job_is_refused(folder: Path, text: str, said: str) -> None:
+    (folder / "job.toml").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        load_job(folder / "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["words.csv"], "--model is missing"),
+        (["words.csv", "-m", "x", "-i", "other.csv"], "'words.csv' and --input are both the input: give one of them"),
+        (["gone.csv", "-m", str(MODEL), "-p", "a"], "no input file"),
+        (["job.tml"], "cannot read the job file job.tml: No such file or directory"),
+        ([], "give a job file, or data with --model and --prompt"),
+    ],
+)
+def test_arguments_that_are_no_job_are_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    assert run(*argv) == ExitCode.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_plan_takes_what_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["plan", "words.csv", "-m", str(MODEL), "-p", "word", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["good"] == 2
