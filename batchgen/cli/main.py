@@ -23,6 +23,7 @@ from batchgen.cli.plan import plan
 from batchgen.cli.report import report
 from batchgen.cli.run import merge, run, status
 from batchgen.cli.say import is_of_stdout, say, settle, show
+from batchgen.cli.trial import try_command
 from batchgen.core.errors import BatchgenError, ExitCode
 from batchgen.core.machine import memory_errors
 from batchgen.core.version import __version__
@@ -56,7 +57,7 @@ def cli() -> None:
     """
 
 
-for command in (run, plan, status, report, merge, check, bench, help_command):
+for command in (run, try_command, plan, status, report, merge, check, bench, help_command):
     cli.add_command(command)
 for option in run.params:  # those of the run itself: where a command line says "run", "plan" can be written
     if isinstance(option, RunOption) and option.name not in {own.name for own in plan.params}:

@@ -1,0 +1,111 @@
+"""Trial of a job's first rows: each prompt as the model sees it and what the model answers, for ``batchgen try``.
+
+Prompts are tried, not planned: this shows what a chat template makes of a row before a night is spent on all of them.
+Nothing is written, and no result that is there is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import UsageError
+from batchgen.core.records import BadRow, Request
+from batchgen.core.units import counted
+from batchgen.input.columns import check_columns
+from batchgen.input.ids import UniqueIds
+from batchgen.input.source import open_source
+from batchgen.input.validator import Pending, RowValidator
+from batchgen.output.rundir import RunDir
+from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, read_model
+from batchgen.run.results import entry_of, failed_entry
+from batchgen.run.stdin import stdin_as_file
+
+_MAX_RECORD_CHARS = 500  # of a record without a text, such as a vector
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A row that was tried: its line, its prompt with special tokens, and its record, or its error's."""
+
+    line: int
+    num_prompt_tokens: int
+    prompt: str
+    record: Mapping[str, Any]
+
+    def text(self) -> str:
+        """The row on a page: what was sent, then what came back."""
+        where = f"row {self.record['index']} (line {self.line})"
+        if "code" in self.record:
+            return f"{where}: {self.record['code']}: {self.record['message']}"
+        sent = f"{where}, {counted(self.num_prompt_tokens, 'prompt token')}:\n{_indented(self.prompt)}"
+        answer = self.record.get("text")
+        if not isinstance(answer, str):
+            answer = json.dumps({**self.record, "timings": None}, ensure_ascii=False)[:_MAX_RECORD_CHARS]
+        facts = [counted(self.record["usage"].get("completion_tokens", 0), "token"), self.record.get("finish_reason")]
+        return f"{sent}\nanswer, {', '.join(filter(None, facts))}:\n{_indented(answer)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"line": self.line, "prompt": self.prompt, "record": dict(self.record)}
+
+
+def try_job(
+    spec: JobSpec, num_rows: int, note: Callable[[str], object], engine_factory: EngineFactory | None = None
+) -> Iterator[Tried]:
+    """Run the first rows of a job and give them in their order; ``note`` shows a line to the user.
+
+    ``engine_factory`` replaces the model's own engine. Raises as a run does before its first row: UsageError,
+    ModelError, OutOfMemory.
+    """
+    run_dir = RunDir(Path(spec.output.path))
+    with stdin_as_file(spec.input, run_dir.spool) as where:
+        model = read_model(spec)
+        spec = model.resolved(spec)
+        source = open_source(where, run_dir.owns)
+        builder = model.builder(replace(spec, input=where))
+        for line in check_columns(source.read(), spec, builder.finder):
+            note(line)
+        with closing(UniqueIds(as_text=spec.output.has_text_ids)) as ids:
+            rows = list(islice(source.read(), num_rows))
+            answers = [*RowValidator(where, builder, ids).validate(rows)]
+    if not answers:
+        raise UsageError("the input has no rows")
+    requests = [answer[1] for answer in answers if not isinstance(answer, BadRow)]
+    results: dict[int, Any] = {}
+    if requests:  # else no weights are loaded
+        with closing((engine_factory or load_engine)(spec, model)) as backend:
+            backend.prepare()
+            results = {result.key: result for result in backend.engine.run(requests)}
+            for line in backend.notes:
+                note(line)
+    yield from _tried(answers, results, model, spec)
+
+
+def _tried(
+    answers: list[tuple[Pending, Request] | BadRow], results: dict[int, Any], model: ModelInfo, spec: JobSpec
+) -> Iterator[Tried]:
+    records = model.record_builder(spec)
+    for answer in answers:
+        if isinstance(answer, BadRow):
+            yield Tried(answer.line, 0, "", _fields(failed_entry(answer, records).payload))
+            continue
+        row, request = answer
+        ids = request.prompt_token_ids
+        prompt = model.tokenizer.decode(ids, skip_special_tokens=False) if model.tokenizer else str([*ids])
+        entry = entry_of(row, results[row.key], records)
+        yield Tried(row.record.line, len(ids), prompt, _fields(entry.payload))
+
+
+def _fields(payload: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(payload)
+    return fields
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.split("\n"))
