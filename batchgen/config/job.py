@@ -6,6 +6,7 @@ Each key is declared once, as a dataclass field (see ``core.keys``). Nothing her
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Mapping
@@ -42,6 +43,15 @@ def _delimiter(text: str) -> str:
     if len(text) > 1 or text in '"\r\n\0':
         raise ValueError('must be one character, such as ";", and no quote or end of a line')
     return text
+
+
+def _encoding(text: str) -> str | None:
+    try:
+        "a".encode(text)
+        name = codecs.lookup(text).name
+    except LookupError:
+        raise ValueError('must be an encoding that Python knows, such as "cp1252" or "utf-16"') from None
+    return None if name == "utf-8" else name
 
 
 def _size_or_auto(value: object) -> int | None:
@@ -132,6 +142,7 @@ class InputSpec:
         flag="input-format",
     )
     delimiter: str | None = key(string("CHARACTER").then(_delimiter), "What separates cells [comma or tab]", None)
+    encoding: str | None = key(string("NAME").then(_encoding), "Encoding of text files, such as cp1252 [UTF-8]", None)
     id: str | None = key(_COLUMN, "Column that identifies a row [its number]", None)
     prompt: str | None = key(string(), "Column name, or template such as '{question}'", None)
     messages: str | None = key(_COLUMN, "Column with a chat, a list of messages", None)

@@ -137,6 +137,8 @@ def _check_together(spec: JobSpec) -> None:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')
     if spec.input.delimiter and spec.input.format not in ("auto", "csv"):
         raise UsageError(f'input.delimiter is of tables, and input.format = "{spec.input.format}"')
+    if spec.input.encoding and spec.input.format in ("parquet", "hf"):
+        raise UsageError(f'input.encoding is of text, and input.format = "{spec.input.format}"')
     spec.check_embed()
     spec.check_destination()
     if Path(spec.output.path).is_file():

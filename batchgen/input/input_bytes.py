@@ -24,10 +24,14 @@ _CHEAP_BYTES = 64 << 20  # a remote file that is larger is not read once more to
 
 
 class LocalFile:
-    """A file on this machine; ``name`` stands for it in messages and rows. Raises OSError where there is none."""
+    """A file on this machine; ``name`` stands for it in messages and rows. Raises OSError where there is none.
 
-    def __init__(self, path: Path) -> None:
+    ``encoding`` is that of its text, "" where it is UTF-8.
+    """
+
+    def __init__(self, path: Path, encoding: str = "") -> None:
         self.path = path
+        self.encoding = encoding
         self.name = str(path)
         self.suffixes = path.suffixes
         self.num_bytes = path.stat().st_size
@@ -59,8 +63,9 @@ class RemoteFile:
     RemoteError where the server cannot be reached.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, encoding: str = "") -> None:
         self.path = None
+        self.encoding = encoding
         self.name = address
         where = urlsplit(address).path if scheme_of(address) in ("http", "https") else address
         self._file = PurePosixPath(where)

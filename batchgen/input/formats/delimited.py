@@ -23,14 +23,16 @@ from batchgen.input.rows import RowProblem
 
 MAX_ROW_BYTES = MAX_LINE_BYTES // 4  # the reader keeps a cell in four bytes a character
 MAX_ROW_LINES = 100_000  # a quote that is never closed takes all that follows, which is read line by line
+_OTHER_DELIMITERS = "\t;|"
 _SKIP_BYTES = 1 << 20
 
 
 class DelimitedFile(LinesFile):
     """A table as text, plain or compressed. The first record holds the names of the columns.
 
-    ``delimiter`` None is a tab in a ``.tsv`` file and where the first line has tabs and no comma, else a comma. Empty
-    lines are no rows. A row with more or fewer cells than the header, or with a quote that the next cell does not
+    ``delimiter`` None is a tab in a ``.tsv`` file; in others a comma, or where the header has none, the tab, semicolon
+    or bar that it has. Empty lines are no rows. A row with more or fewer cells than the header, or with a quote that
+    the next cell does not
     follow, is a ``bad_type`` row, one of more than ``MAX_ROW_BYTES`` or ``MAX_ROW_LINES`` a ``too_long`` row; damage is
     as in ``LinesFile``.
     A column without a name is ``column_N``. Raises UsageError for a header that is no list of different names.
@@ -62,24 +64,34 @@ class DelimitedFile(LinesFile):
         csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # of the whole process
         is_tsv = ".tsv" in (suffix.lower() for suffix in self.content.suffixes[-2:])
         self._dialect = _dialect(self._delimiter or ("\t" if is_tsv else ","))
-        header = self._first_record()
-        if self._delimiter is None and b"\t" in header.content and b"," not in header.content:
-            self._dialect = _dialect("\t")
-            header = self._first_record()
+        header, _ = self._first_records()
+        signs = "" if self._delimiter or is_tsv or b"," in header.content else _OTHER_DELIMITERS
+        for sign in signs:
+            if sign.encode() in header.content and (found := self._split_by(sign)):
+                header = found
+                break
         if header.problem:
             raise self._error(header, str(header.problem))
         self._names = [name or f"column_{number}" for number, name in enumerate(header.cells, 1)]
         if repeated := [name for name, count in Counter(self._names).items() if count > 1]:
             raise self._error(header, f"two columns are named {shown(repeated[0])}: give each a name of its own")
-        if self._delimiter is None and len(self._names) == 1 and ";" in self._names[0]:
-            why = f"it has one column, {shown(self._names[0])}: give input.delimiter = ';' (--delimiter ';')"
-            raise self._error(header, f"{why}, or ',' if that is the name of one")
         return header
 
-    def _first_record(self) -> Line:
+    def _split_by(self, delimiter: str) -> Line | None:
+        """The header where ``delimiter`` gives it as many cells as the first row, which it then is from now on."""
+        before, self._dialect = self._dialect, _dialect(delimiter)
+        header, row = self._first_records()
+        if row is None or len(row.cells) == len(header.cells) > 1:
+            return header
+        self._dialect = before
+        return None
+
+    def _first_records(self) -> tuple[Line, Line | None]:
+        """The header, and the first row if there is one. Raises UsageError where the file cannot be read."""
         try:
             with open_text(self.content) as stream:
-                return next(self.lines(stream, Cursor(0, 0, 0, 0)), Line(b"", 0, 0))
+                lines = self.lines(stream, Cursor(0, 0, 0, 0))
+                return next(lines, Line(b"", 0, 0)), next(lines, None)
         except OSError as error:
             raise UsageError(f"cannot read {self.content.name}: {error.strerror or error}") from error
 

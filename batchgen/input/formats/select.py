@@ -59,13 +59,13 @@ def open_file(item: Path | str, spec: InputSpec) -> InputFile:
     RemoteError when its server cannot be reached.
     """
     if isinstance(item, str) and scheme_of(item):
-        return _open_bytes(RemoteFile(item), spec)
+        return _open_bytes(RemoteFile(item, spec.encoding or ""), spec)
     if isinstance(item, str) or item.is_dir():
         return DatasetFile(str(item), spec.request_columns)
     if not item.is_file():
         raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
     try:
-        return _open_bytes(LocalFile(item), spec)
+        return _open_bytes(LocalFile(item, spec.encoding or ""), spec)
     except OSError as error:
         raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error
 
@@ -92,6 +92,8 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
     found = given if given in FORMATS else "jsonl"  # OpenAI Batch lines
     if given == "auto":
         found = "csv" if delimiter else _detect(content, head)
+    if found in ("csv", "text") and not content.encoding:
+        _refuse_other_encoding(content.name, head)
     if found != "csv" and b"\r" in head.rstrip() and b"\n" not in head:  # a table's header says so itself
         lines = f"the lines of {content.name} end with CR alone"
         raise UsageError(f"{lines}; convert it: tr '\\r' '\\n' < FILE > NEW_FILE")
@@ -103,8 +105,10 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
 
 def _refuse_as_text(name: str, head: bytes) -> None:
     """Raises UsageError for a file that is no UTF-8 text, or no data, although each of its lines might pass as one."""
-    if encoding := _wide_encoding(head):
-        raise UsageError(f"{name} is {encoding[:6]} text; convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
+    if encoding := _wide_encoding(head).lower():
+        raise UsageError(
+            f'{name} is {encoding[:6].upper()} text: give input.encoding = "{encoding}" (--encoding {encoding})'
+        )
     if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
         raise UsageError(f"{name} is a tar archive, which cannot be read; unpack it")
     if head.startswith(LFS_POINTER):
@@ -125,6 +129,31 @@ def _wide_encoding(head: bytes) -> str:
                 probe[: 4 * num_chars].decode(name, "strict" if "32" in name else "ignore")
                 return name
     return ""
+
+
+def _refuse_other_encoding(name: str, head: bytes) -> None:
+    """Raises UsageError for a text of which no line has characters in UTF-8, and several have letters in cp1252.
+
+    That is the usual other encoding. A single line among many is left to the reader, which makes it an error row.
+    """
+    lines = head.split(b"\n")[: -1 if len(head) == _HEAD_BYTES else None]
+    others = [(number, line) for number, line in enumerate(lines, 1) if not line.isascii()]
+    found = [(number, _signs_of_cp1252(line)) for number, line in others]
+    is_single = len(found) == 1 < found[0][0] if found else True
+    if is_single or not all(signs for _, signs in found) or 20 * len(found) < len(lines):
+        return
+    (number, signs), given = found[0], 'input.encoding = "cp1252" (--encoding cp1252)'
+    raise UsageError(f"{name}, line {number}, is not UTF-8: give {given} if {signs[0]!r} stands there, or its own")
+
+
+def _signs_of_cp1252(line: bytes) -> str:
+    """The characters beyond ASCII of a line that is cp1252 and not UTF-8; none for another line."""
+    try:
+        line.decode()
+        return ""
+    except UnicodeDecodeError:
+        text = line.decode("cp1252", errors="replace")
+    return "" if "\ufffd" in text else "".join(sign for sign in text if not sign.isascii())
 
 
 def _unrolling(head: bytes) -> str:

@@ -5,6 +5,7 @@ Compression is recognized by the first bytes, never by the name: no UTF-8 text b
 
 from __future__ import annotations
 
+import codecs
 import io
 import zlib
 from collections.abc import Generator
@@ -101,18 +102,55 @@ class Decompressed(io.RawIOBase):
         return pa.CompressedInputStream(pa.PythonFile(file, "r").get_stream(0, self._num_bytes), self._codec)
 
 
-def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
-    """A stream of the file's text that starts ``offset`` bytes into the decompressed text. Raises ``OSError``.
+class Transcoded(io.RawIOBase):
+    """Text of another encoding as UTF-8. Bytes that stand for nothing in it stay, so that their rows are error rows."""
 
-    It seeks in a plain file, and decompresses a compressed one up to there.
+    def __init__(self, stream: BinaryIO, encoding: str) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        self._pending = b""
+        self._is_ended = False
+
+    @property
+    def damage(self) -> str | None:
+        return damage(self._stream)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader passes
+        """Fill ``buffer`` as far as what is decoded reaches; 0 at the end."""
+        while not self._pending and not self._is_ended:
+            block = self._stream.read(BUFFER_BYTES)
+            self._is_ended = not block
+            self._pending = self._decoder.decode(block, self._is_ended).encode(errors="surrogateescape")
+        size = min(len(buffer), len(self._pending))
+        buffer[:size], self._pending = self._pending[:size], self._pending[size:]
+        return size
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
+    """A stream of the file's text in UTF-8 that starts ``offset`` bytes into it, decompressed. Raises ``OSError``.
+
+    It seeks in a plain file, and decompresses or decodes another one up to there.
     """
     plain = content.open()
     codec = _codec(plain)
-    if codec is None:
+    if codec is None and not content.encoding:
         plain.seek(offset)
         return plain
-    plain.close()
-    stream: BinaryIO = io.BufferedReader(Decompressed(content, codec), BUFFER_BYTES)
+    if codec is None:
+        plain.seek(0)
+        stream = plain
+    else:
+        plain.close()
+        stream = io.BufferedReader(Decompressed(content, codec), BUFFER_BYTES)
+    if content.encoding:
+        stream = io.BufferedReader(Transcoded(stream, content.encoding), BUFFER_BYTES)
     while offset and (skipped := stream.read(min(offset, BUFFER_BYTES))):
         offset -= len(skipped)
     return stream
@@ -126,7 +164,7 @@ def _codec(stream: BinaryIO) -> str | None:
 def damage(stream: BinaryIO) -> str | None:
     """Why a stream of ``open_text`` ended before its file did; None while it has not."""
     raw = getattr(stream, "raw", None)
-    return raw.damage if isinstance(raw, Decompressed) else None
+    return raw.damage if isinstance(raw, Decompressed | Transcoded) else None
 
 
 def foreign_compression(content: InputBytes) -> str | None:
