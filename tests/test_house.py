@@ -36,7 +36,7 @@ FLOORS = [
 LONGEST_CHAINS = {
     "core": 3,
     "kernels": 9,
-    "config": 3,
+    "config": 4,  # from what a file holds to what a key is
     "text": 5,  # a tokenizer shows chats through probes of its template
     "model": 8,
     "engine": 9,  # the proof of kernels runs an engine
@@ -65,7 +65,7 @@ MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
-    "commands": "bench check help merge plan report run status",
+    "commands": "bench check help merge plan report run status try",
     "switches of run": """
         allow-mixed-kernels deadline heartbeat-s help-all json-progress max-cost max-error-rate max-runtime
         max-total-tokens metrics-file overwrite quiet shard strict update
@@ -80,7 +80,8 @@ CONCEPTS = {
     """,
     "[model]": "activations adapter batch_invariant device dtype path revision tokenizer weights",
     "[input]": """
-        chat chat_template_kwargs delimiter format id keep_columns limit messages path prompt prompt_token_ids system
+        chat chat_template_kwargs delimiter encoding format id keep_columns limit messages path prompt
+        prompt_token_ids system
     """,
     "[sampling]": """
         allowed_token_ids bad_words choices columns frequency_penalty ignore_eos logit_bias logprobs max_repeats

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.cli.options import Parsed
 from batchgen.core.errors import UsageError
 from batchgen.core.remote import scheme_of
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.storage import absolute, check_path
+from batchgen.core.storage import absolute
 from batchgen.core.units import shown
 
 if TYPE_CHECKING:
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
 
 _PATTERN_SIGNS = frozenset("*?[")
 _DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".text", ".parquet")
-
-
-def _checked(text: str) -> str:
-    check_path(text)
-    return text
-
-
-JOB = Parsed("JOB", _checked)
 
 
 def load_spec(

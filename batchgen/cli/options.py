@@ -49,6 +49,11 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
+def _job(text: str) -> str:
+    check_path(text)
+    return text
+
+
 def _points(text: str) -> float:
     """Percentage points."""
     try:
@@ -64,6 +69,7 @@ AMOUNT = Parsed("AMOUNT", lambda text: cluster.AMOUNT.parse(cluster.AMOUNT.from_
 CLOCK = Parsed("TIME", lambda text: parse_clock(text, datetime.now().astimezone()))
 COUNT = Parsed("N", parse_count)
 DURATION = Parsed("DURATION", parse_duration)
+JOB = Parsed("JOB", _job)  # see ``cli.job``
 PATH = Parsed("FILE", local_path)
 POINTS = Parsed("POINTS", _points)
 SHARD = Parsed("I/N", Shard.parse)
@@ -79,7 +85,7 @@ run_option = partial(click.option, cls=RunOption)
 
 _EXPERT_KEYS = {  # shown by --help-all alone
     "model": "revision activations batch_invariant",
-    "input": "prompt_token_ids delimiter chat_template_kwargs",
+    "input": "prompt_token_ids delimiter encoding chat_template_kwargs",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize columns",
     "embed": "prompt_name prefix normalize dimensions truncate",

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from batchgen.cli.job import JOB, load_spec
+from batchgen.cli.job import load_spec
 from batchgen.cli.options import (
     COUNT,
     DURATION,
+    JOB,
     SHARD,
     GroupedCommand,
     job_options,

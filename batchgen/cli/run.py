@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchgen.cli.job import JOB, is_run_folder, load_spec
+from batchgen.cli.job import is_run_folder, load_spec
 from batchgen.cli.options import (
     AMOUNT,
     CLOCK,
     COUNT,
     DURATION,
+    JOB,
     PATH,
     SHARD,
     SHARE,

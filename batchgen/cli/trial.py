@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchgen.cli.job import JOB, load_spec
-from batchgen.cli.options import COUNT, GroupedCommand, job_options, json_option, take_job_flags
+from batchgen.cli.job import load_spec
+from batchgen.cli.options import COUNT, JOB, GroupedCommand, job_options, json_option, take_job_flags
 from batchgen.cli.say import point_out_backslashes, say, show
 from batchgen.core.errors import ExitCode
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def try_command(
     engine_factory: EngineFactory | None, /, job: str | None, num_rows: int, as_json: bool, **values: Any
 ) -> int:
-    """Show the prompts of a job's first rows as the model sees them, and its answers.
+    """Show the first prompts as the model sees them, with its answers.
 
     Special tokens of the prompt are shown. Nothing is written: no folder, no results. Exits 3 if a row failed.
 

@@ -54,8 +54,9 @@ _TABLE: dict[Synonym, str] = {
     Synonym("input.keep_columns"): "columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
     Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",
+    Synonym("input.encoding"): "charset, latin-1, cp1252, windows-1252, utf-16, iso-8859-1, ansi",
     Synonym("input.delimiter"): "sep, separator, tsv, delim",
-    Synonym("CSV"): "excel, xlsx, xls, spreadsheet, encoding, latin-1, cp1252, utf-16",
+    Synonym("CSV"): "excel, xlsx, xls, spreadsheet",
     Synonym(
         "Memory", "prompts that begin alike are computed once: put first what all share"
     ): "few-shot, shared prefix, prompt caching, prefix-cache, radix, num-fewshot",
@@ -126,7 +127,10 @@ _TABLE: dict[Synonym, str] = {
     Synonym("Resume", "the same command goes on"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "
     "crash, retry, resume-from-checkpoint, kill",
     Synonym("run", "--overwrite starts anew"): "force, yes, overwrite-output, clean, start over, overwrite-output-dir",
-    Synonym("plan"): "dry-run, validate, estimate, preview, eta, how long",
+    Synonym("plan"): "dry-run, validate, estimate, eta, how long",
+    Synonym(
+        "try", "it shows prompts as they are sent"
+    ): "preview, show-prompt, prompt-preview, rendered, playground, demo",
     Synonym("check"): "verify, test, self-test, doctor",
     Synonym("Watching"): "verbose, debug, log-level, logging, log, progress, tqdm, monitor, metrics, prometheus",
     Synonym("Stopping early", "--max-runtime and --deadline stop a run"): "timeout, time-limit, interrupt, ctrl-c, "

@@ -50,7 +50,7 @@ def test_help_fits_80_columns_and_has_an_example(capsys: pytest.CaptureFixture[s
 def test_the_commands_are_listed_in_whole_sentences_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(capsys, "--help")
     lines = re.findall(r"^  ([a-z]+)  +(.*)", out.partition("Commands:")[2], re.MULTILINE)
-    assert [name for name, _ in lines][:3] == ["run", "plan", "status"]
+    assert [name for name, _ in lines][:3] == ["run", "try", "plan"]
     assert sorted(name for name, _ in lines) == COMMANDS
     assert all(text.endswith(".") and not text.endswith("...") for _, text in lines)
     assert said(capsys)[:2] == (2, out), "no command at all shows the same"
@@ -222,7 +222,7 @@ def test_heartbeat_lines_come_by_time_when_not_on_a_terminal(job: JobMaker, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run"], "give a job file, or --model, --input and --output"),
+        (["run"], "give a job file, or data with --model and --prompt"),
         (["run", "nowhere.toml"], "cannot read the job file nowhere.toml"),
         (["run", "{job}", "--max-tokns", "3"], "No such option '--max-tokns'"),
         (["run", "{job}", "--max-tokens", "many"], "--max-tokens"),
