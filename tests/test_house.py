@@ -71,7 +71,7 @@ CONCEPTS = {
         max-total-tokens metrics-file overwrite quiet shard strict update
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
-    "output formats": "jsonl openai-batch parquet",
+    "output formats": "csv jsonl openai-batch parquet",
     "extras": "gguf gs lm-eval metrics ray report s3 structured test",
     "public names": """
         BatchgenError Engine EngineConfig GateFailed InputError JobSpec LockedError ModelError OutOfMemory RemoteError

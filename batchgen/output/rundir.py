@@ -37,7 +37,12 @@ from batchgen.output.manifest import Manifest, OtherVersion
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
 _PROGRESS_HEAD = b'{"version": 1, "state": "'
 _JOURNAL_NAME = re.compile(r"(\d{4,9})-[0-9a-f]{8}", re.ASCII)
-OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
+OUTPUT_NAMES = {
+    "jsonl": "outputs.jsonl",
+    "csv": "outputs.csv",
+    "parquet": "outputs.parquet",
+    "openai-batch": "outputs.jsonl",
+}
 
 
 class Begun(NamedTuple):

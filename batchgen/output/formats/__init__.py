@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from batchgen.config.job import JobSpec
+from batchgen.config.job import InputSpec, JobSpec
 from batchgen.core.errors import UsageError
+from batchgen.output.formats.delimited import BOM, CsvFormat
 from batchgen.output.formats.jsonl import OutputFormat
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 
@@ -26,4 +27,16 @@ def output_format(spec: JobSpec, begun_at: datetime | None = None) -> OutputForm
         from batchgen.output.formats.parquet import ParquetFormat, fixed_types  # pyarrow, where it is needed
 
         return ParquetFormat(fixed_types(spec))
-    raise UsageError(f'output.format = "{name}": must be one of jsonl, parquet, openai-batch')
+    if name == "csv":
+        has_id, has_answer = spec.input.id is not None, bool(spec.output.answer)
+        return CsvFormat(has_id=has_id, has_answer=has_answer, has_bom=_has_bom(spec.input))
+    raise UsageError(f'output.format = "{name}": must be one of jsonl, csv, parquet, openai-batch')
+
+
+def _has_bom(spec: InputSpec) -> bool:
+    """Whether the input is a file of a spreadsheet, which reads UTF-8 by its mark alone: it has one, or is no UTF-8."""
+    try:
+        with Path(spec.path[0] if spec.path else "").open("rb") as file:
+            return bool(spec.encoding) or file.read(3) == BOM.encode()
+    except (OSError, ValueError):
+        return bool(spec.encoding)

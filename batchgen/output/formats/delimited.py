@@ -1,0 +1,68 @@
+"""Outputs as a CSV file for spreadsheets: a row's own columns, then what the model gave, without counts and times.
+
+Cells are quoted as the standard library does it. Text is a cell as it is; what a cell cannot hold, such as lists and
+objects, is JSON text, and null is an empty cell.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from typing import Any, BinaryIO
+
+from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS
+from batchgen.output.formats.jsonl import OutputFormat
+
+BOM = "\ufeff"  # by which spreadsheets know UTF-8
+_GIVEN = (  # what the model gave, in this order, behind the columns of the input
+    *("text", "label", "score", "parsed", "reasoning", "tool_calls", "choices", "scores", "samples", "perplexity"),
+    *("embedding", "embeddings", "complete", "finish_reason"),
+)
+_BUFFER_CHARS = 1 << 20
+
+
+class CsvFormat(OutputFormat):
+    """``outputs.csv``. ``has_id``: the input has ids; ``has_bom``: the file begins with a mark that says UTF-8."""
+
+    def __init__(self, *, has_id: bool, has_answer: bool, has_bom: bool) -> None:
+        self._has_id = has_id
+        self._has_answer = has_answer
+        self._has_bom = has_bom
+
+    def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
+        """Iterate ``rows`` twice: the names of all columns come first."""
+        names = self._names(rows)
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        text.write(BOM if self._has_bom else "")
+        writer.writerow(names)
+        for row in rows:
+            record = json.loads(row)
+            writer.writerow([_cell(record.get(name)) for name in names])
+            if text.tell() > _BUFFER_CHARS:
+                _flush(text, file)
+        _flush(text, file)
+
+    def _names(self, rows: Iterable[bytes]) -> list[str]:
+        """The columns that some row has: the id, those of the input in the order of their first row, and the answer."""
+        found: dict[str, None] = {}
+        for row in rows:
+            found |= dict.fromkeys(json.loads(row))
+        own = RECORD_KEYS | VECTOR_KEYS | ({ANSWER} if self._has_answer else frozenset())
+        kept = [name for name in found if name not in own]
+        given = [name for name in ("text", ANSWER, *_GIVEN[1:]) if name in found and name in own]
+        return [*(["id"] if self._has_id else []), *kept, *(given or ["text", "finish_reason"])]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _flush(text: io.StringIO, file: BinaryIO) -> None:
+    file.write(text.getvalue().encode(errors="surrogatepass"))
+    text.seek(0)
+    text.truncate()
