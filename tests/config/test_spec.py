@@ -180,7 +180,7 @@ def test_what_cannot_work_is_refused_by_name_and_line(tmp_path: Path, extra: str
 
 REFUSED_FLAGS: list[tuple[str, object, str]] = [
     ("input.format", "json", r"^--input-format = 'json'"),
-    ("output.format", "xml", "must be one of jsonl, parquet, openai-batch$"),  # each is listed once
+    ("output.format", "xml", "must be one of jsonl, csv, parquet, openai-batch$"),  # each is listed once
     ("sampling.columns", ["question"], "^--sampling-columns = .*'question' is not a sampling key"),
     *(
         (f"{section}.path", f"{scheme}://bucket/x", f"{scheme}:// is not a local path: copy the file")
