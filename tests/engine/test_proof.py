@@ -14,7 +14,6 @@ import pytest
 import torch
 from families import RAW, raw_config
 from late_device import Again
-from repeats import slow
 from tiny_model import CPU, random_state, tiny_model, tokens_of
 from torch import Tensor
 from triton_device import HAS_GPU, CudaKernels
@@ -60,11 +59,15 @@ def tokens(setting: Setting, kernels: Kernels) -> Mapping[int, tuple[int, ...]]:
     return tokens_of(setting.engine(setting.decoder(kernels)).run(setting.requests()))
 
 
-@pytest.mark.slow
+def at_night(family: str, form: str) -> Any:
+    """A case on the interpreter, which takes minutes: CI does one of each family or format that differs most."""
+    is_quick = family == "lfm2" or (family, form) in (("gemma3_text", "float32"), ("lfm2_moe", "bfloat16"))
+    return pytest.param(family, form, marks=pytest.mark.slow if is_quick else pytest.mark.nightly)
+
+
 @pytest.mark.skipif(HAS_GPU, reason="the model is on the CPU")
 @pytest.mark.interpreted
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("family", RAW)
+@pytest.mark.parametrize(("family", "form"), [at_night(family, form) for family in RAW for form in FORMATS])
 @pytest.mark.usefixtures("small")
 def test_right_kernels_of_a_gpu_have_no_fault(family: str, form: str) -> None:
     assert find_faults(CudaKernels(weights=FORMATS[form][2]), setting_of(family, form)) == {}
@@ -215,8 +218,17 @@ FAULTS: dict[str, tuple[str, str, Planted]] = {
 }
 
 
-@pytest.mark.parametrize("base", [FusedNorms, slow(CudaKernels)], ids=lambda base: base.__name__)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "base"),
+    [
+        *((fault, FusedNorms) for fault in FAULTS),
+        *(
+            pytest.param(fault, CudaKernels, marks=pytest.mark.slow if number % 5 == 0 else pytest.mark.nightly)
+            for number, fault in enumerate(FAULTS)
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 @pytest.mark.usefixtures("small")
 def test_a_planted_fault_is_found_and_plain_torch_gives_the_tokens_of_the_reference(fault: str, base: Base) -> None:
     name, family, planted = FAULTS[fault]
