@@ -57,7 +57,7 @@ PROMISE = {  # by room, the files that hold it; "*": all
     "kernels": "attention experts linear mask parallel quantize rope_conv rows sampling_kernel shared_prefixes",
     # No row lost, none twice.
     "output": "durability journal rundir writer",
-    "run": "backend crashes histories identity kill_points merge resume reuse run signals stdin stop update",
+    "run": "backend crashes histories identity kill_points merge resume run signals stdin stop update",
     # The scheduler.
     "engine": "admission block_pool build_input engine scheduler scheduler_sharing sequence sizes",
     # The prompt is what the user wrote, and a bad row costs itself alone.
@@ -68,7 +68,6 @@ PROMISE = {  # by room, the files that hold it; "*": all
     "report": "report report_compare",
     "plan": "*",
     "check": "*",
-    "bench": "*",
     "tests": "house",
 }
 
