@@ -150,11 +150,11 @@ def test_workers_end_with_a_driver_that_is_killed_while_they_load(jobs: JobMaker
 
 
 def test_sigterm_saves_the_tokens_of_all_workers(jobs: JobMaker) -> None:
-    lengths = (60 + 3 * number for number in range(40))  # rows of one length would end all at once
+    lengths = (80 + 3 * number for number in range(40))  # rows of one length would end all at once
     jobs.write([{**row, "sampling": {"min_tokens": length}} for row, length in zip(rows_of(40), lengths, strict=True)])
     toml = jobs.toml(sampling={"max_tokens": 200})
     process = start(["run", toml, "--workers", "2"], step_s=0.02)
-    until_rows_are_done(process, jobs.output, 4)
+    until_rows_are_done(process, jobs.output, 16)  # more than the first worker has before the second one is ready
     pids = workers_of(process.pid)
     for pid in pids:  # whoever sends it to a whole group or service sends it to these too
         subprocess.run(["kill", "-TERM", str(pid)], check=True)

@@ -145,7 +145,7 @@ def journal_of(output: Path) -> Path:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def without_timings(path: Path) -> list[dict[str, Any]]:
