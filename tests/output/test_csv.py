@@ -72,3 +72,14 @@ def test_the_format_may_change_and_nothing_is_computed_again(job: JobMaker) -> N
         job.run(job.spec(output={"format": name}), RunOptions(progress="quiet", update=True))
         assert [path.name for path in job.output.glob("outputs.*")] == [f"outputs.{name}"]
         assert not job.engines, "a run begins the list anew"
+
+
+def test_a_choice_stands_beside_its_probability_and_no_column_of_that_name_is_lost() -> None:
+    file = io.BytesIO()
+    choices = [{"text": "a", "prob": 0.25}, {"text": "b", "prob": 0.75}]
+    rows = [{"id": 1, "text": "b", "prob": "own", "choices": choices, "finish_reason": "stop"}]
+    CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [json.dumps(row).encode() for row in rows])
+    assert file.getvalue().decode() == "input_prob,text,prob,finish_reason\r\nown,b,0.75,stop\r\n"
+    file = io.BytesIO()
+    CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [b'{"text": "b", "prob": "own"}'])
+    assert file.getvalue().decode() == "prob,text\r\nown,b\r\n"

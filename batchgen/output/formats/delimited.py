@@ -17,9 +17,10 @@ from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
 _GIVEN = (  # what the model gave, in this order, behind the columns of the input
-    *("text", "label", "score", "parsed", "reasoning", "tool_calls", "choices", "scores", "samples", "perplexity"),
+    *("text", "label", "score", "parsed", "reasoning", "tool_calls", "prob", "scores", "samples", "perplexity"),
     *("embedding", "embeddings", "complete", "finish_reason"),
 )
+_PROB = "prob"  # a column of a job with choices
 _BUFFER_CHARS = 1 << 20
 
 
@@ -39,7 +40,7 @@ class CsvFormat(OutputFormat):
         text.write(BOM if self._has_bom else "")
         writer.writerow(names)
         for row in rows:
-            record = json.loads(row)
+            record = _flat(json.loads(row))
             writer.writerow([_cell(record.get(name)) for name in names])
             if text.tell() > _BUFFER_CHARS:
                 _flush(text, file)
@@ -48,12 +49,26 @@ class CsvFormat(OutputFormat):
     def _names(self, rows: Iterable[bytes]) -> list[str]:
         """The columns that some row has: the id, those of the input in the order of their first row, and the answer."""
         found: dict[str, None] = {}
-        for row in rows:
-            found |= dict.fromkeys(json.loads(row))
         own = RECORD_KEYS | VECTOR_KEYS | ({ANSWER} if self._has_answer else frozenset())
+        for row in rows:
+            record = json.loads(row)
+            own |= {_PROB} if record.get("choices") else frozenset()
+            found |= dict.fromkeys(_flat(record))
         kept = [name for name in found if name not in own]
         given = [name for name in ("text", ANSWER, *_GIVEN[1:]) if name in found and name in own]
         return [*(["id"] if self._has_id else []), *kept, *(given or ["text", "finish_reason"])]
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the probability of the choice that was made in place of those of all choices.
+
+    A kept column of that name gives way as one does that is named like a field of the record.
+    """
+    choices = record.pop("choices", None)
+    if not choices:
+        return record
+    prob = next(choice["prob"] for choice in choices if choice["text"] == record["text"])
+    return {f"input_{name}" if name == _PROB else name: value for name, value in record.items()} | {_PROB: prob}
 
 
 def _cell(value: Any) -> str:
