@@ -68,7 +68,8 @@ def pace(report: Report) -> str:
     what, kind = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
     wall_s, generate_s = report["wall_s"], report["generate_s"]
     without = ", without copies" if report["duplicates"] else ""
-    speed = f" ({rate(report, kind):,.0f} tok/s{without})"
+    found = rate(report, kind)
+    speed = f" ({found:,.0f} tok/s{without})" if found else ""
     others = [
         f"{ACCOUNTS.get(name, name)} {format_duration(seconds)}"
         for name, seconds in report["seconds"].items()
