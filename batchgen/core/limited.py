@@ -8,6 +8,7 @@ its own answer, whatever its neighbours are and however busy the machine is. ``l
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -165,7 +166,7 @@ class _Process:
             self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, process_group=0)
         except OSError as error:
             raise _no_start(program, str(error)) from error
-        self._end = weakref.finalize(self, _end, self._popen)
+        self._end = weakref.finalize(self, _end, self._popen, os.getpid())
         self.is_started = False
         self.num_answered = 0
         self.num_owed = 0  # items without an answer yet
@@ -223,7 +224,9 @@ class _Process:
         return text, problem
 
 
-def _end(popen: subprocess.Popen[bytes]) -> None:
+def _end(popen: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a fork has a copy of this object, and would wait for ever for another's process
+        return
     popen.kill()
     with suppress(BrokenPipeError):  # closing its input flushes what it has not read
         popen.communicate()

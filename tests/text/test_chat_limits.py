@@ -376,3 +376,20 @@ def test_a_stop_ends_a_run_whose_template_hangs(num_short: int, phase: str, job:
     process.send_signal(signal.SIGTERM)
     code, said = finish(process, timeout=10)
     assert code == 75, said
+
+
+def test_a_fork_leaves_the_process_of_its_parent_alone() -> None:
+    """It would wait for the end of a process that is not its own, once its copy of the template is collected."""
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert list(template.render([user("a")])) == ["a"]
+    pid = os.fork()
+    if not pid:
+        del template
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert time.monotonic() < deadline
+    assert list(template.render([user("b")])) == ["b"]
