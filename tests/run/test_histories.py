@@ -11,7 +11,7 @@ import pytest
 from run_helpers import survived
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers" / "histories.py")
-SHARE = float(os.environ.get("BATCHGEN_FAULT_SHARE", 1))
+SHARE = float(os.environ.get("BATCHGEN_FAULT_SHARE", "1"))
 SEED = os.environ.get("BATCHGEN_HISTORY_SEED", "").split()
 
 
