@@ -375,7 +375,7 @@ class World:
         elif code in (DONE, FAILED_ROWS):
             if not updates and self.published is not None and self.disturbed is None:
                 assert not self.loses_much(), f"not refused, though much is lost: {said}"
-            self.check_done(said, made)
+            self.check_done(said, made, may_be_left=is_disturbed)
         else:
             assert is_disturbed or (code == STOPPED and step.kind == "stop"), f"exit code {code}: {said}"
             self.is_exact = self.is_exact and bool(made) and not is_disturbed
@@ -412,10 +412,13 @@ class World:
         if self.published is not None and self.disturbed is None:
             assert self.loses_much(), f"refused, though little is lost: {said}"
 
-    def check_done(self, said: str, made: list[StubEngine] | None) -> None:
-        """The folder is that of a fresh run, and nothing was computed twice."""
+    def check_done(self, said: str, made: list[StubEngine] | None, *, may_be_left: bool = False) -> None:
+        """The folder is that of a fresh run, and nothing was computed twice.
+
+        A disk that refuses to remove a journal that is no longer needed ends no run: the next start removes it.
+        """
         fresh = self.fresh()
-        self.compare(fresh.files, said, is_back=self.published == self.state)
+        self.compare(fresh.files, said, is_back=may_be_left or self.published == self.state)
         is_same = self.disturbed in (None, self.state)
         if made is not None:
             num_started = sum(engine.num_started for engine in made)
@@ -479,9 +482,6 @@ def in_process(command: list[str], made: list[StubEngine], *, is_real: bool = Fa
 def files_of(folder: Path) -> dict[str, Any]:
     """The files of a finished run, by name: what of them must be the same whatever came before."""
     names = {path.name for path in folder.glob("*")} - {"run.lock", "progress.json"}
-    names -= (
-        {"journal"} if not any((folder / "journal").glob("*")) else set()
-    )  # a disk refused to remove the last of it
     return {name: content_of(folder / name) for name in sorted(names)}
 
 
