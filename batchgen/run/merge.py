@@ -25,7 +25,7 @@ from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest, OtherVersion, compare, kernels_of, mix_kernels, with_kernels
-from batchgen.output.rundir import RunDir, tidy_on_refusal
+from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
@@ -103,14 +103,17 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
                 raise UsageError(f"{target} holds a run already; merge into a new folder")
             if last is not None and last.parts == manifest.parts and not run_dir.changed_files(last, Digests()):
                 return Merged(None)
-            for other in begun:
-                run_dir.remove_begun(other)
-            return _write(shards, run_dir, manifest)
+            return _write(shards, run_dir, manifest, begun)
 
 
-def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Merged:
-    """Copy the records of all shards into a journal, and write the joined files from it."""
+def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlier: Sequence[Begun]) -> Merged:
+    """Copy the records of all shards into a journal, and write the joined files from it.
+
+    The journals of ``earlier`` merges that were killed go once there is a new one: they tell whose the outputs are.
+    """
     begun = run_dir.begin(manifest)
+    for other in earlier:
+        run_dir.remove_begun(other)
     job = job_from_dict(manifest.job, run_dir.manifest)
     with closing(Journal.open(begun.folder)) as journal:
         try:
@@ -121,7 +124,8 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Mer
                     journal.append(entry)
         except BaseException:
             journal.close()
-            run_dir.remove_begun(begun)  # it may be large
+            if run_dir.manifest.exists() or not run_dir.outputs(job.output.format).exists():
+                run_dir.remove_begun(begun)  # it may be large
             raise
         begun = finalize(run_dir, begun, job, journal, num_rows=shards[0].num_rows)
         counts = journal.counts

@@ -333,3 +333,26 @@ def test_a_merge_that_was_refused_leaves_no_folder_and_can_be_repeated(tmp_path:
     assert not (tmp_path / "new").exists()
     (folders[1] / "outputs.jsonl").write_bytes(good)
     assert merge(folders, tmp_path / "new" / "merged").counts == Counts(NUM_ROWS - len(BAD), len(BAD))
+
+
+def test_a_merge_killed_behind_its_outputs_and_again_at_its_next_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs without a journal or a ``job.json`` would be those of another program."""
+    folders, whole = shards(tmp_path), tmp_path / "whole"
+
+    def killed(*args: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("_write_report", "finalize", "_write_report"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(merge_module, place, killed)
+            merge(folders, whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunDir, "begin", killed)
+        merge(folders, whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(merge_module._Shard, "entries", killed)
+        merge(folders, whole)
+    assert merge(folders, whole).counts is not None
+    assert merge(folders, whole).counts is None
