@@ -67,7 +67,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     choices = record.pop("choices", None)
     if not choices:
         return record
-    prob = next(choice["prob"] for choice in choices if choice["text"] == record["text"])
+    prob = next((choice["prob"] for choice in choices if choice["text"] == record["text"]), None)
     return {f"input_{name}" if name == _PROB else name: value for name, value in record.items()} | {_PROB: prob}
 
 
