@@ -49,7 +49,8 @@ def _encoding(text: str) -> str | None:
     try:
         "a".encode(text)
         name = codecs.lookup(text).name
-    except LookupError:
+        codecs.getincrementaldecoder(text)("surrogateescape").decode(b"a")  # not all can pass over other bytes
+    except (LookupError, UnicodeError):
         raise ValueError('must be an encoding that Python knows, such as "cp1252" or "utf-16"') from None
     return None if name == "utf-8" else name
 

@@ -36,6 +36,33 @@ def test_a_byte_that_stands_for_nothing_is_one_error_row(tmp_path: Path) -> None
     assert isinstance(found[0], Record) and found[0].columns == {"a": "é"}
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("utf-16", "\ufeffq\na\n".encode("utf-16-le") + b"\x00\xd8" + "x\nb\n".encode("utf-16-le"), [2]),
+        ("utf-16-be", "q\na\nb\n".encode("utf-16-be") + b"\xdc\x0a" + "\nc\n".encode("utf-16-be"), [3]),
+        ("utf-16", "q\na\nb\n".encode("utf-16") + b"a", [3]),
+        ("utf-32", "q\na\n".encode("utf-32") + b"\x00\x00\x7f\x00" + "\nb\n".encode("utf-32-le"), [2]),
+        ("iso-2022-jp", b"q\na\n\x1b$Z\nb\n", [2]),
+        ("utf-7", b"q\na\n+\nb\n", [2]),
+    ],
+)
+def test_wide_and_shifted_text_that_is_damaged_costs_its_line_only(
+    name: str, content: bytes, found: list[int], tmp_path: Path
+) -> None:
+    rows = codes(read_bytes(tmp_path, content, "rows.csv", encoding=name))
+    assert [number for number, code in enumerate(rows, 2) if code != "ok"] == [number + 1 for number in found]
+    assert len(rows) > 2 and set(rows) == {"ok", "bad_encoding"}
+
+
+@pytest.mark.parametrize("name", ["utf-16", "utf-32"])
+def test_wide_text_without_a_mark_is_refused_with_the_encodings_that_may_read_it(name: str, tmp_path: Path) -> None:
+    content = "q\na\n".encode(f"{name}-le")
+    with pytest.raises(UsageError, match=f'no mark of its byte order: give "{name}-le" or'):
+        read_bytes(tmp_path, content, "rows.csv", encoding=name)
+    assert codes(read_bytes(tmp_path, content, "rows.csv", encoding=f"{name}-le")) == ["ok"]
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "rows.txt"])
 def test_a_file_in_cp1252_is_refused_with_the_key_that_reads_it(name: str, tmp_path: Path) -> None:
     content = "text\nJürgen\nabc\nZoë\n".encode("cp1252")
@@ -55,6 +82,8 @@ def test_single_lines_and_bytes_of_no_encoding_are_error_rows(content: bytes, tm
     ("keys", "said"),
     [
         ({"encoding": "hex"}, "must be an encoding that Python knows"),
+        ({"encoding": "punycode"}, "must be an encoding that Python knows"),
+        ({"encoding": "undefined"}, "must be an encoding that Python knows"),
         ({"encoding": "utf-99"}, "must be an encoding that Python knows"),
         ({"encoding": "cp1252", "format": "parquet"}, "input.encoding is of text"),
     ],

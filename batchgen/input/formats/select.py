@@ -84,8 +84,7 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
     if packed := foreign_compression(content):
         remedy = "unpack it" if packed in ("zip", "7-Zip") else "recompress it with gzip or zstd"
         raise UsageError(f"{content.name} is compressed by {packed}, which cannot be read; {remedy}")
-    with open_text(content) as stream:
-        head = stream.read(_HEAD_BYTES)
+    head = _read_head(content)
     _refuse_as_text(content.name, head)
     if given == "hf":
         raise UsageError(f'{content.name} is a file and input.format = "hf"; leave the format to "auto"')
@@ -101,6 +100,19 @@ def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
         what = "JSON over several lines or an array, not JSON Lines, one object per line"
         raise UsageError(f"{content.name} is {what}: jq -c {program} FILE > NEW_FILE.jsonl")
     return found
+
+
+def _read_head(content: InputBytes) -> bytes:
+    """The first bytes of a file's text. Raises UsageError for text of two or four bytes without a mark of their order.
+
+    Only the names of their encodings without an order ask for a mark.
+    """
+    try:
+        with open_text(content) as stream:
+            return stream.read(_HEAD_BYTES)
+    except UnicodeError:
+        remedy = f'"{content.encoding}-le" or "{content.encoding}-be"'
+        raise UsageError(f"{content.name} has no mark of its byte order: give {remedy} as its encoding") from None
 
 
 def _refuse_as_text(name: str, head: bytes) -> None:

@@ -9,6 +9,7 @@ import codecs
 import io
 import zlib
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -27,6 +28,24 @@ _FOREIGN_MAGIC = {
     b"\xff\x06\0\0sNaPpY": "snappy",
     **{b"BZh%d1AY&SY" % level: "bzip2" for level in range(1, 10)},
 }
+
+
+_ESCAPE = "batchgen.escape"  # an error handler of codecs
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    """Bytes that stand for nothing as surrogates, which UTF-8 has none of; those that are ASCII are one together."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    with suppress(UnicodeError):
+        found, end = codecs.lookup_error("surrogateescape")(error)
+        return str(found), end
+    is_wide = error.encoding.startswith(("utf-16", "utf-32"))
+    ends_line = not is_wide and b"\n" in error.object[error.start : error.end]
+    return "\udcff\n" if ends_line else "\udcff", error.end
+
+
+codecs.register_error(_ESCAPE, _escape)
 
 
 class Decompressed(io.RawIOBase):
@@ -107,7 +126,7 @@ class Transcoded(io.RawIOBase):
 
     def __init__(self, stream: BinaryIO, encoding: str) -> None:
         self._stream = stream
-        self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        self._decoder = codecs.getincrementaldecoder(encoding)(_ESCAPE)
         self._pending = b""
         self._is_ended = False
 
