@@ -81,5 +81,10 @@ def test_a_choice_stands_beside_its_probability_and_no_column_of_that_name_is_lo
     CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [json.dumps(row).encode() for row in rows])
     assert file.getvalue().decode() == "input_prob,text,prob,finish_reason\r\nown,b,0.75,stop\r\n"
     file = io.BytesIO()
+    more = json.dumps({"prob": "own", "input_prob": "other", **rows[0]}).encode()
+    CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [more])
+    expected = "input_input_prob,input_prob,text,prob,finish_reason\r\nown,other,b,0.75,stop\r\n"
+    assert file.getvalue().decode() == expected
+    file = io.BytesIO()
     CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [b'{"text": "b", "prob": "own"}'])
     assert file.getvalue().decode() == "prob,text\r\nown,b\r\n"
