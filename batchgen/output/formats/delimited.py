@@ -68,7 +68,10 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     if not choices:
         return record
     prob = next((choice["prob"] for choice in choices if choice["text"] == record["text"]), None)
-    return {f"input_{name}" if name == _PROB else name: value for name, value in record.items()} | {_PROB: prob}
+    own = f"input_{_PROB}"
+    while own in record:
+        own = f"input_{own}"
+    return {own if name == _PROB else name: value for name, value in record.items()} | {_PROB: prob}
 
 
 def _cell(value: Any) -> str:
