@@ -121,6 +121,8 @@ class Manifest:
             raise ValueError("num_rows is no number of rows")
         if not all(isinstance(item, dict) and {"bytes", "sha256"} <= item.keys() for item in self.files.values()):
             raise ValueError("files has one without bytes and sha256")
+        if not isinstance(self.journal, str):
+            raise ValueError("journal is no name of a folder")
         try:
             for at in (self.created_at, self.rendered_at):
                 datetime.fromisoformat(at or "2026-01-01")

@@ -312,6 +312,12 @@ def test_links_that_somebody_else_put_where_files_are_staged_are_not_followed(ru
     assert precious.read_text() == "mine"
 
 
+def test_a_journal_that_is_no_name_is_said_to_be_none() -> None:
+    content = json.dumps({**json.loads(MANIFEST.to_bytes()), "journal": 5}).encode()
+    with pytest.raises(ValueError, match="journal is no name of a folder"):
+        Manifest.from_bytes(content)
+
+
 @pytest.mark.parametrize("name", ["job.json", "run.lock", "progress.json"])
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(run_dir: RunDir, name: str) -> None:
     os.mkfifo(run_dir.path / name)
