@@ -44,6 +44,7 @@ def test_a_byte_that_stands_for_nothing_is_one_error_row(tmp_path: Path) -> None
         ("utf-16", "q\na\nb\n".encode("utf-16") + b"a", [3]),
         ("utf-32", "q\na\n".encode("utf-32") + b"\x00\x00\x7f\x00" + "\nb\n".encode("utf-32-le"), [2]),
         ("iso-2022-jp", b"q\na\n\x1b$Z\nb\n", [2]),
+        ("iso-2022-jp", b"q\na\nb\n\x1b((((((((((((", [3]),
         ("utf-7", b"q\na\n+\nb\n", [2]),
     ],
 )

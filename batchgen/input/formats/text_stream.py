@@ -142,10 +142,19 @@ class Transcoded(io.RawIOBase):
         while not self._pending and not self._is_ended:
             block = self._stream.read(BUFFER_BYTES)
             self._is_ended = not block
-            self._pending = self._decoder.decode(block, self._is_ended).encode(errors="surrogateescape")
+            self._pending = self._decode(block).encode(errors="surrogateescape")
         size = min(len(buffer), len(self._pending))
         buffer[:size], self._pending = self._pending[:size], self._pending[size:]
         return size
+
+    def _decode(self, block: bytes) -> str:
+        """The text of a block. One that ends in a mark without an end is decoded as if the file ended there."""
+        before = self._decoder.getstate()
+        try:
+            return self._decoder.decode(block, self._is_ended)
+        except UnicodeError:
+            self._decoder.setstate(before)
+            return self._decoder.decode(block, True)
 
     def close(self) -> None:
         self._stream.close()
