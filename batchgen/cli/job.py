@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import UsageError
-from batchgen.core.remote import scheme_of
+from batchgen.core.remote import redacted, scheme_of
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.storage import absolute
 from batchgen.core.units import shown
@@ -37,7 +38,8 @@ def load_spec(
         if "path" in flags.get("input", {}):
             raise UsageError(f"{shown(job)} and --input are both the input: give one of them")
         flags = {**flags, "input": {**flags.get("input", {}), "path": [job]}}
-        flags["output"] = {"path": str(Path("runs") / _name_of(job)), **flags.get("output", {})}
+        if "path" not in flags.get("output", {}):
+            flags["output"] = {"path": _folder_for(job), **flags.get("output", {})}
         job = None
     if job is None or not is_run_folder(job):
         return load_job(Path(job) if job else None, flags, needs=needs or PLACES), shard or WHOLE
@@ -60,6 +62,31 @@ def _is_data(job: str) -> bool:
         return not is_run_folder(job)
     suffixes = {suffix.lower() for suffix in Path(job).suffixes}
     return ".toml" not in suffixes and not suffixes.isdisjoint(_DATA_SUFFIXES)
+
+
+def _folder_for(data: str) -> str:
+    """The folder of the outputs of data. Raises UsageError where it holds those of other data that are still there."""
+    folder = str(Path("runs") / _name_of(data))
+    if not is_run_folder(folder):
+        return folder
+    from batchgen.config.settings import RawSettings
+    from batchgen.output.rundir import RunDir
+
+    (own,) = RawSettings({"input": {"path": [data]}}).parsed("input", "path")
+    others: Sequence[str] = ()
+    with suppress(UsageError):  # the run says what is wrong with the folder
+        others = RunDir(absolute(Path(folder))).job().job["input"]["path"]
+    for other in others:
+        is_named = other == "-" or other.startswith("hf:") or scheme_of(other) or not _PATTERN_SIGNS.isdisjoint(other)
+        if (is_named or Path(other).exists()) and _without_query(other) != _without_query(own):
+            what = shown(redacted(other))
+            raise UsageError(f"{folder} has the outputs of {what}: give --output, another folder or this one")
+    return folder
+
+
+def _without_query(data: str) -> str:
+    """An address without what may be another each time, such as a signature."""
+    return redacted(data).partition("?")[0] if scheme_of(data) else data
 
 
 def _name_of(data: str) -> str:

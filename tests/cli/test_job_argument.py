@@ -46,6 +46,25 @@ def test_addresses_and_stdin_are_data_too(folder: Path, data: str, name: str) ->
     assert (spec.input.path, spec.output.path) == ((data,), str(folder / "runs" / name))
 
 
+def test_data_of_the_same_name_do_not_replace_the_outputs_of_other_data(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "b").mkdir()
+    (folder / "b" / "words.csv").write_text("word,n\nother,1\n")
+    flags, outputs = ("-m", str(MODEL), "-p", "Say {word}"), folder / "runs" / "words" / "outputs.jsonl"
+    assert run("words.csv", *flags) == run("./words.csv", *flags) == 0
+    before = outputs.read_bytes()
+    assert run("b/words.csv", *flags) == ExitCode.USAGE
+    assert "runs/words has the outputs of" in capsys.readouterr().err
+    assert outputs.read_bytes() == before
+    assert run("b/words.csv", *flags, "-o", "runs/words") == 0, "as it was said to be meant"
+    assert run("words.csv", *flags, "-o", "runs/words") == 0
+    (folder / "words.csv").rename(folder / "b" / "words.csv")
+    assert run("b/words.csv", *flags) == 0, "the data were moved"
+    (folder / "runs" / "words" / "job.json").write_text("{")
+    assert run("b/words.csv", *flags, "--overwrite") == 0
+
+
 def test_short_flags_are_those_of_a_job(folder: Path) -> None:
     assert run("-i", "words.csv", "-m", str(MODEL), "-p", "word", "-o", "elsewhere") == 0
     assert len((folder / "elsewhere" / "outputs.jsonl").read_text().splitlines()) == 2
