@@ -25,12 +25,17 @@ _DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".text",
 
 
 def load_spec(
-    job: str | None, flags: dict[str, dict[str, Any]], shard: Shard | None, needs: Sequence[str] | None = None
+    job: str | None,
+    flags: dict[str, dict[str, Any]],
+    shard: Shard | None,
+    needs: Sequence[str] | None = None,
+    *,
+    writes: bool = True,
 ) -> tuple[JobSpec, Shard]:
     """The job of a file, of a run directory, which stands for its own, or of flags alone; and the shard to run.
 
-    In place of a job the data may be given, as ``--input`` would; the output is then ``runs/NAME``. Flags win. Raises
-    UsageError.
+    In place of a job the data may be given, as ``--input`` would; the output is then ``runs/NAME`` if the command
+    ``writes``, or shows what would be written. Flags win. Raises UsageError.
     """
     from batchgen.config.load import PLACES, load_job
 
@@ -38,7 +43,7 @@ def load_spec(
         if "path" in flags.get("input", {}):
             raise UsageError(f"{shown(job)} and --input are both the input: give one of them")
         flags = {**flags, "input": {**flags.get("input", {}), "path": [job]}}
-        if "path" not in flags.get("output", {}):
+        if writes and "path" not in flags.get("output", {}):
             flags["output"] = {"path": _folder_for(job), **flags.get("output", {})}
         job = None
     if job is None or not is_run_folder(job):

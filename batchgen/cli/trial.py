@@ -39,7 +39,7 @@ def try_command(
     point_out_backslashes(flags)
     if job is None and not flags:
         raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
-    spec, _ = load_spec(job, flags, None, needs=("model", "input"))
+    spec, _ = load_spec(job, flags, None, needs=("model", "input"), writes=False)
     from batchgen.plan.trial import try_job
 
     code = ExitCode.OK

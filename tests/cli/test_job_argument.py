@@ -57,6 +57,7 @@ def test_data_of_the_same_name_do_not_replace_the_outputs_of_other_data(
     assert run("b/words.csv", *flags) == ExitCode.USAGE
     assert "runs/words has the outputs of" in capsys.readouterr().err
     assert outputs.read_bytes() == before
+    assert call(["try", "b/words.csv", *flags], stub_factory()) == 0, "it writes nothing"
     assert run("b/words.csv", *flags, "-o", "runs/words") == 0, "as it was said to be meant"
     assert run("words.csv", *flags, "-o", "runs/words") == 0
     (folder / "words.csv").rename(folder / "b" / "words.csv")
