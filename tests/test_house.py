@@ -68,11 +68,11 @@ CONCEPTS = {
     "commands": "bench check help merge plan report run status try",
     "switches of run": """
         allow-mixed-kernels deadline heartbeat-s help-all json-progress max-cost max-error-rate max-runtime
-        max-total-tokens metrics-file overwrite quiet shard strict update
+        max-total-tokens overwrite quiet shard strict update
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
     "output formats": "csv jsonl openai-batch parquet",
-    "extras": "gguf gs lm-eval metrics ray report s3 structured test",
+    "extras": "gguf gs lm-eval ray report s3 structured test",
     "public names": """
         BatchgenError Engine EngineConfig GateFailed InputError JobSpec LockedError ModelError OutOfMemory RemoteError
         Request Result ResumeMismatch Run RunOptions RunStopped SamplingParams Shard StorageError Tokenizer UsageError

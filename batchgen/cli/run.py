@@ -51,7 +51,6 @@ _MIXED_HELP = "Go on with a run begun on another kind of processor."
 @run_option("--max-cost", type=AMOUNT, help="Stop when the run has cost this much.")
 @run_option("--shard", type=SHARD, help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
-@run_option("--metrics-file", type=PATH, help="Write Prometheus metrics at the end.")
 @progress_options
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any) -> int:
@@ -69,7 +68,6 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
       batchgen run jobs/nightly.toml --deadline 05:55
       batchgen run job.toml --max-tokens 1024 --update
       batchgen run job.toml --structured-outputs '{"choice": ["yes", "no"]}'
-      batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
     """
     flags = take_job_flags(values)
@@ -78,18 +76,12 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
         raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
     spec, values["shard"] = load_spec(job, flags, values["shard"])
     from batchgen.executors.backend import run_job
-    from batchgen.run.reports import check_metrics_file, write_metrics
     from batchgen.run.stop import Limits
 
-    metrics_file: Path | None = values["metrics_file"]
-    if metrics_file is not None:
-        check_metrics_file(metrics_file, spec.output.path)
     limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"], values["max_cost"])
     keeps_stdin = is_run_folder(job) and "path" not in flags.get("input", {})
     options = replace(_run_options(values), limits=limits, keeps_stdin=keeps_stdin)
     outcome = run_job(spec, options, engine_factory=engine_factory)
-    if metrics_file is not None:
-        write_metrics(metrics_file, spec.output.path, spec.model.path, outcome.report, outcome.exit_code)
     return _conclude(outcome, values)
 
 

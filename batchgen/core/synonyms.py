@@ -132,7 +132,8 @@ _TABLE: dict[Synonym, str] = {
         "try", "it shows prompts as they are sent"
     ): "preview, show-prompt, prompt-preview, rendered, playground, demo",
     Synonym("check"): "verify, test, self-test, doctor",
-    Synonym("Watching"): "verbose, debug, log-level, logging, log, progress, tqdm, monitor, metrics, prometheus",
+    Synonym("Watching"): "verbose, debug, log-level, logging, log, progress, tqdm, monitor",
+    Synonym("Prometheus"): "metrics, metrics-file, grafana, textfile collector, node exporter",
     Synonym("Stopping early", "--max-runtime and --deadline stop a run"): "timeout, time-limit, interrupt, ctrl-c, "
     "sigterm, cancel, stop-after, walltime, max-time",
     Synonym("cluster.price_per_hour"): "cost, price, dollars, money",

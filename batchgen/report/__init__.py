@@ -1,1 +1,1 @@
-"""The report of a run: built from its rows and its usage, and shown as text, HTML or Prometheus metrics."""
+"""The report of a run: built from its rows and its usage, and shown as text or HTML."""

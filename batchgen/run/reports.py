@@ -1,25 +1,22 @@
-"""Reports of run directories: the totals and facts that go into them, reading them back, and the metrics file."""
+"""Reports of run directories: the totals and facts that go into them, and reading them back."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.core.structured import parsed, schema_of
 from batchgen.output.finalize import read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
-from batchgen.report import prometheus
 from batchgen.report.build import read_report_file
 from batchgen.report.compare import answer_changes
 from batchgen.report.facts import NUM_ANSWERS, Table, answers
@@ -116,22 +113,3 @@ def has_failed_rows(run_dir: RunDir) -> bool:
         return bool(read_report(run_dir)["rows"]["failed"])
     except UsageError:
         return False
-
-
-def check_metrics_file(path: Path, run: str) -> None:
-    """Raises UsageError if the metrics of the run in directory ``run`` cannot be written to ``path`` later."""
-    prometheus.check_available()
-    if RunDir(Path(run)).owns(path):
-        raise UsageError(f"{path} is a file of the run itself; choose another path for the metrics")
-    check_replaceable(path, b"# HELP batchgen_", "a metrics file")
-
-
-def write_metrics(path: Path, run: str, model: str, report: Mapping[str, Any] | None, exit_code: int) -> None:
-    """Replace ``path`` atomically, so that the collector never reads half a file. Raises StorageError.
-
-    Without a ``report``, as for a run that was finished before, the one in directory ``run`` is used if it is there.
-    """
-    if report is None:
-        with suppress(UsageError):
-            report = read_report(RunDir(Path(run)))
-    write_atomic(path, prometheus.render_metrics(run, model, report, exit_code).encode())

@@ -258,7 +258,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     "arguments",
     [
         *("status {}", "report {}", "merge {} -o x", "merge x -o {}", "run {}", "plan {}"),
-        *("report x --html {}", "report x --compare {}", "run {job} --metrics-file {}"),
+        *("report x --html {}", "report x --compare {}"),
         *("bench --model m --workload {}", "check --model {}"),
     ],
 )

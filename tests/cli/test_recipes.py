@@ -423,3 +423,16 @@ def test_a_table_that_is_edited_every_night_computes_what_is_new(here: Path, com
         subprocess.run(night, env=commands, check=True)
     assert sum("reused" not in row["timings"] for row in read_lines(today / "outputs.jsonl")) == 6
     assert len(read_lines(today / "outputs.jsonl")) == 23
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the command jq is not installed")
+def test_the_lines_for_prometheus_give_the_figures_of_a_report(job: JobMaker) -> None:
+    job.write([*rows_of(5), "{"])
+    job.run(job.spec(output={"path": str(job.folder / "runs" / "nightly")}))
+    page = (REPOSITORY / "batchgen" / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```sh\n(jq .*?)```", page, re.DOTALL)
+    subprocess.run(["sh", "-ec", script], cwd=job.folder, check=True)
+    lines = (job.folder / "nightly.prom").read_text().splitlines()
+    assert 'batchgen_rows{run="runs/nightly",state="done"} 5' in lines
+    assert 'batchgen_failed_rows{run="runs/nightly",code="bad_json"} 1' in lines
+    assert all(re.fullmatch(r'batchgen_\w+\{run="[^"]+"(,\w+="\w+")?\} [\d.]+', line) for line in lines)
