@@ -14,7 +14,7 @@ from batchgen.config.sampling import ROW_KEYS, from_cell, in_object
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
-from batchgen.input.messages import Message, checked_messages, checked_tools, chosen_tools
+from batchgen.input.messages import Message, checked_messages, checked_tools
 from batchgen.input.openai_batch import check_purpose, effort_kwargs, inputs_of, parse_batch_line
 from batchgen.input.rows import Embedded, RowProblem, is_null, num_chars, wrong_type
 from batchgen.input.template import Template
@@ -37,15 +37,12 @@ class PlainText:
 class Chat:
     """A chat yet to be rendered by the model's chat template: its variables, ``messages`` among them.
 
-    ``name`` is what the row calls them, the first ``num_added`` being the job's. Of the tools in ``must_call`` the
-    answer has to call one, or with ``may_repeat`` several.
+    ``name`` is what the row calls them, the first ``num_added`` being the job's.
     """
 
     variables: Mapping[str, Any]
     name: str = "messages"
     num_added: int = 0
-    must_call: Sequence[Mapping[str, Any]] = ()
-    may_repeat: bool = True
 
 
 Prompt = PlainText | Chat | list[int]
@@ -215,7 +212,9 @@ class ContentFinder:
         added = [{"role": "system", "content": self._spec.system}] if self._spec.system and not has_system else []
         tools = checked_tools(columns.get("tools"))
         choice = columns.get("tool_choice") if tools else None
-        must_call = chosen_tools(choice, tools)
+        if not (is_null(choice) or choice in ("", "auto", "none")):
+            why = "must be auto or none: no answer is forced to call a tool"
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} {why}")
         kwargs = _checked_kwargs(columns.get("chat_template_kwargs"))
         offered = {"tools": tools} if tools and choice != "none" else {}
         variables = {**(self._spec.chat_template_kwargs or {}), **kwargs, **offered}
@@ -223,8 +222,7 @@ class ContentFinder:
             why = f"chat_template_kwargs: {shown(unused[0], 60)}: the model's chat template has no such variable"
             why = "tools: this model's chat template cannot take tools" if unused[0] == "tools" else why
             raise RowProblem(RowErrorCode.BAD_PARAM, why)
-        may_repeat = choice == "required" and columns.get("parallel_tool_calls") is not False
-        return Chat({**variables, "messages": [*added, *messages]}, name, len(added), must_call, may_repeat)
+        return Chat({**variables, "messages": [*added, *messages]}, name, len(added))
 
     def _require_tokenizer(self) -> None:
         if not self._has_tokenizer:

@@ -6,13 +6,13 @@ given, no template, and renders nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.units import shown
 from batchgen.input.rows import RowProblem, is_null, parse_json, type_name, wrong_type
-from batchgen.text.marks import REASONING, function_of
+from batchgen.text.marks import REASONING
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
 _MEDIA = ("audio", "image", "images", "video", "videos")  # of a message: what its turn says, and no text
@@ -213,19 +213,3 @@ def _with_objects(where: str, function: dict[str, Any]) -> dict[str, Any]:
         for name, item in properties.items()
     }
     return {**function, "parameters": {**schema, "properties": known}}
-
-
-def chosen_tools(choice: object, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The tools of which one must be called: none, all, or that which ``tool_choice`` (or its text) names."""
-    if is_null(choice) or choice in ("", "none", "auto"):
-        return ()
-    if isinstance(choice, str) and choice.startswith("{"):
-        choice = _object("'tool_choice'", choice)
-    name = function_of(choice).get("name") if isinstance(choice, dict) else None
-    found = [tool for tool in tools if choice == "required" or (name and function_of(tool).get("name") == name)]
-    if not found:
-        what = (
-            "none, auto, required, or a function among the tools, as {'type': 'function', 'function': {'name': NAME}}"
-        )
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} must be {what}")
-    return found

@@ -27,8 +27,8 @@ _SERVICE = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "tools": ([],),  # of a completion: a chat's are read
-    "tool_choice": ("none", "auto"),  # of a completion too
-    "parallel_tool_calls": (False, True),  # likewise
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -40,8 +40,9 @@ _CONTENT_FIELDS = {CHAT_URL: "messages", COMPLETION_URL: "prompt", EMBEDDING_URL
 _ENCODINGS = ("float", "base64")
 _MAX_INPUTS = 2048  # OpenAI's limit
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_VARIABLES = ("chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
-_OF_CHATS = (*_VARIABLES, "top_logprobs", "reasoning_effort", "prediction")  # a prediction saves OpenAI's time alone
+_VARIABLES = ("chat_template_kwargs", "tools", "tool_choice")
+_PREDICTION = "prediction"  # it saves OpenAI's time alone
+_OF_CHATS = ("chat_template_kwargs", "tools", "top_logprobs", "reasoning_effort", _PREDICTION)
 _OF_STREAMS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 
@@ -124,37 +125,31 @@ def _check_tools(body: Mapping[str, Any]) -> None:
 
     Whether a tool is an object at all is left to what reads them. Raises RowProblem bad_param.
     """
-    choice, tools = body.get("tool_choice"), body.get("tools")
-    if choice not in (None, "none", "auto") and not tools:
-        raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'tool_choice' needs 'tools'")
-    _check_function("tool_choice", choice, ("name",))
+    tools, is_free = body.get("tools"), body.get("tool_choice") != "none"
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
             return
-    is_free = choice in (None, "auto")
     if tools and is_free and body.get("parallel_tool_calls") is False:
-        why = "a model that is free to call tools may call several: give a tool_choice, or leave it out"
+        why = "a model may call several tools: leave it out"
         raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'parallel_tool_calls' is false: {why}")
     for number, tool in enumerate(tools if isinstance(tools, list) else ()):
-        function = _check_function(f"tools[{number}]", tool, _OF_FUNCTIONS)
-        if is_free and function.get("strict"):
-            why = "arguments are held to a schema only where tool_choice asks for a call: give one, or leave it out"
-            raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'tools[{number}].function.strict' is true: {why}")
+        _check_tool(f"tools[{number}]", tool, is_free=is_free)
 
 
-def _check_function(where: str, value: Any, known: Collection[str]) -> Mapping[str, Any]:
-    """The function in ``{"type": "function", "function": {...}}``, empty where there is none."""
-    if not isinstance(value, dict):
-        return {}
-    if value.get("type", "function") != "function":
-        message = f"body field '{where}' is of the type {shown(value['type'], 60)}: only functions are supported"
+def _check_tool(where: str, tool: Any, *, is_free: bool) -> None:
+    """Refuse all but ``{"type": "function", "function": {...}}``, and one that is strict in a chat that may call it."""
+    if not isinstance(tool, dict):
+        return
+    if tool.get("type", "function") != "function":
+        message = f"body field '{where}' is of the type {shown(tool['type'], 60)}: only functions are supported"
         raise RowProblem(RowErrorCode.BAD_PARAM, message)
-    _check_inside(where, value, ("type", "function"))
-    function = value.get("function")
-    _check_inside(f"{where}.function", function, known)
-    return function if isinstance(function, dict) else {}
+    _check_inside(where, tool, ("type", "function"))
+    _check_inside(f"{where}.function", tool.get("function"), _OF_FUNCTIONS)
+    if is_free and (tool.get("function") or {}).get("strict"):
+        why = "arguments are not held to a schema: leave it out"
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field '{where}.function.strict' is true: {why}")
 
 
 def _check_inside(where: str, value: Any, known: Collection[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -22,9 +22,7 @@ from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
 from batchgen.text.probes import HiddenError
-from batchgen.text.reasoning import Reasoning
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.tool_grammars import required_calls
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
@@ -140,13 +138,11 @@ class RequestBuilder:
 
     def _draft(self, record: Record, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
         prompt = content.prompt
-        must_call: Callable[[SamplingParams], Mapping[str, Any]] | None = None
         if isinstance(prompt, Chat):
             text = next(rendered)
             if isinstance(text, ChatTemplateError):
                 what = text.describe(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
-            must_call = partial(self._call_of, prompt, text) if prompt.must_call else None
             prompt = PlainText(text, add_special_tokens=False)
         if self._embedded is not None:
             return self._embedded_draft(record, [prompt, *content.more], self._embedded)
@@ -154,7 +150,6 @@ class RequestBuilder:
             base, is_open = self._sampling, self.fills_context and self._spec.is_batch_line(record.columns)
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
             params = merge_params(base, content.overrides, self._presets)
-            params = merge_params(params, must_call(params)) if must_call else params
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):
@@ -163,20 +158,6 @@ class RequestBuilder:
         longest = self._min_tokens(max(params.choices, key=len, default=""))
         self._check_estimate(draft, longest)
         return draft
-
-    def _call_of(self, chat: Chat, text: str, params: SamplingParams) -> Mapping[str, Any]:
-        """What makes a chat call a tool, behind the thoughts that its prompt begins."""
-        assert self._tokenizer is not None
-        if params.structured_outputs not in ("", self._sampling.structured_outputs):
-            message = "tool_choice and structured_outputs both say what the text must look like: give one of them"
-            raise RowProblem(RowErrorCode.BAD_PARAM, message)
-        try:
-            found = {"grammar": required_calls(self._tokenizer, chat.must_call, is_many=chat.may_repeat)}
-        except ValueError as error:
-            raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice: {error}") from error
-        markers = Reasoning(self._tokenizer)
-        opened = {"after": markers.closing} if text.rstrip().endswith(markers.opening) else {}
-        return {"structured_outputs": found | opened}
 
     def _embedded_draft(self, record: Record, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
         made = [

@@ -66,11 +66,6 @@ def source(llguidance: Any, text: str) -> str:
     return str(matcher.grammar_from_lark(_lark(asked["grammar"])))
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The body of a Lark rule for JSON that fits a prepared schema, with fixed white space."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _json_options({})})}"
-
-
 def _lark(grammar: str) -> str:
     """A Lark grammar as it is; one in the GBNF of llama.cpp and xgrammar (``root ::= ...``) as Lark."""
     if not _GBNF_RULE.search(grammar):

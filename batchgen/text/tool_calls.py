@@ -1,25 +1,28 @@
-"""Tool calls: finds the calls that a model wrote into its answer, in the format of its family.
+"""Parser of tool calls: finds the calls that a model wrote into its answer, in the format of its family.
 
 The format is that whose marker the chat template shows, else one whose marker is a token of the vocabulary: LFM2.5's
-template shows none. What a call says is read as data, never run, and not compared with the tools that were offered. A
-new family is a function here and an entry of ``FORMATS``, and the same in ``tool_grammars``.
+template shows none. Calls are read as data, never run, and not compared with the tools that were offered. A new family
+is a function here and an entry of ``FORMATS``.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.json_line import json_value
-from batchgen.text.python_calls import SPACE, read_calls
 from batchgen.text.tokenizer import Tokenizer
 
 Call = dict[str, Any]  # its ``name``, and ``arguments``, an object
 Found = tuple[list[Call], str]  # the calls in a text, and the rest of it
 _DECODER = json.JSONDecoder()
+_MAX_CHARS = 1 << 18  # of Python's notation, which takes a second and a hundred megabytes to parse
+_SPACE = re.compile(r"\s*+")
 _ARGUMENTS = ("arguments", "parameters")
 _JSON = re.compile(r"\s*+(?:\{|\[\s*+\{)")
 _MISTRAL_NAME = re.compile(r"([^\s\[{]++)(?:\[CALL_ID\][^\s\[{]*+)?(?:\[ARGS\])?\s*+(?=\{)")
@@ -72,7 +75,7 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
 
 def _lfm2(text: str) -> Found:
     """``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``, or JSON in it, which LFM2 writes when asked to."""
-    return _between("<|tool_call_start|>", "<|tool_call_end|>", text, _pythonic_or_json)
+    return _between(*_LFM2, text, _python_or_json)
 
 
 def _hermes(text: str) -> Found:
@@ -99,8 +102,9 @@ def _mistral(text: str) -> Found:
     return _between("[TOOL_CALLS]", "", text, _named_or_json)
 
 
+_LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 FORMATS = (
-    ToolFormat("LFM2", ("<|tool_call_start|>", "<|tool_call_end|>"), _lfm2),
+    ToolFormat("LFM2", _LFM2, _lfm2),
     ToolFormat("Mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _mistral),
     ToolFormat("Hermes", ("<tool_call>", "</tool_call>"), _hermes),
     ToolFormat("Llama 3", ("<|python_tag|>",), _llama, sign='"parameters":'),
@@ -124,11 +128,46 @@ def _between(opening: str, closing: str, text: str, read: Callable[[str, int], t
     return calls, _joined([*rest, text[at:]])
 
 
-def _pythonic_or_json(text: str, at: int) -> tuple[list[Call], int]:
+def _python_or_json(text: str, at: int) -> tuple[list[Call], int]:
     if _JSON.match(text, at):
         return _json_calls(text, at)
-    calls, end = read_calls(text, at)
-    return [_call(name, arguments) for name, arguments in calls], end
+    end = min((place for marker in _LFM2 if (place := text.find(marker, at)) >= 0), default=len(text))
+    return _python_calls(text[at:end].strip()), end
+
+
+def _python_calls(text: str) -> list[Call]:
+    """A call in Python's notation, ``weather.now(city="Zürich", days=[1], metric=true)``, or a list of them."""
+    if len(text) > _MAX_CHARS:
+        raise ValueError("the calls are too long")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes and literals that Python will refuse one day
+            node = ast.parse(text, mode="eval").body
+        return [_python_call(item) for item in (node.elts if isinstance(node, ast.List | ast.Tuple) else [node])]
+    except (SyntaxError, TypeError, RecursionError, MemoryError):  # the parser says MemoryError for deep nesting
+        raise ValueError("the calls are no literals in Python's notation") from None
+
+
+def _python_call(node: ast.expr) -> Call:
+    """A call whose arguments are literals, as JSON has them. Raises ValueError and TypeError; evaluates nothing."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("a call has no name, or arguments without names")
+    names, part = [], node.func
+    while isinstance(part, ast.Attribute):
+        names.append(part.attr)
+        part = part.value
+    if not isinstance(part, ast.Name):
+        raise ValueError("what is called has no name")
+    arguments = {item.arg: ast.literal_eval(_JsonNames().visit(item.value)) for item in node.keywords if item.arg}
+    if len(arguments) < len(node.keywords):
+        raise ValueError("an argument is given twice, or has no name")
+    return _call(".".join([part.id, *reversed(names)]), json_value(json.dumps(arguments)))
+
+
+class _JsonNames(ast.NodeTransformer):
+    """JSON's names of constants, which models write among Python's literals, as constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(json.loads(node.id)) if node.id in ("true", "false", "null") else node
 
 
 def _named_or_json(text: str, at: int) -> tuple[list[Call], int]:
@@ -169,7 +208,7 @@ def _call(name: object, arguments: object) -> Call:
 
 
 def _past_space(text: str, at: int) -> int:
-    found = SPACE.match(text, at)
+    found = _SPACE.match(text, at)
     return found.end() if found else at
 
 

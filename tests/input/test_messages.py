@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 
-from batchgen.input.messages import checked_messages, checked_tools, chosen_tools
+from batchgen.input.messages import checked_messages, checked_tools
 from batchgen.input.rows import RowProblem
 
 USER = {"role": "user", "content": "Time?"}
@@ -289,26 +288,3 @@ def test_a_tool_whose_schema_is_a_text_that_is_no_object_is_refused(tool: Any, p
     with pytest.raises(RowProblem) as caught:
         checked_tools([tool])
     assert str(caught.value) == f"{place}, not an object"
-
-
-@pytest.mark.parametrize("tool", [{"name": "now"}, {"type": "function", "function": {"name": "now"}}])
-@pytest.mark.parametrize("choice", [{"name": "now"}, {"type": "function", "function": {"name": "now"}}])
-def test_a_choice_names_a_tool_in_either_form_and_may_be_json_text(tool: Any, choice: Any) -> None:
-    tools = [{"name": "other"}, tool]
-    assert chosen_tools(choice, tools) == chosen_tools(json.dumps(choice), tools) == [tool]
-    assert chosen_tools("required", tools) == tools
-    assert chosen_tools(float("nan"), tools) == chosen_tools(None, tools) == ()
-
-
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ({"name": "no"}, "tool_choice = {'name': 'no'} must be none"),
-        ('{"name": "no"}', "tool_choice = {'name': 'no'} must be none"),
-        ("{", "'tool_choice' is a string, not an object"),
-        ({"name": None}, "tool_choice = {'name': None} must be none"),
-    ],
-)
-def test_a_choice_that_names_no_tool_is_refused(choice: Any, message: str) -> None:
-    with pytest.raises(RowProblem, match=f"^{re.escape(message)}"):
-        chosen_tools(choice, [{"name": "now"}, {"description": "without a name"}])

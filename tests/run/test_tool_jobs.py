@@ -160,46 +160,6 @@ def test_a_resumed_and_an_updated_run_have_the_calls_of_an_undisturbed_one(job: 
     assert without_timings(job.output / name) == expected
 
 
-def test_a_choice_of_tool_becomes_a_grammar_or_an_error_row(job: JobMaker, says: Any) -> None:
-    pytest.importorskip("llguidance")
-    named = {"type": "function", "function": {"name": "now"}}
-    bad = [
-        ({"tool_choice": {"type": "function", "function": {"name": "later"}}}, "must be none, auto, required"),
-        ({"tool_choice": "always"}, "must be none, auto, required"),
-        ({"tool_choice": {"type": "custom"}}, "only functions are supported"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "give one of them"),
-        ({"tool_choice": "required", "tools": None}, "needs 'tools'"),
-        ({"tool_choice": "required", "tools": [{"function": {"name": "a b"}}]}, "tool_choice: the name 'a b' cannot"),
-        ({"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": {"not": {}}}}]}, "tool_choice"),
-        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-    ]
-    good = [
-        {"tool_choice": "required", "response_format": {"type": "text"}},
-        {"tool_choice": named},
-        {"tool_choice": "auto"},
-    ]
-    bodies = [*good, *(body for body, _ in bad)]
-    job.write([{**lines(1, **body)[0], "custom_id": str(number)} for number, body in enumerate(bodies)])
-    spec = says([CALL], form="openai-batch")
-    assert job.run(spec).exit_code == 3
-    assert len(choices(job)) == 3
-    errors = read_lines(job.output / "errors.jsonl")
-    for error, (_, said) in zip(errors, bad, strict=True):
-        assert error["error"]["code"] == "bad_param" and said in error["error"]["message"], error["error"]
-
-
-@pytest.mark.parametrize(("given", "has_several"), [({}, True), ({"parallel_tool_calls": False}, False)])
-def test_one_call_is_asked_for_where_several_are_not_wanted(
-    job: JobMaker, says: Any, given: dict[str, Any], has_several: bool
-) -> None:
-    pytest.importorskip("llguidance")
-    job.write(lines(1, tool_choice="required", **given))
-    seen: list[Request] = []
-    spec = says([CALL], form="openai-batch")
-    job.run(spec, before_step=lambda _: seen.extend(asked for asked, *_ in job.engines[0].running.values()))
-    assert seen and (")*" in seen[0].params.structured_outputs) == has_several
-
-
 def test_a_model_whose_format_is_not_known_is_refused(job: JobMaker, says: Any) -> None:
     job.write(rows(1))
     with pytest.raises(UsageError, match=r"^output\.parse_tools: neither tokenizer nor chat template .*LFM2, Mistral"):

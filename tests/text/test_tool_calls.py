@@ -1,26 +1,22 @@
-"""Tool calls read from texts of every family, whole, malformed and hostile, and grammars that force them."""
+"""Tool calls read from texts of every family, whole, malformed and hostile."""
 
 from __future__ import annotations
 
 import json
-import random
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
-from chat_templates import DATED, LISTED, SILENT, THINKING, TOOLS
+from chat_templates import DATED, LISTED, SILENT, THINKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import CHAT_TEMPLATE, write_tokenizer
 from tokenizers import AddedToken
 
-from batchgen.core.structured import canonical
-from batchgen.text.grammar import Grammars
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import FORMATS, ToolCalls, tool_format
-from batchgen.text.tool_grammars import required_calls
 
 FORMS = {form.family: form for form in FORMATS}
 MARKERS = {form.family: form.markers[0] for form in FORMATS}
@@ -61,11 +57,10 @@ def parsed(family: str, text: str) -> Any:
         ("LFM2", f'{START}[a.b.c(x=1)]{END}', [("a.b.c", {"x": 1})], ""),
         ("LFM2", f"{START}[f(a=true, b=false, c=null, d=[True, None])]{END}",
          [("f", {"a": True, "b": False, "c": None, "d": [True, None]})], ""),
-        ("LFM2", f'{START}[mcp-tool(from="A", class=\'B\')]{END}', [("mcp-tool", {"from": "A", "class": "B"})], ""),
-        ("LFM2", f'I look. {START}[f(a="]{END}"), g(b=(1, -2.5e1,))]{END} Wait.',
-         [("f", {"a": f"]{END}"}), ("g", {"b": [1, -25.0]})], "I look.\nWait."),
-        ("LFM2", f"""{START}[f(a='it\\'s "x"\\n\\u00e9\\ud83d\\ude00\\/', b={{"k": {{}}}}, c='''a'b''')]""",
-         [("f", {"a": 'it\'s "x"\né😀/', "b": {"k": {}}, "c": "a'b"})], ""),
+        ("LFM2", f'I look. {START}[f(a="]"), g(b=(1, -2.5e1,))]{END} Wait.',
+         [("f", {"a": "]"}), ("g", {"b": [1, -25.0]})], "I look.\nWait."),
+        ("LFM2", f"""{START}[f(a='it\\'s "x"\\n\\u00e9\\ud83d\\ude00\\d', b={{"k": {{}}}}, c='''a'b''')]""",
+         [("f", {"a": 'it\'s "x"\né😀\\d', "b": {"k": {}}, "c": "a'b"})], ""),
         ("LFM2", f'{START}[{{"name": "f", "arguments": {{"a": 1}}}}]{END}', [("f", {"a": 1})], ""),
         ("LFM2", f"{START}f(a=1), g(){END}", [("f", {"a": 1}), ("g", {})], ""),
         ("Hermes",
@@ -95,8 +90,9 @@ def test_other_answers_are_left_alone(family: str, text: str) -> None:
     "body",
     ["__import__('os').system('id')", "[f(a=__import__('os').system('id'))]", "[f(a=1+1)]", "[f(*a)]", "[f(**a)]",
      "[f(a=g(1))]", "[f(a=[x for x in y])]", "[f(a=lambda: 1)]", '[f(a=f"{x}")]', "[f(1)]", "[f(a=1, a=2)]", "[f(a=x)]",
-     "[f(a={1: 2})]", "[f(a={'k': 1, 'k': 2})]", "[f(a=1e999)]", "[f(a=0x1)]", "[f(a=007)]", "[f(a='\\ud800')]",
-     "[f(a=b'x')]", "[f(a=NaN)]", "[f(a=...)]", "[f(a='x')", "[f(a='x)]", "[f(a=1)] and so on", "[f(", "",
+     "[f(a={1})]", "[f(a={1: 2, '1': 2})]", "[f(a=1e999)]", "[f(a=1j)]", "[f(a=007)]", "[f(a='\\ud800')]",
+     "[f(a=b'x')]", "[f(a=set())]", "[mcp-tool(a=1)]", "[f(from=1)]",
+     "[f(a=NaN)]", "[f(a=...)]", "[f(a='x')", "[f(a='x)]", "[f(a=1)] and so on", "[f(", "",
      '{"name": 1}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}',
      '{"name": "", "arguments": {}}'],
 )  # fmt: skip
@@ -105,8 +101,10 @@ def test_what_is_no_list_of_calls_with_literals_is_malformed(body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["[", "(", "{", "[{", "[(", "-", "9", " ", "\\", "a", "'''a", "f(", "f(),", '{"a":', "\n", "1,", '"', "a="]
-)
+    "unit",
+    ["[", "(", "{", "[{", "[(", "-", "9", " ", "\\", "a", "a.", "not ", "'''a", "f(", "f(,",
+     '{"a":', "\n", "1,", '"', "a="],
+)  # fmt: skip
 @pytest.mark.parametrize("head", ["", "[f(a=", "[f(a='", '[f(a="""', '{"name": ', '[{"name": "f", "arguments": {"a": '])
 def test_ten_megabytes_of_anything_end_as_text(unit: str, head: str) -> None:
     size = 10_000_000 if unit in "[({" else 50_000
@@ -115,14 +113,16 @@ def test_ten_megabytes_of_anything_end_as_text(unit: str, head: str) -> None:
 
 
 def test_nesting_and_digits_have_limits() -> None:
-    for depth, is_whole in ((60, True), (64, False)):
+    for depth, is_whole in ((60, True), (200, False)):
         found = parsed("LFM2", f"{START}[f(a={'[' * depth}{']' * depth})]{END}")
         assert (found is not None) == is_whole
     assert parsed("LFM2", f"{START}[f(a={'9' * 5000})]{END}") is None
+    assert parsed("LFM2", f"{START}[f(a='{'x' * 300_000}')]{END}") is None
     assert parsed("LFM2", f"{START}[f(a={'9' * 4000})]{END}")[0][0][1]["a"] == int("9" * 4000)
     assert parsed("Hermes", '<tool_call>{"name": "f", "arguments": {"a": %s}}' % ("9" * 5000)) is None
 
 
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,9}", fullmatch=True).filter(lambda name: not iskeyword(name))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -131,7 +131,13 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=40)
-@given(st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_.-]{0,9}", fullmatch=True), VALUES, max_size=4))
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_][a-z0-9_]{0,9}", fullmatch=True).filter(lambda name: not iskeyword(name)),
+        VALUES,
+        max_size=4,
+    )
+)
 def test_what_is_written_in_a_familys_way_is_read_again(arguments: dict[str, Any]) -> None:
     for show in (repr, json.dumps):  # a Pythonic call, its literals Python's or JSON's
         pairs = ", ".join(f"{name}={show(value)}" for name, value in arguments.items())
@@ -181,70 +187,3 @@ def test_markers_are_found_where_decoding_skips_them(tmp_path: Path) -> None:
     tools = ToolCalls(tokenizer, FORMS["LFM2"])
     assert tools.read(tools.tokenizer.decode(ids)) == ([{"name": "f", "arguments": {"a": "é"}}], "Done.", True)
     assert tokenizer.decode(ids) == '[f(a="é")]Done.'
-
-
-MANY = [
-    *TOOLS,
-    {"name": "a.b-c", "parameters": {"type": "object", "properties": {
-        "from": {"$ref": "#/$defs/place"}, "é": {"type": "boolean"}, "z": {"type": "array", "items": {"type": "null"}}},
-        "required": ["é"], "$defs": {"place": {"enum": ['"é"', None, 1]}}}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("is_many", [True, False])
-@pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize("family", FORMS)
-def test_a_grammar_allows_only_calls_that_fit(tmp_path: Path, family: str, has_tokens: bool, is_many: bool) -> None:
-    pytest.importorskip("llguidance")
-    if family == "LFM2" and not has_tokens:
-        pytest.skip("LFM2 is known by its tokens alone")
-    tokenizer = tokenizer_of(tmp_path, TEMPLATES[family], *([family] if has_tokens else []))
-    text = canonical({"grammar": required_calls(tokenizer, MANY, is_many=is_many)})
-    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-    tools = ToolCalls(tokenizer, FORMS[family])
-    seen = set()
-    for seed in range(12):
-        calls, rest, is_whole = tools.read(tools.tokenizer.decode(_random_text(grammars, text, seed)))
-        assert (rest, is_whole) == ("", True) and (is_many or len(calls) == 1)
-        for call in calls:
-            seen.add(call["name"])
-            arguments = call["arguments"]
-            if call["name"] == "weather":
-                assert arguments.keys() == {"city"} and isinstance(arguments["city"], str)
-            elif call["name"] == "a.b-c":
-                assert arguments.get("from") in ('"é"', None, 1) and isinstance(arguments["é"], bool)
-            else:
-                assert call == {"name": "now", "arguments": {}}
-    assert len(seen) > 1
-
-
-def _random_text(grammars: Grammars, text: str, seed: int) -> list[int]:
-    draw, guide, ids = random.Random(seed), grammars.begin(text, [1]), []
-    bits = np.zeros((1, -(-grammars.vocab_size // 32)), np.int32)
-    while not guide.is_over:
-        grammars.fill([guide], bits)
-        assert not guide.error
-        allowed = np.unpackbits(bits.view(np.uint8)[0], bitorder="little").nonzero()[0].tolist()
-        ends = [token for token in allowed if token in grammars.eos_token_ids or token == 8 + ord('"') - 33]
-        token = draw.choice(ends if ends and draw.random() < 0.6 else allowed)
-        if token in grammars.eos_token_ids:
-            break
-        ids.append(token)
-        guide.push(token)
-    return ids
-
-
-def test_tools_that_no_call_can_name_are_refused(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, SILENT, "LFM2")
-    for tool, said in (
-        ({}, "has no name"),
-        ({"function": "f"}, "has no name"),
-        ({"name": "a b"}, "cannot be written"),
-        ({"name": "f", "parameters": {"properties": {"x y": {}}}}, "cannot be written"),
-        ({"name": "f", "parameters": [1]}, "no JSON schema"),
-        ({"name": "f", "parameters": {"anyOf": [{}]}}, "have anyOf"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            required_calls(tokenizer, [tool], is_many=True)
-    with pytest.raises(ValueError, match="neither tokenizer nor chat template"):
-        required_calls(tokenizer_of(tmp_path / "plain"), TOOLS, is_many=True)
