@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import records
 
-from batchgen.config.job import RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.job import RECORD_KEYS, VECTOR_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
-from batchgen.output.formats.parquet import FIXED_TYPES, ParquetFormat
+from batchgen.output.formats.parquet import FIXED_TYPES, ParquetFormat, fixed_types
 
 
 def token(token_id: int, text: str | None, logprob: float, *top: tuple[int, str | None, float]) -> dict[str, Any]:
@@ -86,7 +86,44 @@ def test_every_field_of_the_record_but_the_id_and_the_parsed_value_has_a_fixed_t
     assert FIXED_TYPES.keys() == (RECORD_KEYS | VECTOR_KEYS) - {"id", "parsed", "scores"}
 
 
+PARSED = fixed_types(JobSpec(ModelSpec("m"), InputSpec(("in",)), OutputSpec("", parse_json=True)))
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "read_back"),
+    [
+        ([{"x": 1.5, "y": ["a"]}, None, {"y": []}], "struct<x: double, y: list<element: string>>",
+         [{"x": 1.5, "y": ["a"]}, None, {"x": None, "y": []}]),
+        ([1, "a", None], "string", ["1", '"a"', None]),
+        ([{"x": 2**53 + 1}, {"x": 1.5}], "string", [f'{{"x": {2**53 + 1}}}', '{"x": 1.5}']),
+        ([None, None], "string", [None, None]),
+        ([], "string", []),
+    ],
+)  # fmt: skip
+def test_parsed_values_have_the_type_that_all_share_and_else_are_json(
+    values: list[Any], kind: str, read_back: list[Any]
+) -> None:
+    rows = [record(index, parsed=value) for index, value in enumerate(values)]
+    table = pq.read_table(io.BytesIO(written(ParquetFormat(PARSED), rows)))
+    assert table.column_names[:4] == ["id", "index", "text", "parsed"]
+    assert (str(table.schema.field("parsed").type), table["parsed"].to_pylist()) == (kind, read_back)
+
+
+def test_parsed_values_of_samples_are_json() -> None:
+    samples = [{"text": "a", "parsed": {"x": [1, None]}, "finish_reason": "stop"}, {"text": "b", "parsed": None}]
+    table = pq.read_table(io.BytesIO(written(ParquetFormat(PARSED), [record(0, parsed=None, samples=samples)])))
+    assert [sample["parsed"] for sample in table["samples"].to_pylist()[0]] == ['{"x": [1, null]}', None]
+
+
 # ---------------------------------------------------------------- OpenAI
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_openai_lines_hold_the_value_where_the_sdk_has_it(chat: bool) -> None:
+    samples = [record(0, parsed={"x": 1}, complete=True), record(0, parsed=None, complete=False)]
+    choices = body(record(0, parsed={"x": 1}, samples=samples), chat=chat)["choices"]
+    assert [(choice["message"] if chat else choice)["parsed"] for choice in choices] == [{"x": 1}, None]
+    assert [choice["complete"] for choice in choices] == [True, False]
 
 
 def body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:

@@ -1,37 +1,36 @@
 """Outputs as a typed, zstd-compressed Parquet file, written in row groups so that memory does not grow with the rows.
 
-The record's own fields have fixed types; that of ``parsed`` follows from the job's schema, and the arguments of tool
-calls, which have no type in common, are JSON text. Kept columns get the type
-all their values share, found in a first pass over the rows. A kept column without one (mixed types, integers beyond 64
-bits, objects with ever new keys) becomes JSON text, one value per row, marked in the field's metadata; so does the part
-of ``parsed`` that a value does not fit.
+The record's own fields have fixed types; the arguments of tool calls and the ``parsed`` of samples are JSON text. Kept
+columns and ``parsed`` get the type that all their values share, found in a first pass over the rows. A column without
+one (mixed types, integers beyond 64 bits, objects with ever new keys) becomes JSON text, one value per row, marked in
+the field's metadata. A value is never changed to fit a type; only a key that an object lacks and one that is null
+cannot be told apart.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.config.job import ANSWER, VECTOR_KEYS, JobSpec
-from batchgen.core.structured import schema_of
+from batchgen.core.json_line import encode_json
 from batchgen.output.formats.jsonl import OutputFormat
-from batchgen.output.formats.typed_json import (
-    check_of,
-    encode,
-    field_of,
-    holds_json,
-    is_json,
-    loosened,
-    type_of,
-)
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
 _MAX_FIELDS = 64  # of an object column; past that its keys are data, not fields
+_JSON_MARK = {"batchgen": "json"}
+_INFERRED = pa.null()  # stands for the type of a column that is found from its values
+
+
+def field_of(name: str, kind: Any) -> Any:
+    """The field of a column of Arrow type ``kind``, or of JSON text where that is None."""
+    return pa.field(name, kind) if kind is not None else pa.field(name, pa.string(), metadata=_JSON_MARK)
+
 
 _SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 _COUNTS = ("cached_tokens", "preemptions")
@@ -71,20 +70,19 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
 # Columns of every file, in this order; ``parsed`` and the answer where the job asks for them.
 _ALWAYS = ("id", "index", "text", "parsed", ANSWER, "finish_reason", "usage", "timings")
 _OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples", "choices")
-_HOLD_PARSED = ("parsed", "samples")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
 
 def fixed_types(spec: JobSpec) -> dict[str, Any]:
-    """The Arrow type of each field that a job's records may have, None for JSON text."""
+    """The Arrow type of each field that a job's records may have."""
     left_out = _OF_TEXT if spec.embed.is_on else VECTOR_KEYS
     found, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
     if spec.output.answer:
         found[ANSWER] = pa.string()
         more.append(pa.field(ANSWER, pa.string()))
     if spec.output.parse_json:
-        found["parsed"] = type_of(schema_of(spec.sampling.structured_outputs))
-        more.append(field_of("parsed", found["parsed"]))
+        found["parsed"] = _INFERRED
+        more.append(field_of("parsed", None))
     if more:
         found["samples"] = pa.list_(pa.struct([*_SAMPLE, *more]))
     return found
@@ -120,10 +118,10 @@ class ParquetFormat(OutputFormat):
 
     def _column(self, field: Any, values: list[Any]) -> Any:
         """The values as a column, None where the field does not take them as they are."""
-        if field.name not in self._fixed and not all(map(check_of(field), values)):
+        if self._fixed.get(field.name, _INFERRED) == _INFERRED and not all(map(_check_of(field), values)):
             return None
-        if holds_json(field):
-            values = [encode(field, value) for value in values]
+        if _holds_json(field):
+            values = [_encoded(field, value) for value in values]
         try:
             return pa.array(values, field.type)
         except _UNFIT:
@@ -133,17 +131,14 @@ class ParquetFormat(OutputFormat):
 def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) -> dict[str, Any]:
     """The Arrow type of each column in order, None for one that has to be JSON text."""
     always = [name for name in _ALWAYS if name in fixed or name == "id"]
-    fields: dict[str, Any] = {name: fixed.get(name, pa.null()) for name in always}
+    fields: dict[str, Any] = {name: fixed.get(name, _INFERRED) for name in always}
     for group in _groups(rows):
         for name in dict.fromkeys(name for row in group for name in row):
-            if name in fixed:
+            if fixed.get(name, _INFERRED) != _INFERRED:
                 fields.setdefault(name, _sized(name, group) or fixed[name])
-                if name in _HOLD_PARSED and "parsed" in fixed:
-                    field = loosened(field_of(name, fields[name]), (row.get(name) for row in group))
-                    fields[name] = None if is_json(field) else field.type
-            elif fields.get(name, pa.null()) is not None:
-                fields[name] = _common_type(fields.get(name, pa.null()), [row.get(name) for row in group])
-    return {name: pa.string() if kind == pa.null() else kind for name, kind in fields.items()}
+            elif fields.get(name, _INFERRED) is not None:
+                fields[name] = _common_type(fields.get(name, _INFERRED), [row.get(name) for row in group])
+    return {name: pa.string() if kind == _INFERRED else kind for name, kind in fields.items()}
 
 
 def _sized(name: str, group: Sequence[Mapping[str, Any]]) -> Any:
@@ -164,7 +159,7 @@ def _common_type(known: Any, values: list[Any]) -> Any:
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
     except _UNFIT:
         return None
-    return common if _is_storable(common) and all(map(check_of(field_of("column", common)), values)) else None
+    return common if _is_storable(common) and all(map(_check_of(pa.field("column", common)), values)) else None
 
 
 def _is_storable(kind: Any) -> bool:
@@ -172,6 +167,59 @@ def _is_storable(kind: Any) -> bool:
     if pa.types.is_struct(kind):
         return 0 < kind.num_fields <= _MAX_FIELDS and all(_is_storable(field.type) for field in kind)
     return _is_storable(kind.value_type) if pa.types.is_list(kind) else True
+
+
+def _holds_json(field: Any) -> bool:
+    """Whether a field holds JSON text, at any depth."""
+    return _is_json(field) or any(_holds_json(field.type.field(i)) for i in range(field.type.num_fields))
+
+
+def _is_json(field: Any) -> bool:
+    return b"batchgen" in (field.metadata or {})
+
+
+def _check_of(field: Any) -> Callable[[Any], bool]:
+    """Whether a value goes into a field unchanged, as a function that is fast for many of them."""
+    kind = field.type
+    if _is_json(field):
+        return lambda _: True
+    if pa.types.is_struct(kind):
+        parts = {item.name: _check_of(item) for item in kind}
+        return lambda value: (
+            value is None
+            or (
+                isinstance(value, dict)
+                and value.keys() <= parts.keys()
+                and all(parts[name](item) for name, item in value.items())
+            )
+        )
+    if pa.types.is_list(kind):
+        item_fits = _check_of(kind.value_field)
+        return lambda value: value is None or (isinstance(value, list) and all(map(item_fits, value)))
+    if pa.types.is_integer(kind):
+        limit = 2 ** (kind.bit_width - 1)
+        return lambda value: value is None or (type(value) is int and -limit <= value < limit)
+    if pa.types.is_floating(kind):
+        return lambda value: value is None or type(value) is float or (type(value) is int and _is_float(value))
+    plain = str if pa.types.is_string(kind) else bool
+    return lambda value: value is None or isinstance(value, plain)
+
+
+def _is_float(value: int) -> bool:
+    return abs(value) < 2**1023 and float(value) == value
+
+
+def _encoded(field: Any, value: Any) -> Any:
+    """A value as pyarrow takes it: JSON text wherever the field holds it."""
+    if value is None:
+        return None
+    if _is_json(field):
+        return encode_json(value).decode()
+    if pa.types.is_struct(field.type):
+        return {item.name: _encoded(item, value.get(item.name)) for item in field.type}
+    if pa.types.is_list(field.type):
+        return [_encoded(field.type.value_field, item) for item in value]
+    return value
 
 
 def _groups(rows: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
