@@ -72,7 +72,7 @@ def find_answer(rule: str, text: str, parsed: Any = None, on_limit: Callable[[],
 
 def _searched(rule: str, text: str, on_limit: Callable[[], object]) -> str | None:
     with _SEARCH_LOCK:
-        [(answer, problem)] = _searching(rule).answers([json.dumps(text).encode()])
+        answer, problem = _searching(rule).answer(json.dumps(text).encode())
     if problem:
         on_limit()
         return None
@@ -89,7 +89,7 @@ def _last_match(patterns: Iterable[re.Pattern[str]], text: str) -> str | None:
     return None
 
 
-def start(rule: str) -> tuple[str, Callable[[bytes], str]]:
+def start(rule: str) -> Callable[[bytes], str]:
     """The program that searches for a regular expression: an item is a text in JSON, its answer the one found."""
     pattern = re.compile(rule)
 
@@ -97,7 +97,7 @@ def start(rule: str) -> tuple[str, Callable[[bytes], str]]:
         found = _last_match([pattern], json.loads(item))
         return json.dumps(None if found is None else found.strip())
 
-    return "", search
+    return search
 
 
 @lru_cache(maxsize=4)

@@ -1,8 +1,8 @@
 """Programs of Python in child processes: fresh interpreters, and programs with limits per item that they answer.
 
-Code from strangers, and regular expressions over texts of strangers, may take any time and memory, and hold the
-interpreter's lock meanwhile. In a process of its own the kernel bounds both: an item that exceeds a limit costs only
-its own answer, whatever its neighbours are and however busy the machine is. ``limited_child`` is the other side.
+A regular expression over the text of a stranger may take any time and memory, and holds the interpreter's lock
+meanwhile. In a process of its own the kernel bounds both: an item that exceeds a limit costs only its own answer,
+however busy the machine is. ``limited_child`` is the other side.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import BatchgenError
 
-_BATCH_ITEMS = 256  # sent at once
-_BATCH_BYTES = 4 << 20
 _MAX_LOST = 5  # consecutive processes that end before their first answer, but not through an item
 _OUT_OF_MEMORY = 77  # exit status of a process that exceeds its memory
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
@@ -61,8 +58,8 @@ class SetupRefused(Exception):
 class Program:
     """A module with a function ``start``, which takes ``setup`` by its names.
 
-    It returns a text, the program's greeting, and the function that answers an item. ``purpose`` completes "the process
-    that". Limits are per item, and of the setup too: seconds of processor time, and bytes of the whole process.
+    It returns the function that answers an item, which is one line. ``purpose`` completes "the process that". Limits
+    are per item, and of the setup too: seconds of processor time, and bytes of the whole process.
     """
 
     module: str
@@ -83,45 +80,38 @@ class LimitedProgram:
     """
 
     def __init__(self, program: Program) -> None:
-        self.greeting = ""
         self._program = program
         self._num_lost = 0
         self._process: _Process | None = self._start()
 
-    def answers(self, items: Sequence[bytes]) -> Iterator[Answer]:
-        """Answers to all of ``items``, one line each, in order, from as many processes as that takes.
+    def answer(self, item: bytes) -> Answer:
+        """The answer to an item, from as many processes as that takes.
 
         Out of memory or a crash counts against an item only if it was the first of its process, so that nothing left
         behind by earlier items counts; processor time is measured per item. Raises BatchgenError when the process
         cannot be started or kept alive.
         """
-        while items:
-            if self._process is not None and self._process.num_owed:  # its next answers belong to other items
-                self._process.end()
-                self._process = None
+        while True:
             process = self._process = self._process or self._restart()
-            num_answered, problem = 0, ""
+            is_first = not process.num_answered
             try:
-                for answer in process.answers(_batch(items)):
-                    num_answered += 1
-                    yield answer
+                return process.answer(item)
             except EOFError:
+                self._process = None
                 problem = self._cause_of_death(process)
-            finally:
-                if process.num_owed:
-                    process.end()
-                    self._process = None
-            items = items[num_answered:]
-            if problem and (process.is_out_of_time or not process.num_answered):
-                yield "", problem
-                items = items[1:]
+                if problem and (process.is_out_of_time or is_first):
+                    return "", problem
+            except BaseException:  # its next answer would belong to this item
+                self._process = None
+                process.end()
+                raise
 
     def _start(self) -> _Process:
         """A process that has taken its setup. Raises SetupRefused, and BatchgenError if none starts."""
         while True:
             process = _Process(self._program)
             try:
-                greeting, problem = process.start()
+                problem = process.start()
             except EOFError:
                 problem = self._cause_of_death(process)
                 if not problem:
@@ -129,7 +119,6 @@ class LimitedProgram:
             if problem:
                 process.end()
                 raise SetupRefused(problem)
-            self.greeting = greeting
             return process
 
     def _restart(self) -> _Process:
@@ -169,25 +158,19 @@ class _Process:
         self._end = weakref.finalize(self, _end, self._popen, os.getpid())
         self.is_started = False
         self.num_answered = 0
-        self.num_owed = 0  # items without an answer yet
 
-    def start(self) -> Answer:
-        """The program's greeting, and what is wrong with its setup. Raises BatchgenError if it cannot be imported."""
+    def start(self) -> str:
+        """What is wrong with its setup, if anything. Raises BatchgenError if the program cannot be imported."""
         if problem := self._receive()[1]:
             self.end()
             raise _no_start(self._program, problem)
         self.is_started = True
-        self._send([self._program.to_line()])
-        return self._receive()
+        return self._ask(self._program.to_line())[1]
 
-    def answers(self, items: Sequence[bytes]) -> Iterator[Answer]:
-        """An answer per item, in order; ``num_answered`` counts them."""
-        self.num_owed = len(items)
-        self._send([b"%d" % len(items), *items])
-        for _ in items:
-            answer = self._receive()
-            self.num_owed, self.num_answered = self.num_owed - 1, self.num_answered + 1
-            yield answer
+    def answer(self, item: bytes) -> Answer:
+        answer = self._ask(item)
+        self.num_answered += 1
+        return answer
 
     def end(self) -> str:
         """End it if it runs; how an item ended it, empty if none did."""
@@ -206,18 +189,19 @@ class _Process:
         """Whether it was ended because an item exceeded its processor time."""
         return self._popen.returncode == -signal.SIGPROF
 
-    def _send(self, lines: Sequence[bytes]) -> None:
+    def _ask(self, line: bytes) -> Answer:
         assert self._popen.stdin is not None
         try:
-            self._popen.stdin.write(b"\n".join((*lines, b"")))
+            self._popen.stdin.write(line + b"\n")
             self._popen.stdin.flush()
         except BrokenPipeError:
             raise EOFError from None
+        return self._receive()
 
     def _receive(self) -> Answer:
         stdout = self._popen.stdout
         assert stdout is not None
-        line = b"" if stdout.closed else stdout.readline()
+        line = stdout.readline()
         if not line.endswith(b"\n"):
             raise EOFError
         text, problem = json.loads(line)
@@ -234,9 +218,3 @@ def _end(popen: subprocess.Popen[bytes], owner: int) -> None:
 
 def _no_start(program: Program, problem: str) -> BatchgenError:
     return BatchgenError(f"cannot start the process that {program.purpose}: {problem}")
-
-
-def _batch(items: Sequence[bytes]) -> Sequence[bytes]:
-    """The first items, as many as are sent at once."""
-    sizes = accumulate(map(len, items[:_BATCH_ITEMS]))
-    return items[: max(1, sum(size <= _BATCH_BYTES for size in sizes))]

@@ -1,11 +1,10 @@
 """Loop of a program in a child process; ``limited`` starts it, limits it and reads its answers.
 
-Python cannot bound the time or memory of what runs in C, such as filters of a template or a regular expression. So the
-kernel bounds both, and an item that exceeds a limit ends this process, not the run.
+Python cannot bound the time or memory of what runs in C, such as a regular expression. So the kernel bounds both, and
+an item that exceeds a limit ends this process, not the run.
 
-Each message is one line. In: the setup, a JSON object; then, repeatedly, a number and as many items. Out, in JSON: an
-answer ``[text, problem]`` when the program has started, after the setup, and per item; where there is a problem, the
-text is empty.
+Each message is one line. In: the setup, a JSON object, then items. Out, in JSON: an answer ``[text, problem]`` when the
+program has started, after the setup, and per item; where there is a problem, the text is empty.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 from batchgen.core.units import one_line
 
-Start = Callable[..., tuple[str, Callable[[bytes], str]]]
+Start = Callable[..., Callable[[bytes], str]]
 
 
 def main(start: Start, out_of_memory: int) -> None:
@@ -52,15 +51,12 @@ def _serve(start: Start, setup: dict[str, Any]) -> None:
     started: list[Callable[[bytes], str]] = []
 
     def begin() -> str:
-        greeting, answer = start(**setup)
-        started.append(answer)
-        return greeting
+        started.append(start(**setup))
+        return ""
 
     _answer(begin, max_cpu_s)
-    read = sys.stdin.buffer.readline
-    while header := read():
-        for item in [read() for _ in range(int(header))]:  # all at once: both sides would wait if answers filled a pipe
-            _answer(partial(started[0], item), max_cpu_s)
+    while item := sys.stdin.buffer.readline():
+        _answer(partial(started[0], item), max_cpu_s)
 
 
 def _limit(kind: int, soft: int) -> None:
@@ -73,13 +69,12 @@ def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
     """Write what ``work`` returns or raises, within a limit of processor time, which a busy machine does not use up."""
     signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
     try:
-        answer = json.dumps([work(), ""], ensure_ascii=False).encode()  # fails on lone surrogates, as tokenizers do
+        answer = json.dumps([work(), ""]).encode()
     except MemoryError:
         raise
-    except Exception as error:  # code of a stranger may raise anything
-        problem = one_line(error).encode(errors="backslashreplace").decode()
-        answer = json.dumps(["", problem], ensure_ascii=False).encode()
-    signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next items does not count against them
+    except Exception as error:  # a hard regular expression may raise anything
+        answer = json.dumps(["", one_line(error)]).encode()
+    signal.setitimer(signal.ITIMER_PROF, 0)  # reading the next item does not count against it
     _write(answer)
 
 

@@ -1,22 +1,27 @@
-"""The model folder's own chat template, rendered as ``transformers`` renders it, in a child process with limits.
+"""The model folder's own chat template, rendered in the environment that ``transformers`` gives it.
 
-A template that exceeds a limit costs only its own chat: that chat gets an error. ``chat_child`` is the program of the
-child process.
+A template is code from a stranger. The sandbox of jinja2 keeps it from files, modules and the interpreter, and a prompt
+has a greatest length. Its time and memory are not bounded, as in transformers and vLLM.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from batchgen.core.limited import LimitedProgram, Program, SetupRefused
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from batchgen.core.units import one_line
 
 MAX_CHARS = 1 << 24  # of one prompt: beyond any context
-MAX_CPU_S = 5.0  # processor time per prompt; a published template takes some microseconds
-MAX_BYTES = 512 << 20  # memory of the process, which holds a chat and a prompt of the greatest length
-_MAX_CHAT_BYTES = 4 * MAX_CHARS
 
 Chat = Sequence[Mapping[str, Any]] | Mapping[str, Any]  # its messages, or all of its variables, ``messages`` among them
 
@@ -26,41 +31,46 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplate:
-    """A compiled template in a child process, which is started again when a chat has ended it; for one thread.
+    """A compiled template.
 
     ``special_tokens`` are the names that a template expects, such as ``bos_token``. ``now`` is the local time that it
     may print, one for all prompts of a run. ``names`` are the variables that the template takes from outside. Raises
-    ChatTemplateError when the source does not compile within the limits of a prompt.
+    ChatTemplateError when the source does not compile.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
         self.source = source
-        setup = {
-            "source": source,
-            "special_tokens": dict(special_tokens),
-            "now": (now or datetime.now()).replace(tzinfo=None).isoformat(),
-            "max_chars": MAX_CHARS,
-        }
-        program = Program("batchgen.text.chat_child", "renders chat templates", setup, MAX_CPU_S, MAX_BYTES)
+        environment = _environment((now or datetime.now()).replace(tzinfo=None))
         try:
-            self._program = LimitedProgram(program)
-        except SetupRefused as error:
-            raise ChatTemplateError(f"the chat template does not compile: {error}") from None
-        self.names = frozenset(self._program.greeting.split())
+            tree = environment.parse(source)
+            known = {node.name for node in tree.find_all(nodes.Name)} & environment.globals.keys()
+            self.names = frozenset(meta.find_undeclared_variables(tree) | known)
+            self._template = environment.from_string(tree)
+        except Exception as error:  # code of a stranger, whose constants are computed here, may raise anything
+            raise ChatTemplateError(f"the chat template does not compile: {one_line(error)}") from error
+        constant = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
+        self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it per prompt
 
     def render(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
-        """Per chat, in order, the prompt up to and with the header of the assistant's turn, or what is wrong.
+        """Per chat, in order, the prompt up to and with the header of the assistant's turn, or what is wrong."""
+        for chat in chats:
+            try:
+                yield self._prompt(chat)
+            except Exception as error:  # as above
+                yield ChatTemplateError(f"the chat template failed: {one_line(error)}")
 
-        Raises BatchgenError when the process cannot be started or kept alive.
-        """
-        encoded = [_encode(chat) for chat in chats]
-        answers = self._program.answers([chat for chat in encoded if isinstance(chat, bytes)])
-        for chat in encoded:
-            if isinstance(chat, bytes):
-                prompt, problem = next(answers)
-                yield _failed(problem) if problem else prompt
-            else:
-                yield chat
+    def _prompt(self, chat: Chat) -> str:
+        # As JSON: a value without a JSON type, such as a date, is its ``str()`` in a template too.
+        variables = json.loads(json.dumps(chat if isinstance(chat, Mapping) else {"messages": chat}, default=str))
+        pieces, size = [], 0
+        for piece in self._template.generate(variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_CHARS:
+                raise jinja2.TemplateError(f"it makes a text of more than {MAX_CHARS:,} characters")
+        prompt = "".join(pieces)
+        prompt.encode()  # fails on lone surrogates, as tokenizers do
+        return prompt
 
 
 def in_one(templates: Mapping[str, str]) -> str:
@@ -76,17 +86,64 @@ def in_one(templates: Mapping[str, str]) -> str:
     return "{%+ if tools %}\n" + "{%+ else %}\n".join(texts) + "{%+ endif +%}"
 
 
-def _failed(problem: str) -> ChatTemplateError:
-    return ChatTemplateError(f"the chat template failed: {problem}")
+def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["namespace"] = _Namespace
+    environment.globals["strftime_now"] = now.strftime
+    return environment
 
 
-def _encode(chat: Chat) -> bytes | ChatTemplateError:
-    """A chat's variables as one line of JSON; a value without a JSON type, such as a date, becomes its ``str()``."""
-    variables = chat if isinstance(chat, Mapping) else {"messages": chat}
-    try:
-        encoded = json.dumps(variables, ensure_ascii=False, default=str).encode(errors="surrogatepass")
-    except (TypeError, ValueError, RecursionError) as error:
-        return _failed(f"the messages cannot be passed to it: {error}")
-    if len(encoded) > _MAX_CHAT_BYTES:
-        return _failed(f"the messages have {len(encoded):,} bytes; at most {_MAX_CHAT_BYTES:,} are taken")
-    return encoded
+class _GenerationBlock(Extension):
+    """``{% generation %}…{% endgeneration %}`` marks what training counts; in a prompt only its content remains.
+
+    As in ``transformers`` it is a call block, so that what is set in it stays in it.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """``namespace``, which refuses what the sandbox would not read again: it would be empty in the prompt."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` may be a name in it
+        self, attributes = args[0], dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(
+            f"a namespace cannot have {name!r}: names with an underscore in front are not for templates"
+        )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

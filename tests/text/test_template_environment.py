@@ -1,4 +1,4 @@
-"""The child process gives templates the environment of transformers: the same text, or both fail."""
+"""Templates have the environment of transformers: the same text, or both fail."""
 
 from __future__ import annotations
 

@@ -288,13 +288,6 @@ def test_the_names_of_a_template_are_those_that_it_could_look_at(template: str, 
     assert "tools" in names or "tools" not in found
 
 
-def test_a_template_keeps_its_names_over_a_restart_of_its_process() -> None:
-    template = ChatTemplate("{{ messages[0].content if a else messages[0].content * 10**12 }}", {})
-    answers = list(template.render([{"messages": [{"content": "x"}]}, {"messages": [{"content": "x"}], "a": 1}]))
-    assert isinstance(answers[0], ChatTemplateError) and answers[1] == "x"
-    assert template.names == {"messages", "a"}
-
-
 def test_a_variable_of_one_chat_is_none_of_the_next() -> None:
     template = ChatTemplate("{{ a is defined }} {{ tools is none }}", {})
     chats: list[Any] = [{"messages": [], "a": None, "tools": TOOLS}, {"messages": []}, []]
