@@ -67,7 +67,7 @@ MAX_PREFIX_FAMILY = 2
 CONCEPTS = {
     "commands": "bench check help merge plan report run status try",
     "switches of run": """
-        allow-mixed-kernels deadline heartbeat-s help-all json-progress max-cost max-error-rate max-runtime
+        allow-mixed-kernels deadline heartbeat-s help-all json-progress max-error-rate max-runtime
         max-total-tokens overwrite quiet shard strict update
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
@@ -96,7 +96,7 @@ CONCEPTS = {
     "[output]": """
         answer expected format order parse_json parse_tools path publish reuse split_reasoning token_ids
     """,
-    "[cluster]": "load_patience patience price_per_hour ray resources worker_cpus worker_gpus workers",
+    "[cluster]": "load_patience patience ray resources worker_cpus worker_gpus workers",
 }
 
 

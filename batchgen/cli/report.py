@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from batchgen.cli.options import PATH, POINTS, SHARE, json_option
+from batchgen.cli.options import AMOUNT, PATH, POINTS, SHARE, json_option
 from batchgen.cli.say import say, show
 from batchgen.core.errors import ExitCode, UsageError
 
@@ -20,6 +20,7 @@ _ACCURACY_HELP = "With --compare: exit 4 if exact match falls by more points, su
 @click.argument("folder", metavar="DIR", type=PATH)
 @json_option("Print report.json, or with --compare the figures of both.")
 @click.option("--html", type=PATH, help="Write a page with charts to FILE.")
+@click.option("--price-per-hour", type=AMOUNT, help="Show the cost at this price of a machine or worker.")
 @click.option("--compare", metavar="OTHER", type=PATH, help="Run directory, or its report.json.")
 @click.option("--max-regress-speed", type=SHARE, help=_SPEED_HELP)
 @click.option("--max-regress-accuracy", type=POINTS, help=_ACCURACY_HELP)
@@ -27,6 +28,7 @@ def report(
     folder: Path,
     as_json: bool,
     html: Path | None,
+    price_per_hour: float | None,
     compare: Path | None,
     max_regress_speed: float | None,
     max_regress_accuracy: float | None,
@@ -43,6 +45,7 @@ def report(
       batchgen report runs/questions
       batchgen report runs/questions --json | jq .tokens_per_s
       batchgen report runs/questions --html report.html
+      batchgen report runs/questions --price-per-hour 2.10
       batchgen report runs/new --compare runs/last --max-regress-speed 5%
       batchgen report runs/new --compare runs/last --max-regress-accuracy 1
     """
@@ -50,6 +53,7 @@ def report(
     from batchgen.report.build import read_report_file
     from batchgen.report.compare import Gates, compare_reports
     from batchgen.report.text import render_report
+    from batchgen.report.usage import cost_of
     from batchgen.run.reports import compared_answers, first_answers, read_report
 
     gates = Gates(max_regress_speed, max_regress_accuracy)
@@ -57,6 +61,8 @@ def report(
         raise UsageError("--max-regress-speed and --max-regress-accuracy need --compare OTHER")
     if compare is not None and html is not None:
         raise UsageError("--compare gives text or --json, not a page: leave out --html")
+    if compare is not None and price_per_hour is not None:
+        raise UsageError("--compare shows no cost: leave out --price-per-hour")
     run_dir = RunDir(folder)
     found = read_report(run_dir)
     with suppress(UsageError):  # of a job.json that cannot be read: the report can
@@ -69,6 +75,8 @@ def report(
         show(json.dumps(comparison.to_dict(), indent=2) if as_json else comparison.render())
         comparison.check()
         return ExitCode.OK
+    if price_per_hour is not None:
+        found["cost"] = cost_of(found, price_per_hour)
     if html is not None:
         from batchgen.report.html import write_html
 

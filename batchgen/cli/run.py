@@ -12,7 +12,6 @@ import click
 
 from batchgen.cli.job import is_run_folder, load_spec
 from batchgen.cli.options import (
-    AMOUNT,
     CLOCK,
     COUNT,
     DURATION,
@@ -48,7 +47,6 @@ _MIXED_HELP = "Go on with a run begun on another kind of processor."
 @run_option("--deadline", type=CLOCK, help="Stop at this time: 05:55 or 2026-01-31T05:55.")
 @run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")
 @run_option("--max-total-tokens", type=COUNT, hidden=True, help="Stop after computing N tokens.")
-@run_option("--max-cost", type=AMOUNT, help="Stop when the run has cost this much.")
 @run_option("--shard", type=SHARD, help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @progress_options
@@ -78,7 +76,7 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
     from batchgen.executors.backend import run_job
     from batchgen.run.stop import Limits
 
-    limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"], values["max_cost"])
+    limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"])
     keeps_stdin = is_run_folder(job) and "path" not in flags.get("input", {})
     options = replace(_run_options(values), limits=limits, keeps_stdin=keeps_stdin)
     outcome = run_job(spec, options, engine_factory=engine_factory)

@@ -1,4 +1,4 @@
-"""The section [cluster] of a job: where its engines run, and what that costs. None of its keys changes an output."""
+"""The section [cluster] of a job: where its engines run. None of its keys changes an output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class ClusterSpec:
     """How many workers run the engines, and where; without ``workers`` and ``ray`` this process does.
 
     ``workers`` is a number, "MIN:MAX", "auto" or empty; ``patience`` and ``load_patience`` are durations such as "60s".
-    ``price_per_hour`` is of the hours that ``report.usage.device_s`` counts, in any currency.
     """
 
     workers: str = key(
@@ -78,8 +77,6 @@ class ClusterSpec:
         Kind(_duration, "DURATION"), "Give up a worker that takes longer to load the model", "30m", resume="free"
     )
 
-    price_per_hour: float | None = key(AMOUNT, "Price of an hour here, or of one worker", None, resume="free")
-
     @property
     def is_used(self) -> bool:
         """Whether rows go to workers."""
@@ -95,11 +92,6 @@ class ClusterSpec:
             return None
         least, colon, most = self.workers.partition(":")
         return (int(least), int(most)) if colon else (1, int(least))
-
-    @property
-    def priced(self) -> dict[str, float]:
-        """``price_per_hour``, if there is one, as reports name it."""
-        return {} if self.price_per_hour is None else {"price_per_hour": self.price_per_hour}
 
     @property
     def patience_s(self) -> float:

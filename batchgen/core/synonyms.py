@@ -136,7 +136,8 @@ _TABLE: dict[Synonym, str] = {
     Synonym("Prometheus"): "metrics, metrics-file, grafana, textfile collector, node exporter",
     Synonym("Stopping early", "--max-runtime and --deadline stop a run"): "timeout, time-limit, interrupt, ctrl-c, "
     "sigterm, cancel, stop-after, walltime, max-time",
-    Synonym("cluster.price_per_hour"): "cost, price, dollars, money",
+    Synonym("What a run costs", "report --price-per-hour shows it"): "cost, price, dollars, money, max-cost, budget, "
+    "price-per-hour",
     Synonym("S3 and other stores"): "gcs, google cloud, gs, bucket, azure, abfs, az, blob, minio, aws, object store",
     Synonym("Parquet in and out"): "arrow, polars, duckdb, pandas output",
     Synonym("From Python"): "python api, python, library, sdk, notebook, jupyter, api, import, pandas, dataframe, llm",

@@ -38,7 +38,6 @@ from batchgen.plan.estimate import (
 )
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.distribution import PERCENTS, percentile
-from batchgen.report.usage import cost_of
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
 from batchgen.run.sources import Sources, earlier_runs, rendered_at
@@ -137,13 +136,11 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     output_tokens = lengths.total(survey)
     kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)
     no_estimate = None if estimate else _NO_RATE if num_good else "no row is to be computed"
-    workers, engines = workers_plan(spec, num_good, kv["max_num_seqs"]), 1
+    workers = workers_plan(spec, num_good, kv["max_num_seqs"])
     if estimate and workers and workers.number is None:
         estimate, no_estimate = None, _NO_WORKERS
     elif estimate and workers and workers.number:
-        engines = min(workers.number, workers.at_most)
-        estimate = estimate.on_workers(engines)
-    tokens = {"prompt": survey.prompt_tokens, "completion": output_tokens}
+        estimate = estimate.on_workers(min(workers.number, workers.at_most))
     return {
         "version": PLAN_VERSION,
         **spec.model.named,
@@ -170,7 +167,6 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "workers": workers and asdict(workers),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
         "no_estimate": no_estimate,
-        "cost": estimate and cost_of(spec.cluster.price_per_hour, estimate.wall_s * engines, tokens),
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},
     }
 

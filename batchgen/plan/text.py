@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchgen.core.units import counted, format_duration, labelled, shortened
-from batchgen.report.facts import cost_text
 
 _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3
@@ -107,6 +106,4 @@ def _estimate(plan: Plan) -> Lines:
     if workers := plan["workers"]:
         pays = f"beyond {workers['at_most']:,} some are idle: fewer than 4 full batches each"
         yield "workers", f"{workers['number'] or 1:,} computing at once; {pays}"
-    if plan["cost"]:
-        yield "cost", f"about {cost_text(plan['cost'])}"
     yield "tokens/s", f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"

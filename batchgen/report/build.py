@@ -25,7 +25,7 @@ from batchgen.model.roofline import roofline_section
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
-from batchgen.report.usage import MALFORMED, cost_of, device_s, split, tail_s, thin, usage_of, workers_section
+from batchgen.report.usage import MALFORMED, device_s, split, tail_s, thin, usage_of, workers_section
 
 REPORT_VERSION = 4
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
@@ -86,9 +86,6 @@ KEYS = {
     "device_hours_per_million_output_tokens": "device_s over completion tokens of computed rows, for unit cpu times "
     "threads; null where nothing was generated",
     "device_hours_per_million_prompt_tokens": "the same over their prompt tokens",
-    "price_per_hour": "cluster.price_per_hour of the job, where it is given",
-    "cost": "with it: device_s at that price (total), the same over completion tokens of computed rows "
-    "(per_million_output_tokens) and over their prompt tokens (per_million_prompt_tokens)",
     "max_rss_bytes": "most memory the process held, without its workers",
     "empty_fields": "done rows by field of the prompt's template that is empty there (null, or white space)",
     "workers": "where rows ran on workers, each one's name, place, rows, tokens out, busy_share (of the time that it "
@@ -112,7 +109,7 @@ KEYS = {
     "of up to 96 labels, the most frequent first, rows where it is expected, found, and both "
     "(correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
-_OPTIONAL_KEYS = {"accuracy", "adapter", "cost", "device_s", "price_per_hour", "reused", "structured", "workers"}
+_OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "reused", "structured", "workers"}
 _OPTIONAL_KEYS |= {"compared", "empty_fields", "open_schema"}  # reports that are kept as a baseline may lack them
 
 
@@ -162,8 +159,6 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     }
     if workers:
         report["workers"] = workers
-    if cost := cost_of(job_facts.get("price_per_hour"), devices_s, computed):
-        report["cost"] = cost
     if rows.completeness:
         forced, generated = (engine.get(f"num_{name}_tokens", 0) for name in ("forced", "output"))
         report["structured"] = {

@@ -109,8 +109,6 @@ def figures(report: Report) -> Facts:
         yield "tokens forced", f"{structured['forced_share'] or 0:.0%}"
     if cost := _hours(report):
         yield cost
-    if "cost" in report:
-        yield from _cost(report["cost"])
 
 
 def outcome(report: Report) -> Facts:
@@ -239,7 +237,8 @@ def _resources(report: Report) -> Facts:
     if sizes and sizes.get("max_device_bytes"):
         yield "memory", f"{sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU at most"
     if "cost" in report:
-        yield "cost", cost_text(report["cost"])
+        for name, amount in report["cost"].items():
+            yield "cost", "-" if amount is None else f"{format_amount(amount)} {name.replace('_', ' ')}"
     if cost := _hours(report):
         load_share = report["seconds"].get("load", 0.0) / (report["wall_s"] or 1.0)
         loading = f", {load_share:.0%} of it for loading" if load_share > _LONG_SHARE else ""
@@ -279,19 +278,6 @@ def _answer(record: Mapping[str, Any]) -> str:
     if "score" in record and "text" not in record:
         return f"{record.get('label', '')} ({record['score']:.1%})".strip()
     return str(record.get("text") if record.get("text") is not None else record.get("token_ids"))
-
-
-def cost_text(cost: Mapping[str, Any]) -> str:
-    """What ``report.usage.cost_of`` gave: the amount, and that per million tokens."""
-    return ", ".join(f"{amount}{label.removeprefix('cost')}" for label, amount in _cost(cost))
-
-
-def _cost(cost: Mapping[str, Any]) -> Facts:
-    yield "cost", format_amount(cost["total"])
-    for kind in ("output", "prompt"):  # the latter of a job that generates nothing
-        if (found := cost[f"per_million_{kind}_tokens"]) is not None:
-            yield f"cost per million {kind} tokens", format_amount(found)
-            return
 
 
 def _hours(report: Report) -> tuple[str, str] | None:

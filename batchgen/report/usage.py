@@ -75,16 +75,13 @@ def device_s(usage: Numbers) -> float:
     return float(max(usage.get("device_s", 0.0), usage.get("wall_s", 0.0)))
 
 
-def cost_of(price_per_hour: float | None, devices_s: float, tokens: Numbers) -> dict[str, float | None] | None:
-    """What seconds of devices cost, in all and per million completion and prompt ``tokens``; None without a price."""
-    if price_per_hour is None:
-        return None
-    total = price_per_hour * devices_s / _SECONDS_PER_HOUR
-    each = {"output": tokens["completion"], "prompt": tokens["prompt"]}
-    per_million = {
-        f"per_million_{kind}_tokens": round(total / count * 1e6, 6) if count else None for kind, count in each.items()
-    }
-    return {"total": round(total, 6), **per_million}
+def cost_of(report: Numbers, price_per_hour: float) -> dict[str, float | None]:
+    """Cost of a run's ``device_s``, in all and per million tokens computed: generated ones, or where none was, read."""
+    kind, name = ("completion", "output") if report["tokens"]["completion"] else ("prompt", "prompt")
+    num_tokens = report["tokens"][kind] - report["copied_tokens"][kind] - report.get("reused", {}).get(kind, 0)
+    total = price_per_hour * device_s(report) / _SECONDS_PER_HOUR
+    each = round(total / num_tokens * 1e6, 6) if num_tokens else None
+    return {"total": round(total, 6), f"per_million_{name}_tokens": each}
 
 
 def workers_section(engine: Numbers) -> list[dict[str, Any]]:

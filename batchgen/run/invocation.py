@@ -35,7 +35,7 @@ from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_ker
 from batchgen.output.publish import Publication, open_destination
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.advice import warnings
-from batchgen.report.facts import cost_text, numerics_text, pace, samples_text
+from batchgen.report.facts import numerics_text, pace, samples_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
@@ -113,11 +113,8 @@ class Invocation(ABC):
         self.engine_factory = engine_factory or load_engine
         self.backend: Backend | None = None
         self._num_told = 0  # of its notes
-        if options.limits.max_cost is not None and spec.cluster.price_per_hour is None:
-            raise UsageError("--max-cost needs a price: give --price-per-hour, or cluster.price_per_hour in the job")
         self.stopper = Stopper(options.limits, may_exit=options.may_exit)
         self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
-        self.progress.price_per_hour, self.progress.is_anew = spec.cluster.price_per_hour, options.overwrite
 
     @memory_errors("running this job")
     def execute(self) -> Outcome:
@@ -192,7 +189,7 @@ class Invocation(ABC):
             sink.empty_fields += before.empty_fields
         stream = RequestStream(sink, validator, self.stopper, charge)
         tasks = stream.tasks(rows)
-        self.stopper.check_limits(0, self.progress.cost)  # before a model is loaded for nothing
+        self.stopper.check_limits(0)  # before a model is loaded for nothing
         with self.progress.phase("reading the input", "read"):
             first = next(tasks, None)
         if first is not None:
@@ -206,7 +203,7 @@ class Invocation(ABC):
                 with self.progress.phase(GENERATING, "generate"), self.stopper.drain_with(engine.stop):
                     for result in engine.run(chain([first], tasks)):
                         sink.finish(stream.pending.pop(result.key), result)
-                        self.stopper.check_limits(self.progress.computed_tokens, self.progress.cost)
+                        self.stopper.check_limits(self.progress.computed_tokens)
                         sink.check_error_rate(self.stopper)
             except BatchgenError as error:
                 if error.exit_code == ExitCode.STOPPED:  # the last worker is lost: a resume goes on from what it told
@@ -290,8 +287,6 @@ class Invocation(ABC):
         if accuracy and accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
             lines.append(", ".join([f"exact match {share}", *samples_text(accuracy)]))
-        if "cost" in report:
-            lines.append(f"cost {cost_text(report['cost'])}")
         lines += warnings(report)
         if not rows["total"]:
             lines.append("warning: the input has no rows")

@@ -152,7 +152,7 @@ def _write_report(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest,
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
     job = job_from_dict(manifest.job, run_dir.manifest)
-    facts |= job.model.named | job.cluster.priced | {"shard": str(WHOLE)}
+    facts |= job.model.named | {"shard": str(WHOLE)}
     write_report(run_dir.report, build_report(totals, usage, facts))
     return []
 

@@ -24,9 +24,8 @@ from batchgen.core.machine import peak_bytes
 from batchgen.core.storage import read_regular, temporary_name
 from batchgen.output.rundir import PROGRESS_NAME
 from batchgen.report.build import build_report
-from batchgen.report.facts import cost_text
 from batchgen.report.rows import RowTotals
-from batchgen.report.usage import MALFORMED, cost_of, device_s, follow, since
+from batchgen.report.usage import MALFORMED, follow, since
 from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
@@ -93,8 +92,6 @@ class Progress:
         self.state = "running"
         self.keeps_file = self.is_idle = False  # set once there is something to resume; where another job has that
         self.num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
-        self.price_per_hour: float | None = None
-        self.is_anew = False  # what earlier invocations have cost counts no more, since what they left will be dropped
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
         self._path = folder / PROGRESS_NAME
         self.stopper, self.clock = stopper, Clock()
@@ -192,16 +189,6 @@ class Progress:
         """Tokens that the engine has computed in this invocation, of prompts and of unfinished rows too."""
         return self.engine.stats.num_prefill_tokens + self.engine.stats.num_output_tokens if self.engine else 0
 
-    @property
-    def cost(self) -> float:
-        """What this and earlier invocations have cost so far; 0 without a price."""
-        return (self.price_per_hour or 0.0) * self._devices_s() / 3600
-
-    def _devices_s(self) -> float:
-        before, mine = {} if self.is_anew else self._before.get("spent", {}), self.clock.wall_s
-        here = {"wall_s": mine, "device_s": mine * self._mean_workers}
-        return device_s({name: before.get(name, 0.0) + seconds for name, seconds in here.items()})
-
     def snapshot(self) -> dict[str, Any]:
         """State, counts and estimates for the display and ``progress.json``; tokens are those of all invocations."""
         usage_before, rows_before = self._before.get("spent", {}), self._before.get("rows", {})
@@ -233,11 +220,6 @@ class Progress:
             },
             "tokens_per_s": round(rate, 1),
             "eta_s": None if eta_s is None else round(eta_s, 1),
-            "cost": cost_of(
-                self.price_per_hour,
-                self._devices_s(),
-                {kind: tokens[f"{kind}_tokens"] for kind in ("prompt", "completion")},
-            ),
             "num_workers": len(self.workers()),
         }
 
@@ -297,7 +279,7 @@ class Progress:
     def _watch(self) -> None:
         while not self._end.wait(_TICK_S):
             self._sample()
-            self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0, self.cost)
+            self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
             if self.sink is not None and self._phase == GENERATING:
                 self.sink.tick()
             self.display.show(snapshot := self.snapshot())
@@ -334,8 +316,6 @@ def _check(found: Mapping[str, Any]) -> None:
         index(count)
     sum((found["tokens_per_s"], found["phase_s"], found["eta_s"] or 0.0))
     "".join(found[name] or "" for name in ("state", "phase", "reason", "advice", "started_at", "updated_at"))
-    if found.get("cost"):
-        cost_text(found["cost"])
     build_report(RowTotals(), follow(spent, spent), {"numerics": {}, "threads": None})
     list(zip(*spent["engine"].get("series", {}).values(), strict=True))
 

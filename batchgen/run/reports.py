@@ -55,7 +55,6 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
         "threads": backend.threads if backend else None,
         "open_schema": open_parts(schema_of(spec.sampling.structured_outputs)),
         **(backend.facts() if backend else {}),
-        **spec.cluster.priced,
     }
 
 

@@ -17,7 +17,6 @@ from batchgen.output.finalize import read_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
-from batchgen.report.facts import cost_text
 from batchgen.run.display import describe_rows
 from batchgen.run.progress import NO_TOKENS, read_progress, row_counts
 from batchgen.run.reports import read_report
@@ -54,7 +53,6 @@ def read_status(folder: Path) -> dict[str, Any]:
         "tokens": progress.get("tokens", NO_TOKENS),
         "tokens_per_s": live.get("tokens_per_s", 0.0),
         "eta_s": live.get("eta_s"),
-        "cost": progress.get("cost"),
         "workers": live.get("workers", []),
         "updated_at": progress.get("updated_at"),
         "silent_s": _silent_s(progress) if holder and progress.get("pid") == holder.pid else None,
@@ -111,8 +109,6 @@ def render_status(status: Mapping[str, Any]) -> str:
     if status["tokens_per_s"]:
         eta = "" if status["eta_s"] is None else f", about {format_duration(status['eta_s'])} left"
         lines.append(f"speed   {status['tokens_per_s']:,.0f} tok/s computed, of prompts and answers{eta}")
-    if status["cost"]:
-        lines.append(f"cost    {cost_text(status['cost'])}")
     return "\n".join([*lines, *_worker_lines(status["workers"])])
 
 
@@ -157,6 +153,5 @@ def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
         "rows": row_counts(rows["total"], rows["done"], rows["failed"], report.get("reused", {}).get("rows", 0)),
         "tokens": NO_TOKENS | {key: tokens[key] for key in ("prompt", "completion")} | {"computed": computed},
         "tokens_per_s": round(computed / report["wall_s"], 1) if report["wall_s"] else 0.0,
-        "cost": report.get("cost"),
         "updated_at": report["finished_at"],
     }

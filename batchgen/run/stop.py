@@ -1,4 +1,4 @@
-"""When and why an invocation stops early: signals, a deadline, limits on time, tokens and cost, too many failed rows.
+"""When and why an invocation stops early: signals, a deadline, limits on time and tokens, too many failed rows.
 
 All of them become one flag with one reason, which the loop that generates obeys; ``watchdog`` enforces the time limit
 of the shutdown. Rows and the journal are unknown here.
@@ -16,7 +16,7 @@ from datetime import datetime
 from types import FrameType
 
 from batchgen.core.errors import ExitCode
-from batchgen.core.units import format_amount, format_duration
+from batchgen.core.units import format_duration
 from batchgen.run.watchdog import Watchdog
 
 RESUME = "run again to resume"
@@ -29,15 +29,11 @@ class StopRequested(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one invocation: an instant of the wall clock, seconds, and computed tokens.
-
-    ``max_cost`` is of all invocations of the run together.
-    """
+    """Limits of one invocation: an instant of the wall clock, seconds, and computed tokens."""
 
     deadline: datetime | None = None
     max_runtime_s: float | None = None
     max_total_tokens: int | None = None
-    max_cost: float | None = None
 
 
 class Stopper:
@@ -69,11 +65,11 @@ class Stopper:
         """Seconds until the process is ended by force; ``DRAIN_S`` while no stop was asked for."""
         return DRAIN_S if self._watchdog is None else self._watchdog.left_s
 
-    def request(self, reason: str, advice: str = RESUME) -> None:
+    def request(self, reason: str) -> None:
         """Ask to stop, from any thread; only the first reason counts."""
         if self.reason is not None:
             return
-        self.reason, self.advice = reason, advice
+        self.reason = reason
         if self._watchdog is not None:
             main = threading.main_thread()
             if threading.current_thread() is not main and main.ident is not None:
@@ -96,8 +92,8 @@ class Stopper:
             self._delivered = True
             self._drain()
 
-    def check_limits(self, num_tokens: int, cost: float = 0.0) -> None:
-        """Ask to stop if a limit is reached; this invocation has computed ``num_tokens``, the run has cost ``cost``."""
+    def check_limits(self, num_tokens: int) -> None:
+        """Ask to stop if a limit is reached; this invocation has computed ``num_tokens``."""
         limits = self._limits
         if limits.deadline is not None and datetime.now().astimezone() >= limits.deadline:
             self.request(f"deadline {limits.deadline:%H:%M}")
@@ -105,8 +101,6 @@ class Stopper:
             self.request(f"max runtime of {format_duration(limits.max_runtime_s)}")
         elif limits.max_total_tokens is not None and num_tokens >= limits.max_total_tokens:
             self.request(f"max total tokens of {limits.max_total_tokens}")
-        elif limits.max_cost is not None and cost >= limits.max_cost:
-            self.request(f"max cost of {format_amount(limits.max_cost)} in all", "give a higher --max-cost to resume")
 
     @contextmanager
     def drain_with(self, stop: Callable[[], None]) -> Iterator[None]:

@@ -203,7 +203,6 @@ REFUSED_FLAGS: list[tuple[str, object, str]] = [
     ("cluster.workers", "70000", "^--workers = .*up to 65536"),
     *(("cluster.ray", value, "^--ray = .*must be auto or HOST:PORT") for value in ("head", "head:", "a b:1", 5)),
     ("cluster.ray", "ray://head:10001", "^--ray = .*the driver must be on a node of the cluster"),
-    *(("cluster.price_per_hour", value, "^--price-per-hour = .*number above 0") for value in (0, -1, "2 USD", True)),
     ("cluster.load_patience", "0s", "^--load-patience = .*must be a duration"),
     *(
         ("cluster.patience", value, "^--patience = .*must be a duration")

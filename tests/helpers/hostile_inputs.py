@@ -388,7 +388,7 @@ _FLAGS = (
     ),
     *(
         *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-memory", "--block-size"),
-        *("--keep-columns", "--max-cost", "--price-per-hour"),
+        "--keep-columns",
     ),
     *("--prompt", "--id", "--input-format", "--order", "--dtype", "--device", "--preset", "--revision"),
     *("--tokenizer", "--chat-template-kwargs"),

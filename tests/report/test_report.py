@@ -10,6 +10,7 @@ import pytest
 from report_samples import ABOUT, engine, made, record
 from run_helpers import MODEL, JobMaker, quiet, rows_of
 
+from batchgen.cli.main import call
 from batchgen.core.errors import UsageError
 from batchgen.engine.stats import EngineStats
 from batchgen.output.rundir import RunDir
@@ -19,7 +20,7 @@ from batchgen.report.compare import compare_reports
 from batchgen.report.facts import pace
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
-from batchgen.report.usage import follow
+from batchgen.report.usage import cost_of, follow
 from batchgen.run.job import run_job
 from batchgen.run.reports import read_report
 
@@ -36,10 +37,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_key_is_documented_and_every_documented_key_is_there(real: dict[str, Any]) -> None:
-    assert (
-        real.keys() | {"accuracy", "adapter", "cost", "price_per_hour", "reused", "structured", "workers"}
-        == KEYS.keys()
-    )
+    assert real.keys() | {"accuracy", "adapter", "reused", "structured", "workers"} == KEYS.keys()
 
 
 def test_the_phases_sum_to_the_wall_time_within_two_percent(real: dict[str, Any]) -> None:
@@ -85,6 +83,28 @@ def test_cpu_hours_count_threads_and_gpu_hours_do_not() -> None:
     totals.add_result(record(0))
     gpu = build_report(totals, {"wall_s": 3.6}, ABOUT | {"numerics": {"device": "cuda"}})
     assert gpu["device_hours_per_million_output_tokens"] == {"unit": "gpu", "hours": 200.0}
+
+
+@pytest.mark.parametrize(("rows", "kind"), [({}, "output"), ({"choices": [{"text": "a"}, {"text": "b"}]}, "prompt")])
+def test_the_cost_is_the_gpu_hours_of_all_workers_at_the_price(rows: dict[str, Any], kind: str) -> None:
+    totals = RowTotals()
+    totals.add_result(record(0, **rows))
+    usage = {"wall_s": 3600.0, "device_s": 3 * 3600.0}
+    report = build_report(totals, usage, ABOUT | {"numerics": {"device": "cuda"}})
+    report["cost"] = cost_of(report, 2.1)
+    each = 2.1 * report[f"device_hours_per_million_{kind}_tokens"]["hours"]
+    assert report["cost"] == {"total": 6.3, f"per_million_{kind}_tokens": pytest.approx(each)}
+    assert f"6.30 total, {each:,.2f} per million {kind} tokens" in " ".join(render_report(report).split())
+
+
+def test_the_report_command_shows_the_cost_at_a_price(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(2))
+    job.run()
+    assert call(["report", str(job.output), "--price-per-hour", "36", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cost"]["total"] == pytest.approx(36 * report["device_s"] / 3600, abs=1e-5)
+    assert call(["report", str(job.output), "--price-per-hour", "nan"]) == 2
+    assert call(["report", str(job.output), "--price-per-hour", "1", "--compare", str(job.output)]) == 2
 
 
 def test_a_step_of_both_kinds_is_shared_out_between_prefill_and_decode() -> None:
