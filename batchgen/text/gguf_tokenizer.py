@@ -20,7 +20,6 @@ from batchgen.core.gguf import read_header
 from batchgen.core.units import shown
 from batchgen.text.chat import ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.tokenizer import Tokenizer, reason
-from batchgen.text.tokenizer_limits import check_expansion
 
 _KEY = "tokenizer.ggml."
 _ARRAYS = [_KEY + name for name in ("tokens", "merges", "token_type")]
@@ -87,7 +86,6 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None) -> Tokenizer:
         if bos is not None:
             ids = [(bos, backend.token_to_id(bos))]
             backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=ids)
-        check_expansion(backend)
         return Tokenizer(backend, chat_template=template)
     except BaseException as error:
         raise ModelError(f"{path} has no usable tokenizer: {reason(error)}") from error

@@ -22,7 +22,6 @@ from batchgen.core.units import one_line
 from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.probes import Probes
-from batchgen.text.tokenizer_limits import check_expansion
 
 _MAX_FILE_BYTES = 1 << 26
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a token of one byte in SentencePiece's BPE
@@ -77,7 +76,6 @@ class Tokenizer:
         eos_token_ids = set(generation_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-            check_expansion(backend)
             add_tokens(backend, read_settings(folder), num_rows)
             if (token_id := backend.token_to_id(special.get("eos_token", ""))) is not None:
                 eos_token_ids.add(token_id)

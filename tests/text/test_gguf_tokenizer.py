@@ -153,10 +153,6 @@ def test_a_template_for_tools_is_taken_for_chats_with_tools(tmp_path: Path) -> N
         ({"tokens": ["a", "a"]}, "token 'a' is there twice"),
         ({"merges": ["ab"]}, "merge 'ab' is not of two tokens"),
         ({"merges": ["zz yy"]}, "has no usable tokenizer"),
-        (
-            {"tokens": ["a", "b", "ab", "b" * 10_001], "merges": ["a b"], "bos_token_id": 0},
-            "a token of its vocabulary has 10,001 characters",
-        ),
         ({"template": 5}, "tokenizer.chat_template is no text"),
         ({"template": "{% if %}"}, "the chat template does not compile"),
     ],

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from input_helpers import codes, write_tokenizer
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, rows_of
+from run_helpers import MODEL, JobMaker, rows_of
 
 from batchgen.cli import main
 from batchgen.config.job import InputSpec
@@ -24,8 +20,6 @@ from batchgen.core.records import Cursor, Record, SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.run.stop import StopRequested
 from batchgen.text.tokenizer import Tokenizer
-
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class PanicException(BaseException):
@@ -125,73 +119,6 @@ def test_tokens_that_cannot_be_decoded_cost_their_row_only(job: JobMaker, monkey
     }
 
 
-def folder_that_has(folder: Path, **parts: Any) -> Path:
-    """A tokenizer whose file has these parts."""
-    path = write_tokenizer(folder) / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | parts), encoding="utf-8")
-    return folder
-
-
-def in_sequence(name: str, *parts: Any) -> dict[str, Any]:
-    return {"type": "Sequence", name: list(parts)}
-
-
-def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-TEXT = {"Sequence": {"id": "A", "type_id": 0}}
-PAIR = [TEXT, {"Sequence": {"id": "B", "type_id": 0}}]
-SPECIAL = {"SpecialToken": {"id": "s", "type_id": 0}}
-CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"b" * 200_000 + bytes(1)).decode()
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("normalizer", replace({"String": "Q"}, "b" * 200_000)),
-        ("normalizer", in_sequence("normalizers", in_sequence("normalizers", replace({"Regex": "Q"}, "b" * 400)))),
-        ("normalizer", in_sequence("normalizers", *[replace({"String": "b"}, "bb")] * 40)),
-        ("normalizer", {"type": "Prepend", "prepend": "b" * 200_000}),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
-        ("pre_tokenizer", in_sequence("pretokenizers", *[BYTE_LEVEL] * 40)),
-        ("decoder", in_sequence("decoders", replace({"String": "b"}, "b" * 200_000), {"type": "Fuse"})),
-        ("post_processor", {"type": "TemplateProcessing", "single": [TEXT] * 999, "pair": PAIR, "special_tokens": {}}),
-        (
-            "post_processor",
-            {
-                "type": "TemplateProcessing",
-                "single": [SPECIAL, TEXT],
-                "pair": PAIR,
-                "special_tokens": {"s": {"id": "s", "ids": [1] * 999, "tokens": ["s"] * 999}},
-            },
-        ),
-    ],
-    ids=["replace", "nested", "doubling", "prepend", "charsmap", "bytes", "decoder", "copies", "special tokens"],
-)
-def test_a_tokenizer_that_makes_a_flood_of_a_text_is_refused(name: str, part: Any, tmp_path: Path) -> None:
-    expected = rf"tokenizer\.json is no usable tokenizer: its .*{name}.* can make a text more than 256 times as long"
-    with pytest.raises(ModelError, match=expected):
-        Tokenizer.load(folder_that_has(tmp_path, **{name: part}))
-
-
-def test_a_vocabulary_with_a_token_of_a_book_is_refused(tmp_path: Path) -> None:
-    added = [{"id": 300, "content": "b" * 200_000, "special": False, **dict.fromkeys(FLAGS, False)}]
-    with pytest.raises(ModelError, match="a token of its vocabulary has 200,000 characters; at most 10,000 are taken"):
-        Tokenizer.load(folder_that_has(tmp_path, added_tokens=added))
-
-
-def test_the_normalizers_of_published_tokenizers_are_taken(tmp_path: Path) -> None:
-    llama = in_sequence("normalizers", {"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁"))
-    clip = in_sequence("normalizers", {"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"})
-    bert = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
-    for number, part in enumerate((llama, clip, {"type": "BertNormalizer", **bert}, {"type": "NFKC"})):
-        (tmp_path / str(number)).mkdir()
-        loaded = Tokenizer.load(folder_that_has(tmp_path / str(number), normalizer=part))
-        assert loaded.encode_batch(["a"], add_special_tokens=False)[0]
-
-
 def test_a_tokenizer_that_panics_on_every_text_is_refused_with_its_file_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json is no usable tokenizer: no entry found") as caught:
         Tokenizer.load(broken_folder(tmp_path / "model"))
@@ -217,23 +144,3 @@ def test_the_last_resort_takes_what_is_no_exception(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert main.call([]) == ExitCode.CRASH
     assert capfd.readouterr().err.startswith("batchgen: error: PanicException: out of luck (this is a bug; ")
-
-
-# ---------------------------------------------------------------- damaged tokenizer files
-
-
-FIRST_SEED, NUM_SEEDS = 1000, 3000
-
-
-@pytest.mark.slow
-def test_a_damaged_tokenizer_is_refused_in_one_line_or_works(tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "helpers" / "tokenizer_mutations.py"
-    command = [sys.executable, str(program), str(FIRST_SEED), str(NUM_SEEDS), str(tmp_path)]
-    done = subprocess.run(
-        command, env={**ENVIRONMENT, "RUST_BACKTRACE": "0"}, capture_output=True, text=True, check=False, timeout=1200
-    )
-    lines = done.stdout.splitlines()
-    assert done.returncode == os.EX_OK, lines[-1:]
-    assert len(lines) == NUM_SEEDS
-    assert [line for line in lines if not line.endswith((" ok", " refused"))] == []
-    assert {line.rpartition(" ")[2] for line in lines} == {"ok", "refused"}
