@@ -123,8 +123,8 @@ def generate(
 
     ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list, column or other iterable of strings
     (column ``prompt``), mappings of columns and chats (lists of messages), a pandas or Polars DataFrame, a
-    ``datasets.Dataset``, an Arrow table. Rows in memory keep all their columns; their dates and other values that JSON
-    lacks become text, NaN becomes null.
+    ``datasets.Dataset``, an Arrow table. Dates and other values of rows in memory that JSON lacks become
+    text, NaN becomes null.
 
     All other keys are those of the job file: ``sampling``, ``engine``, ``input``, ``cluster`` are its tables, and
     ``model`` and ``output`` are its tables or their ``path``. With an ``output`` the same call goes on with a run that
@@ -197,12 +197,8 @@ def _spec(path: str | None, prompt: str | None, tables: Mapping[str, Mapping[str
     given = dict(tables.get("input", {}))
     if "path" in given:
         raise UsageError("generate: input has a path, and the rows are given as the first argument")
-    if path is None:
-        if given.get("format", "auto") not in _LINES_FORMATS:
-            raise UsageError(
-                f"generate: input.format = {given['format']!r} is a format of files, not of rows in memory"
-            )
-        given = {"keep_columns": ["*"], **given}
+    if path is None and given.get("format", "auto") not in _LINES_FORMATS:
+        raise UsageError(f"generate: input.format = {given['format']!r} is a format of files, not of rows in memory")
     given |= {"path": "-" if path is None else path} | ({} if prompt is None else {"prompt": prompt})
     return job_from_values({**tables, "input": given}, "generate")
 

@@ -194,7 +194,7 @@ class BatchgenLM(TemplateLM):
                 rows,
                 model=self._tables["model"],
                 engine=self._tables["engine"],
-                input={_TOKENS: _TOKENS, "keep_columns": []},
+                input={_TOKENS: _TOKENS, "columns": []},
                 sampling=sampling,
                 output=folder,
                 engine_factory=self._engine_factory,

@@ -17,7 +17,7 @@ from batchgen import load_job, run_job
 source, target = sys.argv[1:3]
 job = {
     "model": {"path": sys.argv[3] if len(sys.argv) > 3 else "LiquidAI/LFM2-350M"},
-    "input": {"path": source, "prompt": "{question}", "keep_columns": ["answer"]},
+    "input": {"path": source, "prompt": "{question}"},
     "sampling": {"max_tokens": 512},
     "output": {"path": "run", "publish": target},
 }

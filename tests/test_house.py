@@ -80,7 +80,7 @@ CONCEPTS = {
     """,
     "[model]": "activations adapter batch_invariant device dtype path revision tokenizer weights",
     "[input]": """
-        chat chat_template_kwargs delimiter encoding format id keep_columns limit messages path prompt
+        chat chat_template_kwargs columns delimiter encoding format id limit messages path prompt
         prompt_token_ids system
     """,
     "[sampling]": """

@@ -29,7 +29,7 @@ _MOST_DIFFERENT_HELP = "With --against: exit 4 if more rows differ, such as 1%."
 @click.option("--max-different-rows", "most_different", type=SHARE, help=_MOST_DIFFERENT_HELP)
 @json_option()
 @job_options("model", "engine", without=_SIZES)
-@job_options("input", without=("path", "format", "id", "keep_columns"))
+@job_options("input", without=("path", "format", "id", "columns"))
 @job_options("output", without=_NOT_EXPECTED)
 def check(
     path: str | None,

@@ -197,6 +197,7 @@ def job_options(*sections: str, without: tuple[str, ...] = (), of_job: bool = Fa
 def _job_option(section: str, item: Key, of_job: bool) -> Callable[[F], F]:
     default = None if of_job else item.written(item.default)
     shown = f"{default:g}" if isinstance(default, float) else "" if item.kind is BOOL else default
+    shown = ",".join(shown) if isinstance(shown, tuple) else shown
     short = _SHORT.get(f"{section}.{item.name}")
     return click.option(
         *([short] if short else []),
@@ -205,7 +206,7 @@ def _job_option(section: str, item: Key, of_job: bool) -> Callable[[F], F]:
         metavar=item.kind.metavar or None,
         default=None,
         multiple=item.kind.repeats,
-        help=f"{item.help}{'' if shown in (None, '', ()) else f' [{shown}]'}.",
+        help=f"{item.help}{'' if shown in (None, '') else f' [{shown}]'}.",
         hidden=item.name in _EXPERT_KEYS.get(section, "").split(),
     )
 

@@ -25,13 +25,6 @@ from batchgen.core.records import SamplingParams
 from batchgen.core.remote import WRITABLE, check_address, scheme_of
 from batchgen.core.units import parse_size, shown
 
-RECORD_KEYS = frozenset(
-    {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
-    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls"}
-)  # fields of an output record; a kept column of such a name is written as input_<name>
-VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # likewise, with [embed]
-ANSWER = "answer"  # likewise, in a job with output.answer alone: many inputs have such a column
-
 
 def _paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
@@ -130,7 +123,7 @@ class InputSpec:
     """Which rows, and how a row becomes a prompt.
 
     ``path`` entries are absolute (or ``-``, ``hf:...``, an address), it is empty only for commands that read no input;
-    ``keep_columns == ("*",)`` keeps all columns. At most one of ``prompt``, ``messages``, ``prompt_token_ids`` is set.
+    ``columns == ("*",)`` keeps all columns. At most one of ``prompt``, ``messages``, ``prompt_token_ids`` is set.
     """
 
     path: tuple[str, ...] = key(
@@ -153,7 +146,7 @@ class InputSpec:
     chat_template_kwargs: Mapping[str, Any] | None = key(
         keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
     )
-    keep_columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output; *: all", ())
+    columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output", ("*",))
     limit: int | None = key(integer(1), "Take the first N rows only", None)
 
     @property
@@ -279,18 +272,6 @@ class JobSpec:
     sampling_columns: tuple[str, ...] = ()  # "*": every column named like a sampling key that no prompt uses
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
     fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
-
-    @property
-    def record_keys(self) -> frozenset[str]:
-        """The fields that an output record of this job may have beside kept columns."""
-        more = VECTOR_KEYS if self.embed.is_on else {ANSWER} if self.output.answer else frozenset[str]()
-        return RECORD_KEYS | more
-
-    @property
-    def expected_field(self) -> str | None:
-        """The field of an output record that holds ``output.expected``."""
-        name = self.output.expected
-        return f"input_{name}" if name in self.record_keys else name
 
     def parses_tools(self, columns: Mapping[str, Any]) -> bool:
         """Whether the tool calls in a row's answer are parsed: the job asks, or it is a Batch request with tools."""

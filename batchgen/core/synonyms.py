@@ -51,7 +51,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym("input.messages"): "conversation, conversations, chat-column, sharegpt",
     Synonym("input.system"): "system-prompt, system-message, persona",
     Synonym("input.chat"): "apply-chat-template, chat-template, no-chat-template, raw, completion",
-    Synonym("input.keep_columns"): "columns, keep, remove-columns, passthrough, metadata",
+    Synonym("input.columns"): "columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
     Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",
     Synonym("input.encoding"): "charset, latin-1, cp1252, windows-1252, utf-16, iso-8859-1, ansi",

@@ -19,6 +19,7 @@ import pyarrow as pa
 from batchgen.config.identity import draw_of
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values
+from batchgen.config.record_fields import kept_name
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
 from batchgen.core.json_line import encode_json
@@ -30,7 +31,6 @@ from batchgen.input.formats.arrow import rows_at
 from batchgen.input.rows import wrong_type
 from batchgen.input.validator import Pending
 from batchgen.output.journal import JournalEntry
-from batchgen.output.record_builder import kept_name
 from batchgen.run.loader import EngineFactory, load_engine, read_model
 
 ADDED = pa.schema(
@@ -82,7 +82,7 @@ class TableJob:
         """The job that this describes. Raises UsageError naming the key."""
         values: dict[str, Mapping[str, Any]] = {
             "model": {"path": self.model} if isinstance(self.model, str) else self.model,
-            "input": {**self.input, **({} if self.prompt is None else {"prompt": self.prompt})},
+            "input": {"columns": [], **self.input, **({} if self.prompt is None else {"prompt": self.prompt})},
             "sampling": self.sampling,
             "engine": self.engine,
         }

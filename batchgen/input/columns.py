@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import kept_columns
 from batchgen.config.sampling import in_object
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import resembling
@@ -52,7 +53,17 @@ def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: Conten
         has_tokenizer = "prompt" in finder.prompt_columns
         advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
         raise UsageError(f"the job names no prompt, and {among} a column {names}: {advice}; {_listed(found)}")
-    return [*_other_data(head), *_other_form(head, spec)]
+    return [*_renamed(head, spec), *_other_data(head), *_other_form(head, spec)]
+
+
+def _renamed(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
+    """A line on the columns that are kept under other names than their own."""
+    kept = {name: field for row in rows for name, field in kept_columns(spec, row.columns).items()}
+    renamed = [f"{shown(name)} as {field}" for name, field in kept.items() if name != field]
+    if renamed:
+        more = f" and {len(renamed) - _SHOWN_COLUMNS:,} more" if len(renamed) > _SHOWN_COLUMNS else ""
+        listed = f"{', '.join(renamed[:_SHOWN_COLUMNS])}{more}"
+        yield f"a record has fields of its own named like columns of the input, which are kept as: {listed}"
 
 
 def _other_form(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
@@ -116,7 +127,7 @@ def _named(spec: JobSpec, finder: ContentFinder) -> Iterator[tuple[str, str]]:
     if spec.input.id is not None:
         yield "input.id", spec.input.id
     yield from finder.named_columns()
-    yield from (("input.keep_columns", name) for name in spec.input.keep_columns if name != "*")
+    yield from (("input.columns", name) for name in spec.input.columns if name != "*")
     if spec.output.expected is not None:
         yield "output.expected", spec.output.expected
     yield from (("sampling.columns", name) for name in spec.sampling_columns if name != "*")

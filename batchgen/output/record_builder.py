@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from batchgen.config.identity import draw_of, fingerprint, limit_of
-from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS, JobSpec
+from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import ANSWER, VECTOR_KEYS, kept_columns
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
@@ -213,23 +214,15 @@ class RecordBuilder:
 
     def _kept(self, record: Record) -> dict[str, Any]:
         columns, spec = record.columns, self._spec
-        answers_batch = spec.output.format == "openai-batch" and spec.input.is_batch_line(columns)
-        if answers_batch:
-            columns = {**columns, "url": url_of(columns)}  # which kind of answer was asked for
-            if encoding := columns["body"].get("encoding_format"):
-                columns = {**columns, "encoding_format": encoding}
-            if isinstance(model := columns["body"].get("model"), str):
-                columns = {"model": model, **columns}
-        if spec.input.keep_columns == ("*",):
-            names = [name for name in columns if name != spec.input.id or name != "id"]
-        else:
-            wanted = dict.fromkeys(spec.input.keep_columns)
-            if spec.output.expected is not None:
-                wanted[spec.output.expected] = None
-            if answers_batch:
-                wanted |= {"url": None, "encoding_format": None, "model": None}
-            names = [name for name in wanted if name in columns]
-        return {kept_name(name, columns, spec.record_keys): columns[name] for name in names}
+        kept = {field: columns[name] for name, field in kept_columns(spec, columns).items()}
+        if spec.output.format == "openai-batch" and spec.input.is_batch_line(columns):
+            body = columns["body"]
+            kept["url"] = url_of(columns)  # which kind of answer was asked for
+            if encoding := body.get("encoding_format"):
+                kept["encoding_format"] = encoding
+            if isinstance(model := body.get("model"), str):
+                kept.setdefault("model", model)
+        return kept
 
     def _answer(self, sample: Mapping[str, Any]) -> dict[str, str | None]:
         """The answer in the text of a sample, or in what is parsed of it, if the job asks for it."""
@@ -302,12 +295,3 @@ def _json_or_none(text: str) -> Any:
 
 def _timings(timings: Timings) -> dict[str, Any]:
     return {name: round(getattr(timings, name), _DIGITS) for name in _TIMINGS}
-
-
-def kept_name(name: str, columns: dict[str, Any], record_keys: frozenset[str] = RECORD_KEYS) -> str:
-    """The name of a kept column in the output record, whose own fields take precedence."""
-    if name in record_keys:
-        name = f"input_{name}"
-        while name in columns:
-            name = f"input_{name}"
-    return name

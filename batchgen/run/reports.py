@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
+from batchgen.config.record_fields import expected_field
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.structured import parsed, schema_of
@@ -31,7 +32,7 @@ _SAID = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of a 
 
 
 def _totals_of(spec: JobSpec) -> RowTotals:
-    return RowTotals(spec.expected_field, spec.output.answer, "choice" in parsed(spec.sampling.structured_outputs))
+    return RowTotals(expected_field(spec), spec.output.answer, "choice" in parsed(spec.sampling.structured_outputs))
 
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
@@ -83,7 +84,7 @@ def first_answers(run_dir: RunDir) -> Table | None:
         if manifest := run_dir.read_manifest():
             spec = job_from_dict(manifest.job, run_dir.manifest)
             records = islice(read_records(run_dir, spec), NUM_ANSWERS)
-            return answers([record for _, record in records], spec.expected_field)
+            return answers([record for _, record in records], expected_field(spec))
     return None
 
 

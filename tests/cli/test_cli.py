@@ -142,7 +142,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_job_file_runs_with_flags_on_top(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(4))
-    code, out, err = said(capsys, "run", job.toml(), "--limit", "2", "--token-ids", "--keep-columns", "answer,question")
+    code, out, err = said(capsys, "run", job.toml(), "--limit", "2", "--token-ids", "--columns", "answer,question")
     assert (code, out) == (0, "")
     assert "2 rows done" in err
     assert [set(row) >= {"token_ids", "answer", "question"} for row in job.outputs()] == [True, True]

@@ -81,7 +81,7 @@ SWITCHES = {
     "--no-batch-invariant": ("model", "batch_invariant"),
 }
 NAMED = (
-    "--model --revision --dtype --device --tokenizer --input --prompt --system --no-chat --keep-columns --limit",
+    "--model --revision --dtype --device --tokenizer --input --prompt --system --no-chat --columns --limit",
     "--max-tokens --temperature --seed --ignore-eos --output --order --token-ids --workers --ray --speculate",
     "--threads --max-num-batched-tokens --max-num-seqs --block-size --kv-memory --max-model-len",
     "--overwrite --strict --max-error-rate --deadline --max-runtime --max-total-tokens --shard",

@@ -159,7 +159,7 @@ def test_a_hostile_row_reaches_no_terminal_raw(job: JobMaker, capsys: pytest.Cap
     for arguments, code in (
         (["plan", spec], 0),
         (["plan", spec, "--json"], 0),
-        (["run", spec, "--keep-columns", name], 3),
+        (["run", spec, "--columns", name], 3),
     ):
         assert call([str(argument) for argument in arguments], engine_factory=stub_factory()) == code
     captured = capsys.readouterr()

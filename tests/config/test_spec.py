@@ -50,7 +50,7 @@ def with_flags(section: str, key: str, value: object) -> dict[str, dict[str, Any
 def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     spec = from_text(tmp_path, minimal())
     assert (spec.model.revision, spec.model.dtype, spec.model.device) == ("main", "auto", "auto")
-    assert (spec.input.format, spec.input.chat, spec.input.keep_columns) == ("auto", True, ())
+    assert (spec.input.format, spec.input.chat, spec.input.columns) == ("auto", True, ("*",))
     assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
     assert spec.engine == EngineConfig()
     assert set(spec.to_dict()["engine"].values()) == {"auto", True}
@@ -148,7 +148,7 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("limit = true\n", r"input\.limit = True: must be an integer"),
         ('chat = "yes"\n', r"input\.chat = 'yes': must be true or false"),
         ('format = "json"\n', r'must be one of auto, jsonl.*did you mean "jsonl"'),
-        ('keep_columns = ["*", "a"]\n', r'"\*" alone for all columns'),
+        ('columns = ["*", "a"]\n', r'"\*" alone for all columns'),
         ('id = ""\n', r"input\.id = '': must be a string that is not empty"),
         ("prompt = 3\n", r"input\.prompt = 3: must be a string"),
         ('prompt = "a"\nmessages = "b"\n', r"input\.prompt and input\.messages exclude each other"),
@@ -376,7 +376,7 @@ def test_a_spec_survives_json(tmp_path: Path) -> None:
     scored = 'choices = ["yes", " no"]\nnormalize = "tokens"\n'
     restricted = 'allowed_token_ids = [7, 2]\nbad_words = ["a"]\nlogit_bias = { "7" = 1, "2" = -0.5 }\n'
     for sampling in (generated, scored, restricted, "prompt_logprobs = 0\nmax_tokens = 0\n"):
-        extra = f'keep_columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_memory = "1GiB"\n'
+        extra = f'columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_memory = "1GiB"\n'
         spec = from_text(tmp_path, minimal(extra))
         assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 

@@ -48,7 +48,7 @@ def expected(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the command writes of the rows in a file."""
     job = JobMaker(folder)
     job.write(rows)
-    job.run(job.spec(input={"prompt": "{question}", "id": None, "keep_columns": ["*"]}))
+    job.run(job.spec(input={"prompt": "{question}", "id": None, "columns": ["*"]}))
     return job.outputs()
 
 
@@ -87,7 +87,7 @@ def test_rows_of_any_kind_get_what_the_command_writes(kind: str, tmp_path: Path)
 def test_the_tokens_of_a_model_are_those_of_the_command(tmp_path: Path) -> None:
     texts = [f"{row['question']} Write it in words." for row in ROWS[:8]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    flags = ["--max-tokens", "12", "--temperature", "0.7", "--token-ids", "--keep-columns", "*", "--quiet"]
+    flags = ["--max-tokens", "12", "--temperature", "0.7", "--token-ids", "--columns", "*", "--quiet"]
     command = ["run", "--model", MODEL, "--input", tmp_path / "rows.jsonl", "--output", tmp_path / "run", *flags]
     assert call([*map(str, command)]) == 0
     sampling = {"max_tokens": 12, "temperature": 0.7}
@@ -100,7 +100,7 @@ def test_the_tokens_of_a_model_are_those_of_the_command(tmp_path: Path) -> None:
 
 def test_a_path_is_the_input_of_a_job(tmp_path: Path) -> None:
     wanted = expected(tmp_path, ROWS)
-    found = generated(tmp_path / "input.jsonl", input={"keep_columns": ["*"], "limit": 9})
+    found = generated(tmp_path / "input.jsonl", input={"columns": ["*"], "limit": 9})
     assert records(found) == wanted[:9]
 
 

@@ -18,8 +18,9 @@ from click.testing import CliRunner
 
 from batchgen.cli.help import DOCS
 from batchgen.cli.main import cli
-from batchgen.config.job import ANSWER, KEYS, RECORD_KEYS, VECTOR_KEYS, JobSpec
+from batchgen.config.job import KEYS, JobSpec
 from batchgen.config.load import load_job
+from batchgen.config.record_fields import ANSWER, RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.errors import ExitCode, RowError, RowErrorCode
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.records import BadRow, Cursor, FinishReason, Record, Result, Timings
@@ -106,7 +107,7 @@ def _complete(name: str, fields: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
     """A record of a row, and one of a failed row."""
-    spec = _spec(Path("questions.jsonl"), {"keep_columns": ["task", "answer"]})
+    spec = _spec(Path("questions.jsonl"), {})
     builder = RecordBuilder(spec, lambda ids, **_: "SHADOW")
     columns = {"id": "q-004", "task": "upper", "question": 'Write "shadow" in capital letters.', "answer": "SHADOW"}
     record = Record(4, "questions.jsonl", 5, columns, Cursor(0, 0, 0, 5))

@@ -110,7 +110,7 @@ RUN = ("run", "job.toml")
 _SHARDS: Any = tuple((("run", "job.toml", "--shard", f"{i}/2", "--output", f"part{i}"), {}) for i in (1, 2))
 _PARQUET: dict[str, Any] = {
     "input": "input.parquet",
-    "keys": 'id = "id"\nprompt = "question"\nkeep_columns = "*"',
+    "keys": 'id = "id"\nprompt = "question"\ncolumns = "*"',
     "output": 'format = "parquet"\ntoken_ids = true\nexpected = "answer"',
 }
 _OPENAI: dict[str, Any] = {
@@ -129,7 +129,7 @@ SCENARIOS = {
     "run-gz-completion": Scenario(
         RUN,
         input="input.jsonl.gz",
-        keys='prompt = "{question}"\nkeep_columns = ["answer", "note"]',
+        keys='prompt = "{question}"\ncolumns = ["answer", "note"]',
         sampling="temperature = 1.0",
         output='order = "completion"\ntoken_ids = true',
     ),
@@ -150,7 +150,7 @@ SCENARIOS = {
     "update-stopped": Scenario(
         RUN,
         before=(*_EARLIER, ((*RUN, "--max-total-tokens", "60"), {})),
-        keys='prompt = "{question}"\nkeep_columns = ["answer", "note"]',
+        keys='prompt = "{question}"\ncolumns = ["answer", "note"]',
     ),
     "update-job": Scenario(
         (*RUN, "--update"),

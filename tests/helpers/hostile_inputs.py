@@ -87,7 +87,7 @@ def hostile_cases(count: int, seed: int) -> Iterator[Case]:
 def job_text(rng: random.Random, *, input_name: str = "in.jsonl", keys: str | None = None, extra: str = "") -> bytes:
     """A sound job, its keys that say where prompts are and what to keep drawn at random."""
     prompt = rng.choice(['prompt = "question"', 'prompt = "{question} {answer}"', 'messages = "messages"'])
-    drawn = [prompt, rng.choice(['id = "id"', ""]), rng.choice(['keep_columns = "*"', 'keep_columns = ["answer"]', ""])]
+    drawn = [prompt, rng.choice(['id = "id"', ""]), rng.choice(['columns = "*"', 'columns = ["answer"]', ""])]
     output = rng.choice(["jsonl", "jsonl", "parquet", "openai-batch"])
     order = rng.choice(["input", "completion"])
     return f"""
@@ -304,7 +304,7 @@ def parquet_case(rng: random.Random) -> Case:
         content = content[:-8] + rng.randbytes(4) + b"PAR1"
     elif draw < 0.45:
         content = b"PAR1" + rng.randbytes(200) + b"PAR1"
-    keys = f'prompt = "question"\nkeep_columns = "*"\n{rng.choice(["id = " + json.dumps("id"), ""])}'
+    keys = f'prompt = "question"\ncolumns = "*"\n{rng.choice(["id = " + json.dumps("id"), ""])}'
     return Case("parquet", job_text(rng, input_name="in.parquet", keys=keys), {"in.parquet": content})
 
 
@@ -388,7 +388,7 @@ _FLAGS = (
     ),
     *(
         *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-memory", "--block-size"),
-        "--keep-columns",
+        "--columns",
     ),
     *("--prompt", "--id", "--input-format", "--order", "--dtype", "--device", "--preset", "--revision"),
     *("--tokenizer", "--chat-template-kwargs"),

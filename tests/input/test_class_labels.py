@@ -111,7 +111,7 @@ def test_names_are_expected_and_kept(form: str, job: JobMaker) -> None:
             "path": [written(job.folder, form)],
             "id": None,
             "prompt": "{question}",
-            "keep_columns": ["label"],
+            "columns": ["label"],
         },
         output={"path": str(job.output), "expected": "label"},
         sampling={"choices": NAMES},

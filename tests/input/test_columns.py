@@ -75,7 +75,7 @@ def test_fewer_rows_that_are_no_json_are_error_rows(job: JobMaker) -> None:
         ({"input": {"prompt": "{nothing} of {question}"}}, "input.prompt names column 'nothing', which none of"),
         ({"input": {"prompt": "qestion"}}, "input.prompt names column 'qestion', which none of the first 3 rows has"),
         ({"input": {"id": "nope"}}, "input.id names column 'nope', which"),
-        ({"input": {"keep_columns": ["answer", "anser"]}}, "input.keep_columns names column 'anser', which"),
+        ({"input": {"columns": ["answer", "anser"]}}, "input.columns names column 'anser', which"),
         ({"output": {"expected": "answr"}}, "output.expected names column 'answr', which"),
         ({"sampling": {"columns": ["max_tokens"]}}, "sampling.columns names column 'max_tokens', which"),
         ({"input": {"prompt": None, "messages": "chat"}}, "input.messages names column 'chat', which"),
@@ -101,12 +101,12 @@ def test_the_nearest_column_is_named(job: JobMaker) -> None:
 def test_only_the_first_rows_or_those_of_the_limit_are_looked_at(job: JobMaker) -> None:
     late = {"id": "late", "question": "?", "rare": 1}
     job.write([*rows_of(HEAD_ROWS), late])
-    assert f"none of the first {HEAD_ROWS} rows" in refusal(job, input={"keep_columns": ["rare"]})
+    assert f"none of the first {HEAD_ROWS} rows" in refusal(job, input={"columns": ["rare"]})
     job.write([*rows_of(2), late])
-    assert "none of the first 2 rows" in refusal(job, input={"keep_columns": ["rare"], "limit": 2})
+    assert "none of the first 2 rows" in refusal(job, input={"columns": ["rare"], "limit": 2})
 
 
-RARE = {"input": {"keep_columns": ["rare"]}}
+RARE = {"input": {"columns": ["rare"]}}
 FINE: dict[str, tuple[list[Any], Sections, int]] = {
     "one of the first rows has the column": ([*rows_of(HEAD_ROWS - 1), {**rows_of(1)[0], "id": 9, "rare": 1}], RARE, 0),
     "a row of another shard has it": (

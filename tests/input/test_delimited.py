@@ -241,7 +241,7 @@ WITH_BAD = TABLE + b'q-50,short\r\nq-51,"a\nb",1\r\n'
 def table_job(job: JobMaker, content: bytes, **sections: Any) -> tuple[JobMaker, Any]:
     job.input = job.folder / "input.csv"
     job.input.write_bytes(content)
-    keys = {"path": [str(job.input)], "keep_columns": ["*"], **sections.pop("input", {})}
+    keys = {"path": [str(job.input)], "columns": ["*"], **sections.pop("input", {})}
     return job, job.spec(input=keys, output={"expected": "answer", **sections.pop("output", {})}, **sections)
 
 
@@ -281,7 +281,7 @@ def test_processes_killed_at_any_moment_end_as_one_run(job: JobMaker, tmp_path: 
     job.run(spec)
     expected = job.outputs()
     words = ["run", "--model", spec.model.path, "--input", str(job.input), "--id", "id", "--prompt", "{question}"]
-    words += ["--no-chat", "--keep-columns", "*", "--max-tokens", "16", "--output", str(tmp_path / "killed"), "-q"]
+    words += ["--no-chat", "--columns", "*", "--max-tokens", "16", "--output", str(tmp_path / "killed"), "-q"]
     for _ in range(8):
         process = start(words, step_s=0.02)
         time.sleep(rng.uniform(0.5, 1.5))

@@ -24,7 +24,7 @@ def table(path: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize("has_id", [True, False])
 def test_a_table_has_the_inputs_columns_and_then_the_answers(job: JobMaker, has_id: bool) -> None:
     job.write(ROWS)
-    keys = {"keep_columns": ["*"], **({} if has_id else {"id": None})}
+    keys = {"columns": ["*"], **({} if has_id else {"id": None})}
     job.run(job.spec(input=keys, output={"path": str(job.folder / "lines")}))
     job.run(job.spec(input=keys, output={"format": "csv"}))
     records = [json.loads(line) for line in (job.folder / "lines" / "outputs.jsonl").read_text().splitlines()]
@@ -53,7 +53,7 @@ def test_a_mark_of_the_input_stands_in_the_output_too(job: JobMaker, mark: str) 
 def test_a_table_in_another_encoding_becomes_one_that_spreadsheets_open(job: JobMaker) -> None:
     path = job.folder / "rows.csv"
     path.write_bytes("id;question\n1;Größe\n".encode("cp1252"))
-    keys = {"path": [str(path)], "encoding": "cp1252", "keep_columns": ["*"]}
+    keys = {"path": [str(path)], "encoding": "cp1252", "columns": ["*"]}
     assert job.run(job.spec(input=keys, output={"format": "csv"})).exit_code == 0
     assert (job.output / "outputs.csv").read_bytes().startswith("\ufeffid,question,text".encode())
     assert table(job.output / "outputs.csv")[0]["question"] == "Größe"

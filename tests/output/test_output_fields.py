@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import records
 
-from batchgen.config.job import RECORD_KEYS, VECTOR_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.formats.parquet import FIXED_TYPES, ParquetFormat, fixed_types

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.config.job import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, SamplingParams, TokenLogprob
+from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.record_builder import RecordBuilder
 
 ORDER = [
@@ -21,7 +23,7 @@ ORDER = [
     *("usage", "timings", "token_ids", "logprobs", "samples", "choices"),
 ]
 ORDER += ["prompt_logprobs", "perplexity"]
-SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("out"))
+SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",), columns=()), OutputSpec("out"))
 ROW = Record(3, "in.jsonl", 4, {"prompt": "Hi"}, Cursor(0, 9, 0, 4))
 LETTERS = "abcdefghijklmnopqrstuvwxyz .\n"
 END = len(LETTERS)
@@ -156,11 +158,33 @@ def test_the_probabilities_of_choices_sum_to_one_however_unlikely_they_are(logpr
 
 
 def test_kept_columns_make_way_for_the_records_own_fields() -> None:
-    spec = replace(SPEC, input=replace(SPEC.input, keep_columns=("*",)))
+    spec = replace(SPEC, input=replace(SPEC.input, columns=("*",)))
     columns = {"choices": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
     record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), None, result())
     assert {name.removeprefix("input_"): value for name, value in list(record.items())[6:]} == columns
     assert not RECORD_KEYS & set(list(record)[6:])
+
+
+def test_all_columns_are_kept_unless_the_job_chooses() -> None:
+    assert InputSpec(("in.jsonl",)).columns == ("*",)
+
+
+def test_a_batch_request_is_no_column_that_is_kept_but_by_name() -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}, "topic": 3}
+    for columns, kept in ((("*",), {"topic": 3}), (("url",), {"url": "/v1/completions"}), ((), {})):
+        spec = replace(SPEC, input=replace(SPEC.input, columns=columns))
+        record = RecordBuilder(spec, decode).result(replace(ROW, columns=line), "a", result())
+        assert {name: value for name, value in record.items() if name not in RECORD_KEYS} == kept
+
+
+def test_columns_of_data_do_not_say_what_form_a_batch_response_has() -> None:
+    output = replace(SPEC.output, format="openai-batch")
+    spec = replace(SPEC, input=replace(SPEC.input, columns=("*",), prompt="{q}"), output=output)
+    columns = {"q": "Hi", "url": "https://example.org", "model": "T-Ford"}
+    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), "a", result())
+    line = json.loads(OpenAIBatchFormat("m", chat=True).result_row(encode_json(record)))
+    assert (line["response"]["body"]["model"], line["response"]["body"]["object"]) == ("m", "chat.completion")
+    assert line["kept_columns"] == {"q": "Hi", "input_url": "https://example.org", "input_model": "T-Ford"}
 
 
 LOGPROBS = st.none() | st.lists(
@@ -202,7 +226,7 @@ def test_the_order_of_fields_never_changes(
     assert ("parsed" in record) == (parse_json and has_tokenizer)
     assert record.get("complete") == first.is_complete
     assert [sample.get("complete") for sample in record.get("samples", [record])] == [s.is_complete for s in samples]
-    assert set(ORDER) == RECORD_KEYS - {"retried"} | {"answer"}
+    assert set(ORDER) == RECORD_KEYS | {"answer"}
 
 
 DIGITS = '0123456789[]{}:,"nul -.eENa'
@@ -243,9 +267,7 @@ def test_the_value_of_a_scored_row_is_that_of_its_likeliest_choice() -> None:
 @pytest.mark.parametrize("keep", [(), ("*",)])
 def test_a_batch_line_without_a_url_is_answered_as_its_body_asks(keep: tuple[str, ...]) -> None:
     row = replace(ROW, columns={"custom_id": "a", "body": {"prompt": "Hi"}})
-    spec = replace(
-        SPEC, input=replace(SPEC.input, keep_columns=keep), output=replace(SPEC.output, format="openai-batch")
-    )
+    spec = replace(SPEC, input=replace(SPEC.input, columns=keep), output=replace(SPEC.output, format="openai-batch"))
     assert RecordBuilder(spec, decode).result(row, "a", result())["url"] == "/v1/completions"
 
 

@@ -79,7 +79,7 @@ class Records:
 
     def __init__(self, tokenizer: Path, folder: Path, **sections: Any) -> None:
         flags = {"model": {"path": str(text_model()), "tokenizer": str(tokenizer)}, **sections}
-        flags["input"] = {"path": str(QUESTIONS), "prompt": "{question}", "id": "id", "keep_columns": "*"}
+        flags["input"] = {"path": str(QUESTIONS), "prompt": "{question}", "id": "id", "columns": "*"}
         flags["output"] = {"path": str(folder / "out"), **sections.get("output", {})}
         self.spec: JobSpec = load_job(None, flags)
         model = read_model(self.spec, datetime(2026, 5, 1, tzinfo=UTC))
@@ -104,7 +104,7 @@ def tokens(folder: Path) -> Iterator[dict[str, Any]]:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     flags: dict[str, dict[str, Any]] = {
         "model": {"path": str(MODEL), "dtype": "float32"},
-        "input": {"path": str(path), "prompt": "{question}", "id": "id", "keep_columns": ["task"]},
+        "input": {"path": str(path), "prompt": "{question}", "id": "id", "columns": ["task"]},
         "sampling": {"max_tokens": 24},
         "output": {"path": str(folder / "out"), "token_ids": True},
     }

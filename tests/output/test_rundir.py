@@ -30,7 +30,7 @@ MANIFEST = Manifest(
         "engine": {"max_num_seqs": "auto"},
         "output": {"format": "jsonl", "order": "input"},
     },
-    output_keys={"sampling.temperature": 0.0, "input.keep_columns": ("a", "b")},
+    output_keys={"sampling.temperature": 0.0, "input.columns": ("a", "b")},
     fingerprints={"input": {"files": [{"size_bytes": 12}]}, "model": {"sha256": "abc"}},
 )
 
@@ -135,7 +135,7 @@ def test_a_manifest_that_is_none_is_refused_by_name(run_dir: RunDir, content: by
 def test_what_changes_outputs_is_refused_and_named() -> None:
     new = replace(
         MANIFEST,
-        output_keys={"sampling.temperature": 0.7, "input.keep_columns": ("a", "b"), "sampling.top_k": 5},
+        output_keys={"sampling.temperature": 0.7, "input.columns": ("a", "b"), "sampling.top_k": 5},
         fingerprints={"input": {"files": [{"size_bytes": 13}]}, "model": {"sha256": "abc"}},
         shard=Shard(1, 2),
     )

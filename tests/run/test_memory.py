@@ -37,7 +37,7 @@ def peak_bytes(folder: Path, form: str, count: int) -> int:
     write_input(source, count)
     flags = {
         "model": {"path": str(MODEL)},
-        "input": {"path": [str(source)], "id": "id", "prompt_token_ids": "prompt_token_ids", "keep_columns": ["topic"]},
+        "input": {"path": [str(source)], "id": "id", "prompt_token_ids": "prompt_token_ids", "columns": ["topic"]},
         "output": {"path": str(folder / f"out-{count}"), "format": form},
         "sampling": {"max_tokens": 2},
     }

@@ -122,7 +122,7 @@ def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.C
 
 def openai_run(job: JobMaker) -> list[dict[str, Any]]:
     job.write(rows_of(6))
-    spec = job.spec(input={"keep_columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
+    spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
     job.run(spec, fails=frozenset({2}))
     return [json.loads(line) for line in (job.output / "outputs.jsonl").read_bytes().splitlines()]
 
@@ -136,7 +136,7 @@ def test_openai_rows_hold_timings_and_kept_columns_beside_the_response(job: JobM
 
 def test_an_update_of_openai_outputs_has_the_accuracy_of_all_rows(job: JobMaker) -> None:
     openai_run(job)
-    spec = job.spec(input={"keep_columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
+    spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
     assert job.run(spec, updating()).exit_code == 0
     report = report_of(job.output)
     assert report["accuracy"]["total"] == 6

@@ -94,7 +94,7 @@ def test_the_choices_of_the_job_or_of_the_row_come_back_with_their_scores(job: J
     rows[1]["choices"] = ["zzzzzz", "q"]
     rows[2]["choices"] = ["only one"]
     job.write(rows)
-    spec = job.spec(sampling={"choices": ["a", "zzzz"], "columns": ["choices"]}, input={"keep_columns": ["choices"]})
+    spec = job.spec(sampling={"choices": ["a", "zzzz"], "columns": ["choices"]}, input={"columns": ["choices"]})
     run_job(spec, engine_factory=choosing)
     first, second = job.outputs()
     assert (first["text"], [choice["text"] for choice in first["choices"]]) == ("a", ["a", "zzzz"])

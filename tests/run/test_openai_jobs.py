@@ -81,7 +81,7 @@ def test_a_line_names_the_model_that_was_asked_for_or_else_this_one_without_its_
     job: JobMaker, keep: list[str]
 ) -> None:
     job.write([line("a", model="gpt-4o-mini"), line("b"), line("c", model=7)])
-    job.run(openai_job(job, keep_columns=keep))
+    job.run(openai_job(job, columns=keep))
     assert [body["model"] for body in bodies(job)] == ["gpt-4o-mini", MODEL.name, MODEL.name]
 
 

@@ -87,7 +87,7 @@ def length_of(row: dict[str, Any]) -> int:
 )
 def test_exactly_the_changed_rows_are_computed(job: JobMaker, form: str, sampling: dict[str, Any]) -> None:
     rows = rows_of(200)
-    sections: dict[str, Any] = {"sampling": sampling, "input": {"keep_columns": ["answer"]}}
+    sections: dict[str, Any] = {"sampling": sampling, "input": {"columns": ["answer"]}}
     job.write(rows)
     job.run(job.spec(output={"format": form, "token_ids": True}, **sections))
     lengths = {row.get("custom_id", row["id"]): length_of(row) for row in outputs_of(job.output)}

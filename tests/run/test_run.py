@@ -21,7 +21,8 @@ from repeats import slow
 from run_helpers import MODEL, JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine
 
-from batchgen.config.job import RECORD_KEYS, JobSpec
+from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import RECORD_KEYS, kept_name
 from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.records import Cursor, Record, Request, Result
 from batchgen.core.shard import WHOLE, Shard
@@ -29,7 +30,6 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.input.validator import Pending, RowValidator
 from batchgen.output.journal import Journal
-from batchgen.output.record_builder import kept_name
 from batchgen.run import job as job_module
 from batchgen.run import requests
 from batchgen.run.backend import Backend
@@ -68,7 +68,7 @@ def test_every_row_comes_out_once_and_in_order(job: JobMaker) -> None:
 
 def test_an_output_record_has_the_documented_shape(job: JobMaker) -> None:
     job.write(rows_of(1))
-    job.run()
+    job.run(job.spec(input={"columns": []}))
     (record,) = read_lines(job.output / "outputs.jsonl")
     assert list(record) == ["id", "index", "text", "finish_reason", "usage", "timings"]
     assert isinstance(record["text"], str)
@@ -85,16 +85,22 @@ def test_a_finished_run_directory_holds_just_the_documented_files(job: JobMaker)
 
 def test_kept_columns_are_copied_and_the_expected_one_with_them(job: JobMaker) -> None:
     job.write([{**row, "topic": {"deep": [i]}} for i, row in enumerate(rows_of(3))])
-    job.run(job.spec(input={"keep_columns": ["topic"]}, output={"expected": "answer"}))
+    job.run(job.spec(input={"columns": ["topic"]}, output={"expected": "answer"}))
     assert [(row["topic"], row["answer"]) for row in job.outputs()] == [({"deep": [i]}, str(i * i)) for i in range(3)]
 
 
-def test_a_star_keeps_all_columns_and_renames_those_whose_names_are_taken(job: JobMaker) -> None:
+def test_all_columns_are_kept_and_a_line_says_which_are_renamed_since_their_names_are_taken(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.write([{"id": "a", "question": "Why?", "text": "mine", "usage": 3}])
-    job.run(job.spec(input={"keep_columns": ["*"]}))
+    job.run(options=RunOptions())
     (record,) = job.outputs()
     assert (record["id"], record["question"]) == ("a", "Why?")
     assert (record["input_text"], record["input_usage"]) == ("mine", 3)
+    renamed = "which are kept as: 'text' as input_text, 'usage' as input_usage\n"
+    assert capsys.readouterr().err.count(renamed) == 1
+    job.run(job.spec(input={"columns": ["question"]}), RunOptions(overwrite=True))
+    assert "kept as" not in capsys.readouterr().err
 
 
 @given(st.sets(st.sampled_from(sorted(RECORD_KEYS) + [f"input_{name}" for name in RECORD_KEYS]), min_size=1))

@@ -132,7 +132,7 @@ def test_a_resumed_and_an_updated_run_split_as_an_undisturbed_one(job: JobMaker)
 @pytest.mark.usefixtures("spec")
 def test_a_kept_column_of_that_name_makes_way(job: JobMaker) -> None:
     job.write([{"question": "a", "reasoning": "mine"}])
-    job.run(spec_of(job, input={"id": None, "keep_columns": ["reasoning"]}))
+    job.run(spec_of(job, input={"id": None, "columns": ["reasoning"]}))
     [row] = job.outputs()
     assert (row["reasoning"], row["input_reasoning"]) == (thought(0), "mine")
 

@@ -32,7 +32,7 @@ class Folder:
         self.data.mkdir()
         self.keys: dict[str, dict[str, Any]] = {
             "model": {"path": job.spec().model.path},
-            "input": {"path": "data/*.jsonl", "id": "id", "prompt": "{question}", "chat": False, "keep_columns": "*"},
+            "input": {"path": "data/*.jsonl", "id": "id", "prompt": "{question}", "chat": False, "columns": "*"},
             "sampling": {"max_tokens": 8},
             "output": {"path": str(self.path)},
         }
@@ -197,7 +197,7 @@ def test_of_several_samples_all_run_when_the_limit_changes(folder: Folder) -> No
         ({"input": {"prompt": "{question} Say it."}}, 40),
         ({"sampling": {"temperature": 1.0}}, 40),
         ({"sampling": {"seed": 3}}, 0),
-        ({"input": {"keep_columns": []}}, 0),
+        ({"input": {"columns": []}}, 0),
         ({"output": {"format": "parquet"}}, 0),
         ({"output": {"format": "openai-batch"}}, 0),
         ({"output": {"token_ids": True}}, 40),

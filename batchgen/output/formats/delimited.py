@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.record_fields import ANSWER, RECORD_KEYS, VECTOR_KEYS
 from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8

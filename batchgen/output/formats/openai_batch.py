@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from batchgen.config.job import RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import FinishReason
 from batchgen.output.formats.jsonl import OutputFormat

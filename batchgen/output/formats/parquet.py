@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.config.job import ANSWER, VECTOR_KEYS, JobSpec
+from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import ANSWER, VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.jsonl import OutputFormat
 
