@@ -25,19 +25,18 @@ from batchgen.core.model_location import resolve_model
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine.facts import engine_sizes, model_key, weight_bytes
 from batchgen.engine.generation import TextTools
 from batchgen.engine.load import load_weights
 from batchgen.engine.pooler import Pooler
 from batchgen.engine.sampler import Sampler
-from batchgen.engine.sizes import use_threads
+from batchgen.engine.sizes import reported_sizes, use_threads
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import resolve_device, resolve_dtype
-from batchgen.model.rates import measure
+from batchgen.model.rates import measure, weight_bytes
 from batchgen.model.registry import is_dummy, load_config
-from batchgen.model.roofline import Ceilings, Costs, Work, excess_reason, remember
+from batchgen.model.roofline import Ceilings, Costs, Work, excess_reason
 from batchgen.model.vector_files import read_vector_files
 from batchgen.model.vectors import VectorHead, VectorSettings
 from batchgen.report.facts import integers_text
@@ -140,7 +139,6 @@ def _repeats(
         mean = before.mean(after)
         yield _metrics(wall_s, requests, stats, work, mean), stats, sizes, mean
         before = after
-        remember(model_key(model), after.measured_by("measured by batchgen bench"))
 
 
 def _metrics(
@@ -205,7 +203,7 @@ def _run(bench: Bench, requests: list[Request], name: str) -> tuple[float, Engin
     wall_s = time.monotonic() - start
     if num_results != len(requests):
         raise BatchgenError(f"{len(requests)} requests gave {num_results} results")
-    return wall_s, engine.stats, engine_sizes(engine)
+    return wall_s, engine.stats, reported_sizes(engine.config, model)
 
 
 def _peak_lines(found: dict[str, Any]) -> Iterator[str]:

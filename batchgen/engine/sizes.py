@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import EngineConfig
 from batchgen.core.errors import UsageError
@@ -224,3 +224,14 @@ def use_threads(threads: int | None, config: ModelConfig) -> int:
         threads = min(torch.get_num_threads(), num_usable_cpus()) if is_large else 1
     torch.set_num_threads(threads)
     return threads
+
+
+def reported_sizes(sizes: SchedulerConfig, model: Decoder) -> dict[str, Any]:
+    """The sizes that an engine works with, given or chosen, as plain data; of a GPU also the most memory used."""
+    block_bytes = model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize, sizes.kv_dtype)
+    report = {**asdict(sizes), "kv_bytes": sizes.num_blocks * block_bytes, "kernels": model.kernels.name}
+    if model.device.type == "cuda":
+        import torch
+
+        report["max_device_bytes"] = torch.cuda.max_memory_allocated(model.device)
+    return report

@@ -39,16 +39,10 @@ class MeasureConfig:
         rows = tuple(_GPU_ROWS * count for count in self.row_counts)
         return replace(self, row_counts=rows, buffer_bytes=_GPU_BUFFER_BYTES)
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens' worth of linears it computes at least."""
-        return (self.repeats + 1) * sum(self.row_counts)
-
 
 _GPU_ROWS = 16  # for each on a CPU
 _GPU_BUFFER_BYTES = 1 << 32
 THOROUGH = MeasureConfig((128, 256, 512), repeats=5, sustained_s=1.0, buffer_bytes=1 << 28)
-QUICK = MeasureConfig((512,), repeats=2, sustained_s=0.0, buffer_bytes=1 << 27)
 
 
 def measure(model: Decoder, config: MeasureConfig = THOROUGH) -> Ceilings:
@@ -66,6 +60,12 @@ def measure(model: Decoder, config: MeasureConfig = THOROUGH) -> Ceilings:
 
     peaks = {name: _rate(work, flop, model.device, config) for name, (work, flop) in products().items()}
     return replace(found, peaks=peaks, read_bytes_per_s=_rate(*reads(buffer), model.device, config))
+
+
+def weight_bytes(model: Decoder) -> float:
+    """Bytes of memory per weight of a model's linears."""
+    kernels, is_cpu = model.kernels, model.device.type == "cpu"
+    return model.config.weight_bytes(model.numerics["dtype"], kernels.weights, kernels.activations, is_cpu=is_cpu)
 
 
 def _product(model: Decoder) -> str:

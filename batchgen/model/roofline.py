@@ -1,26 +1,21 @@
 """Roofline of a run: the least work that its steps need, over the measured ceilings of its machine.
 
 Two ceilings bound a step: floating-point operations per second and bytes from memory per second. The engine counts the
-work, ``rates`` measures the ceilings, and a file in the user's cache keeps them: a short run, which cannot afford to
-measure, uses the last ones for its machine, model shape, dtype and threads. Imports no torch.
+work, and ``rates`` measures the ceilings. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.core.kept import cache_folder, keep, kept
 from batchgen.model.config import ATTENTION, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The highest rates that this machine was measured to sustain, by what (for a person) and when (ISO 8601).
+    """The highest rates that this machine was measured to sustain.
 
     Beside them, for comparison alone: ``peaks``, FLOP per second of loops in registers by the type of the factors (the
     linears multiply ``product``), and bytes per second of reads by a kernel of our own and of copies; empty or 0 where
@@ -29,16 +24,10 @@ class Ceilings:
 
     flops_per_s: float
     memory_bytes_per_s: float
-    source: str = ""
-    measured_at: str = ""
     product: str = ""
     peaks: Mapping[str, float] = field(default_factory=dict)
     read_bytes_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
-
-    def measured_by(self, source: str) -> Ceilings:
-        """These ceilings, measured just now."""
-        return replace(self, source=source, measured_at=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def mean(self, other: Ceilings) -> Ceilings:
         """The mean of two measurements, for a run between them."""
@@ -133,62 +122,7 @@ class Costs:
         return Work(float(flops), float(num_bytes))
 
 
-def describe_costs(costs: Costs, ceilings: Ceilings | None) -> dict[str, Any]:
-    """The input of ``roofline_section``, as plain data."""
-    measured = asdict(ceilings) if ceilings else dict.fromkeys(item.name for item in fields(Ceilings))
-    return {"costs": asdict(costs), **measured}
-
-
-def roofline_section(
-    known: Mapping[str, Any] | None, engine: Mapping[str, Any], generate_s: float
-) -> dict[str, Any] | None:
-    """The report's ``roofline``, from the counts of the ``engine``; None if it counted nothing.
-
-    ``known`` is from ``describe_costs``, or the section of an earlier report.
-    """
-    if known is None or "num_attended" not in engine:
-        return None
-    work = Costs(**known["costs"]).work(engine)
-    shares: dict[str, float | None] = dict.fromkeys(("share", "flops_share", "bytes_share", "floor_s"))
-    if known["flops_per_s"] and generate_s:
-        ceilings = Ceilings(known["flops_per_s"], known["memory_bytes_per_s"])
-        floor_s = work.floor_s(ceilings)
-        shares = {
-            "share": round(floor_s / generate_s, 4),
-            "flops_share": round(work.flops / ceilings.flops_per_s / generate_s, 4),
-            "bytes_share": round(work.num_bytes / ceilings.memory_bytes_per_s / generate_s, 4),
-            "floor_s": round(floor_s, 3),
-        }
-    return {**known, "flops": work.flops, "bytes": work.num_bytes, **shares}
-
-
 def excess_reason(share: float | None) -> str:
     """Why a share of the roofline may be above one, in words; "" where it is not."""
     over = "above 100%: weights were in the processor's cache, or rates measured under load"
     return over if share is not None and share > 1 else ""
-
-
-def machine_key(processor: str, config: ModelConfig, numerics: Mapping[str, str], threads: int) -> str:
-    """The conditions under which ceilings hold: machine, shape of the linears, dtype, device, kernels, threads."""
-    shape = f"{config.linear_params_per_token}/{config.num_layers}/{config.hidden_size}"
-    return "|".join((processor, shape, *numerics.values(), f"{threads} threads"))
-
-
-def cache_file() -> Path:
-    """The file that keeps measured ceilings. Raises RuntimeError for a user without a home folder."""
-    return cache_folder() / "roofline.json"
-
-
-def remember(key: str, ceilings: Ceilings) -> None:
-    """Keep ceilings for later runs; if the file cannot be written, later runs do without."""
-    with suppress(RuntimeError):
-        rates = asdict(ceilings)
-        keep(cache_file(), key, {name: rates.pop(name) for name in ("source", "measured_at")} | {"ceilings": rates})
-
-
-def recall(key: str) -> Ceilings | None:
-    """The ceilings measured last under this key; None if none can be read."""
-    with suppress(RuntimeError, KeyError, TypeError):
-        if (found := kept(cache_file(), key)) is not None:
-            return Ceilings(**found["ceilings"], source=found["source"], measured_at=found["measured_at"])
-    return None

@@ -21,7 +21,6 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.machine import processor_name
 from batchgen.core.storage import read_regular, write_atomic
 from batchgen.core.version import __version__
-from batchgen.model.roofline import roofline_section
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
@@ -76,13 +75,6 @@ KEYS = {
     "series": "columns over time, at most 2,000 points of one or more steps: at_s (start), span_s, steps, tokens, "
     "prefill_tokens; sequences and kv_use are means, over workers too",
     "engine": "what the engine counted, all invocations together; see EngineStats",
-    "roofline": "flops and bytes the steps needed at least, the rates measured on this machine (flops_per_s, "
-    "memory_bytes_per_s; source and measured_at say how and when), floor_s at those rates, and what was reached in "
-    "generate_s, by as many machines as there were workers: flops_share, bytes_share, share (the larger); costs are "
-    "those of one unit of what the engine counts. "
-    "For comparison alone: peaks (FLOP/s of loops in registers, by type; product is what the linears multiply), "
-    "read_bytes_per_s and copy_bytes_per_s. "
-    "Rates and shares are null where nothing was measured, all is null where the engine does not count",
     "device_hours_per_million_output_tokens": "device_s over completion tokens of computed rows, for unit cpu times "
     "threads; null where nothing was generated",
     "device_hours_per_million_prompt_tokens": "the same over their prompt tokens",
@@ -117,7 +109,7 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     """The content of ``report.json``; see ``KEYS``.
 
     ``usage`` is that of all invocations together (``sessions``, ``wall_s``, ``seconds`` by account, ``engine`` counts
-    with their ``series``); ``job_facts`` are what ran and where (model, input, numerics, threads, sizes, roofline).
+    with their ``series``); ``job_facts`` are what ran and where (model, input, numerics, threads, sizes).
     """
     engine = dict(usage.get("engine", {}))
     series = thin(engine.pop("series", {}))
@@ -125,7 +117,6 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     engine.pop("workers", None)
     wall_s, accounts = usage.get("wall_s", 0.0), usage.get("seconds", {})
     generate_s, devices_s = accounts.get("generate", 0.0), device_s(usage)
-    num_devices = devices_s / wall_s if wall_s else 1.0
     queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
     spared = rows.copied_tokens + rows.reused_tokens
     computed = {kind: rows.tokens[kind] - spared[kind] for kind in ("prompt", "completion")}
@@ -150,7 +141,6 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
         "occupancy": _occupancy(engine),
         "series": series,
         "engine": engine,
-        "roofline": roofline_section(job_facts.get("roofline"), engine, generate_s * num_devices),
         "device_hours_per_million_output_tokens": _device_hours(job_facts, devices_s, computed["completion"]),
         "device_hours_per_million_prompt_tokens": _device_hours(job_facts, devices_s, computed["prompt"]),
         "max_rss_bytes": usage.get("max_rss_bytes", 0),

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import counted, format_duration, printable, shortened
-from batchgen.model.roofline import excess_reason
 from batchgen.report.advice import BARE_ANSWERS
 from batchgen.report.facts import Report, at, rate
 
@@ -37,7 +36,6 @@ _FIGURES = (  # name, where the report has it, the gate that it counts for, how 
     ("TTFT p50, s", "latency_s.ttft_s.p50", "", ",.3f"),
     ("TPOT p50, s", "latency_s.tpot_s.p50", "", ",.4f"),
     ("preemptions", "preemptions", "", ",.0f"),
-    ("roofline share", "roofline.share", "", ".1%"),
     ("most memory, MiB", "max_rss_bytes", "", "MiB"),
 )
 
@@ -124,8 +122,6 @@ class Comparison(NamedTuple):
             values = f"{f.show(f.before):>14} {f.show(f.now):>14} {f.show_change():>9}"
             line = f"{f.name:<18} {values}{verdicts[f.is_regression]}"
             lines.append(line.rstrip())
-        shares = (share for f in self.figures if f.name == "roofline share" for share in (f.before, f.now))
-        lines += filter(None, [excess_reason(max(filter(None, shares), default=None))])
         lines += [shortened(printable(f"{name:<18} {text}"), _WIDTH) for name, text in self._answer_lines()]
         return "\n".join([*lines, *(shortened(printable(text), _WIDTH) for text in self.differences)])
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchgen.core.units import counted, format_amount, format_duration, shortened
-from batchgen.model.roofline import excess_reason
 
 Report = Mapping[str, Any]
 Facts = Iterator[tuple[str, str]]
@@ -227,7 +226,6 @@ def _resources(report: Report) -> Facts:
     if tail_s > _SHOWN_SHARE * report["wall_s"]:
         share = f"{tail_s / report['wall_s']:.0%}"
         yield "tail", f"{format_duration(tail_s)} at the end with less than half of the sequences ({share})"
-    yield from _roofline(report["roofline"])
     if report["max_rss_bytes"]:
         yield "memory", f"{driver}{report['max_rss_bytes'] / 2**20:,.0f} MiB at most"
     if sizes:
@@ -286,23 +284,6 @@ def _hours(report: Report) -> tuple[str, str] | None:
     found = report[f"device_hours_per_million_{tokens}_tokens"]
     label = f"{found['unit'].upper()}-hours per million {tokens} tokens"
     return None if found["hours"] is None else (label, f"{found['hours']:,.2f}")
-
-
-def _roofline(roofline: Mapping[str, Any] | None) -> Facts:
-    if roofline and roofline["share"] is None:
-        yield "roofline", "not known; batchgen bench measures it"
-    elif roofline:
-        source = f"{roofline['source']}, {roofline['measured_at'][:10]}"
-        yield "roofline", f"{roofline['flops_share']:.0%} of {roofline['flops_per_s'] / 1e9:,.0f} GFLOP/s"
-        moved = f"{roofline['bytes_share']:.0%} of {roofline['memory_bytes_per_s'] / 1e9:,.0f} GB/s"
-        yield "roofline", f"{moved} while generating ({source})"
-        if why := excess_reason(roofline["share"]):
-            yield "roofline", why
-        if peak := roofline["peaks"].get(roofline["product"]):
-            yield "peak", f"{peak / 1e9:,.0f} GFLOP/s ({roofline['product']}) in registers"
-            yield "peak", f"of which linears sustain {roofline['flops_per_s'] / peak:.0%}"
-            read, copied = (roofline[f"{name}_bytes_per_s"] / 1e9 for name in ("read", "copy"))
-            yield "peak", f"memory reads {read:,.0f} GB/s, copies {copied:,.0f} GB/s"
 
 
 def numerics_text(numerics: Mapping[str, str]) -> str:

@@ -262,11 +262,10 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     start_kernels(spec, info.config)  # beside the import of torch
     with signals_afterwards(), lasting_imports():
         from batchgen.engine import Engine
-        from batchgen.engine.facts import engine_facts
         from batchgen.engine.generation import TextTools
         from batchgen.engine.load import load_weights
         from batchgen.engine.sampler import Sampler
-        from batchgen.engine.sizes import use_threads
+        from batchgen.engine.sizes import reported_sizes, use_threads
         from batchgen.kernels.cpu.parallel import num_launches
 
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
@@ -274,7 +273,6 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     text = TextTools(partial(StopStrings, info.tokenizer), info.grammars) if info.tokenizer else None
     sampler = pooler(spec.embed, info.vectors, model) if spec.embed.is_on else Sampler
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text, sampler=sampler)
-    facts = partial(engine_facts, engine)
     numerics = engine.numerics
     if spec.sampling.structured_outputs:  # other versions may force other tokens
         numerics |= {"llguidance": str(library().__version__)}
@@ -292,6 +290,9 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
         build.finish(*kernels)
         if why := build.not_kept(*kernels):
             notes.append(why)
+
+    def facts() -> dict[str, Any]:
+        return {"sizes": reported_sizes(engine.config, model)}
 
     return Backend(engine, numerics, threads, facts, notes, prepare, num_launches=num_launches)
 

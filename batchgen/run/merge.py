@@ -32,7 +32,7 @@ from batchgen.report.usage import follow, usage_of
 from batchgen.run.reports import journal_totals, read_report
 from batchgen.run.sources import is_between
 
-_SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes", "roofline")
+_SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes")
 
 
 class Merged(NamedTuple):

@@ -46,7 +46,7 @@ def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
 
 
 def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dict[str, Any]:
-    """The part of a report that describes the job: model, input, shard, numerics, threads, engine sizes, roofline."""
+    """The part of a report that describes the job: model, input, shard, numerics, threads, engine sizes."""
     return {
         **spec.model.named,
         "input": list(spec.input.path),

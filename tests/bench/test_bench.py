@@ -20,15 +20,14 @@ from batchgen.cli import bench as bench_command
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
-from batchgen.engine import Engine, EngineConfig, facts
+from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.generation import TextTools
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.peaks import kinds_of_products
-from batchgen.model import rates, roofline
+from batchgen.model import rates
 from batchgen.model.load import load_model
 from batchgen.model.rates import MeasureConfig
 from batchgen.model.registry import load_config
-from batchgen.model.roofline import Ceilings
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -37,12 +36,9 @@ FEW = MeasureConfig((8,), repeats=1, sustained_s=0.0, buffer_bytes=1 << 20)
 
 
 @pytest.fixture
-def ceilings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where ceilings are kept, not the user's own; they are measured in next to no time."""
+def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures ceilings in next to no time."""
     monkeypatch.setattr(bench, "measure", lambda model: rates.measure(model, FEW))
-    monkeypatch.setattr(facts, "measure", lambda model, effort: rates.measure(model, FEW))
-    monkeypatch.setattr(roofline, "cache_file", lambda: tmp_path / "roofline.json")
-    return tmp_path / "roofline.json"
 
 
 def test_the_same_shape_makes_the_same_requests_with_lengths_in_range() -> None:
@@ -91,7 +87,7 @@ def test_a_workload_line_with_a_value_that_does_not_fit_is_named(line: str, tmp_
         from_file(path, SamplingParams())
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 def test_real_prompts_end_with_the_models_own_end_token(
     tmp_path: Path, runs: list[tuple[list[Request], list[Result]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,9 +113,8 @@ def test_the_workload_of_nano_vllm_has_the_tokens_that_its_table_names() -> None
     assert max(max(request.prompt_token_ids) for request in NAMED["nano-vllm"](100)) < 100
 
 
-def test_bench_prints_an_object_of_figures_and_roofline(
-    ceilings_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("quick_ceilings")
+def test_bench_prints_an_object_of_figures_and_roofline(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--num-requests", "3", "--input-len", "5:9", "--output-len", "4"]
     code = call(["bench", "--model", SAMPLE, "--dtype", "float32", *lengths, "--repeats", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -135,7 +130,6 @@ def test_bench_prints_an_object_of_figures_and_roofline(
     assert found["peaks"].keys() == kinds_of_products().keys()
     assert min(found["peaks"].values()) > 0
     assert min(found["read_bytes_per_s"], found["copy_bytes_per_s"]) > 0
-    assert json.loads(ceilings_file.read_text()).popitem()[1]["ceilings"]["peaks"].keys() == found["peaks"].keys()
     assert found["split_s"].keys() >= {"linear", "rms_norm", "attention", "short_conv", "host"}
     assert not any("_and_norm" in kind or "project" in kind for kind in found["split_s"]), "no time is counted twice"
     assert min(found["split_s"].values()) > 0
@@ -145,7 +139,7 @@ def test_bench_prints_an_object_of_figures_and_roofline(
     assert found["peak_memory_bytes"] > 0
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 def test_an_engine_is_gone_before_the_next_one_takes_the_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Engine]] = []
 
@@ -166,7 +160,7 @@ def test_an_engine_is_gone_before_the_next_one_takes_the_memory_left(monkeypatch
     assert len(made) >= 4
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 def test_experts_are_timed_and_their_linears_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "model", model_type="lfm2_moe")
     lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2"]
@@ -211,7 +205,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Request], list[Resu
     return seen
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 @pytest.mark.parametrize("lengths", [None, "unknown", "known"])
 def test_answers_have_the_lengths_of_the_workload_whether_the_engine_knows_them_or_not(
     workload: Path,
@@ -231,7 +225,7 @@ def test_answers_have_the_lengths_of_the_workload_whether_the_engine_knows_them_
     assert {result.key: len(result.token_ids) for result in answers} == dict(enumerate(LENGTHS))
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unknown(workload: Path) -> None:
     requests = hide_lengths(from_file(workload, SamplingParams(ignore_eos=True)))
     engine = Engine(
@@ -242,7 +236,7 @@ def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unkno
     assert [request.params.max_tokens for request in hide_lengths(requests)] == [0, 2], "nothing stays nothing"
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 def test_hidden_lengths_that_the_memory_cannot_hold_are_named_in_the_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,7 +250,7 @@ def test_hidden_lengths_that_the_memory_cannot_hold_are_named_in_the_error(
     assert call([*arguments, "--repeats", "1", "--lengths", "known"]) == ExitCode.OK
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 def test_a_model_too_small_to_share_runs_in_one_thread_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--num-requests", "1", "--input-len", "5", "--output-len", "2", "--repeats", "1", "--json"]
     found = []
@@ -266,7 +260,7 @@ def test_a_model_too_small_to_share_runs_in_one_thread_by_default(capsys: pytest
     assert found == [1, 2]
 
 
-@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.usefixtures("quick_ceilings")
 def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2"]
     call(["bench", "--model", SAMPLE, *lengths, "--repeats", "1", "--weights", "int8", "--activations", "int8"])
@@ -292,59 +286,6 @@ def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_refuses_what_names_no_workload(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["bench", "--model", SAMPLE, *flags]) == ExitCode.USAGE
     assert capsys.readouterr().err.startswith("batchgen: error: ")
-
-
-def engine_after(seconds: float, num_tokens: int) -> Engine:
-    """An engine that looks as if it had run so long."""
-    engine = Engine(load_model(SAMPLE, dtype="float32"), EngineConfig(kv_memory=1 << 20, threads=1))
-    engine.stats.phase_s["forward"] = seconds
-    engine.stats.num_prefill_tokens = num_tokens
-    return engine
-
-
-def test_a_short_run_does_not_measure_and_takes_what_is_known(ceilings_file: Path) -> None:
-    engine = engine_after(5.0, 10**6)
-    assert facts.engine_facts(engine)["roofline"]["flops_per_s"] is None
-    assert facts.engine_facts(engine_after(100.0, 10**4))["roofline"]["flops_per_s"] is None, (
-        "nor a long one of few tokens"
-    )
-    assert not ceilings_file.exists()
-    known = Ceilings(1e12, 1e10, "measured by batchgen bench", "2026-01-01T00:00:00+00:00")
-    roofline.remember(facts.model_key(engine.runner.model), known)
-    found = facts.engine_facts(engine)["roofline"]
-    assert (found["flops_per_s"], found["source"]) == (1e12, "measured by batchgen bench")
-
-
-def test_a_long_run_measures_and_keeps_it_for_short_ones(ceilings_file: Path) -> None:
-    found = facts.engine_facts(engine_after(100.0, 10**6))["roofline"]
-    assert found["flops_per_s"] > 0
-    assert found["source"] == "measured at the end of a run"
-    assert facts.engine_facts(engine_after(1.0, 10))["roofline"] == found
-
-
-def test_a_failed_measurement_costs_a_finished_run_nothing(
-    ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(model: object, effort: MeasureConfig) -> Ceilings:
-        raise RuntimeError("not enough memory: you tried to allocate 134217728 bytes")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(facts, "measure", fail)
-        assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] is None
-    assert not ceilings_file.exists()
-    ceilings_file.write_text("no folder")
-    monkeypatch.setattr(roofline, "cache_file", lambda: ceilings_file / "below" / "roofline.json")
-    assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] > 0, (
-        "what cannot be kept is reported"
-    )
-
-
-def test_a_benchmark_leaves_its_ceilings_for_runs_of_the_same_model(ceilings_file: Path) -> None:
-    lengths = ["--num-requests", "1", "--input-len", "5", "--output-len", "2", "--repeats", "1", "--threads", "1"]
-    assert call(["bench", "--model", SAMPLE, "--dtype", "float32", *lengths]) == ExitCode.OK
-    found = facts.engine_facts(engine_after(1.0, 10))
-    assert found["roofline"]["source"] == "measured by batchgen bench"
-    assert found["sizes"]["kv_bytes"] <= 1 << 20
 
 
 def test_where_no_person_watches_a_benchmark_says_every_half_minute_how_far_it_is(

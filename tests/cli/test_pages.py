@@ -15,7 +15,7 @@ from repeats import slow
 from run_helpers import REPOSITORY
 
 from batchgen.cli.main import call, cli
-from batchgen.model.roofline import cache_file
+from batchgen.core.kept import cache_folder
 from batchgen.output.rundir import RunDir
 from batchgen.report import advice
 
@@ -119,6 +119,6 @@ def test_the_page_on_operations_names_each_place_that_uninstalling_leaves_behind
     section = page.split("## Uninstall")[1].split("## ")[0]
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert f"`~/{cache_file().parent.relative_to(tmp_path)}/`" in section
+    assert f"`~/{cache_folder().relative_to(tmp_path)}/`" in section
     for name in ("TMPDIR/batchgen-*/", "TMPDIR/batchgen-*.txt", "HF_HOME", "XDG_CACHE_HOME/batchgen/"):
         assert f"`${name}" in section

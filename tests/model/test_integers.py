@@ -16,7 +16,6 @@ from tiny_model import CPU, DTYPES, prefix_logits, tiny_model, write_checkpoint
 from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine.facts import weight_bytes
 from batchgen.kernels import processor
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.kernel_specs import MATMUL, needed
@@ -26,6 +25,7 @@ from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import load as loading
 from batchgen.model.load import load_model
+from batchgen.model.rates import weight_bytes
 from batchgen.model.registry import dummy_config, load_config
 
 PROMPT = [1, 9, 10, 11, 12, 40, 41]

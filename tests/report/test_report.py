@@ -12,11 +12,9 @@ from run_helpers import MODEL, JobMaker, quiet, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import UsageError
-from batchgen.engine.stats import EngineStats
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by, warnings
 from batchgen.report.build import KEYS, build_report
-from batchgen.report.compare import compare_reports
 from batchgen.report.facts import pace
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
@@ -167,17 +165,6 @@ def test_the_tail_is_that_of_the_last_invocation_and_not_of_one_with_other_sizes
     assert made(**follow(session([12.0, 2.0]), {"sessions": 1, "wall_s": 1.0}))["tail_s"] == 10.0
 
 
-def test_a_share_above_the_roofline_is_never_shown_without_a_word() -> None:
-    above = {"flops_per_s": 1e9, "memory_bytes_per_s": 1e9, "source": "s", "measured_at": "2026-01-02", "peaks": {}}
-    report = made(engine=engine())
-    found = {"share": 1.432, "flops_share": 0.3, "bytes_share": 1.432, "product": "", **above}
-    text = " ".join(render_report({**report, "roofline": found}).split())
-    assert "143% of 1 GB/s while generating (s, 2026-01-02), above 100%: weights were in the processor's cache" in text
-    assert "above 100%" not in render_report({**report, "roofline": {**found, "share": 0.9, "bytes_share": 0.9}})
-    table = compare_reports({**report, "roofline": found}, {**report, "roofline": found}).render()
-    assert "above 100%: weights were" in table and max(map(len, table.splitlines())) <= 80
-
-
 def test_what_was_spared_and_recomputed_is_told_where_the_engine_counts_it() -> None:
     counts = {"num_cached_tokens": 300, "num_queried_tokens": 1000}
     counts |= {"num_recomputed_tokens": 55}
@@ -203,27 +190,6 @@ def test_the_sizes_of_the_engine_and_its_memory_are_told(real: dict[str, Any]) -
     text = render_report(real)
     assert f"in blocks of {real['sizes']['block_size']} tokens" in text
     assert "MiB at most" in text
-
-
-def test_the_roofline_is_told_with_its_source_or_with_the_way_to_one(real: dict[str, Any]) -> None:
-    costs = real["roofline"]["costs"]
-    known = {"costs": costs, "flops_per_s": 1e9, "memory_bytes_per_s": 1e9}
-    known |= {"source": "measured by batchgen bench", "measured_at": "2026-01-02T03:04:05+00:00"}
-    known |= {"product": "", "peaks": {}}
-    counts = {**EngineStats().to_dict(), **engine(num_logits=100, num_attended=100, num_kv_read=100)}
-    totals = RowTotals()
-    report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
-    assert "measured by batchgen bench, 2026-01-02" in " ".join(render_report(report).split())
-    assert "peak" not in render_report(report), "no loops of this processor were timed"
-    beside = {"product": "bfloat16", "peaks": {"float32": 1e9, "bfloat16": 2e9}}
-    rates = {"read_bytes_per_s": 3e9, "copy_bytes_per_s": 2e9}
-    more = ABOUT | {"roofline": known | beside | rates}
-    text = render_report(build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, more))
-    peak = "2 GFLOP/s (bfloat16) in registers, of which linears sustain 50%, memory reads 3 GB/s, copies 2 GB/s"
-    assert peak in " ".join(text.split())
-    known["flops_per_s"] = None
-    report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
-    assert "batchgen bench measures it" in " ".join(render_report(report).split())
 
 
 def test_what_may_differ_on_a_gpu_is_told() -> None:

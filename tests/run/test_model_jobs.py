@@ -63,8 +63,6 @@ def test_a_job_is_planned_stopped_resumed_and_reported(folder: Path, job: JobMak
     assert codes[-1] == 0
     assert without_timings(job.folder / "stopped" / "outputs.jsonl") == expected
 
-    report = json.loads((job.folder / "whole" / "report.json").read_bytes())
-    assert report["roofline"]["flops"] > 0
     flags = ["--model", folder, "--input", job.input, "--prompt", "{question}", "--max-tokens", "24", "--json"]
     planned = CliRunner().invoke(cli, ["plan", *map(str, flags)])
     assert planned.exit_code == 0, planned.output

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,20 +10,15 @@ import torch
 from report_samples import made
 from tiny_model import engine_for, tiny_model
 
-from batchgen.engine import facts
+from batchgen.engine.sizes import reported_sizes
 from batchgen.engine.stats import EngineStats
-from batchgen.model import rates, roofline
+from batchgen.model import rates
 from batchgen.model.config import LayerShape
 from batchgen.model.registry import dummy_config
 from batchgen.model.roofline import (
     Ceilings,
     Costs,
     Work,
-    describe_costs,
-    machine_key,
-    recall,
-    remember,
-    roofline_section,
 )
 from batchgen.report.facts import details
 
@@ -104,53 +96,6 @@ def test_the_floor_is_set_by_the_scarcer_resource() -> None:
     assert Work(10.0, 1000.0).floor_s(ceilings) == 100.0
 
 
-def test_the_share_is_the_larger_of_both_and_follows_from_the_counts() -> None:
-    costs = Costs.of(CONFIG, itemsize=2, weight_bytes=2)
-    known = describe_costs(costs, MEASURED)
-    found = roofline_section(known, counts(num_prefill_tokens=10_000, num_steps=20), generate_s=10.0)
-    assert found["flops_share"] == pytest.approx(found["flops"] / 1e12 / 10, abs=1e-4)
-    assert found["bytes_share"] == pytest.approx(found["bytes"] / 1e10 / 10, abs=1e-4)
-    assert found["share"] == max(found["flops_share"], found["bytes_share"])
-    again = roofline_section(found, counts(num_prefill_tokens=20_000, num_steps=40), generate_s=20.0)
-    assert (again["flops"], again["share"]) == (2 * found["flops"], found["share"]), "of a report, with more counted"
-    unknown = roofline_section(describe_costs(costs, None), counts(num_prefill_tokens=10), generate_s=1.0)
-    assert unknown["flops"] > 0 and unknown["share"] is None
-    assert roofline_section(known, {"num_steps": 3}, 1.0) is None, "an engine that counts no work"
-    assert roofline_section(None, counts(), 1.0) is None
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    path = tmp_path / "cache" / "roofline.json"
-    monkeypatch.setattr(roofline, "cache_file", lambda: path)
-    return path
-
-
-def test_ceilings_are_kept_by_machine_shape_dtype_and_number_of_threads(kept: Path) -> None:
-    numerics = {"dtype": "bfloat16", "device": "cpu"}
-    key = machine_key("a processor", CONFIG, numerics, 2)
-    others = [
-        machine_key("another", CONFIG, numerics, 2),
-        machine_key("a processor", dummy_config("dummy:LFM2-700M"), numerics, 2),
-        machine_key("a processor", CONFIG, numerics | {"dtype": "float32"}, 2),
-        machine_key("a processor", CONFIG, numerics, 4),
-    ]
-    remember(key, MEASURED)
-    assert recall(key) == MEASURED
-    assert [recall(other) for other in others] == [None] * 4
-    two = Ceilings(2.0, 3.0, "s", "t", "int8", {"int8": 9.0}, read_bytes_per_s=4.0, copy_bytes_per_s=3.0)
-    remember(others[0], two)
-    assert (recall(key), recall(others[0])) == (MEASURED, two), "side by side"
-    assert kept.is_file()
-
-
-def test_ceilings_of_an_earlier_build_have_no_peaks(kept: Path) -> None:
-    kept.parent.mkdir()
-    rates = {"flops_per_s": 2.0, "memory_bytes_per_s": 3.0}
-    kept.write_text(json.dumps({"key": {"ceilings": rates, "source": "s", "measured_at": "t"}}))
-    assert recall("key") == Ceilings(2.0, 3.0, "s", "t")
-
-
 def test_the_mean_of_two_measurements_is_that_of_every_rate() -> None:
     peaks = {"float32": 5.0, "bfloat16": 8.0}
     one = Ceilings(1.0, 2.0, product="bfloat16", peaks=peaks, read_bytes_per_s=4.0, copy_bytes_per_s=3.0)
@@ -158,15 +103,6 @@ def test_the_mean_of_two_measurements_is_that_of_every_rate() -> None:
     two = Ceilings(2.0, 4.0, product="bfloat16", peaks=double, read_bytes_per_s=8.0, copy_bytes_per_s=6.0)
     mean = Ceilings(1.5, 3.0, product="bfloat16", peaks={"float32": 7.5, "bfloat16": 12.0})
     assert one.mean(two) == replace(mean, read_bytes_per_s=6.0, copy_bytes_per_s=4.5)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"key": 3}', '{"key": {"ceilings": {}}}', '{"key": {"ceilings": 1}}'])
-def test_a_damaged_file_is_as_good_as_none(kept: Path, content: str) -> None:
-    kept.parent.mkdir()
-    kept.write_text(content)
-    assert recall("key") is None
-    remember("key", MEASURED)
-    assert recall("key") == MEASURED
 
 
 class FakeEvent:
@@ -195,26 +131,18 @@ def test_on_a_gpu_work_is_timed_by_events_at_sizes_that_fill_it(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     assert rates._times_s(work, torch.device("cuda", 0), 3, 1.0) == [0.25] * 4
-    for config in (rates.THOROUGH, rates.QUICK):
-        on_gpu = config.on(torch.device("cuda", 0))
-        assert config.on(torch.device("cpu")) is config
-        assert max(on_gpu.row_counts) == 8192 and on_gpu.buffer_bytes >= 4 << 30
-        assert on_gpu.num_tokens == (config.repeats + 1) * sum(on_gpu.row_counts)
-
-
-def test_ceilings_of_a_gpu_are_kept_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    gpu: Any = SimpleNamespace(device=torch.device("cuda", 1), config=CONFIG, numerics={"dtype": "bfloat16"})
-    assert facts.model_key(gpu).startswith("GPU 1|")
-    gpu.device = torch.device("cpu")
-    assert facts.model_key(gpu).startswith(f"{facts.processor_name()}|")
+    on_gpu = rates.THOROUGH.on(torch.device("cuda", 0))
+    assert rates.THOROUGH.on(torch.device("cpu")) is rates.THOROUGH
+    assert max(on_gpu.row_counts) == 8192 and on_gpu.buffer_bytes >= 4 << 30
 
 
 def test_the_most_memory_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
     engine = engine_for(tiny_model(), num_blocks=4, block_size=16)
-    assert "max_device_bytes" not in facts.engine_sizes(engine)
-    engine.runner.model.device = torch.device("cuda", 0)
-    assert facts.engine_sizes(engine)["max_device_bytes"] == 3 << 30
-    told = dict(details(made() | {"sizes": facts.engine_sizes(engine)}).rows)
-    assert told["memory"].endswith(", 3,072 MiB of the GPU at most")
+    model = engine.runner.model
+    assert "max_device_bytes" not in reported_sizes(engine.config, model)
+    model.device = torch.device("cuda", 0)
+    sizes = reported_sizes(engine.config, model)
+    assert sizes["max_device_bytes"] == 3 << 30
+    rows = dict(details(made() | {"sizes": sizes}).rows)
+    assert rows["memory"].endswith(", 3,072 MiB of the GPU at most")
