@@ -11,7 +11,7 @@ TYPE_CHECKING = False  # typing takes a while to import, and until it is there n
 if TYPE_CHECKING:
     from typing import Any
 
-    from batchgen.api import Run, generate
+    from batchgen.api import Run, generate, plan_job, read_report, run_job
     from batchgen.config.job import JobSpec
     from batchgen.config.load import load_job
     from batchgen.core.errors import (
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
         UsageError,
     )
     from batchgen.core.records import Request, Result, SamplingParams
-    from batchgen.core.shard import Shard
     from batchgen.engine import Engine, EngineConfig
-    from batchgen.executors.backend import run_job
+    from batchgen.llm import LLM
     from batchgen.model.load import load_model
-    from batchgen.run.invocation import RunOptions
     from batchgen.text.tokenizer import Tokenizer
 
 
 _HOME = {
+    "LLM": "batchgen.llm",
     "BatchgenError": "batchgen.core.errors",
     "Engine": "batchgen.engine",
     "EngineConfig": "batchgen.engine",
@@ -51,20 +50,21 @@ _HOME = {
     "Result": "batchgen.core.records",
     "ResumeMismatch": "batchgen.core.errors",
     "Run": "batchgen.api",
-    "RunOptions": "batchgen.run.invocation",
     "RunStopped": "batchgen.core.errors",
     "SamplingParams": "batchgen.core.records",
-    "Shard": "batchgen.core.shard",
     "StorageError": "batchgen.core.errors",
     "Tokenizer": "batchgen.text.tokenizer",
     "UsageError": "batchgen.core.errors",
     "generate": "batchgen.api",
     "load_job": "batchgen.config.load",
     "load_model": "batchgen.model.load",
-    "run_job": "batchgen.executors.backend",
+    "plan_job": "batchgen.api",
+    "read_report": "batchgen.api",
+    "run_job": "batchgen.api",
 }
 
 __all__ = [
+    "LLM",
     "BatchgenError",
     "Engine",
     "EngineConfig",
@@ -79,10 +79,8 @@ __all__ = [
     "Result",
     "ResumeMismatch",
     "Run",
-    "RunOptions",
     "RunStopped",
     "SamplingParams",
-    "Shard",
     "StorageError",
     "Tokenizer",
     "UsageError",
@@ -90,6 +88,8 @@ __all__ = [
     "generate",
     "load_job",
     "load_model",
+    "plan_job",
+    "read_report",
     "run_job",
 ]
 

@@ -1,4 +1,4 @@
-"""A job in one Python call: ``generate`` gives rows of a list, DataFrame, dataset, table or path to ``run_job``.
+"""The commands as Python functions, and ``generate``, a job over rows in memory.
 
 Rows in memory become the run's standard input, so all that holds for ``batchgen run --input -`` holds for them: the
 same reader, journal and resume. Nothing is computed here. The names are exported by ``batchgen``.
@@ -10,29 +10,33 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from batchgen.config.job import KEYS, JobSpec
-from batchgen.config.load import job_from_values
+from batchgen.cli.job import is_run_folder, load_spec
+from batchgen.config.job import JobSpec
+from batchgen.config.load import job_from_values, sections_of
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.keys import nearest
-from batchgen.core.units import counted
-from batchgen.executors.backend import run_job
+from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_share, shown
+from batchgen.executors import backend
 from batchgen.input.in_memory import json_lines
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
+from batchgen.plan.dry_run import make_plan
 from batchgen.report.facts import figures
+from batchgen.run import reports
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory
-from batchgen.run.reports import read_report
 from batchgen.run.stdin import in_temporary_folder, temporary_folder
+from batchgen.run.stop import Limits
 
 _LINES_FORMATS = ("auto", "jsonl", "openai-batch")
 _NOT_KEPT = "nothing is kept without an output folder"
@@ -49,7 +53,7 @@ class Run:
         self._spec = spec
         self._labels = labels  # the index of the pandas rows that were given
         self._run_dir = RunDir(Path(spec.output.path))
-        self.report: Mapping[str, Any] = outcome.report or read_report(self._run_dir)
+        self.report: Mapping[str, Any] = outcome.report or reports.read_report(self._run_dir)
         self.path: Path | None = self._run_dir.path
 
     def __repr__(self) -> str:
@@ -58,6 +62,14 @@ class Run:
         match = f", exact match {shown['exact match']}" if "exact match" in shown else ""
         rows = f"{counted(counts['done'], 'row')} done, {counts['failed']:,} failed"
         return f"<Run: {rows}; {shown['wall time']}, {speed}{match}>"
+
+    def __len__(self) -> int:
+        """The number of rows that are done."""
+        return int(self.report["rows"]["done"])
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        """One of ``rows``."""
+        return self.rows[place]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records one by one, in the order of their file, read from the run directory if it was kept."""
@@ -101,6 +113,12 @@ class Run:
             )
         return self.to_arrow().to_pandas().set_index("index")
 
+    def to_polars(self) -> Any:
+        """``to_arrow`` as a ``polars.DataFrame``."""
+        import polars  # type: ignore[import-not-found,unused-ignore]
+
+        return polars.from_arrow(self.to_arrow())
+
     def to_dataset(self) -> Any:
         """``to_arrow`` as a ``datasets.Dataset``."""
         from datasets import Dataset
@@ -110,60 +128,128 @@ class Run:
 
 def generate(
     rows: Any,
-    *,
     model: str | os.PathLike[str] | Mapping[str, Any],
     prompt: str | None = None,
-    sampling: Mapping[str, Any] | None = None,
-    output: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    options: RunOptions | None = None,
+    *,
     engine_factory: EngineFactory | None = None,
-    **keys: Mapping[str, Any],
+    **keys: Any,
 ) -> Run:
     """Run a model over all rows and return what came of them.
 
     ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list, column or other iterable of strings
-    (column ``prompt``), mappings of columns and chats (lists of messages), a pandas or Polars DataFrame, a
-    ``datasets.Dataset``, an Arrow table. Dates and other values of rows in memory that JSON lacks become
-    text, NaN becomes null.
+    (column ``prompt``), mappings of columns and chats (lists of messages), a dict of columns, a pandas or Polars
+    DataFrame, a ``datasets.Dataset``, an Arrow table. Dates and other values of rows
+    in memory that JSON lacks become text, NaN becomes null.
 
-    All other keys are those of the job file: ``sampling``, ``engine``, ``input``, ``cluster`` are its tables, and
-    ``model`` and ``output`` are its tables or their ``path``. With an ``output`` the same call goes on with a run that
-    was interrupted, and finds a finished one done; without, nothing is kept. ``options`` are those of ``run_job``; by
-    default progress is shown on a terminal and in a notebook only. Each call loads the model.
+    ``keys`` are those of the job file, such as ``max_tokens`` or ``output``, its sections as mappings, where
+    ``sampling`` may be ``SamplingParams``, and the options of the command, such as ``max_runtime="55m"`` and
+    ``overwrite=True``. With an ``output`` the same call goes on with a run that was interrupted, and finds a finished
+    one done; without, nothing is kept. Progress is shown on a terminal and in a notebook only. Each call loads the
+    model: ``LLM`` keeps one.
 
     In the main thread SIGINT, SIGTERM and SIGHUP stop the run as they do a command: what is done is journalled, then
     the signal has its usual effect, which of Ctrl-C is KeyboardInterrupt.
 
-    Warns of failed rows. Raises UsageError for an impossible job, RunStopped if ``options`` ended it before its last
-    row, and as ``run_job`` does.
+    Warns of failed rows. Raises UsageError for an impossible job, RunStopped if an option ended it before its last
+    row, and as the command does.
 
     Example:
-        >>> run = batchgen.generate(["What is 2 + 3?"], model="LiquidAI/LFM2-350M")  # doctest: +SKIP
-        >>> run.rows[0]["text"]  # doctest: +SKIP
+        >>> run = batchgen.generate(["What is 2 + 3?"], "LiquidAI/LFM2-350M", max_tokens=8)  # doctest: +SKIP
+        >>> run[0]["text"]  # doctest: +SKIP
     """
     is_path = isinstance(rows, str | os.PathLike)
-    given = {"model": model, "sampling": sampling or {}, "output": output or {}, **keys}
-    tables = {name: _table(value) for name, value in given.items()}
-    spec = _spec(os.fspath(rows) if is_path else None, prompt, tables)
-    options = replace(options or RunOptions(progress="bar"), may_exit=False)
-    is_kept = bool(spec.output.path)
+    options = _take_options(keys)
+    sections = sections_of({"model": model, "prompt": prompt, **keys}, "generate")
+    spec = _spec(os.fspath(rows) if is_path else None, sections)
     with ExitStack() as stack:
-        if not is_kept:
+        if is_kept := bool(spec.output.path):
+            lost = ""
+        else:
             spec = replace(spec, output=replace(spec.output, path=str(stack.enter_context(temporary_folder()))))
             stack.enter_context(in_temporary_folder())
+            lost = _NOT_KEPT
         lines = None if is_path else json_lines(rows, spec.input.request_columns)
-        outcome = run_job(spec, options, engine_factory=engine_factory, lines=lines)
-        _pass_on_signal(outcome)
-        if not outcome.is_finished:
-            lost = f"{outcome.lines[0].partition('; ')[0]}; {_NOT_KEPT}"
-            raise RunStopped("; ".join(outcome.lines) if is_kept else lost)
-        run = Run(spec, outcome, rows.index if hasattr(rows, "iloc") else None)
+        outcome = backend.run_job(spec, options, engine_factory=engine_factory, lines=lines)
+        run = _finished(spec, outcome, lost, rows.index if hasattr(rows, "iloc") else None)
         if not is_kept:
             run.read()
+    return _with_warning(run)
+
+
+def run_job(
+    job: str | os.PathLike[str] | None = None, *, engine_factory: EngineFactory | None = None, **keys: Any
+) -> Run:
+    """Run a job, as ``batchgen run`` does: a job file, data, or the folder of a run; again to resume.
+
+    ``keys`` are as in ``generate``, and win over the job's. Warns of failed rows; raises and is stopped as
+    ``generate``.
+
+    Example:
+        >>> batchgen.run_job("job.toml", limit=10, max_runtime="55m")  # doctest: +SKIP
+    """
+    options = _take_options(keys)
+    name = None if job is None else os.fspath(job)
+    flags = sections_of(keys, "run_job")
+    spec, shard = load_spec(name, flags, None if options.shard == WHOLE else options.shard)
+    keeps_stdin = is_run_folder(name) and "path" not in flags.get("input", {})
+    options = replace(options, shard=shard, keeps_stdin=keeps_stdin)
+    return _with_warning(_finished(spec, backend.run_job(spec, options, engine_factory=engine_factory), "", None))
+
+
+def plan_job(job: str | os.PathLike[str] | None = None, *, calibrates: bool = False, **keys: Any) -> dict[str, Any]:
+    """What ``batchgen plan JOB --json`` prints: rows, bad rows, tokens, memory and time of a job, computing none."""
+    options = _take_options(keys)
+    name = None if job is None else os.fspath(job)
+    shard = None if options.shard == WHOLE else options.shard
+    spec, shard = load_spec(name, sections_of(keys, "plan_job"), shard, ("model", "input"))
+    return make_plan(spec, calibrates=calibrates, shard=shard, starts_anew=options.overwrite)
+
+
+def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The ``report.json`` of a finished run. Raises UsageError where there is none."""
+    return dict(reports.read_report(RunDir(Path(folder))))
+
+
+_OPTIONS: dict[str, Callable[[str], Any]] = {  # of the command ``run``, and how their texts are read
+    "overwrite": bool,
+    "update": bool,
+    "allow_mixed_kernels": bool,
+    "quiet": bool,
+    "max_error_rate": parse_share,
+    "shard": Shard.parse,
+    "deadline": lambda text: parse_clock(text, datetime.now().astimezone()),
+    "max_runtime": parse_duration,
+    "max_total_tokens": parse_count,
+}
+
+
+def _take_options(keys: dict[str, Any]) -> RunOptions:
+    """The options of the command among the arguments of a call, which they leave. Raises UsageError."""
+    given: dict[str, Any] = {}
+    for name in [name for name in _OPTIONS if name in keys]:
+        value = keys.pop(name)
+        try:
+            given[name] = _OPTIONS[name](value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise UsageError(f"{name} = {shown(value, 60)}: {error}") from None
+    limits = Limits(given.pop("deadline", None), given.pop("max_runtime", None), given.pop("max_total_tokens", None))
+    progress: Literal["quiet", "bar"] = "quiet" if given.pop("quiet", False) else "bar"
+    return RunOptions(limits=limits, progress=progress, may_exit=False, **given)
+
+
+def _finished(spec: JobSpec, outcome: Outcome, lost: str, labels: Any) -> Run:
+    """The run of an outcome. Raises RunStopped, which says what is ``lost``, where it is not finished."""
+    _pass_on_signal(outcome)
+    if not outcome.is_finished:
+        raise RunStopped(f"{outcome.lines[0].partition('; ')[0]}; {lost}" if lost else "; ".join(outcome.lines))
+    return Run(spec, outcome, labels)
+
+
+def _with_warning(run: Run) -> Run:
     counts = run.report["rows"]
     if counts["failed"]:
         failed = f"{counts['failed']:,} of {counted(counts['total'], 'row')} failed"
-        warnings.warn(f"{failed}: Run.errors has them, and Run.rows does not", stacklevel=2)
+        warnings.warn(f"{failed}: Run.errors has them, and Run.rows does not", stacklevel=3)
     return run
 
 
@@ -177,30 +263,16 @@ def _misleads(labels: Any) -> bool:
     return bool(((labels != places) & labels.isin(places)).any())
 
 
-def _table(value: Any) -> Any:
-    """A table of the job file, of which a path alone may be given; its paths are strings then."""
-    if isinstance(value, str | os.PathLike):
-        value = {"path": value}
-    if not isinstance(value, Mapping):
-        return value  # refused later
-    return {key: os.fspath(item) if isinstance(item, os.PathLike) else item for key, item in value.items()}
-
-
-def _spec(path: str | None, prompt: str | None, tables: Mapping[str, Mapping[str, Any]]) -> JobSpec:
+def _spec(path: str | None, sections: Mapping[str, Any]) -> JobSpec:
     """The job; ``path`` is None for rows in memory. Raises UsageError."""
-    for name in tables:
-        if name not in KEYS:
-            homes = [section for section, keys in KEYS.items() if name in keys]
-            known = [*KEYS, "prompt", "options"]
-            hint = f": give it as {homes[0]}={{{name!r}: ...}}" if homes else nearest(name, known)
-            raise UsageError(f"generate: unknown argument {name!r}{hint}")
-    given = dict(tables.get("input", {}))
+    given = sections.get("input", {})
+    if not isinstance(given, Mapping):
+        return job_from_values(sections, "generate")  # which refuses it
     if "path" in given:
         raise UsageError("generate: input has a path, and the rows are given as the first argument")
     if path is None and given.get("format", "auto") not in _LINES_FORMATS:
         raise UsageError(f"generate: input.format = {given['format']!r} is a format of files, not of rows in memory")
-    given |= {"path": "-" if path is None else path} | ({} if prompt is None else {"prompt": prompt})
-    return job_from_values({**tables, "input": given}, "generate")
+    return job_from_values({**sections, "input": {**given, "path": "-" if path is None else path}}, "generate")
 
 
 def _pass_on_signal(outcome: Outcome) -> None:

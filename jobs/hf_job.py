@@ -12,15 +12,15 @@ The disk of such a job is gone when it ends, so a job that is cut off starts ove
 
 import sys
 
-from batchgen import load_job, run_job
+from batchgen import run_job
 
 source, target = sys.argv[1:3]
-job = {
-    "model": {"path": sys.argv[3] if len(sys.argv) > 3 else "LiquidAI/LFM2-350M"},
-    "input": {"path": source, "prompt": "{question}"},
-    "sampling": {"max_tokens": 512},
-    "output": {"path": "run", "publish": target},
-}
-outcome = run_job(load_job(None, job))
-print(*outcome.lines, sep="\n")
-sys.exit(outcome.exit_code)
+run = run_job(
+    source,
+    model=sys.argv[3] if len(sys.argv) > 3 else "LiquidAI/LFM2-350M",
+    prompt="{question}",
+    max_tokens=512,
+    output={"path": "run", "publish": target},
+)
+print(run)
+sys.exit(3 if run.errors else 0)

@@ -51,8 +51,8 @@ LONGEST_CHAINS = {
     "cli": 3,
 }
 TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
-# Public names, and where one of them was in 0.1: they may import any room.
-FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
+# Public names, which may import any room.
+FACES = {"", "__main__", "api", "llm", "lm_eval"}
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
@@ -74,9 +74,9 @@ CONCEPTS = {
     "output formats": "csv jsonl openai-batch parquet",
     "extras": "gguf gs lm-eval ray report s3 structured test",
     "public names": """
-        BatchgenError Engine EngineConfig GateFailed InputError JobSpec LockedError ModelError OutOfMemory RemoteError
-        Request Result ResumeMismatch Run RunOptions RunStopped SamplingParams Shard StorageError Tokenizer UsageError
-        __version__ generate load_job load_model run_job
+        BatchgenError Engine EngineConfig GateFailed InputError JobSpec LLM LockedError ModelError OutOfMemory
+        RemoteError Request Result ResumeMismatch Run RunStopped SamplingParams StorageError Tokenizer UsageError
+        __version__ generate load_job load_model plan_job read_report run_job
     """,
     "[model]": "activations adapter batch_invariant device dtype path revision tokenizer weights",
     "[input]": """

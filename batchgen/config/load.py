@@ -6,14 +6,16 @@ opens the input or the model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import KEYS, SECTIONS, JobSpec
-from batchgen.config.sampling import ParamError, card_values, merge_params
+from batchgen.config.sampling import ParamError, card_values, merge_params, values_of
 from batchgen.config.settings import RawSettings, check_names, read_settings
 from batchgen.core.errors import UsageError
+from batchgen.core.keys import nearest
 from batchgen.core.records import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -78,6 +80,45 @@ def job_from_values(values: Mapping[str, Mapping[str, Any]], source: str) -> Job
         raise UsageError(f"{source}: model.path is missing")
     _check_together(spec)
     return spec
+
+
+def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The arguments of a Python call as values by section and key; those that are None are left out.
+
+    An argument is a section, in whose place its path or ``SamplingParams`` may stand, or a key that one section alone
+    has; ``prompt`` is that of [input]. Raises UsageError naming ``source`` and an argument that is neither.
+    """
+    sections: dict[str, Any] = {}
+    single: list[tuple[str, str, Any]] = []
+    for name, value in arguments.items():
+        homes = ["input"] if name == "prompt" else [section for section, keys in KEYS.items() if name in keys]
+        if value is None:
+            continue
+        if name in KEYS:
+            sections[name] = _section(value)
+        elif len(homes) == 1:
+            single.append((homes[0], name, os.fspath(value) if isinstance(value, os.PathLike) else value))
+        elif homes:
+            places = " or ".join(f"{section}={{{name!r}: ...}}" for section in homes)
+            raise UsageError(f"{source}: {name} is a key of several sections: give it as {places}")
+        else:
+            known = [*KEYS, *(key for keys in KEYS.values() for key in keys)]
+            raise UsageError(f"{source}: unknown argument {name!r}{nearest(name, known)}")
+    for section, name, value in single:
+        found = sections.setdefault(section, {})
+        sections[section] = {**found, name: value} if isinstance(found, Mapping) else found  # which is refused later
+    return sections
+
+
+def _section(value: Any) -> Any:
+    """A section of the job file, whose paths are strings."""
+    if isinstance(value, SamplingParams):
+        return values_of(value)
+    if isinstance(value, str | os.PathLike):
+        value = {"path": value}
+    if not isinstance(value, Mapping):
+        return value
+    return {key: os.fspath(item) if isinstance(item, os.PathLike) else item for key, item in value.items()}
 
 
 def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:

@@ -67,8 +67,9 @@ def _listed(text: str) -> list[str]:
 _PRESET_HELP = "model: values of generation_config.json; card: of LFM2's model card"
 _COLUMNS_HELP = "Columns with a row's own sampling values; *: all named like a key"
 COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
+_PARAMS = keys_of(SamplingParams)
 SAMPLING_KEYS = {
-    **keys_of(SamplingParams),
+    **_PARAMS,
     "preset": Key("preset", None, one_of(*_UNKNOWN), _PRESET_HELP, "preset", "same"),
     "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", "same"),
 }
@@ -122,6 +123,12 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
     if is_drawn:
         return {"temperature": 1.0, **found}
     return {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+
+
+def values_of(params: SamplingParams) -> dict[str, Any]:
+    """The values of ``params`` that are not the defaults, by key, as ``merge_params`` takes them."""
+    default = SamplingParams()
+    return {name: value for name in _PARAMS if (value := getattr(params, name)) != getattr(default, name)}
 
 
 def merge_params(

@@ -140,7 +140,8 @@ _TABLE: dict[Synonym, str] = {
     "price-per-hour",
     Synonym("S3 and other stores"): "gcs, google cloud, gs, bucket, azure, abfs, az, blob, minio, aws, object store",
     Synonym("Parquet in and out"): "arrow, polars, duckdb, pandas output",
-    Synonym("From Python"): "python api, python, library, sdk, notebook, jupyter, api, import, pandas, dataframe, llm",
+    Synonym("python"): "from python, python api, library, sdk, notebook, jupyter, api, import, pandas, dataframe, llm, "
+    "map-batches, ray data, spark",
     Synonym("OpenAI Batch files"): "openai, batch api, run-batch, requests, chat completions, server, serve",
     Synonym("Evaluate with lm-evaluation-harness"): "lm-eval, lm-evaluation-harness, harness, benchmark, mmlu",
     Synonym(

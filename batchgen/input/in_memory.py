@@ -73,6 +73,10 @@ def _rows(rows: Any, request_columns: Collection[str]) -> Iterator[Any]:
             yield from _typed(_arrow_rows(batches, request_columns), request_columns)
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):
         yield from rows
+    elif isinstance(rows, dict) and rows and all(isinstance(column, list) for column in rows.values()):
+        if len({*map(len, rows.values())}) > 1:
+            raise UsageError("generate: rows is a dict of columns of several lengths")
+        yield from (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
     else:
         hint = "; choose one split of it" if isinstance(rows, Mapping) and hasattr(rows, "num_rows") else ""
         raise UsageError(f"generate: rows is a {type(rows).__name__}, not a list, table or path{hint}")

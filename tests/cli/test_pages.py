@@ -104,12 +104,12 @@ def test_the_python_shown_prints_what_the_page_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
-    texts = [text for language, text in blocks("recipes.md") if language == "python"]
-    for text in texts:
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    said = re.findall(r"^```python\n(.*?)^```\n\n(It prints [^\n]+)", page, re.MULTILINE | re.DOTALL)
+    for text, prints in said:
         exec(text, {})
-        assert sorted(capsys.readouterr().out.splitlines()) == re.findall(r"`(\d [A-Z]+)`", page) != []
-    assert len(texts) == 2
+        assert capsys.readouterr().out.splitlines() == re.findall(r"`(\d [A-Z]+)`", prints) != []
+    assert len(said) == page.count("```python")
 
 
 def test_the_page_on_operations_names_each_place_that_uninstalling_leaves_behind(

@@ -21,13 +21,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of, text_model, without_timings
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, rows_of, text_model, without_timings
 from stub_engine import StubEngine, stub_factory
 
 import batchgen
 from batchgen.cli.main import call
 from batchgen.core.errors import BatchgenError
-from batchgen.executors.backend import run_job
 
 ROWS = rows_of(40)
 NAN = float("nan")
@@ -188,7 +187,7 @@ def test_an_output_folder_is_resumed_found_done_and_extended(tmp_path: Path) -> 
     engines: list[StubEngine] = []
     out, wanted = tmp_path / "run", expected(tmp_path, ROWS)
     with pytest.raises(batchgen.RunStopped, match=r"stopped \(max total tokens of 300\): \d+ of 40 rows finished"):
-        generated(ROWS, output=out, options=quiet(max_total_tokens=300))
+        generated(ROWS, output=out, quiet=True, max_total_tokens=300)
     assert records(generated(ROWS, engines, output=out)) == wanted
     assert engines[-1].num_pulled < 40
     again = generated(ROWS, engines, output=str(out))
@@ -208,7 +207,7 @@ def test_without_an_output_folder_nothing_stays(stub: dict[str, Any], tmp_path: 
     except RuntimeError:
         assert stub
     with pytest.raises(batchgen.RunStopped, match="nothing is kept without an output folder"):
-        generated(ROWS, options=quiet(max_total_tokens=300))
+        generated(ROWS, quiet=True, max_total_tokens=300)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,7 +220,9 @@ def test_without_an_output_folder_nothing_stays(stub: dict[str, Any], tmp_path: 
         (["a", b"c"], {"prompt": None}, r"rows\[1\] is a bytes"),
         (pa.chunked_array([["a"]]), {}, r"rows\[0\] is a StringScalar"),
         (["a"], {}, "names column 'question'.*columns found: 'prompt'"),
-        (ROWS, {"max_tokens": 3}, r"unknown argument 'max_tokens': give it as sampling=\{'max_tokens': ...\}"),
+        (ROWS, {"max_new_tokens": 3}, r"unknown argument 'max_new_tokens'.*sampling.max_tokens"),
+        (ROWS, {"max_runtime": "soon"}, "max_runtime = 'soon': must be a duration"),
+        ({"a": ["x"], "b": []}, {}, "a dict of columns of several lengths"),
         (ROWS, {"engin": {}}, "unknown argument 'engin'.*engine"),
         (ROWS, {"promt": "x"}, "unknown argument 'promt'.*prompt"),
         (ROWS, {"sampling": {"temprature": 1}}, "generate: sampling.temprature: unknown key.*temperature"),
@@ -303,9 +304,7 @@ def test_progress_that_cannot_be_shown_is_no_error(kind: str, monkeypatch: pytes
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", {"closed": closed, "bare": Bare(), "none": None}[kind])
-    for progress in ("bar", "auto", "json"):
-        options = batchgen.RunOptions(progress=progress)  # type: ignore[arg-type]
-        assert len(generated(ROWS, options=options).rows) == 40
+    assert len(generated(ROWS).rows) == 40
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -395,7 +394,6 @@ def test_a_notebook_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_the_public_names_are_there_and_cost_no_torch() -> None:
     assert [name for name in batchgen.__all__ if not hasattr(batchgen, name)] == []
-    assert batchgen.run_job is run_job
     kinds, missing = [BatchgenError], []
     for kind in kinds:
         kinds += kind.__subclasses__()

@@ -16,7 +16,7 @@ from input_helpers import write_tokenizer
 from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, updating
 from stub_engine import stub_factory
 
-from batchgen.arrow import generate
+from batchgen import LLM
 from batchgen.bench.workload import from_file
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
@@ -226,7 +226,7 @@ def test_tables_and_workloads_are_shown_whole_too(job: JobMaker) -> None:
     chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}]
     batch = pa.RecordBatch.from_pylist([{"messages": chat}, {"messages": chat[1:]}])
     model = {"path": str(MODEL), "tokenizer": str(folder)}
-    [answered] = generate(iter([batch]), model=model, engine_factory=stub_factory())
+    answered = LLM(model, engine_factory=stub_factory())(batch)
     told = f"template_error: messages[0].content: {HIDDEN}"
     assert [error and error.partition(";")[0] for error in answered.column("error").to_pylist()] == [told, None]
     (job.folder / "work.jsonl").write_text(json.dumps({"messages": chat}) + "\n")

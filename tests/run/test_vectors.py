@@ -20,6 +20,7 @@ from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, without_timi
 from safetensors.torch import load_file, save_file
 from vector_models import CLS, pooling_of, vector_settings
 
+from batchgen import LLM
 from batchgen.bench import measure
 from batchgen.cli.main import call
 from batchgen.core.errors import UsageError
@@ -334,11 +335,20 @@ def test_refusals(folder: Path, flags: list[str], told: str, capsys: pytest.Capt
     assert "Traceback" not in error
 
 
-def test_tables_refuse_a_model_for_vectors(folder: Path) -> None:
-    from batchgen.arrow import generate
-
-    with pytest.raises(UsageError, match="gives vectors"):
-        next(generate(pa.table({"text": ["a"]}).to_batches(), model=str(folder)))
+def test_a_loaded_model_gives_the_vectors_and_labels_of_a_run(folder: Path) -> None:
+    run(folder)
+    with LLM(folder) as model:
+        assert np.array_equal(model.embed(TEXTS), matrix(folder.parent / "run"))
+        table = model(pa.table({"text": TEXTS[:5]}))
+    assert table.column_names == ["text", "usage", "timings", "embedding", "error"]
+    assert np.array_equal(np.array(table["embedding"].to_pylist(), np.float32), matrix(folder.parent / "run")[:5])
+    classifier(folder)
+    _, place = run(folder, output="labels")
+    with LLM(folder) as model:
+        told = [(row["label"], row["scores"]) for row in model.classify(TEXTS)]
+        assert told == [(row["label"], row["scores"]) for row in read_lines(place / "outputs.jsonl")]
+        with pytest.raises(UsageError, match="labels of its own: red, green, blue"):
+            model.classify(TEXTS, ["a", "b"])
 
 
 def test_a_text_model_needs_a_pooling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

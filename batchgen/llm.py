@@ -1,0 +1,303 @@
+"""A loaded model for Python programs: ``LLM`` answers lists of prompts, chats and texts, and batches of a table.
+
+Nothing is journalled here: pipelines that repeat what they lose (Ray Data, Spark, Daft) call it, and so do notebooks.
+``batchgen.run`` and ``batchgen.generate`` never lose or repeat a row. Methods and arguments have the names of
+``vllm.LLM``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from batchgen.config.job import JobSpec
+from batchgen.config.load import job_from_values, sections_of
+from batchgen.config.record_fields import kept_name
+from batchgen.config.sampling import ParamError, merge_params, values_of
+from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.core.units import counted
+from batchgen.input.formats.arrow import rows_at
+from batchgen.input.in_memory import json_lines
+from batchgen.input.rows import CHUNK_ROWS, RowProblem, bad_row, parse_json, row_id
+from batchgen.input.validator import Pending, build_requests
+from batchgen.output.formats.parquet import ParquetFormat, fixed_types
+from batchgen.run.backend import Backend
+from batchgen.run.loader import EngineFactory, load_engine, read_model
+from batchgen.run.results import entry_of, failed_entry
+
+_NOWHERE = Cursor(0, 0, 0, 0)
+_NEEDS_ID = 'draws at random need an id in tables: name a column of unique values, as id="..."'
+_PLACES = ("id", "index")  # of a record within its batch: they mean nothing in a table
+
+
+class LLM:
+    """A model that is loaded once and answers until ``close``, or until the end of a ``with``.
+
+    Calls of several threads follow one another. Ctrl-C or an error within a call ends that call alone: the next one
+    loads the weights again. Rows that cannot run have the record of ``errors.jsonl`` in their place, with a ``code``
+    and a ``message``, and a warning counts them.
+
+    Example:
+        >>> with LLM("LiquidAI/LFM2-350M") as llm:  # doctest: +SKIP
+        ...     [record] = llm.chat([{"role": "user", "content": "What is 2 + 3?"}], max_tokens=8)
+        ...     print(record["text"])
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Mapping[str, Any],
+        prompt: str | None = None,
+        *,
+        engine_factory: EngineFactory | None = None,
+        **keys: Any,
+    ) -> None:
+        """``keys`` are those of a job file, such as ``quantization``, ``max_num_seqs``, ``pooling`` or ``id``.
+
+        ``prompt`` is the column or template of the rows of tables; ``sampling`` the default of all calls.
+
+        Raises:
+            UsageError: a key that is unknown or impossible.
+            ModelError: the model cannot be used.
+            OutOfMemory: its weights and state do not fit.
+        """
+        spec = job_from_values(sections_of({"model": model, "prompt": prompt, **keys}, "LLM"), "LLM")
+        self._model = read_model(spec)
+        if self._model.tokenizer is None:
+            raise UsageError("LLM: the model has no tokenizer: name one as tokenizer=")
+        self._spec = self._model.resolved(spec)
+        self._factory = engine_factory or load_engine
+        self._lock = threading.RLock()
+        self._backend: Backend | None = None
+        self._is_closed = False
+        self._ready()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory of the weights back; later calls raise UsageError."""
+        with self._lock:
+            self._is_closed = True
+            self._drop()
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        **sampling: Any,
+    ) -> list[dict[str, Any]]:
+        """A record per prompt, in order, as in ``outputs.jsonl``; prompts are sent as they are, without a template.
+
+        ``prompts`` are one string or rows of any kind that ``batchgen.generate`` takes. ``sampling`` goes over
+        ``sampling_params``; a row's own values stand in its column ``sampling``. Raises UsageError for impossible
+        values.
+        """
+        spec = replace(self._with(sampling_params, sampling), input=replace(self._spec.input, chat=False))
+        return self._answered(prompts, spec, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> list[dict[str, Any]]:
+        """A record per chat, in order; ``messages`` is one chat or a list of them."""
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        given = {name: value for name, value in more.items() if value is not None}
+        rows = [{"messages": [*chat], **given} for chat in chats]
+        where = replace(self._spec.input, prompt=None, messages="messages")
+        spec = replace(self._with(sampling_params, sampling), input=where)
+        return self._answered(rows, spec, use_tqdm)
+
+    def embed(self, prompts: Any, *, use_tqdm: bool = True) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The embeddings of texts, float32 ``[n, d]``.
+
+        Raises UsageError for a text that cannot be embedded, and where the model generates text (see ``pooling``).
+        """
+        spec = self._spec
+        if not spec.embed.is_on or self._model.config.labels or spec.embed.pooling == "tokens":
+            raise UsageError(f'LLM.embed: {spec.model.path} does not give one vector per text: give pooling="mean"')
+        records = self._answered(prompts, spec, use_tqdm, warns=False)
+        if failed := next((record for record in records if "code" in record), None):
+            raise UsageError(f"LLM.embed: prompts[{failed['index']}]: {failed['code']}: {failed['message']}")
+        vectors = [record["embedding"] for record in records]
+        return np.array(vectors, np.float32).reshape(len(vectors), -1)
+
+    def classify(
+        self, prompts: Any, labels: Sequence[str] | None = None, *, use_tqdm: bool = True
+    ) -> list[dict[str, Any]]:
+        """A record per text with its label and the scores of all: of ``labels``, or of a classifier's own.
+
+        Raises UsageError for ``labels`` where the checkpoint has its own, and for none where it has not.
+        """
+        own = self._model.config.labels if self._spec.embed.is_on else ()
+        if bool(own) == bool(labels):
+            what = f"has labels of its own: {', '.join(own)}" if own else "has no labels of its own: give labels=[...]"
+            raise UsageError(f"LLM.classify: {self._spec.model.path} {what}")
+        spec = self._with(None, {"choices": [*labels]}) if labels else self._spec
+        return self._answered(prompts, spec, use_tqdm)
+
+    def __call__(self, batch: Any) -> pa.Table:
+        """The rows of a table and what a job makes of them: for Ray Data's ``map_batches``, Spark's ``mapInArrow``.
+
+        ``batch`` is an Arrow table or record batch, a pandas DataFrame or a dict of arrays. The fields of records
+        follow its columns; ``error`` is null or "code: message". Random draws need ``id``, the column that keys them:
+        a pipeline may cut batches anew.
+        """
+        table = _as_table(batch)
+        spec = replace(self._spec, input=replace(self._spec.input, columns=()))
+        rows: Iterable[tuple[Any, RowError | None]] = rows_at(table, range(table.num_rows), spec.input.request_columns)
+        records = [
+            {**record, "error": None} if "code" not in record else {"error": f"{record['code']}: {record['message']}"}
+            for record in self._records(rows, spec, needs_id=True)
+        ]
+        answers = _columns(records, spec)
+        columns, names = dict.fromkeys(table.column_names), frozenset(answers.column_names)
+        kept = [kept_name(name, columns, names) for name in table.column_names]
+        return pa.table([*table.columns, *answers.columns], names=[*kept, *answers.column_names])
+
+    def _with(self, params: SamplingParams | None, over: Mapping[str, Any]) -> JobSpec:
+        """The job with other sampling values. Raises UsageError."""
+        if self._spec.embed.is_on:
+            raise UsageError(f"LLM: {self._spec.model.path} gives vectors, no text: use embed or classify")
+        if not isinstance(params, SamplingParams | None):
+            what = f"sampling_params is a {type(params).__name__}, not SamplingParams"
+            raise UsageError(f"LLM: {what}: a row's own values go into its column sampling")
+        given = {} if params is None else values_of(params)
+        base = self._spec.sampling if params is None else SamplingParams()
+        try:
+            return replace(self._spec, sampling=merge_params(base, {**given, **over}))
+        except ParamError as error:
+            raise UsageError(f"LLM: {error}") from None
+
+    def _answered(self, rows: Any, spec: JobSpec, shows: bool, *, warns: bool = True) -> list[dict[str, Any]]:
+        """The records of rows in memory, or of one string; strings are prompts whatever the columns of tables are."""
+        rows = [rows] if isinstance(rows, str) else rows
+        if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str):
+            spec = replace(spec, input=replace(spec.input, prompt="prompt"))
+        parsed = [_parsed(line) for line in json_lines(rows, spec.input.request_columns)]
+        records = self._records(parsed, spec, shows=shows)
+        if warns and (num_failed := sum("code" in record for record in records)):
+            what = f"{num_failed:,} of {counted(len(records), 'row')} failed: their records have a code and a message"
+            warnings.warn(what, stacklevel=3)
+        return records
+
+    def _records(
+        self, rows: Iterable[tuple[Any, RowError | None]], spec: JobSpec, *, shows: bool = False, needs_id: bool = False
+    ) -> list[dict[str, Any]]:
+        """The output record or the error's of each row, in order."""
+        listed = [_row(index, columns, error, spec) for index, (columns, error) in enumerate(rows)]
+        made = self._model.record_builder(spec)
+        records: list[Any] = [None] * len(listed)
+        pending: dict[int, Pending] = {}
+
+        def requests() -> Iterator[Request]:
+            builder = self._model.builder(spec)
+            for first in range(0, len(listed), CHUNK_ROWS):
+                for answer in build_requests(builder, listed[first : first + CHUNK_ROWS]):
+                    failed = answer if isinstance(answer, BadRow) else _refused(*answer, spec) if needs_id else None
+                    if failed is not None:
+                        records[failed.index] = json.loads(failed_entry(failed, made).payload)
+                    elif not isinstance(answer, BadRow):
+                        pending[answer[1].key] = answer[0]
+                        yield answer[1]
+
+        with self._lock, tqdm(total=len(listed), unit="row", disable=None if shows else True) as bar:
+            engine = self._ready().engine
+            try:
+                for result in engine.run(requests()):
+                    records[result.key] = json.loads(entry_of(pending.pop(result.key), result, made).payload)
+                    bar.update()
+            except BaseException:  # the engine holds what the call has left
+                self._drop()
+                raise
+        return records
+
+    def _ready(self) -> Backend:
+        """The loaded model. Raises UsageError once it is closed."""
+        if self._is_closed:
+            raise UsageError("LLM: it was closed: make a new one")
+        if self._backend is None:
+            self._backend = self._factory(self._spec, self._model)
+            self._backend.prepare()
+        return self._backend
+
+    def _drop(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+
+
+def _parsed(line: bytes) -> tuple[Any, RowError | None]:
+    """The columns of a line of JSON, or what is wrong with it."""
+    text = line.decode(errors="replace")
+    try:
+        return parse_json(text), None
+    except RowProblem as problem:
+        return text.rstrip("\n"), problem.error
+
+
+def _row(index: int, columns: Any, error: RowError | None, spec: JobSpec) -> Pending | BadRow:
+    if error is not None:
+        return BadRow(index, "", index + 1, error, columns, _NOWHERE)
+    record = Record(index, "", index + 1, columns, _NOWHERE)
+    try:
+        return Pending(record, row_id(record, spec.input))
+    except RowProblem as problem:
+        return bad_row(record, problem.error, spec.input)
+
+
+def _refused(row: Pending, request: Request, spec: JobSpec) -> BadRow | None:
+    """The error row of random draws that nothing keys."""
+    if row.id is not None or request.params.is_greedy:
+        return None
+    return bad_row(row.record, RowError(RowErrorCode.BAD_PARAM, _NEEDS_ID), spec.input)
+
+
+def _as_table(batch: Any) -> pa.Table:
+    """A batch of one of the formats of Ray Data and Spark as a table."""
+    if isinstance(batch, pa.RecordBatch):
+        return pa.Table.from_batches([batch])
+    if isinstance(batch, pa.Table):
+        return batch
+    if isinstance(batch, Mapping):
+        return pa.table({name: [_plain(value) for value in values] for name, values in batch.items()})
+    return pa.Table.from_pandas(batch, preserve_index=False)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a NumPy array as a list, a number or a text of Python."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _columns(records: Sequence[Mapping[str, Any]], spec: JobSpec) -> pa.Table:
+    """The fields of records as columns, with the types of ``outputs.parquet``."""
+    fixed = {name: kind for name, kind in fixed_types(spec).items() if name not in _PLACES} | {"error": pa.string()}
+    lines = [encode_json({name: value for name, value in record.items() if name not in _PLACES}) for record in records]
+    file = BytesIO()
+    ParquetFormat(fixed).write(file, lines)
+    table = pq.read_table(file).drop_columns("id")
+    return table if "error" in table.column_names else table.append_column("error", pa.array([], pa.string()))
