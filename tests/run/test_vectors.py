@@ -68,7 +68,7 @@ def test_each_row_gets_a_vector_of_length_one(folder: Path) -> None:
     assert found.shape == (len(TEXTS), WIDTH)
     assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
     first = read_lines(place / "outputs.jsonl")[0]
-    assert [*first] == ["id", "index", "embedding", "usage", "timings"]
+    assert [*first] == ["id", "index", "embedding", "usage", "timings", "input_text"]
     assert first["usage"]["completion_tokens"] == 0
     report = json.loads((place / "report.json").read_text(encoding="utf-8"))
     assert report["rows"]["done"] == len(TEXTS)
