@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -72,7 +74,7 @@ CONCEPTS = {
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
     "output formats": "csv jsonl openai-batch parquet",
-    "extras": "gguf gs lm-eval ray report s3 structured test",
+    "extras": "gs lm-eval ray report s3 test",
     "public names": """
         BatchgenError Engine EngineConfig GateFailed InputError JobSpec LLM LockedError ModelError OutOfMemory
         RemoteError Request Result ResumeMismatch Run RunStopped SamplingParams StorageError Tokenizer UsageError
@@ -357,3 +359,16 @@ def test_the_internals_page_shows_these_floors_and_this_reading_path() -> None:
     assert [name.replace("/", ".") for name, _ in path] == READING_PATH
     lines = {name: _lines(package().texts[name.replace("/", ".")]) for name, _ in path}
     assert [(name, lines[name]) for name, said in path if abs(lines[name] - int(said)) > 25] == []
+
+
+# Imported where they are there: the compiler of GPUs, which torch's CUDA builds bring, and frames that users ask for.
+NOT_DECLARED = {"triton", "polars"}
+
+
+def test_each_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [lines for name, lines in project["optional-dependencies"].items() if name not in ("test", "ci")]
+    declared = {re.split(r"[^\w-]", line)[0] for line in chain(project["dependencies"], *extras)}
+    found = {module.partition(".")[0] for name in package().texts for module in imports(package(), name)}
+    known = {name.replace("-", "_") for name in declared} | sys.stdlib_module_names | {"batchgen"}
+    assert found - known - NOT_DECLARED == set()

@@ -43,11 +43,9 @@ class GrammarError(Exception):
 
 
 def library() -> Any:
-    """The package llguidance. Raises GrammarError where it is not installed."""
-    try:
-        import llguidance
-    except ImportError as error:
-        raise GrammarError("needs the package llguidance: pip install 'llguidance>=1.9'") from error
+    """The package llguidance, imported where a grammar is needed."""
+    import llguidance
+
     return llguidance
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -231,20 +230,6 @@ def test_what_cannot_be_compiled_is_a_bad_row_or_a_refused_job(tokenizer: Tokeni
     assert answer.error.message.startswith("structured_outputs: ") and "look" in answer.error.message
     with pytest.raises(UsageError, match=r"^sampling\.structured_outputs: .*look"):
         with_grammars(tokenizer, SamplingParams(structured_outputs=canonical(LOOKS_BACK)))
-
-
-def test_without_the_package_jobs_are_refused_and_rows_fail_with_what_to_install(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
-    said = r"^sampling\.structured_outputs: needs .*pip install 'llguidance>=1.9'"
-    with pytest.raises(UsageError, match=said):
-        with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE))
-    builder = with_grammars(tokenizer)
-    assert isinstance(one(builder, prompt="p"), Request)
-    answer = one(builder, prompt="p", structured_outputs={"regex": "a"})
-    assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
-    assert answer.error.message.startswith("structured_outputs: needs the package llguidance: pip install")
 
 
 def test_a_row_needs_a_tokenizer_to_ask(tokenizer: Tokenizer) -> None:

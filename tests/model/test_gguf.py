@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import random
 import struct
-import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import gguf_name, rope_factors, write_gguf
 from repeats import slow
 from run_helpers import MODEL, JobMaker, rows_of, smollm2
 from safetensors.torch import load_file, save_file
@@ -33,9 +34,6 @@ from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import read_model
 from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
-
-gguf = pytest.importorskip("gguf", reason="the gguf package is not installed; it writes the files")
-from gguf_files import gguf_name, rope_factors, write_gguf  # noqa: E402 - imports the package
 
 PROMPT = [9, 30, 77, 12, 5]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -235,16 +233,6 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     data[1, :2] = 0, 0x7E  # a NaN of float16
     with pytest.raises(ModelError, match=r"'x.weight' has values that are not finite"):
         one_tensor(tmp_path / "x.gguf", Kind.Q8_0, data).take("x.weight", (2, 32))
-
-
-def test_without_the_package_plain_numbers_are_read_and_blocks_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, blocks = write_both(tmp_path, Kind.BF16), write_both(tmp_path / "blocks", Kind.Q8_0)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    load(plain)
-    assert load_config(str(blocks)).hidden_size == 64
-    assert "pip install 'gguf>=0.19'" in refusal(blocks)
 
 
 @pytest.mark.parametrize(

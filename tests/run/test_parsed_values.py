@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from batchgen.output.rundir import RunDir
 from batchgen.run.reports import read_report
 from batchgen.text.tokenizer import Tokenizer
 
-pytest.importorskip("llguidance")
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "of": {"type": "string"}}, "required": ["n"]}
 FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "openai-batch": "jsonl"}
 
@@ -165,12 +163,3 @@ def test_the_sample_job_makes_a_table_of_rows_that_fit_its_schema(tmp_path: Path
     found = read_report(RunDir(tmp_path / "out"))["structured"]
     assert (found["samples"], found["incomplete"]) == (20, 0)
     assert found["forced_share"] > 0.3
-
-
-def test_the_sample_job_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    assert call(["run", str(REPOSITORY / "jobs" / "extract.toml"), "--output", str(tmp_path / "out")]) == 2
-    assert "pip install 'llguidance>=1.9'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

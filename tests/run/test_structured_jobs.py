@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from structured import GRAMMARS, LIST
 from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.errors import ResumeMismatch
 from batchgen.core.shard import Shard
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
@@ -148,21 +147,6 @@ def test_a_stop_waits_for_one_grammar_only_and_no_row_is_lost(job: JobMaker, mon
     assert len(compiled) == 70
     assert job.run().exit_code == 0
     assert [row["index"] for row in job.outputs()] == [*range(200)]
-
-
-def test_without_the_package_nothing_runs_but_what_is_done_is_so(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job.write(rows_of(3))
-    spec = job.spec(sampling={"structured_outputs": {"choice": ["a"]}})
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
-        with pytest.raises(UsageError, match=r"needs the package llguidance: pip install 'llguidance>=1.9'"):
-            job.run(spec)
-        assert not job.engines and not job.output.exists()
-    assert job.run(spec).exit_code == 0
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    assert job.run(spec).lines[0].startswith("already done")
 
 
 def test_a_run_goes_on_with_the_version_of_the_library_that_it_was_begun_with(job: JobMaker) -> None:

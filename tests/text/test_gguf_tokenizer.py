@@ -7,8 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from chat_templates import THINKING
+from gguf_files import write_gguf
 from run_helpers import smollm2
 from scripts import texts
 from tiny_model import write_checkpoint
@@ -18,9 +20,6 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from batchgen.core.errors import ModelError
 from batchgen.model.registry import read_config
 from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
-
-gguf = pytest.importorskip("gguf", reason="the gguf package is not installed; it writes the files")
-from gguf_files import write_gguf  # noqa: E402 - imports the package
 
 CONTROL, USER_DEFINED = 3, 4
 ADDED = {"<|endoftext|>": CONTROL, "<|im_start|>": CONTROL, "<|im_end|>": CONTROL, "<think>": USER_DEFINED}

@@ -70,7 +70,8 @@ class GgufTensors(StoredTensors[GgufTensor]):
         return tensor
 
     def _from_blocks(self, name: str, found: GgufTensor, dtype: torch.dtype) -> Tensor:
-        gguf = _package(self.path)
+        import gguf
+
         try:
             kind = gguf.GGMLQuantizationType(found.kind)
         except ValueError:
@@ -102,12 +103,3 @@ class GgufTensors(StoredTensors[GgufTensor]):
 
     def _error(self, name: str, what: str) -> ModelError:
         return ModelError(f"{self.path}: tensor {name!r} {what}")
-
-
-def _package(path: Path) -> Any:
-    """The ``gguf`` package. Raises ModelError if it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise ModelError(f"{path}: its quantized blocks need the package gguf: pip install 'gguf>=0.19'") from None
-    return gguf
