@@ -16,7 +16,7 @@ import torch
 from batchgen.check.logits import Divergence, LogitsComparison, LogitsRecorder, StatesRecorder, Trace
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Record, Request, SamplingParams
+from batchgen.core.records import BadRow, Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.load import load_weights
@@ -64,8 +64,8 @@ def made_up_prompts(vocab_size: int, max_model_len: int) -> list[Prompt]:
     return [prompt[:room] for prompt in prompts]
 
 
-def read_rows(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[tuple[Record, Request]]:
-    """The rows of a job's input, tokenized as a run would; no bad row is let pass.
+def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[Prompt]:
+    """The prompts of a job's input, tokenized as a run would; no bad row is let pass.
 
     Raises:
         UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.
@@ -75,16 +75,15 @@ def read_rows(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[tu
         builder = info.builder(asked if info.config.has_head else info.resolved(asked))
         source = open_source(readable)
         check_columns(source.read(), spec, builder.finder)
-        rows = []
+        prompts = []
         for row in source.read():
-            found = row if isinstance(row, BadRow) else next(builder.build([row]))
-            if isinstance(found, BadRow):
-                raise UsageError(f"{found.source}:{found.line}: {found.error.code}: {found.error.message}")
-            assert isinstance(row, Record)
-            rows.append((row, found))
-    if not rows:
+            request = row if isinstance(row, BadRow) else next(builder.build([row]))
+            if isinstance(request, BadRow):
+                raise UsageError(f"{request.source}:{request.line}: {request.error.code}: {request.error.message}")
+            prompts.append(request.prompt_token_ids)
+    if not prompts:
         raise UsageError(f"--input {spec.input.path[0]}: holds no rows")
-    return rows
+    return prompts
 
 
 def requests_for(prompts: list[Prompt]) -> list[Request]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchgen.check.logits import Divergence
-from batchgen.check.proofs import GREEDY, Check, Proof, Write, made_up_prompts, read_rows
+from batchgen.check.proofs import GREEDY, Check, Proof, Write, made_up_prompts, read_prompts
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
@@ -32,7 +32,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     prompts = made_up_prompts(info.config.vocab_size, info.max_model_len)
     if has_input:
         params = GREEDY if info.config.has_head else SamplingParams()
-        prompts = [request.prompt_token_ids for _, request in read_rows(spec, info, params)]
+        prompts = read_prompts(spec, info, params)
     threads = use_threads(spec.engine.threads, info.config)
     title = " + ".join(spec.model.named.values())
     log(f"loading {title}")

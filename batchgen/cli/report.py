@@ -51,13 +51,13 @@ def report(
     """
     from batchgen.output.rundir import RunDir
     from batchgen.report.build import read_report_file
-    from batchgen.report.compare import Gates, compare_reports
+    from batchgen.report.compare import NO_GATES, Gates, check_gates, compare_reports, render_comparison
     from batchgen.report.text import render_report
     from batchgen.report.usage import cost_of
     from batchgen.run.reports import compared_answers, first_answers, read_report
 
     gates = Gates(max_regress_speed, max_regress_accuracy)
-    if compare is None and gates != Gates():
+    if compare is None and gates != NO_GATES:
         raise UsageError("--max-regress-speed and --max-regress-accuracy need --compare OTHER")
     if compare is not None and html is not None:
         raise UsageError("--compare gives text or --json, not a page: leave out --html")
@@ -72,8 +72,8 @@ def report(
         before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
         answers = None if compare.is_file() else compared_answers(run_dir, RunDir(compare))
         comparison = compare_reports(found, before, gates, answers)
-        show(json.dumps(comparison.to_dict(), indent=2) if as_json else comparison.render())
-        comparison.check()
+        show(json.dumps(comparison, indent=2) if as_json else render_comparison(comparison))
+        check_gates(comparison)
         return ExitCode.OK
     if price_per_hour is not None:
         found["cost"] = cost_of(found, price_per_hour)
