@@ -1,8 +1,8 @@
 """Addresses of remote files (``s3://``, ``gs://``, ``hf://``, ``https://``), the stores behind them, and their faults.
 
 A store is an fsspec file system; its library is imported when the first address of its scheme is used. Credentials come
-from the places of these libraries (environment, ``~/.aws``, ``gcloud``, ``hf auth login``) and never from an address.
-Whatever a store raises becomes one line: what passes is tried again first. Rows and runs are unknown here.
+from the places of these libraries (environment, ``~/.aws``, ``gcloud``, ``hf auth login``, ``~/.netrc``) and never from
+an address. Whatever a store raises becomes one line: what passes is tried again first. Rows and runs are unknown here.
 """
 
 from __future__ import annotations
@@ -130,11 +130,13 @@ def _make_store(scheme: str) -> Any:
     if scheme == "hf":
         bound_hub()
         return fsspec.filesystem("hf")
-    if scheme == "gs":
+    if scheme in ("gs", "http", "https"):
         import aiohttp
 
         limits = aiohttp.ClientTimeout(None, sock_connect=STILL_S, sock_read=STILL_S)
-        return fsspec.filesystem("gs", use_listings_cache=False, requests_timeout=limits)
+        if scheme == "gs":
+            return fsspec.filesystem("gs", use_listings_cache=False, requests_timeout=limits)
+        return fsspec.filesystem(scheme, client_kwargs={"timeout": limits, "trust_env": True})  # its proxies
     tries = {"mode": "standard", "total_max_attempts": 2}  # ``attempt`` does the rest, with a limit of its own
     config = {"retries": tries, "connect_timeout": STILL_S, "read_timeout": STILL_S}
     store = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs=config)
@@ -207,9 +209,10 @@ def _explanation(error: BaseException, scheme: str | None) -> tuple[RemoteKind, 
         (code == "NoSuchBucket", "no bucket", "there is no such bucket"),
         (code in _BUSY, "passing", busy),  # some of them with the status of a wrong request
         (status in _REFUSED or bool(names & _FORBIDDEN) or said.startswith("Forbidden"), "refused", refusal),
-        (status in (404, 410) or bool(names & _MISSING), "missing", "there is no such file"),
+        (status in (404, 410), "missing", "there is no such file"),
         (status in _PASSING, "passing", busy),
         (bool(names & _UNREACHED), "passing", f"the server cannot be reached, or breaks off ({said}); try later"),
+        (bool(names & _MISSING), "missing", "there is no such file"),  # the web's, whatever its cause
     ]
     return next(((kind, why) for holds, kind, why in meanings if holds), ("other", said))
 
@@ -219,11 +222,9 @@ def _causes(error: BaseException) -> list[BaseException]:
     found: list[BaseException] = []
     while error not in found and len(found) < 10:
         found.append(error)
-        reason = getattr(error, "reason", None)  # of a URLError
-        cause = error.__cause__ or (reason if isinstance(reason, BaseException) else None)
-        if cause is None:
+        if error.__cause__ is None:
             break
-        error = cause
+        error = error.__cause__
     return found
 
 
@@ -233,8 +234,8 @@ def _status(error: BaseException) -> int | None:
     if isinstance(response, dict):  # botocore
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return int(response) if response else None
-    for found in (getattr(response, "status_code", None), getattr(error, "code", None), getattr(error, "status", None)):
-        if str(found).isdecimal():
+    for owner, name in ((response, "status_code"), (error, "status"), (error, "code")):
+        if str(found := getattr(owner, name, None)).isdecimal():
             return int(str(found))
     return None
 

@@ -6,21 +6,20 @@ What is read of a remote file belongs to the version that was found first. What 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from batchgen.core.errors import InputError, RemoteError
+from batchgen.core.errors import InputError, RemoteError, UsageError
 from batchgen.core.fingerprint import Digests, input_changed
 from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
 
-if TYPE_CHECKING:
-    from batchgen.input.pinned_files import PinnedFile, PinnedStream
-
 BUFFER_BYTES = 1 << 18
+BLOCK_BYTES = 4 << 20  # of a remote file, fetched at once
 _CHEAP_BYTES = 64 << 20  # a remote file that is larger is not read once more to count its rows
+_VERSIONS = ("generation", "blob_id", "ETag", "Last-Modified")  # of Google Cloud, the Hub, S3 and the web
+_FRESH = {"hf": {"expand_info": True, "refresh": True}}  # so that a store says them, and as they are now
 
 
 class LocalFile:
@@ -59,8 +58,9 @@ class LocalFile:
 class RemoteFile:
     """The file at an address, as ``LocalFile``: nothing is given of another version than the one that is there now.
 
-    ``path`` is None, since it is not on this machine. Raises UsageError where there is none or access is refused,
-    RemoteError where the server cannot be reached.
+    ``version`` is what the store calls it: an ETag, a generation, a blob id, or the time of the last change. ``path``
+    is None, since it is not on this machine. Raises UsageError where there is none, its version is unknown or access is
+    refused, RemoteError where the server cannot be reached.
     """
 
     def __init__(self, address: str, encoding: str = "") -> None:
@@ -68,29 +68,28 @@ class RemoteFile:
         self.encoding = encoding
         self.name = address
         where = urlsplit(address).path if scheme_of(address) in ("http", "https") else address
-        self._file = PurePosixPath(where)
-        self.suffixes = self._file.suffixes
+        self._name = PurePosixPath(where)
+        self.suffixes = self._name.suffixes
+        self._file: Any = None  # that of the store, opened when it is first read
         with refusals_as_usage():
-            self._pinned = _pinned_file(address)
-            self.num_bytes, self.version = attempt("open", address, self._pinned.look)
+            self._store, self._path = open_store(address)
+            self.num_bytes, self.version = attempt("open", address, self._look)
 
     def open(self) -> BinaryIO:
-        return io.BufferedReader(self.arrow_source(), BUFFER_BYTES)
+        return io.BufferedReader(_RemoteStream(self), BLOCK_BYTES)
 
-    def arrow_source(self) -> PinnedStream:
-        from batchgen.input.pinned_files import PinnedStream
-
-        return PinnedStream(self.read, self.num_bytes)
+    def arrow_source(self) -> BinaryIO:
+        return self.open()
 
     def countable_bytes(self) -> int | None:
         return self.num_bytes if self.num_bytes <= _CHEAP_BYTES else None
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        return {"file": self._file.name or self.name, "version": self.version, "bytes": self.num_bytes}
+        return {"file": self._name.name or self.name, "version": self.version, "bytes": self.num_bytes}
 
     def check_version(self) -> None:
         try:
-            found = attempt("read", self.name, _pinned_file(self.name).look)
+            found = attempt("read", self.name, self._look)
         except RemoteError as error:
             raise self._changed(error) from error
         if found != (self.num_bytes, self.version):
@@ -111,8 +110,30 @@ class RemoteFile:
         except RemoteError as error:
             raise self._changed(error) from error
 
+    def _look(self) -> tuple[int, str]:
+        """The size in bytes and the version now."""
+        info = self._store.info(self._path, **_FRESH.get(str(scheme_of(self.name)), {}))
+        if info["type"] != "file":
+            raise FileNotFoundError(self._path)
+        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+        if info["size"] is None or not version:
+            raise UsageError(
+                f"{self.name}: the server sends no {'size' if version else 'ETag or Last-Modified'}, so a changed file "
+                "cannot be detected: download it to this machine first"
+            )
+        return int(info["size"]), version
+
     def _fetch(self, start: int, end: int) -> bytes:
-        content = self._pinned.fetch(start, end)
+        if self._file is None:
+            self._file = self._store.open(self._path, "rb", block_size=BLOCK_BYTES, cache_type="none")
+        try:
+            self._file.seek(start)
+            content: bytes = self._file.read(end - start)
+        except ValueError as error:  # of fsspec's files of the web
+            why = "the server does not support byte ranges: download the file to this machine first"
+            raise RemoteError(f"cannot read {self.name}: {why}") from error
+        if self._look() != (self.num_bytes, self.version):
+            raise RemoteError(f"cannot read {self.name}: it is no longer the same version", "changed")
         if len(content) != end - start:
             raise ConnectionError(f"{len(content):,} bytes came instead of {end - start:,}")
         return content
@@ -124,19 +145,31 @@ class RemoteFile:
         return RemoteError(f"{error}; finished rows are kept: run again to resume", error.kind)
 
 
+class _RemoteStream(io.RawIOBase):
+    """The bytes of a remote file, from any place on."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.num_bytes}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._file.read(self._at, self._at + len(buffer))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
 InputBytes = LocalFile | RemoteFile
-
-
-def _pinned_file(address: str) -> PinnedFile:
-    """Raises UsageError and RemoteError as ``open_store``."""
-    from batchgen.input import pinned_files
-
-    scheme = str(scheme_of(address))
-    if scheme in ("http", "https"):
-        return pinned_files.WebFile(address)
-    kinds: dict[str, Callable[[Any, str], PinnedFile]] = {
-        "s3": pinned_files.S3File,
-        "gs": pinned_files.GsFile,
-        "hf": pinned_files.HubFile,
-    }
-    return kinds[scheme](*open_store(address))

@@ -27,8 +27,7 @@ class FileServer(ThreadingHTTPServer):
     """Files by path, with byte ranges, ETags and If-Match, at ``url``.
 
     ``faults`` are taken one for each request of a content: a status, "reset" (after half of the bytes), "slow" (no
-    byte for ``slow_s``), "short" (fewer bytes than were said) or "ok". ``headers`` are left out or added by name;
-    ``moved`` are redirects.
+    byte for ``slow_s``), "short" (fewer bytes than were said) or "ok". ``headers`` are left out or added by name.
     """
 
     daemon_threads = True
@@ -41,7 +40,6 @@ class FileServer(ThreadingHTTPServer):
     def reset(self, *, keep_files: bool = False) -> None:
         """As new, perhaps with the files there are."""
         self.files: dict[str, bytes] = self.files if keep_files else {}
-        self.moved: dict[str, str] = {}
         self.faults: list[int | str] = []
         self.lasting: int | str | None = None
         self.slow_s = 2.0
@@ -66,8 +64,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((path, self.headers.get("Range", "")))
         if self.server.denies:
             return self.answer(403, b"", {})
-        if path in self.server.moved:
-            return self.answer(302, b"", {"Location": self.server.moved[path]})
         if answer := self.special(urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)):
             return self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
         content = self.content(path)

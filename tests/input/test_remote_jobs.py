@@ -28,7 +28,7 @@ from run_helpers import (
 from batchgen.cli.main import cli
 from batchgen.core import remote
 from batchgen.core.errors import ExitCode, InputError, RemoteError, UsageError
-from batchgen.input import input_bytes, pinned_files
+from batchgen.input import input_bytes
 
 NUM_ROWS = 400
 in_a_bucket = pytest.mark.parametrize("place", ["moto"], indirect=True)
@@ -81,8 +81,7 @@ def test_another_version_is_no_resume_and_the_version_of_before_is_one(place: Re
 def test_what_happens_to_the_object_meanwhile_costs_no_row(
     place: Remote, job: JobMaker, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_files, "_BLOCK_BYTES", 4000)
-    monkeypatch.setattr(input_bytes, "BUFFER_BYTES", 4000)
+    monkeypatch.setattr(input_bytes, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(input_bytes, "_CHEAP_BYTES", 0)
     monkeypatch.setattr(remote, "WAITS_S", (0.01,))
     content = content_of(job)
