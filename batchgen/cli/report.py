@@ -38,7 +38,7 @@ def report(
     With --compare the figures of OTHER appear beside it and, where it is a folder, which answers changed. Each gate
     counts only where it is given; with either, a larger share of failed rows is a regression too. A gate that finds
     nothing to judge, such as accuracy over other rows, is an error (exit 2). --html writes one file that loads nothing
-    else (needs matplotlib).
+    else; its charts need matplotlib.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def report(
     from batchgen.report.compare import NO_GATES, Gates, check_gates, compare_reports, render_comparison
     from batchgen.report.text import render_report
     from batchgen.report.usage import cost_of
-    from batchgen.run.reports import compared_answers, first_answers, read_report
+    from batchgen.run.reports import compared_answers, read_report, shown_rows
 
     gates = Gates(max_regress_speed, max_regress_accuracy)
     if compare is None and gates != NO_GATES:
@@ -80,7 +80,7 @@ def report(
     if html is not None:
         from batchgen.report.html import write_html
 
-        write_html(found, html, str(folder.absolute()), first_answers(run_dir))
+        write_html(found, html, str(folder.absolute()), shown_rows(run_dir, found))
     if as_json:
         show(json.dumps(found, indent=2))
     elif html is None:

@@ -6,6 +6,7 @@ out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,18 +22,23 @@ _LONG_SHARE, _LONG_S = 0.1, 5.0  # of the wall time, and in seconds: what is wor
 _NUM_CODES = 10  # error codes named in a line
 _WRONG_WIDTH = 30
 NUM_ANSWERS = 5
+NUM_ERRORS = 20
 _ANSWER_WIDTH = 400
 _ID_WIDTH = 40
 _NUM_WORKERS = 100  # named in a table
 
 
 class Table(NamedTuple):
-    """A table of texts; ``is_prose`` if its columns but the first hold sentences, not numbers."""
+    """A table of texts; ``is_prose`` if its columns but the first hold sentences, not numbers.
+
+    One that ``is_folded`` opens on a click where it is shown on a page.
+    """
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     is_prose: bool = False
+    is_folded: bool = False
 
 
 def at(report: Report, path: str) -> Any:
@@ -108,6 +114,16 @@ def figures(report: Report) -> Facts:
         yield "tokens forced", f"{structured['forced_share'] or 0:.0%}"
     if cost := _hours(report):
         yield cost
+
+
+def tiles(report: Report) -> Facts:
+    """The few headline numbers that a page begins with."""
+    found = dict(figures(report))
+    low, high = (report.get("accuracy") or {}).get("interval") or (None, None)
+    known = "" if low is None else f", 95% interval {low:.1%} to {high:.1%}"
+    wanted = ["rows done", "rows failed", "exact match", "not complete", "tokens/s out", "rows/s", "wall time"]
+    wanted += [name for name in found if "-hours" in name]
+    yield from ((name + known * (name == "exact match"), found[name]) for name in wanted if name in found)
 
 
 def outcome(report: Report) -> Facts:
@@ -255,17 +271,40 @@ def _resources(report: Report) -> Facts:
     yield "versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())
 
 
-def answers(records: Sequence[Mapping[str, Any]], expected: str | None) -> Table:
-    """The beginnings of answers, with the probability of a choice, and what was expected."""
-    rows = []
-    for record in records:
+def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected: str | None) -> Table:
+    """The beginnings of prompts and answers of records, with the probability of a choice, and what was expected.
+
+    Prompts that are not known are "".
+    """
+    has_prompts = any(prompt for prompt, _ in rows)
+    found = []
+    for prompt, record in rows:
         text = _answer(record)
         probs = [choice["prob"] for choice in record.get("choices") or () if choice["text"] == text]
         more = f" ({probs[0]:.0%})" if probs else ""
-        wanted = [] if expected is None else [shortened(str(record.get(expected)), _ANSWER_WIDTH)]
-        rows.append((shortened(str(record["id"]), _ID_WIDTH), shortened(text, _ANSWER_WIDTH) + more, *wanted))
-    head = ("id", "answer") if expected is None else ("id", "answer", "expected")
-    return Table("The first answers", head, rows, is_prose=True)
+        cells = [shortened(str(record["id"]), _ID_WIDTH)] + ([_cut(prompt)] if has_prompts else [])
+        wanted = [] if expected is None else [_cut(str(record.get(expected)))]
+        found.append((*cells, _cut(text) + more, *wanted))
+    head = ["id", *(["prompt"] if has_prompts else []), "answer", *([] if expected is None else ["expected"])]
+    return Table(title, head, found, is_prose=True)
+
+
+def failed(errors: Sequence[Mapping[str, Any]]) -> Table:
+    """Rows that could not run, each with its place, the reason and its beginning; from ``errors.jsonl``."""
+    rows = [
+        (
+            shortened(str(error["id"]), _ID_WIDTH),
+            f"{str(error['source']).rpartition('/')[2]}:{error['line']}",
+            f"{error['code']}: {_cut(error['message'])}",
+            _cut(error["row"] if isinstance(error["row"], str) else json.dumps(error["row"], ensure_ascii=False)),
+        )
+        for error in errors
+    ]
+    return Table("Rows that failed", ("id", "line", "why", "row"), rows, is_prose=True)
+
+
+def _cut(text: str) -> str:
+    return shortened(text, _ANSWER_WIDTH)
 
 
 def _answer(record: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ The page's content security policy forbids all loading, and every text is escape
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -13,34 +14,36 @@ import jinja2
 from markupsafe import Markup
 
 from batchgen.core.storage import check_replaceable, write_atomic
-from batchgen.report.facts import Report, Table, figures
+from batchgen.report.facts import Report, Table, tiles
 from batchgen.report.plots import draw
 from batchgen.report.tables import tables
 
 _BAD = ("rows failed", "not complete")  # figures that are bad where they are not 0
 
 
-def write_html(report: Report, path: Path, folder: str, answers: Table | None) -> None:
-    """Write the page of the run in ``folder``, with a few of its ``answers``.
+def write_html(report: Report, path: Path, folder: str, rows: Sequence[Table]) -> None:
+    """Write the page of the run in ``folder``, with tables of its ``rows``.
 
-    Raises UsageError without matplotlib or where ``path`` is a file of another kind, StorageError where it cannot be
-    written.
+    Raises UsageError where ``path`` is a file of another kind, StorageError where it cannot be written.
     """
     check_replaceable(path, b"<title>batchgen report:", "a report page")
-    write_atomic(path, render_html(report, folder, answers).encode())
+    write_atomic(path, render_html(report, folder, rows).encode())
 
 
-def render_html(report: Report, folder: str, answers: Table | None) -> str:
-    """The page as text; ``report`` is the content of ``report.json``. Raises UsageError without matplotlib."""
+def render_html(report: Report, folder: str, rows: Sequence[Table]) -> str:
+    """The page as text; ``report`` is the content of ``report.json``. Without matplotlib it has no charts."""
     source = files("batchgen.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     finished_at = datetime.fromisoformat(report["finished_at"]).astimezone(UTC)
+    pictures = [(title, Markup(svg), is_folded) for title, svg, is_folded in draw(report)]
     return environment.from_string(source).render(
+        name=Path(folder).name,
         model=report["model"],
         subtitle=f"{folder} · {', '.join(report['input'])} · finished {finished_at:%Y-%m-%d %H:%M} UTC",
-        tiles=[(label, text, label in _BAD and text != "0") for label, text in figures(report)],
+        tiles=[(label, text, label in _BAD and text != "0") for label, text in tiles(report)],
         bound_by=report["bound_by"],
         advice=report["advice"],
-        pictures=[(title, Markup(svg)) for title, svg in draw(report).items()],
-        tables=[table for table in (answers, *tables(report)) if table is not None and table.rows],
+        pictures=[(title, svg) for title, svg, is_folded in pictures if not is_folded],
+        folded_pictures=[(title, svg) for title, svg, is_folded in pictures if is_folded],
+        tables=[table for table in (*rows, *tables(report)) if table.rows],
     )

@@ -1,4 +1,4 @@
-"""The charts of the HTML report as SVG, drawn by matplotlib (extra ``batchgen[report]``).
+"""The charts of the HTML report as SVG, drawn by matplotlib (extra ``batchgen[report]``) where it is installed.
 
 Plotly and Bokeh put megabytes of script into every file; an SVG chart takes some kilobytes and needs no script.
 Colours are CSS variables, so one file serves light and dark.
@@ -10,9 +10,9 @@ import io
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
-from batchgen.core.errors import UsageError
 from batchgen.report.facts import ACCOUNTS, Report
 from batchgen.report.usage import thin
 
@@ -32,55 +32,57 @@ _STYLE: Any = {  # matplotlib types its keys as one huge literal
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT),
     **dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID),
 }
-_HISTOGRAMS = {
-    "prompt_tokens": "Prompt length",
-    "completion_tokens": "Generated tokens of a row",
-    "ttft_s": "Time to first token",
-    "tpot_s": "Time per further token",
-    "total_s": "Total time of a row",
-}
+_LENGTHS = {"completion_tokens": "Tokens per answer", "prompt_tokens": "Tokens per prompt"}
+_TIMES = {"ttft_s": "Time to first token", "tpot_s": "Time per further token", "total_s": "Total time of a row"}
 _POINTS = 150  # of a series over time: more is noise at this size
 _LEAST_GAP = 0.01  # of the whole time, that is drawn as one
 _LEAST_TICKS = 3
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 
 
-def draw(report: Report) -> dict[str, str]:
-    """SVG of each chart that the report has numbers for, by title. Raises UsageError where matplotlib is missing."""
-    pictures: dict[str, str] = {}
+def draw(report: Report) -> list[tuple[str, str, bool]]:
+    """Title, SVG, and whether it is folded, of each chart that the report has numbers for; none without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return []
+    pictures: list[tuple[str, str, bool]] = []
+
+    def add(title: str, plot: Callable[[Any, Report], None], is_folded: bool = False) -> None:
+        pictures.append((title, _picture(title, plot, report), is_folded))
+
     if report["series"].get("at_s"):
-        pictures["Tokens per second"] = _picture("rate", _throughput, report)
-    if report["series"].get("at_s") and report["occupancy"]:
-        pictures["How full the batch was"] = _picture("fill", _occupancy, report)
-    if report["wall_s"]:
-        pictures["Where the time went"] = _picture("time", _seconds, report)
-    for key, title in _HISTOGRAMS.items():
+        add("Tokens per second", _throughput)
+    if len(report["finish_reasons"]) > 1:
+        add("How answers ended", _reasons)
+    for key, title in {**_LENGTHS, **_TIMES}.items():
         if len(report["histograms"][key]["counts"]) > 1:  # one value has no shape
-            pictures[title] = _picture(key, partial(_histogram, key=key), report)
+            add(title, partial(_histogram, key=key), key in _TIMES)
+    if report["wall_s"]:
+        add("Where the time went", _seconds)
+    if report["series"].get("at_s") and report["occupancy"]:
+        add("How full the batch was", _occupancy, True)
     return pictures
 
 
-def _picture(name: str, plot: Callable[[Any, Report], None], report: Report) -> str:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--html needs matplotlib: pip install matplotlib") from None
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # ids differ between pictures and not between runs
+def _picture(title: str, plot: Callable[[Any, Report], None], report: Report) -> str:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": title}):  # ids differ between pictures and not between runs
         figure = Figure(figsize=_SIZE, layout="constrained")
         plot(figure.subplots(), report)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = f'<svg role="img" aria-label="{title}"{svg[svg.index("<svg") + 4 :]}'
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, variable)
     return svg
 
 
 def _series(report: Report) -> dict[str, Any]:
-    """The report's series at a size to draw, with a point of no steps for each time between two invocations."""
+    """The report's series at a size to draw, from its first step on, with a point of no steps between invocations."""
     series = {name: [*column] for name, column in thin(report["series"], _POINTS).items()}
+    series["at_s"] = [at - series["at_s"][0] for at in series["at_s"]]
     ends = [at + span for at, span in zip(series["at_s"], series["span_s"], strict=True)]
     for i in range(len(ends) - 1, 0, -1):
         gap = series["at_s"][i] - ends[i - 1]
@@ -126,6 +128,14 @@ def _seconds(axes: Any, report: Report) -> None:
     axes.set_xlabel(unit)
 
 
+def _reasons(axes: Any, report: Report) -> None:
+    found = sorted(report["finish_reasons"].items(), key=lambda item: item[1])
+    axes.barh([name for name, _ in found], [count for _, count in found], color=_DECODE)
+    axes.grid(visible=False, axis="y")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("answers")
+
+
 def _histogram(axes: Any, report: Report, key: str) -> None:
     counts, edges = report["histograms"][key]["counts"], report["histograms"][key]["edges"]
     unit, unit_s = _time_unit(edges[-1]) if key.endswith("_s") else ("tokens", 1.0)
@@ -136,7 +146,7 @@ def _histogram(axes: Any, report: Report, key: str) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}" if value < 1e4 else f"{value:,.0f}")
     axes.minorticks_off()
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel(unit)
+    axes.set_xlabel(f"{unit}, logarithmic")
     axes.set_ylabel("rows")
 
 
@@ -175,6 +185,6 @@ def _upper(values: list[float]) -> float:
 
 def _finish(axes: Any, x: str, y: str) -> None:
     axes.margins(x=0)
-    axes.set_xlabel(f"{x} since the start")
+    axes.set_xlabel(f"{x} since the first step")
     axes.set_ylabel(y)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config.job import JobSpec
+from batchgen.config.job import KEYS, JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.config.record_fields import expected_field
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.structured import parsed, schema_of
-from batchgen.output.finalize import read_records
+from batchgen.input.rows import RowProblem
+from batchgen.input.template import Template
+from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import read_report_file
 from batchgen.report.compare import answer_changes
-from batchgen.report.facts import NUM_ANSWERS, Table, answers
+from batchgen.report.facts import NUM_ANSWERS, NUM_ERRORS, Table, answers, failed
 from batchgen.report.rows import RowTotals
 from batchgen.text.open_schemas import open_parts
 
@@ -78,14 +80,57 @@ def last_report(run_dir: RunDir) -> dict[str, Any] | None:
     return None
 
 
-def first_answers(run_dir: RunDir) -> Table | None:
-    """A few answers of a finished run, for a person to look at; None where its files no longer tell them."""
-    with suppress(StorageError, UsageError):
+def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
+    """What a person looks at in a finished run: rows with wrong answers, the first rows, failed rows, and its job.
+
+    Empty where its files no longer tell them.
+    """
+    with suppress(StorageError, UsageError, KeyError, TypeError):
         if manifest := run_dir.read_manifest():
             spec = job_from_dict(manifest.job, run_dir.manifest)
-            records = islice(read_records(run_dir, spec), NUM_ANSWERS)
-            return answers([record for _, record in records], expected_field(spec))
-    return None
+            expected = expected_field(spec)
+            first = [record for _, record in islice(read_records(run_dir, spec), NUM_ANSWERS)]
+            wrong = _wrong(run_dir, spec, report)
+            errors = [json.loads(line) for _, line in islice(read_errors(run_dir), NUM_ERRORS)]
+            listed = {"Wrong answers": wrong, "The first answers": first}
+            shown = [
+                answers(title, [(_prompt(spec, record), record) for record in records], expected)
+                for title, records in listed.items()
+            ]
+            return [*shown, failed(errors), _job(spec)]
+    return []
+
+
+def _wrong(run_dir: RunDir, spec: JobSpec, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records of the wrong answers that the report names."""
+    ids = {str(row["id"]) for row in (report.get("accuracy") or {}).get("wrong", ())}
+    found = (record for _, record in read_records(run_dir, spec) if str(record["id"]) in ids)
+    return [*islice(found, len(ids))]
+
+
+def _prompt(spec: JobSpec, record: Mapping[str, Any]) -> str:
+    """The prompt of a record before the chat template, as far as its columns tell; else ""."""
+    renamed = {name.removeprefix("input_"): value for name, value in record.items() if name.startswith("input_")}
+    columns = {**record, **renamed}
+    if (template := spec.input.prompt) and "{" in template:
+        with suppress(RowProblem):
+            return Template.parse(template).render(columns)
+    names = (template,) if template else (spec.input.messages or "messages", "prompt", *renamed)
+    value = next((columns[name] for name in names if columns.get(name)), "")
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        value = value[-1].get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _job(spec: JobSpec) -> Table:
+    """The keys of a job that are not at their defaults."""
+    rows = [
+        (f"{section}.{name}", encode_json(value).decode().strip('"'))
+        for section, values in spec.to_dict().items()
+        for name, value in values.items()
+        if value != (item := KEYS[section][name]).written(item.default) and value not in (None, (), "")
+    ]
+    return Table("The job", ("key", "value"), rows, is_prose=True, is_folded=True)
 
 
 def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:

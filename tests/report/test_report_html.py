@@ -24,11 +24,9 @@ from batchgen.report.html import render_html as render_page
 from batchgen.report.plots import _series
 from batchgen.report.plots import _ticks as log_ticks
 
-pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not installed")
-
 
 def render_html(report: dict[str, Any]) -> str:
-    return render_page(report, "runs/a", None)
+    return render_page(report, "runs/a", [])
 
 
 def with_series(**more: Any) -> dict[str, Any]:
@@ -64,6 +62,18 @@ class Page(HTMLParser):
             self._in_heading = False
 
 
+@pytest.fixture
+def charts() -> None:
+    pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not installed")
+
+
+def test_without_matplotlib_there_is_a_page_without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.report.plots.find_spec", lambda name: None)
+    text = render_html(with_series())
+    assert "<svg" not in text and "Failed rows" in Page(text).titles
+
+
+@pytest.mark.usefixtures("charts")
 def test_the_page_loads_and_runs_nothing_has_every_picture_and_follows_the_readers_colours() -> None:
     report = with_series()
     report["series"]["steps"][3] = report["series"]["tokens"][3] = 0  # a second in which no step ended
@@ -73,11 +83,11 @@ def test_the_page_loads_and_runs_nothing_has_every_picture_and_follows_the_reade
     assert all(link.startswith(("#", "data:")) for link in page.links)
     assert not re.search(r"url\((?!#)|@import", text)
     assert "default-src 'none'" in text
-    assert page.tags.count("svg") == 8
-    for title in ("Tokens per second", "How full the batch was", "Prompt length", "Failed rows", "Slowest rows"):
+    assert page.tags.count("svg") == text.count('<svg role="img" aria-label="') == 8
+    for title in ("Tokens per second", "How full the batch was", "Tokens per prompt", "Failed rows", "Slowest rows"):
         assert title in page.titles
     assert "prefers-color-scheme: dark" in text and "stroke: var(--decode)" in text and "#0a000" not in text
-    assert ">seconds<" in text and ">milliseconds<" in text  # of a token
+    assert ">seconds<" in text and ">milliseconds, logarithmic<" in text  # of a token
     assert render_html(report) == text, "the same report gives the same page"
 
 
@@ -87,15 +97,18 @@ def test_the_page_says_what_to_do_about_failed_rows() -> None:
     assert RowErrorCode.DUPLICATE_ID.remedy in render_html(report)
 
 
-def test_the_page_names_the_run_and_shows_its_first_answers_where_there_are_outputs(job: JobMaker) -> None:
-    job.write(rows_of(7))
-    job.run(job.spec(output={"expected": "answer"}))
+def test_the_page_shows_the_run_its_prompts_answers_mistakes_failed_rows_and_job(job: JobMaker) -> None:
+    job.write([*rows_of(7), {"id": "bad", "question": ""}])
+    job.run(job.spec(input={"prompt": "Say: {question}"}, output={"expected": "answer"}))
     page = job.folder / "report.html"
     assert call(["report", str(job.output), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("<!doctype html>") and str(job.output) in text
-    assert "The first answers" in Page(text).titles
-    assert all(f"<td>q-{index}</td>" in text for index in range(5))
+    assert text.startswith("<!doctype html>") and str(job.output) in text and f"<h1>{job.output.name}</h1>" in text
+    assert {"Wrong answers", "The first answers", "Rows that failed", "The job"} <= {*Page(text).titles}
+    assert all(f"<td>q-{index}</td>" in text and f"Say: What is {index} times" in text for index in range(5))
+    assert "exact match, 95% interval 0.0% to" in text
+    assert "input.jsonl:8" in text and "empty_prompt: question, which" in text
+    assert re.search(r"input\.prompt</td><td class=\"text\">Say: \{question\}", text)
     (job.output / "outputs.jsonl").write_text("{}\n")
     assert call(["report", str(job.output), "--html", str(page)]) == 0
     assert "The first answers" not in page.read_text(encoding="utf-8")
@@ -107,12 +120,12 @@ def test_texts_of_the_job_are_escaped_and_answers_cut_with_the_probability_of_a_
         {"id": "b", "text": "yes", "choices": [{"text": "yes", "prob": 0.75}, {"text": "no", "prob": 0.25}]},
         {"id": "c", "token_ids": [1, 2]},
     ]
-    table = answers(records, "answer")
+    table = answers("The first answers", [("", record) for record in records], "answer")
     assert [row[1] for row in table.rows[1:]] == ["yes (75%)", "[1, 2]"]
     assert len(table.rows[0][1]) == 400
     report = with_series(model="<script>alert(1)</script>", input=["<img src=x>"])
     report["slowest"][0]["id"] = "<b>id</b>"
-    text = render_page(report, "runs/a", table)
+    text = render_page(report, "runs/a", [table])
     assert not any(tag in text for tag in ("<b>x", "<script", "<img", "<b>id"))
     assert 'class="text">yes (75%)' in text
 
@@ -127,14 +140,16 @@ def test_a_logarithmic_axis_has_at_least_two_round_ticks(low: float, ratio: floa
     assert found == sorted(found)
 
 
+@pytest.mark.usefixtures("charts")
 def test_lengths_that_are_all_alike_have_no_histogram() -> None:
     report = made()
     assert report["histograms"]["prompt_tokens"]["counts"] == [20]
     titles = Page(render_html(report)).titles
-    assert "Prompt length" not in titles
+    assert "Tokens per prompt" not in titles
     assert "Total time of a row" in titles
 
 
+@pytest.mark.usefixtures("charts")
 def test_times_of_a_long_run_are_in_minutes() -> None:
     long = with_series(wall_s=4000.0)
     long["series"] = {**long["series"], "at_s": [10.0 * i for i in range(400)], "span_s": [10.0] * 400}
