@@ -67,13 +67,13 @@ MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
-    "commands": "bench check help merge plan report run status try",
+    "commands": "bench cat check help merge plan report run status try",
     "switches of run": """
         allow-mixed-kernels deadline heartbeat-s help-all json-progress max-error-rate max-runtime
         max-total-tokens overwrite quiet shard strict update
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
-    "output formats": "csv jsonl openai-batch parquet",
+    "output formats": "auto csv jsonl openai-batch parquet",
     "extras": "gs lm-eval ray report s3 test",
     "public names": """
         BatchgenError Engine EngineConfig GateFailed InputError JobSpec LLM LockedError ModelError OutOfMemory

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from batchgen.cli.bench import bench
+from batchgen.cli.cat import cat
 from batchgen.cli.check import check
 from batchgen.cli.help import help_command
 from batchgen.cli.options import RunOption, usage_error
@@ -57,7 +58,7 @@ def cli() -> None:
     """
 
 
-for command in (run, try_command, plan, status, report, merge, check, bench, help_command):
+for command in (run, try_command, plan, status, report, cat, merge, check, bench, help_command):
     cli.add_command(command)
 for option in run.params:  # those of the run itself: where a command line says "run", "plan" can be written
     if isinstance(option, RunOption) and option.name not in {own.name for own in plan.params}:

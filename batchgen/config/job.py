@@ -219,7 +219,11 @@ class OutputSpec:
 
     path: str = key(string("DIR"), "The run directory", "", flag="output", resume="free")
     format: str = key(
-        one_of("jsonl", "csv", "parquet", "openai-batch"), "Output format", "jsonl", flag="output-format", resume="free"
+        one_of("auto", "jsonl", "csv", "parquet", "openai-batch"),
+        "Output format",
+        "auto",
+        flag="output-format",
+        resume="free",
     )
     order: str = key(one_of("input", "completion"), "Order of the output rows", "input", resume="free")
     token_ids: bool = key(BOOL, "Add the generated token ids", False)

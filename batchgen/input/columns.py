@@ -67,7 +67,7 @@ def _renamed(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
 
 
 def _other_form(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
-    if spec.output.format == "jsonl" and all(spec.input.is_batch_line(row.columns) for row in rows):
+    if spec.output.format != "openai-batch" and all(spec.input.is_batch_line(row.columns) for row in rows):
         yield "the rows are OpenAI Batch requests: --output-format openai-batch gives the answers in OpenAI's form"
 
 

@@ -43,6 +43,12 @@ class Source:
         """The local files and folders that are read: no output may overwrite them."""
         return tuple(file.path for file in self._files if file.path is not None)
 
+    @property
+    def output_format(self) -> str:
+        """What ``output.format = "auto"`` stands for: that of the files, if all have one."""
+        found = {file.output_format for file in self._files}
+        return found.pop() if len(found) == 1 else "jsonl"
+
     def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Rows:
         """The rows from ``start`` on, in input order, up to the job's limit.
 

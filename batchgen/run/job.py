@@ -137,6 +137,9 @@ class _Job(Invocation):
     def _identify(self, source: Source | None) -> None:
         """Find the model and set the manifest, which those of the folder are compared with. Raises UsageError."""
         first = self.jobs.first
+        if self.spec.output.format == "auto":
+            form = source.output_format if source else first.job["output"]["format"] if first else "jsonl"
+            self.spec = replace(self.spec, output=replace(self.spec.output, format=form))
         now = datetime.now().astimezone()
         begun_at = (first.begun_at if first else rendered_at(self.spec)) or now
         with self.progress.phase("finding the model", "load"):

@@ -51,7 +51,7 @@ def test_data_of_the_same_name_do_not_replace_the_outputs_of_other_data(
 ) -> None:
     (folder / "b").mkdir()
     (folder / "b" / "words.csv").write_text("word,n\nother,1\n")
-    flags, outputs = ("-m", str(MODEL), "-p", "Say {word}"), folder / "runs" / "words" / "outputs.jsonl"
+    flags, outputs = ("-m", str(MODEL), "-p", "Say {word}"), folder / "runs" / "words" / "outputs.csv"
     assert run("words.csv", *flags) == run("./words.csv", *flags) == 0
     before = outputs.read_bytes()
     assert run("b/words.csv", *flags) == ExitCode.USAGE
@@ -68,7 +68,7 @@ def test_data_of_the_same_name_do_not_replace_the_outputs_of_other_data(
 
 def test_short_flags_are_those_of_a_job(folder: Path) -> None:
     assert run("-i", "words.csv", "-m", str(MODEL), "-p", "word", "-o", "elsewhere") == 0
-    assert len((folder / "elsewhere" / "outputs.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "elsewhere" / "outputs.csv").read_bytes().split(b"\r\n")) == 4
     assert run("words.csv", "-m", str(MODEL), "-p", "word", "-o", "here") == 0
     assert not (folder / "runs").exists()
 

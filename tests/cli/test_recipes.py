@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import csv
 import json
 import os
 import re
@@ -82,6 +83,8 @@ def run(recipe: str, *flags: str) -> tuple[int, list[dict[str, Any]]]:
     code = call(["run", f"jobs/{recipe}.toml", "--quiet", *flags])
     folder = Path(load_job(Path(f"jobs/{recipe}.toml")).output.path)
     [path] = folder.glob("outputs.*")
+    if path.suffix == ".csv":
+        return code, [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
     return code, pq.read_table(path).to_pylist() if path.suffix == ".parquet" else read_lines(path)
 
 

@@ -54,7 +54,7 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
     assert spec.engine == EngineConfig()
     assert set(spec.to_dict()["engine"].values()) == {"auto", True}
-    assert (spec.output.format, spec.output.order, spec.output.token_ids) == ("jsonl", "input", False)
+    assert (spec.output.format, spec.output.order, spec.output.token_ids) == ("auto", "input", False)
 
 
 def test_paths_in_the_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_what_cannot_work_is_refused_by_name_and_line(tmp_path: Path, extra: str
 
 REFUSED_FLAGS: list[tuple[str, object, str]] = [
     ("input.format", "json", r"^--input-format = 'json'"),
-    ("output.format", "xml", "must be one of jsonl, csv, parquet, openai-batch$"),  # each is listed once
+    ("output.format", "xml", "must be one of auto, jsonl, csv, parquet, openai-batch$"),  # each is listed once
     ("sampling.columns", ["question"], "^--sampling-columns = .*'question' is not a sampling key"),
     *(
         (f"{section}.path", f"{scheme}://bucket/x", f"{scheme}:// is not a local path: copy the file")

@@ -86,7 +86,7 @@ class JobMaker:
         flags: dict[str, dict[str, Any]] = {
             "model": {"path": str(MODEL if is_chat else text_model())},
             "input": {"path": [str(self.input)], "id": "id", "prompt": "{question}", "chat": is_chat},
-            "output": {"path": str(self.output)},
+            "output": {"path": str(self.output), "format": "jsonl"},
             "sampling": {"max_tokens": 16},
         }
         for name, values in sections.items():

@@ -7,11 +7,15 @@ import io
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from run_helpers import JobMaker, rows_of
 
+from batchgen.cli.main import call
 from batchgen.output.formats.delimited import CsvFormat
 from batchgen.run.invocation import RunOptions
+from batchgen.run.stop import Limits
 
 ROWS = [{**row, "note": note} for row, note in zip(rows_of(4), ["a;b", 'say "hi"', "two\nlines", None], strict=True)]
 
@@ -88,3 +92,68 @@ def test_a_choice_stands_beside_its_probability_and_no_column_of_that_name_is_lo
     file = io.BytesIO()
     CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [b'{"text": "b", "prob": "own"}'])
     assert file.getvalue().decode() == "prob,text\r\nown,b\r\n"
+
+
+# ---------------------------------------------------------------- what came in, and batchgen cat
+
+
+def written(job: JobMaker, *paths: Path, **output: str) -> str:
+    """The name of the file of outputs of a job over these inputs."""
+    keys = {"path": [str(path) for path in paths], "id": None}
+    spec = job.spec(input=keys, output={"format": "auto", **output})
+    assert job.run(spec, RunOptions(progress="quiet", overwrite=True)).exit_code == 0
+    (path,) = job.output.glob("outputs.*")
+    return path.name
+
+
+def test_outputs_are_what_came_in_unless_the_job_says(job: JobMaker) -> None:
+    sheet, columns, lines = job.folder / "a.csv", job.folder / "b.parquet", job.write(rows_of(2))
+    sheet.write_text("question\nWhy?\n", encoding="utf-8")
+    pq.write_table(pa.table({"question": ["Why?"]}), columns)
+    assert written(job, lines) == "outputs.jsonl"
+    assert written(job, sheet) == "outputs.csv"
+    assert written(job, columns) == "outputs.parquet"
+    assert written(job, sheet, columns) == "outputs.jsonl"
+    assert written(job, sheet, format="jsonl") == "outputs.jsonl"
+    assert json.loads((job.output / "job.json").read_text())["job"]["output"]["format"] == "jsonl"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    capsys.readouterr()
+    assert call(["cat", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_cat_prints_the_outputs_as_their_file_has_them_or_in_the_format_asked_for(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(ROWS)
+    files = {}
+    for form in ("jsonl", "csv", "parquet"):
+        job.run(job.spec(output={"format": form}), RunOptions(progress="quiet", update=True))
+        files[form] = (job.output / f"outputs.{form}").read_bytes()
+        plain = printed(capsys, job.output)
+        assert plain == printed(capsys, job.output, "--format", "csv" if form == "csv" else "jsonl")
+        assert form == "parquet" or plain.encode() == files[form]
+    assert printed(capsys, job.output, "--format", "csv").encode() == files["csv"]
+
+
+def test_cat_prints_the_fields_asked_for_in_their_order(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(ROWS)
+    job.run()
+    text = job.outputs()[0]["text"]
+    lines = printed(capsys, job.output, "--columns", "text,id").splitlines()
+    assert lines[0] == json.dumps({"text": text, "id": "q-0"}, ensure_ascii=False)
+    rows = printed(capsys, job.output, "--columns", "text,usage,id", "--format", "csv")
+    assert rows.startswith("text,usage,id\r\n") and '"{""prompt_tokens"": ' in rows
+    assert call(["cat", str(job.output), "--columns", "txt"]) == 2
+    assert "--columns: no record has a field 'txt' (did you mean \"text\"?)" in capsys.readouterr().err
+
+
+def test_cat_says_where_there_is_nothing_to_print(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["cat", str(job.folder)]) == 2
+    assert "no outputs in" in (said := capsys.readouterr().err) and "not a run directory" in said
+    job.write(rows_of(30))
+    job.run(options=RunOptions(progress="quiet", limits=Limits(max_total_tokens=100)))
+    assert call(["cat", str(job.output)]) == 2
+    assert "the run is not finished: see batchgen status" in capsys.readouterr().err

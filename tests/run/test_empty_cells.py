@@ -132,8 +132,9 @@ def test_rows_of_several_invocations_and_reused_ones_are_counted_once(job: JobMa
 
 def test_null_in_a_template_is_no_text(job: JobMaker) -> None:
     job.write([{**rows_of(1)[0], "note": None}])
-    job.run(job.spec(input={"prompt": "{question} {note}"}))
+    asked = {"prompt": "{question} {note}", "columns": ["question"]}
+    job.run(job.spec(input=asked))
     job.write([{**rows_of(1)[0], "note": ""}])
-    job.run(job.spec(input={"prompt": "{question} {note}"}, output={"path": str(job.folder / "other")}))
+    job.run(job.spec(input=asked, output={"path": str(job.folder / "other")}))
     assert job.outputs() == without_timings(job.folder / "other" / "outputs.jsonl")
     assert call(["plan", str(job.toml()), "--prompt", "{question} {note}"]) == 0

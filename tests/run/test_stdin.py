@@ -70,6 +70,21 @@ def expected(job: JobMaker, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return other.outputs()
 
 
+def test_rows_that_are_not_piped_in_again_keep_their_format(
+    job: JobMaker, stdin: Stdin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job.spec(input={"path": ["-"], "format": "csv", "id": None}, output={"format": "auto"})
+    table = "question\n" + "".join(f"What is {number}?\n" for number in range(30))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(table.encode())))
+    assert job.run(spec, quiet(max_total_tokens=100)).exit_code == 75
+    for rows_left in (True, False):  # in the copy that an unfinished run has, and in none
+        stdin.give([])
+        outcome = job.run(spec)
+        assert outcome.exit_code == 0
+        assert ("already done" in outcome.lines[0]) is not rows_left
+        assert (job.output / "outputs.csv").read_text(encoding="utf-8").count("\n") == 31
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 

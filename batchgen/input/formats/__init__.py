@@ -25,9 +25,10 @@ class InputFile(ABC):
     """One file of the input, or one dataset.
 
     ``path`` is the local file or folder that is read, which no output may overwrite, None where it is remote;
-    ``local_files`` are the local files that hold the rows.
+    ``local_files`` are the local files that hold the rows. ``output_format`` is the ``output.format`` most like it.
     """
 
+    output_format = "jsonl"
     path: Path | None
     local_files: tuple[Path, ...]
 

@@ -38,6 +38,8 @@ class DelimitedFile(LinesFile):
     A column without a name is ``column_N``. Raises UsageError for a header that is no list of different names.
     """
 
+    output_format = "csv"
+
     def __init__(self, content: InputBytes, delimiter: str | None) -> None:
         super().__init__(content, lambda line: {})
         self._delimiter = delimiter

@@ -28,6 +28,8 @@ class ParquetFile(StoredFile):
     file's metadata promises there; the groups after them are read. ``request_columns`` as in ``rows_at``.
     """
 
+    output_format = "parquet"
+
     def __init__(self, content: InputBytes, request_columns: Collection[str]) -> None:
         super().__init__(content)
         self._request_columns = request_columns

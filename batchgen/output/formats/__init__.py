@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from batchgen.output.formats.delimited import BOM, CsvFormat
 from batchgen.output.formats.jsonl import OutputFormat
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 
-__all__ = ["OutputFormat", "output_format"]
+__all__ = ["OutputFormat", "csv_format", "output_format"]
 
 
 def output_format(spec: JobSpec, begun_at: datetime | None = None) -> OutputFormat:
@@ -28,9 +29,14 @@ def output_format(spec: JobSpec, begun_at: datetime | None = None) -> OutputForm
 
         return ParquetFormat(fixed_types(spec))
     if name == "csv":
-        has_id, has_answer = spec.input.id is not None, bool(spec.output.answer)
-        return CsvFormat(has_id=has_id, has_answer=has_answer, has_bom=_has_bom(spec.input))
+        return csv_format(spec)
     raise UsageError(f'output.format = "{name}": must be one of jsonl, csv, parquet, openai-batch')
+
+
+def csv_format(spec: JobSpec, columns: Sequence[str] = ()) -> CsvFormat:
+    """The CSV of a job's outputs, with ``columns`` alone where they are given."""
+    has_id, has_answer = spec.input.id is not None, bool(spec.output.answer)
+    return CsvFormat(has_id=has_id, has_answer=has_answer, has_bom=_has_bom(spec.input), columns=columns)
 
 
 def _has_bom(spec: InputSpec) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
 from batchgen.config.record_fields import ANSWER, RECORD_KEYS, VECTOR_KEYS
@@ -18,29 +18,35 @@ from batchgen.output.formats.jsonl import OutputFormat
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
 _GIVEN = (  # what the model gave, in this order, behind the columns of the input
     *("text", "label", "score", "parsed", "reasoning", "tool_calls", "prob", "scores", "samples", "perplexity"),
-    *("embedding", "embeddings", "complete", "finish_reason"),
+    *("embedding", "embeddings", "complete", "finish_reason", "token_ids"),
+    *("logprobs", "prompt_logprobs"),
 )
 _PROB = "prob"  # a column of a job with choices
 _BUFFER_CHARS = 1 << 20
 
 
 class CsvFormat(OutputFormat):
-    """``outputs.csv``. ``has_id``: the input has ids; ``has_bom``: the file begins with a mark that says UTF-8."""
+    """``outputs.csv``. ``has_id``: the input has ids; ``has_bom``: the file begins with a mark that says UTF-8.
 
-    def __init__(self, *, has_id: bool, has_answer: bool, has_bom: bool) -> None:
+    ``columns`` are those to write, in their order; without them, those that some row has.
+    """
+
+    def __init__(self, *, has_id: bool, has_answer: bool, has_bom: bool, columns: Sequence[str] = ()) -> None:
+        self._columns = columns
         self._has_id = has_id
         self._has_answer = has_answer
         self._has_bom = has_bom
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
         """Iterate ``rows`` twice: the names of all columns come first."""
-        names = self._names(rows)
+        names = self._columns or self._names(rows)
         text = io.StringIO(newline="")
         writer = csv.writer(text)
         text.write(BOM if self._has_bom else "")
         writer.writerow(names)
         for row in rows:
-            record = _flat(json.loads(row))
+            record = json.loads(row)
+            record |= _flat({**record})
             writer.writerow([_cell(record.get(name)) for name in names])
             if text.tell() > _BUFFER_CHARS:
                 _flush(text, file)

@@ -1,0 +1,87 @@
+"""The ``cat`` command."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchgen.cli.options import PATH
+from batchgen.cli.say import show
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.keys import nearest
+
+_BUFFER_BYTES = 1 << 16
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=PATH)
+@click.option(
+    "--format", "form", type=click.Choice(["csv", "jsonl"]), help="[csv of a run that wrote CSV, else jsonl]."
+)
+@click.option("--columns", metavar="A,B", help="Fields of the records to print, in this order [all].")
+def cat(folder: Path, form: str | None, columns: str | None) -> int:
+    """Print the outputs of a finished run, whatever their format.
+
+    \b
+    Examples:
+      batchgen cat runs/questions | jq .text
+      batchgen cat runs/questions --format csv --columns id,text > answers.csv
+    """
+    from batchgen.config.load import job_from_dict
+    from batchgen.core.json_line import encode_json
+    from batchgen.output.finalize import Rows, read_records
+    from batchgen.output.formats import csv_format
+    from batchgen.output.formats.jsonl import write_lines
+    from batchgen.output.rundir import RunDir
+
+    run_dir = RunDir(folder)
+    manifest = run_dir.read_manifest()
+    if manifest is None or not run_dir.has_outputs():
+        began = "the run is not finished: see batchgen status" if run_dir.journals() else "not a run directory"
+        raise UsageError(f"no outputs in {folder} ({began})")
+    spec = job_from_dict(manifest.job, run_dir.manifest)
+    names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    if names:
+        _check(names, {name for _, record in read_records(run_dir, spec) for name in record})
+
+    def rows() -> Iterator[tuple[int, bytes]]:
+        for index, record in read_records(run_dir, spec):
+            yield index, encode_json(record if form == "csv" else _chosen(record, names))
+
+    form = form or ("csv" if spec.output.format == "csv" else "jsonl")
+    with io.BufferedWriter(_Stdout(), _BUFFER_BYTES) as file:
+        if form == "csv":
+            csv_format(replace(spec, output=replace(spec.output, format="csv")), names).write(file, Rows(rows))
+        else:
+            write_lines(file, Rows(rows))
+    return ExitCode.OK
+
+
+def _check(names: list[str], known: set[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--columns: no record has a field {name!r}{nearest(name, sorted(known))}")
+
+
+def _chosen(record: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    return {name: record[name] for name in names if name in record} if names else record
+
+
+class _Stdout(io.RawIOBase):
+    """Standard output as a file; a terminal gets no control characters."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if sys.stdout.isatty():
+            show(bytes(data).decode(errors="replace").replace("\r\n", "\n").removesuffix("\n"))
+        else:
+            click.echo(bytes(data), nl=False)
+        return len(data)
