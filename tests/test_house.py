@@ -74,7 +74,7 @@ CONCEPTS = {
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
     "output formats": "auto csv jsonl openai-batch parquet",
-    "extras": "gs lm-eval ray report s3 test",
+    "extras": "ci gs lm-eval ray report s3 test",
     "public names": """
         BatchgenError Engine EngineConfig GateFailed InputError JobSpec LLM LockedError ModelError OutOfMemory
         RemoteError Request Result ResumeMismatch Run RunStopped SamplingParams StorageError Tokenizer UsageError

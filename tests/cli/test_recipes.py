@@ -16,13 +16,12 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import THINKING
-from object_store import ObjectStore, bucket_of, object_store
 from repeats import slow
 from run_helpers import (
     ENVIRONMENT,
@@ -40,7 +39,11 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.config.load import load_job
 
+if TYPE_CHECKING:
+    from object_store import ObjectStore
+
 RECIPES = REPOSITORY / "jobs"
+BUCKET = "bucket"  # of the store of a test
 JOBS = sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
@@ -70,12 +73,20 @@ def commands(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def bucket() -> Iterator[str]:
-    with object_store() as store, bucket_of(store, "recipes") as name:
-        for number, text in enumerate((REPOSITORY / "sample_data" / "questions.jsonl").read_bytes().splitlines()[:4]):
-            store.put(name, f"questions/{number}.jsonl", text + b"\n")
-        yield name
-        assert set(store.content(name)) >= {"answers/outputs.jsonl", "answers/report.json"}
+def store() -> Iterator[ObjectStore]:
+    """An S3 with the bucket ``BUCKET``."""
+    from object_store import bucket_of, object_store
+
+    with object_store() as found, bucket_of(found, BUCKET):
+        yield found
+
+
+@pytest.fixture
+def bucket(store: ObjectStore) -> Iterator[str]:
+    for number, text in enumerate((REPOSITORY / "sample_data" / "questions.jsonl").read_bytes().splitlines()[:4]):
+        store.put(BUCKET, f"questions/{number}.jsonl", text + b"\n")
+    yield BUCKET
+    assert set(store.content(BUCKET)) >= {"answers/outputs.jsonl", "answers/report.json"}
 
 
 def run(recipe: str, *flags: str) -> tuple[int, list[dict[str, Any]]]:
@@ -271,14 +282,11 @@ def test_the_steps_of_the_gate_pass_and_refuse_worse_answers(here: Path) -> None
 # ---------------------------------------------------------------- machines that are taken away
 
 
-SPOT = "spot"  # a bucket, in which a folder is a test's
-
-
 def machine(job: JobMaker, environment: dict[str, str], name: str, *flags: str) -> subprocess.Popen[bytes]:
     """The script with a run directory of this machine alone, in a session of its own."""
     command = [
         str(RECIPES / "sync_to_s3.sh"),
-        f"s3://{SPOT}/{job.folder.name}",
+        f"s3://{BUCKET}/{job.folder.name}",
         str(job.folder / name),
         str(job.toml()),
         *flags,
@@ -288,30 +296,31 @@ def machine(job: JobMaker, environment: dict[str, str], name: str, *flags: str) 
 
 def rows_in(store: ObjectStore) -> int:
     """How many lines the journals in the bucket hold."""
-    return sum(text.count(b"\n") for name, text in store.content(SPOT).items() if name.endswith(".seg"))
+    return sum(text.count(b"\n") for name, text in store.content(BUCKET).items() if name.endswith(".seg"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("aws") is None, reason="the command aws is not installed")
-def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(job: JobMaker, commands: dict[str, str]) -> None:
+def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(
+    job: JobMaker, commands: dict[str, str], store: ObjectStore
+) -> None:
     job.write(rows_of(60))
     assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
-    with object_store() as store, bucket_of(store, SPOT):
-        environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.2"}
-        for number, cut in enumerate((12, 30)):
-            lost = machine(job, environment, f"machine{number}")
-            while rows_in(store) < cut:
-                assert lost.poll() is None
-                time.sleep(0.05)
-            copied = len(store.requests)
-            while not any(request.startswith("PUT") for request in store.requests[copied:]):
-                time.sleep(0.01)
-            os.killpg(lost.pid, signal.SIGKILL)  # amid the copies
-            lost.wait()
-        kept = rows_in(store)
-        last = machine(job, environment | {"STEP_S": "0"}, "last")
-        assert last.wait(120) == 0
-        content = store.content(SPOT)
+    environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.2"}
+    for number, cut in enumerate((12, 30)):
+        lost = machine(job, environment, f"machine{number}")
+        while rows_in(store) < cut:
+            assert lost.poll() is None
+            time.sleep(0.05)
+        copied = len(store.requests)
+        while not any(request.startswith("PUT") for request in store.requests[copied:]):
+            time.sleep(0.01)
+        os.killpg(lost.pid, signal.SIGKILL)  # amid the copies
+        lost.wait()
+    kept = rows_in(store)
+    last = machine(job, environment | {"STEP_S": "0"}, "last")
+    assert last.wait(120) == 0
+    content = store.content(BUCKET)
     again = without_timings(job.folder / "last" / "outputs.jsonl")
     assert again == without_timings(job.folder / "undisturbed" / "outputs.jsonl") and kept >= 30
     assert content[f"{job.folder.name}/outputs.jsonl"] == (job.folder / "last" / "outputs.jsonl").read_bytes()
@@ -319,18 +328,17 @@ def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(job: JobMaker
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("aws") is None, reason="the command aws is not installed")
-def test_an_old_copy_of_another_job_does_no_harm(job: JobMaker, commands: dict[str, str]) -> None:
+def test_an_old_copy_of_another_job_does_no_harm(job: JobMaker, commands: dict[str, str], store: ObjectStore) -> None:
     """Of the bucket's files some are of before: journals that are finished, outputs without their ``job.json``."""
     job.write(rows_of(20))
-    with object_store() as store, bucket_of(store, SPOT):
-        environment = {**commands, **store.environment}
-        stopped = machine(job, environment, "first", "--max-total-tokens", "200")
-        assert stopped.wait(60) == 75
-        job.write([*rows_of(25)[2:], {"id": "new", "question": "Why?"}])
-        assert machine(job, environment, "second", "--update").wait(60) == 0
-        for name in ("job.json", "report.json"):
-            store.remove(SPOT, f"{job.folder.name}/{name}")
-        assert machine(job, environment, "third", "--update").wait(60) == 0
+    environment = {**commands, **store.environment}
+    stopped = machine(job, environment, "first", "--max-total-tokens", "200")
+    assert stopped.wait(60) == 75
+    job.write([*rows_of(25)[2:], {"id": "new", "question": "Why?"}])
+    assert machine(job, environment, "second", "--update").wait(60) == 0
+    for name in ("job.json", "report.json"):
+        store.remove(BUCKET, f"{job.folder.name}/{name}")
+    assert machine(job, environment, "third", "--update").wait(60) == 0
     assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
     again = without_timings(job.folder / "third" / "outputs.jsonl")
     assert again == without_timings(job.folder / "undisturbed" / "outputs.jsonl")

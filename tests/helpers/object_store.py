@@ -1,4 +1,7 @@
-"""An S3 on the loopback, by moto, that fails where a test wants it to, and what is in its buckets."""
+"""An S3 on the loopback, by moto, that fails where a test wants it to, and what is in its buckets.
+
+Tests that import it are skipped without moto.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from unittest import mock
 
-import boto3
-from moto.server import DomainDispatcherApplication, create_backend_app
+import pytest
 from run_helpers import ENVIRONMENT
+
+pytest.importorskip("moto.server", reason="moto, an S3 for tests, is not installed (batchgen[ci])")
+
+import boto3  # moto brings these
+from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}

@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
 from input_helpers import source_of
 
 from batchgen.core.fingerprint import Digests
@@ -289,6 +290,7 @@ def remote_of(kind: str) -> Iterator[Remote]:
         with serving(kind) as server:
             yield Remote(kind, server.url, server)
         return
+    pytest.importorskip("moto.server", reason="moto, an S3 for tests, is not installed (batchgen[ci])")
     import boto3
     from moto.server import ThreadedMotoServer
 
