@@ -17,7 +17,7 @@ from batchgen.config.cluster import ClusterSpec
 from batchgen.config.embed import EmbedSpec
 from batchgen.config.sampling import COLUMNS, ROW_KEYS, SAMPLING_KEYS
 from batchgen.core import keys
-from batchgen.core.answers import PARSED, check_rule
+from batchgen.core.answers import check_rule
 from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
@@ -229,9 +229,7 @@ class OutputSpec:
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
     split_reasoning: bool = key(BOOL, "Write the thinking part of an answer into `reasoning`", False)
     parse_json: bool = key(BOOL, "Add the answer's JSON as `parsed`; typed columns in Parquet", False)
-    answer: str | None = key(
-        string("RULE").then(check_rule), "Find the answer: last_number, choice, parsed.KEY, a regex", None
-    )
+    answer: str | None = key(string("RULE").then(check_rule), "Find the answer: last_number, or a regex", None)
     parse_tools: bool = key(BOOL, "Write the answer's tool calls into `tool_calls`", False)
     expected: str | None = key(_COLUMN, "Column with the right answer, to compare", None)
     reuse: tuple[str, ...] = key(
@@ -240,10 +238,6 @@ class OutputSpec:
     publish: str = key(
         _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", resume="free"
     )
-
-    def __post_init__(self) -> None:
-        if (self.answer or "").startswith(PARSED) and not self.parse_json:
-            raise UsageError(f'output.answer = "{self.answer}" needs output.parse_json = true')
 
     @property
     def has_text_ids(self) -> bool:

@@ -1,12 +1,11 @@
 """The answer in a text, found by a rule and compared with the expected one as evaluators do.
 
-A rule is ``last_number``, ``choice``, ``parsed.KEY`` or a regular expression whose first group is the answer. The
-number is what lm-evaluation-harness takes from answers to GSM8K (its filter "flexible-extract"), and commas, dollar
-signs and a last full stop do not count, as in its exact match; zeros behind the point do. Values of parsed JSON are
-equal if their numbers are. It counts no rows.
+A rule is ``last_number`` or a regular expression whose first group is the answer. The number is what
+lm-evaluation-harness takes from answers to GSM8K (its filter "flexible-extract"), and commas, dollar signs and a last
+full stop do not count, as in its exact match; zeros behind the point do. It counts no rows.
 
 A regular expression may take any time over a text, so a process with limits searches for it; what takes longer has no
-answer. The other rules take time in proportion to the text.
+answer. The last number takes time in proportion to the text.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import json
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from decimal import Decimal
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -26,48 +24,38 @@ from batchgen.core.limited import LimitedProgram, Program, SetupRefused
 MAX_CPU_S = 2.0  # processor time per text of a regular expression
 _MAX_BYTES = 512 << 20
 _SEARCH_LOCK = threading.Lock()  # a process answers one thread at a time
-LAST_NUMBER, CHOICE, PARSED = "last_number", "choice", "parsed."
-_RULES = {
-    LAST_NUMBER: (re.compile(r"(-?[$0-9.,]{2,}|-?[0-9]+)"),),
-    CHOICE: (  # the first of these that a text has
-        re.compile(r"(?i:\banswer)(?i: is)?\W{1,8}([A-J])(?!\w)"),
-        re.compile(r"(?<![\w'])([A-J])(?=\s*(?:$|[\n).,:;*\]]))"),
-    ),
-}
+LAST_NUMBER = "last_number"
+_NUMBER = re.compile(r"(-?[$0-9.,]{2,}|-?[0-9]+)")
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)")
 
 
 def check_rule(rule: str) -> str:
     """The rule itself. Raises ValueError saying what a rule is."""
-    if rule in _RULES or (rule.startswith(PARSED) and rule != PARSED):
+    if rule == LAST_NUMBER:
         return rule
     try:
         num_groups = re.compile(rule).groups
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is no regular expression: {error}") from None
     if not num_groups:
-        raise ValueError("must be last_number, choice, parsed.KEY or a regular expression with a group ( )")
+        raise ValueError("must be last_number or a regular expression with a group ( )")
     return rule
 
 
-def find_answer(rule: str, text: str, parsed: Any = None, on_limit: Callable[[], object] = lambda: None) -> str | None:
-    """The answer in a text by the last match of a rule, or in its ``parsed`` JSON value; None where there is none.
+def find_answer(rule: str, text: str, on_limit: Callable[[], object] = lambda: None) -> str | None:
+    """The answer in a text by the last match of a rule; None where there is none.
 
-    A number comes without commas and dollar signs, a value that is no string as JSON. ``on_limit`` is called where a
-    regular expression takes too long, which finds none. Raises BatchgenError if its process cannot be started, and
-    UsageError if it does not compile within the limits.
+    A number comes without commas and dollar signs. ``on_limit`` is called where a regular expression takes too long,
+    which finds none. Raises BatchgenError if its process cannot be started, and UsageError if it does not compile
+    within the limits.
     """
-    if rule.startswith(PARSED):
-        for name in rule.removeprefix(PARSED).split("."):
-            parsed = parsed.get(name) if isinstance(parsed, dict) else None
-        return None if parsed is None else _text(parsed)
-    if rule not in _RULES:
+    if rule != LAST_NUMBER:
         return _searched(rule, text, on_limit)
-    found = _last_match(_RULES[rule], text)
-    if found is None:
+    match = _last_match(_NUMBER, text)
+    if match is None:
         return None
-    number = normal(found)
-    return number if rule == LAST_NUMBER and _DECIMAL.fullmatch(number) else found.strip()
+    number = normal(match)
+    return number if _DECIMAL.fullmatch(number) else match.strip()
 
 
 def _searched(rule: str, text: str, on_limit: Callable[[], object]) -> str | None:
@@ -80,12 +68,10 @@ def _searched(rule: str, text: str, on_limit: Callable[[], object]) -> str | Non
     return found
 
 
-def _last_match(patterns: Iterable[re.Pattern[str]], text: str) -> str | None:
-    """The first group of the last match of the first pattern that has one with that group."""
-    for pattern in patterns:
-        for found in deque(pattern.finditer(text), maxlen=1):
-            if found[1] is not None:
-                return found[1]
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """The first group of the last match of a pattern."""
+    for match in deque(pattern.finditer(text), maxlen=1):
+        return match[1]
     return None
 
 
@@ -94,7 +80,7 @@ def start(rule: str) -> Callable[[bytes], str]:
     pattern = re.compile(rule)
 
     def search(item: bytes) -> str:
-        found = _last_match([pattern], json.loads(item))
+        found = _last_match(pattern, json.loads(item))
         return json.dumps(None if found is None else found.strip())
 
     return search
@@ -115,9 +101,6 @@ def is_right(rule: str, answer: str | None, expected: Any) -> bool:
     """
     if answer is None:
         return False
-    if rule.startswith(PARSED):
-        texts = map(normal, (answer, _text(expected)))
-        return len({Decimal(text) if _DECIMAL.fullmatch(text) else text for text in texts}) == 1
     found = find_answer(rule, _text(expected))
     return normal(answer) == normal(_text(expected) if found is None else found)
 

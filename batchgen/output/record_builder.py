@@ -225,10 +225,10 @@ class RecordBuilder:
         return kept
 
     def _answer(self, sample: Mapping[str, Any]) -> dict[str, str | None]:
-        """The answer in the text of a sample, or in what is parsed of it, if the job asks for it."""
+        """The answer in the text of a sample, if the job asks for it."""
         if not (rule := self._spec.output.answer) or "text" not in sample:
             return {}
-        return {ANSWER: find_answer(rule, sample["text"], sample.get("parsed"), self._count_unsearched)}
+        return {ANSWER: find_answer(rule, sample["text"], self._count_unsearched)}
 
     def _count_unsearched(self) -> None:
         self.num_unsearched += 1

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from operator import itemgetter
 from typing import Any
 
-from batchgen.core.answers import CHOICE, LAST_NUMBER, PARSED, find_answer, is_right, normal
+from batchgen.core.answers import find_answer, is_right, normal
 from batchgen.core.units import shortened
 
 SHOWN_LABELS = 12  # in a table of expected against found; of more labels the most frequent mistakes are shown
@@ -29,9 +29,8 @@ _MASK = (1 << 64) - 1
 class Accuracy:
     """Counts of rows whose answer was compared with the field ``expected`` of their record.
 
-    ``answer`` is the rule by which the answer was found; without it whole texts are compared. Then, and as long as no
-    row is right, it counts what would help: rows that hold the expected text, and those that a rule would make right.
-    ``has_labels`` says that all answers are from a closed set; scored choices and classifiers' labels are in any case.
+    ``answer`` is the rule by which the answer was found; without it whole texts are compared. ``has_labels`` says that
+    all answers are from a closed set; scored choices and classifiers' labels are in any case.
     """
 
     expected: str | None = None
@@ -40,8 +39,6 @@ class Accuracy:
     correct: int = 0
     total: int = 0
     without_answer: int = 0
-    holding: int = 0
-    helped: Counter[str] = field(default_factory=Counter)
     wrong: list[dict[str, Any]] = field(default_factory=list)  # those of the smallest index
     most_samples: int = 1
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("mean", "majority", "best"), 0.0))
@@ -59,7 +56,7 @@ class Accuracy:
         self.digest = (self.digest + _digest(record["id"], expected)) & _MASK
         self.without_answer += found is None
         self._add_samples(record, expected, right=right)
-        if self.has_labels or record.get("choices") is not None or "label" in record or self.answer == CHOICE:
+        if self.has_labels or record.get("choices") is not None or "label" in record:
             self._add_label(str(expected).strip(), found, right=right)
         if not right:
             self._add_wrong(record, found, expected)
@@ -102,16 +99,11 @@ class Accuracy:
             row["answer"] = None if found is None else shortened(found, _SHOWN_CHARS)
             row["expected"] = shortened(self._compared(expected), _SHOWN_CHARS)
             self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
-        if not self.correct and not self.answer:
-            text, wanted = found or "", str(expected).strip()
-            self.holding += bool(wanted) and wanted in text
-            rules = (LAST_NUMBER, CHOICE)
-            self.helped.update(rule for rule in rules if is_right(rule, find_answer(rule, text), expected))
 
     def _compared(self, expected: Any) -> str:
         """What of the expected answer is compared: of a whole solution what the rule finds in it."""
         text = str(expected)
-        found = find_answer(self.answer, text) if self.answer and not self.answer.startswith(PARSED) else None
+        found = find_answer(self.answer, text) if self.answer else None
         return text if found is None else found
 
     def section(self) -> dict[str, Any]:
@@ -122,8 +114,6 @@ class Accuracy:
         found |= {"interval": interval(self.correct, total) if total else None, "wrong": self.wrong}
         if self.answer:
             found["without_answer"] = self.without_answer
-        elif total and not self.correct:
-            found |= {"holding": self.holding, "helped": dict(self.helped.most_common())}
         if self.most_samples > 1:
             found["samples"] = {"n": self.most_samples}
             found["samples"] |= {name: round(count / total, 6) for name, count in self.sums.items()}

@@ -94,8 +94,7 @@ KEYS = {
     "--compare judges accuracy over the same rows alone. null where none was compared",
     "accuracy": "with output.expected: rows compared (total), those whose whole text or, with output.answer, answer is "
     "the expected one (correct), their share (exact_match) and its 95% interval; up to five wrong rows; with "
-    "output.answer the rows in whose text none was found (without_answer). Where no text is right: how many hold the "
-    "expected one (holding), and how many would be right with a rule as output.answer (helped). With n above 1 these "
+    "output.answer the rows in whose text none was found (without_answer). With n above 1 these "
     "are of the first sample, and samples has shares over rows: of right samples (mean), of rows whose most frequent "
     "answer is right (majority), of those with a right one (best). Where answers are labels (choices, a classifier): "
     "of up to 96 labels, the most frequent first, rows where it is expected, found, and both "

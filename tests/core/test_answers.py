@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import time
-from typing import Any
 
 import pytest
 
@@ -88,35 +87,12 @@ def test_ways_to_write_a_number_are_one(text: str) -> None:
     assert is_right("last_number", "1234", 1234)
 
 
-@pytest.mark.parametrize("text", ["1234.0", "+1234", "001234.00", "1,234"])
-def test_numbers_of_parsed_json_are_equal_however_they_are_written(text: str) -> None:
-    assert is_right("parsed.n", text, 1234) and is_right("parsed.n", "1234", text)
-    assert not is_right("last_number", "1234", "1234.0")  # the harness compares what is written
-
-
 @pytest.mark.parametrize(
-    ("one", "other"), [("1234", "12340"), ("0.1", "0.01"), ("-1", "1"), ("1.2.3", "1.23"), ("x1", "1"), ("", "0")]
+    ("one", "other"),
+    [("1234", "1234.0"), ("1234", "12340"), ("0.1", "0.01"), ("-1", "1"), ("1.2.3", "1.23"), ("x1", "1"), ("", "0")],
 )
 def test_other_texts_are_others(one: str, other: str) -> None:
-    assert not is_right("parsed.n", one, other) and not is_right("last_number", one, other)
-    assert is_right("parsed.n", "NaN", "nan") and not is_right("parsed.n", "sNaN", "1")
-
-
-CHOICES = {
-    **{"B": "B", "(B)": "B", "b": None, "The answer is B.": "B", "The answer is (B), not C.": "B"},
-    **{
-        "Answer: **C**": "C",
-        "A or B? I think it is (D).": "D",
-        "I am sure. A good question": None,
-        "Answer:\n\nE": "E",
-    },
-    **{"Let me see. A) no B) yes\nB": "B", "K": None, "the answer is option B": "B", "Why? Because.": None},
-}
-
-
-@pytest.mark.parametrize("text", CHOICES)
-def test_the_letter_of_a_choice_is_found(text: str) -> None:
-    assert find_answer("choice", text) == CHOICES[text]
+    assert not is_right("last_number", one, other)
 
 
 def test_the_last_match_of_a_regular_expression_counts_and_the_expected_text_may_need_none() -> None:
@@ -127,34 +103,16 @@ def test_the_last_match_of_a_regular_expression_counts_and_the_expected_text_may
     assert find_answer(r"(x)?y", "y") is None
 
 
-@pytest.mark.parametrize(
-    ("parsed", "found"),
-    [
-        ({"a": {"b": 2.0}}, "2.0"),
-        ({"a": {"b": "x"}}, "x"),
-        ({"a": {"b": True}}, "true"),
-        ({"a": 1}, None),
-        (None, None),
-        ({"a": {"b": None}}, None),
-        ({"a": {"b": [1, "é"]}}, '[1, "é"]'),
-    ],
-)
-def test_a_value_of_the_parsed_json_is_the_answer(parsed: Any, found: str | None) -> None:
-    assert find_answer("parsed.a.b", "", parsed) == found
-    assert is_right("parsed.a.b", found, (parsed or {"a": 0})["a"]["b"] if found else 0) == (found is not None)
-
-
-@pytest.mark.parametrize("rule", ["last-number", "(", "numbers", "parsed.", "(?:a)", "a{99999999999}(b)"])
+@pytest.mark.parametrize("rule", ["last-number", "(", "choice", "parsed.n", "(?:a)", "a{99999999999}(b)"])
 def test_what_is_no_rule_is_refused(rule: str) -> None:
     with pytest.raises(ValueError, match=r"must be last_number|is no regular expression"):
         check_rule(rule)
 
 
-@pytest.mark.parametrize("rule", ["last_number", "choice"])
-def test_no_text_takes_long(rule: str) -> None:
+def test_no_text_takes_long() -> None:
     began = time.process_time()
-    for text in ("0" * 10**6 + "x", "A " * 10**5, "answer" * 10**5, "1." * 10**5, "A" + " " * 10**6 + "x", "-" * 10**6):
-        is_right(rule, find_answer(rule, text), text)
+    for text in ("0" * 10**6 + "x", "1." * 10**5, "1" + " " * 10**6 + "x", "-" * 10**6):
+        is_right("last_number", find_answer("last_number", text), text)
     assert time.process_time() - began < 60  # seconds; quadratic work would take hours
 
 

@@ -111,13 +111,11 @@ def test_a_step_of_both_kinds_is_shared_out_between_prefill_and_decode() -> None
     assert seconds == {"other": 1.0, "prefill": 4.0, "decode": 2.0, "mask": 0.5, "sample": 1.0, "host": 1.5}
 
 
-def test_what_bounds_a_run_is_named_with_its_flag_and_failed_rows_with_their_code() -> None:
+def test_what_bounds_a_run_is_named_with_its_flag() -> None:
     report = made(engine=engine(max_kv_use=1.0, num_preemptions=10), rows=50)
     assert bound_by(report) == "KV memory"
     assert "--kv-memory" in report["advice"][0]
     assert [row["index"] for row in report["slowest"]] == list(range(49, 39, -1)), "the longest first"
-    assert "--max-num-seqs" in advice(made(engine=engine(sequences_s=70.0)))[0]
-    assert any(text.startswith("80 rows exceeded the context") for text in made(errors=80)["advice"])
 
 
 def test_printed_rates_are_those_of_generating_and_name_what_loading_took() -> None:
@@ -141,11 +139,10 @@ def tailed(seconds: float) -> dict[str, Any]:
     return made(engine=engine(series=series))
 
 
-def test_a_long_tail_is_told_with_advice_and_a_short_one_without() -> None:
+def test_a_long_tail_is_shown_and_a_short_one_is_not() -> None:
     assert tailed(3.0)["tail_s"] == 3.0
-    assert any("for the last 3.0 s less than half of the rows were running" in text for text in tailed(3.0)["advice"])
     assert "3.0 s at the end" in render_report(tailed(3.0))
-    assert not any("rows were running" in text for text in tailed(0.9)["advice"])
+    assert "at the end" not in render_report(tailed(0.04))
 
 
 def test_the_tail_is_that_of_the_last_invocation_and_not_of_one_with_other_sizes_before() -> None:
@@ -160,7 +157,7 @@ def test_the_tail_is_that_of_the_last_invocation_and_not_of_one_with_other_sizes
 
     usage = follow(session([60.0, 60.0]), session([12.0, 12.0, 12.0]))
     report = made(**usage)
-    assert report["tail_s"] == 0.0 and not any("rows were running" in text for text in report["advice"])
+    assert report["tail_s"] == 0.0
     assert made(**follow(usage, session([12.0, 2.0])))["tail_s"] == 10.0
     assert made(**follow(session([12.0, 2.0]), {"sessions": 1, "wall_s": 1.0}))["tail_s"] == 10.0
 
@@ -190,15 +187,6 @@ def test_the_sizes_of_the_engine_and_its_memory_are_told(real: dict[str, Any]) -
     text = render_report(real)
     assert f"in blocks of {real['sizes']['block_size']} tokens" in text
     assert "MiB at most" in text
-
-
-def test_what_may_differ_on_a_gpu_is_told() -> None:
-    report = made()
-    assert not any("-batch-invariant" in text for text in advice(report))
-    report["numerics"] = {"dtype": "bfloat16", "device": "cuda", "kernels": "cuda-sm90-triton3.6.0"}
-    assert not any("-batch-invariant" in text for text in advice(report)), "the default"
-    report["numerics"]["kernels"] = "cuda-sm90-cublas-NVIDIA-H200-triton3.6.0"
-    assert any("-batch-invariant" in text for text in advice(report))
 
 
 def test_answers_cut_off_are_told_of_where_anything_was_to_be_generated() -> None:

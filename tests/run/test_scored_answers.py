@@ -77,7 +77,7 @@ def test_another_rule_makes_other_records_so_a_resume_refuses_it(job: JobMaker) 
     job.write(rows_of(3))
     job.run(job.spec(output={"answer": RULE}))
     with pytest.raises(ResumeMismatch, match=r"output\.answer"):
-        job.run(job.spec(output={"answer": "choice"}))
+        job.run(job.spec(output={"answer": "last_number"}))
 
 
 def test_with_reuse_a_run_gets_answers_and_computes_nothing(job: JobMaker) -> None:
@@ -96,7 +96,7 @@ def test_with_reuse_a_run_gets_answers_and_computes_nothing(job: JobMaker) -> No
 @pytest.mark.parametrize("rule", ["parsed.n", "lastnumber"])
 def test_a_rule_that_cannot_work_is_refused_before_anything_runs(rule: str, job: JobMaker) -> None:
     job.write(rows_of(1))
-    with pytest.raises(UsageError, match=r"output\.parse_json|--answer = 'lastnumber': must be last_number"):
+    with pytest.raises(UsageError, match=f"--answer = '{rule}': must be last_number"):
         job.run(job.spec(output={"answer": rule}))
     assert not job.output.exists()
 
@@ -112,27 +112,11 @@ def scored(pairs: list[tuple[str, Any]], answer: str | None = None) -> dict[str,
     return build_report(totals, {"wall_s": 1.0}, ABOUT)
 
 
-HINTS = {
-    "last_number": [("It costs $1,234.", "1234")] * 240 + [("I do not know", "5")] * 60,
-    "choice": [("The answer is B.", "B")] * 3,
-    "REGEX": [("It is Paris, I think", "Paris")] * 3,
-}
-
-
-@pytest.mark.parametrize("rule", HINTS)
-def test_where_no_text_is_right_the_setting_that_would_help_is_named(rule: str) -> None:
-    (text,) = [text for text in advice(scored(HINTS[rule])) if "expected" in text]
-    assert f'[output] answer = "{rule}"' in text
-    if rule == "last_number":
-        assert text.startswith("no text equals [output] expected (0 of 300)") and "240 would be right" in text
-    right = scored([*HINTS[rule], ("x", "x")])
-    assert not any("expected" in text for text in advice(right))
-    assert "helped" not in right["accuracy"]
-
-
-def test_where_a_rule_finds_nothing_the_report_says_so() -> None:
-    (text,) = [text for text in advice(scored([("", "1"), ("2", "1")], "last_number")) if "expected" in text]
-    assert text == "no answer equals [output] expected (0 of 2); in 1 text the rule [output] answer finds no answer"
+def test_where_no_answer_is_right_the_settings_that_help_are_named() -> None:
+    pairs = [("It costs $1,234.", "1234")] * 3
+    (text,) = [text for text in advice(scored(pairs)) if "expected" in text]
+    assert text.startswith("no answer equals [output] expected (0 of 3); ") and "[output] answer" in text
+    assert not any("expected" in text for text in advice(scored([*pairs, ("x", "x")])))
 
 
 def test_the_report_shows_the_interval_and_five_wrong_rows() -> None:
@@ -229,7 +213,6 @@ def test_choices_that_each_row_has_for_itself_are_no_labels() -> None:
 
 def test_free_texts_and_numbers_are_no_labels_and_a_structured_choice_is(job: JobMaker) -> None:
     assert "labels" not in scored([("7", "8")], "last_number")["accuracy"]
-    assert "labels" in scored([("A", "B")], "choice")["accuracy"]
     job.write(rows_of(4))
     report = job.run(
         job.spec(output={"expected": "answer"}, sampling={"structured_outputs": {"choice": ["0", "1"]}})
