@@ -44,8 +44,8 @@ class BatchgenLM(TemplateLM):
     """A model under evaluation; nothing is loaded before there are requests.
 
     ``pretrained`` is what ``model.path`` takes. ``keys`` are those of [model] and [engine], such as ``dtype``,
-    ``tokenizer``, ``max_num_seqs`` and ``kv_memory``. ``max_length`` is by default one token less than the model's
-    context. lm-eval's ``batch_size`` has no effect: all rows are in one batch, as large as memory allows.
+    ``tokenizer``, ``max_num_seqs`` and ``kv_cache_memory``. ``max_length`` is by default one token less than the
+    model's context. lm-eval's ``batch_size`` has no effect: all rows are in one batch, as large as memory allows.
 
     Raises UsageError for an impossible argument and for a request that cannot run, ModelError for an unusable model.
     """

@@ -92,13 +92,13 @@ CONCEPTS = {
     """,
     "[embed]": "dimensions normalize pooling prefix prompt_name truncate",
     "[engine]": """
-        block_size forecast_memory kv_dtype kv_memory longest_first max_model_len max_num_batched_tokens max_num_seqs
-        prefix_caching share_duplicates speculate threads
+        block_size forecast_memory kv_cache_dtype kv_cache_memory longest_first max_model_len
+        max_num_batched_tokens max_num_seqs prefix_caching share_duplicates speculate threads
     """,
     "[output]": """
         answer expected format order parse_json parse_tools path publish reuse split_reasoning token_ids
     """,
-    "[cluster]": "load_patience patience ray resources worker_cpus worker_gpus workers",
+    "[cluster]": "cpus_per_worker gpus_per_worker load_timeout ray resources step_timeout workers",
 }
 
 

@@ -134,7 +134,7 @@ def _repeats(
     for number in range(times):
         wall_s, stats, sizes = _run(bench, requests, f"run {number + 1} of {times}")
         after = measure(model)
-        costs = Costs.of(model.config, model.dtype.itemsize, weight_bytes(model), sizes["kv_dtype"])
+        costs = Costs.of(model.config, model.dtype.itemsize, weight_bytes(model), sizes["kv_cache_dtype"])
         work = costs.work(stats.to_dict())
         mean = before.mean(after)
         yield _metrics(wall_s, requests, stats, work, mean), stats, sizes, mean
@@ -243,7 +243,7 @@ def render(found: dict[str, Any]) -> str:
         *_peak_lines(found),
         f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
         f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
-        + ("" if sizes["kv_dtype"] == "auto" else f", {sizes['kv_dtype']}"),
+        + ("" if sizes["kv_cache_dtype"] == "auto" else f", {sizes['kv_cache_dtype']}"),
         f"  peak memory      {found['peak_memory_bytes'] / 2**20:,.0f} MiB"
         + (f", {sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU" if "max_device_bytes" in sizes else ""),
         "  time by work" + (", in a run that timed each kernel" if "host" in split_s else ""),

@@ -20,7 +20,7 @@ from batchgen.core.records import BadRow, Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.load import load_weights
-from batchgen.engine.sizes import kv_cache_dtype
+from batchgen.engine.sizes import cache_dtype
 from batchgen.input.columns import check_columns
 from batchgen.input.source import open_source
 from batchgen.kernels.reference import ReferenceKernels
@@ -149,9 +149,9 @@ _VARIANTS = (
 class Check:
     """The loaded ``model`` and the ``requests`` that its proofs run; ``solo`` is what they give one by one."""
 
-    def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_dtype: str = "auto") -> None:
-        self.model = load_weights(where, kv_dtype=kv_dtype, always_proves=True)
-        self.kv_dtype = kv_cache_dtype(kv_dtype, self.model)
+    def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_cache_dtype: str = "auto") -> None:
+        self.model = load_weights(where, kv_cache_dtype=kv_cache_dtype, always_proves=True)
+        self.kv_cache_dtype = cache_dtype(kv_cache_dtype, self.model)
         self._has_head = self.model.config.has_head
         self.requests = requests_for(prompts) if self._has_head else texts_for(prompts)
         self.solo = Trace()
@@ -180,7 +180,7 @@ class Check:
         where = self._where
         reference = ReferenceKernels(device, dtype, weights=where.weights, activations=where.activations)
         self.model = load_weights(where, reference)
-        tolerance = TOLERANCE[dtype] + KV_TOLERANCE[self.kv_dtype] + ACTIVATIONS_TOLERANCE[where.activations]
+        tolerance = TOLERANCE[dtype] + KV_TOLERANCE[self.kv_cache_dtype] + ACTIVATIONS_TOLERANCE[where.activations]
         if dtype != torch.float32 and self.model.config.feed_forward == "experts":
             tolerance += EXPERTS_TOLERANCE
         yield self._prove_scored("fast kernels ~ reference", tolerance)
@@ -190,11 +190,11 @@ class Check:
         sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, **sizes}
         blocks = [-(-(len(r.prompt_token_ids) + r.params.max_tokens) // sizes["block_size"]) for r in requests]
         num_blocks = max(*blocks, sum(len(r.prompt_token_ids) + 2 for r in requests)) if is_tight else sum(blocks)
-        sizes |= {"kv_dtype": self.kv_dtype, "share_duplicates": False, "forecast_memory": False}
+        sizes |= {"kv_cache_dtype": self.kv_cache_dtype, "share_duplicates": False, "forecast_memory": False}
         block_bytes = self.model.config.kv_block_bytes(
-            sizes["block_size"], self.model.dtype.itemsize, sizes["kv_dtype"]
+            sizes["block_size"], self.model.dtype.itemsize, sizes["kv_cache_dtype"]
         )
-        config = EngineConfig(kv_memory=max(num_blocks * block_bytes, 1), **sizes)
+        config = EngineConfig(kv_cache_memory=max(num_blocks * block_bytes, 1), **sizes)
         return Engine(self.model, config, sampler=LogitsRecorder if self._has_head else StatesRecorder)
 
     def _prove_scored(self, name: str, tolerance: float = 0.0) -> Proof:

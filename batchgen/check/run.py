@@ -36,12 +36,12 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     threads = use_threads(spec.engine.threads, info.config)
     title = " + ".join(spec.model.named.values())
     log(f"loading {title}")
-    check = Check(spec.model, prompts, spec.engine.kv_dtype)
+    check = Check(spec.model, prompts, spec.engine.kv_cache_dtype)
     facts: dict[str, Any] = {
         **spec.model.named,
         **check.model.numerics,
         "backend": check.model.kernels.name,
-        **({} if check.kv_dtype == "auto" else {"kv_dtype": check.kv_dtype}),
+        **({} if check.kv_cache_dtype == "auto" else {"kv_cache_dtype": check.kv_cache_dtype}),
         "threads": threads,
         "num_prompts": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),

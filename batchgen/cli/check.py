@@ -14,7 +14,7 @@ from batchgen.core.errors import ExitCode, GateFailed
 from batchgen.core.machine import require_address_space
 from batchgen.core.units import counted
 
-_SIZES = tuple(name for name in KEYS["engine"] if name not in ("threads", "kv_dtype"))  # the proofs choose these
+_SIZES = tuple(name for name in KEYS["engine"] if name not in ("threads", "kv_cache_dtype"))  # the proofs choose these
 _MAX_PROMPTS = 16  # of a file without --limit
 
 

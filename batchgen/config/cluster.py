@@ -56,7 +56,7 @@ def _resources(value: object) -> Mapping[str, float]:
 class ClusterSpec:
     """How many workers run the engines, and where; without ``workers`` and ``ray`` this process does.
 
-    ``workers`` is a number, "MIN:MAX", "auto" or empty; ``patience`` and ``load_patience`` are durations such as "60s".
+    ``workers`` is a number, "MIN:MAX", "auto" or empty; the timeouts are durations such as "60s".
     """
 
     workers: str = key(
@@ -65,15 +65,15 @@ class ClusterSpec:
     ray: str = key(
         Kind(_address, "auto|HOST:PORT"), "Run on a Ray cluster: auto, or its head as HOST:PORT", "", resume="free"
     )
-    worker_cpus: int | None = key(integer_or_auto(1, 1 << 16), "CPUs of a worker", None, resume="free")
-    worker_gpus: int | None = key(integer_or_auto(0, 1 << 10), "GPUs of a worker", None, resume="free")
+    cpus_per_worker: int | None = key(integer_or_auto(1, 1 << 16), "CPUs of a worker", None, resume="free")
+    gpus_per_worker: int | None = key(integer_or_auto(0, 1 << 10), "GPUs of a worker", None, resume="free")
     resources: Mapping[str, float] | None = key(
         Kind(_resources, "JSON"), "Per worker, such as '{\"spot\": 0.01}'", None, flag="ray-resources", resume="free"
     )
-    patience: str = key(
+    step_timeout: str = key(
         Kind(_duration, "DURATION"), "Give up a worker that has ended no step for this long", "60s", resume="free"
     )
-    load_patience: str = key(
+    load_timeout: str = key(
         Kind(_duration, "DURATION"), "Give up a worker that takes longer to load the model", "30m", resume="free"
     )
 
@@ -94,9 +94,9 @@ class ClusterSpec:
         return (int(least), int(most)) if colon else (1, int(least))
 
     @property
-    def patience_s(self) -> float:
-        return parse_duration(self.patience)
+    def step_timeout_s(self) -> float:
+        return parse_duration(self.step_timeout)
 
     @property
-    def load_patience_s(self) -> float:
-        return parse_duration(self.load_patience)
+    def load_timeout_s(self) -> float:
+        return parse_duration(self.load_timeout)

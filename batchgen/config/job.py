@@ -177,8 +177,8 @@ class InputSpec:
 class EngineConfig:
     """Sizes and policies of the engine; None means "chosen for the machine".
 
-    Only ``max_model_len`` and ``kv_dtype`` can change outputs; of the latter a resume compares what the engine really
-    keeps. A ``kv_dtype`` of "auto" is what the model computes in.
+    Only ``max_model_len`` and ``kv_cache_dtype`` can change outputs; of the latter a resume compares what the engine
+    really keeps. A ``kv_cache_dtype`` of "auto" is what the model computes in.
     ``look_ahead`` is the most requests pulled from the input but not yet admitted; it is not a key of the job file.
     Raises UsageError naming an unknown type, or a size below 1 or above what the host has memory to keep track of.
     """
@@ -186,8 +186,10 @@ class EngineConfig:
     max_num_batched_tokens: int | None = key(integer_or_auto(1, 1 << 20), "Most tokens per step", None, resume="free")
     max_num_seqs: int | None = key(integer_or_auto(1, 1 << 16), "Most sequences running at once", None, resume="free")
     block_size: int | None = key(integer_or_auto(1, 1 << 16), "Tokens per KV block", None, resume="free")
-    kv_memory: int | None = key(_SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", None, resume="free")
-    kv_dtype: str = key(one_of("auto", "bfloat16", "int8"), "Type of cached keys and values", "auto", resume="compared")
+    kv_cache_memory: int | None = key(_SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", None, resume="free")
+    kv_cache_dtype: str = key(
+        one_of("auto", "bfloat16", "int8"), "Type of cached keys and values", "auto", resume="compared"
+    )
     max_model_len: int | None = key(_POSITIVE_OR_AUTO, "Longest prompt plus output, in tokens", None)
     look_ahead: int | None = None
     threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, resume="free")

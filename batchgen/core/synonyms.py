@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """What a word is called here: a key (``engine.kv_memory``) or a page, heading or command of ``help``; and why."""
+    """What a word is called here: a key (``engine.threads``) or a page, heading or command of ``help``; and why."""
 
     topic: str
     note: str = ""
@@ -51,7 +51,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym("input.messages"): "conversation, conversations, chat-column, sharegpt",
     Synonym("input.system"): "system-prompt, system-message, persona",
     Synonym("input.chat"): "apply-chat-template, chat-template, no-chat-template, raw, completion",
-    Synonym("input.columns"): "columns, keep, remove-columns, passthrough, metadata",
+    Synonym("input.columns"): "keep-columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
     Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",
     Synonym("input.encoding"): "charset, latin-1, cp1252, windows-1252, utf-16, iso-8859-1, ansi",
@@ -92,10 +92,10 @@ _TABLE: dict[Synonym, str] = {
     Synonym("engine.max_num_batched_tokens", "prompts are prefilled in parts of this size"): "chunked-prefill, "
     "enable-chunked-prefill, prefill-chunk-size, max-prefill-tokens, max-batch-tokens, token-budget",
     Synonym(
-        "engine.kv_memory"
-    ): "gpu-memory-utilization, kv-cache-memory, kv-cache-memory-bytes, oom, out of memory, mem-fraction-static, "
+        "engine.kv_cache_memory"
+    ): "gpu-memory-utilization, kv-memory, kv-cache-memory-bytes, oom, out of memory, mem-fraction-static, "
     "swap-space, kv-cache",
-    Synonym("engine.kv_dtype"): "kv-cache-dtype, kv-cache-quantization, cache-type-k",
+    Synonym("engine.kv_cache_dtype"): "kv-dtype, kv-cache-quantization, cache-type-k",
     Synonym(
         "engine.max_model_len"
     ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length",
@@ -111,7 +111,10 @@ _TABLE: dict[Synonym, str] = {
     "distributed",
     Synonym("Workers", "a model is not split over devices: --workers runs copies of it"): "tensor-parallel-size, "
     "tensor parallel, pipeline-parallel-size, tp, pp, model parallel, expert-parallel, sharding, tp-size",
-    Synonym("cluster.patience"): "step-timeout, request-timeout, worker-timeout",
+    Synonym("cluster.step_timeout"): "patience, request-timeout, worker-timeout",
+    Synonym("cluster.load_timeout"): "load-patience",
+    Synonym("cluster.cpus_per_worker"): "worker-cpus, num-cpus",
+    Synonym("cluster.gpus_per_worker"): "worker-gpus",
     Synonym("Kubernetes"): "docker, container, k8s, image, dockerfile",
     Synonym("SLURM"): "sbatch, job array, hpc, srun",
     # The run

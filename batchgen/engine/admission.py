@@ -200,7 +200,7 @@ def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:
     if needed > config.max_num_tokens:
         message = (
             f"prompt and max_tokens need KV memory for {needed} tokens; "
-            f"the pool holds {config.max_num_tokens}: raise kv_memory or lower max_tokens"
+            f"the pool holds {config.max_num_tokens}: raise kv_cache_memory or lower max_tokens"
         )
         return RowError(RowErrorCode.TOO_LONG, message)
     return None

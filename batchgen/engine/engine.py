@@ -82,9 +82,9 @@ class Engine:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What decides the tokens beside weights and requests: the model's, and ``kv_dtype`` where it is not "auto"."""
-        kv_dtype = self.config.kv_dtype
-        return self.runner.model.numerics | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
+        """What decides the tokens beside weights and requests: the model's, and the cache's type if not "auto"."""
+        kv_cache_dtype = self.config.kv_cache_dtype
+        return self.runner.model.numerics | ({} if kv_cache_dtype == "auto" else {"kv_cache_dtype": kv_cache_dtype})
 
     @property
     def max_num_seqs(self) -> int:

@@ -19,13 +19,13 @@ def load_weights(
     kernels: Kernels | None = None,
     *,
     has_head: bool = True,
-    kv_dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     always_proves: bool = False,
 ) -> Decoder:
     """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` before.
 
-    Without a head it gives hidden states in place of logits. Kernels that are not given are proven for ``kv_dtype``,
-    with ``always_proves`` also where their own tests run.
+    Without a head it gives hidden states in place of logits. Kernels that are not given are proven for
+    ``kv_cache_dtype``, with ``always_proves`` also where their own tests run.
 
     Raises:
         ModelError: unusable folder, config, or weights.
@@ -42,11 +42,17 @@ def load_weights(
         batch_invariant=where.batch_invariant,
         has_head=has_head,
         kernels=kernels,
-        prove=partial(_proven, kv_dtype=kv_dtype, always=always_proves),
+        prove=partial(_proven, kv_cache_dtype=kv_cache_dtype, always=always_proves),
     )
 
 
 def _proven(
-    kernels: Kernels, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, kv_dtype: str, always: bool
+    kernels: Kernels,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    kv_cache_dtype: str,
+    always: bool,
 ) -> Kernels:
-    return proof.proven(kernels, proof.Setting(config, device, dtype, kv_dtype), always=always)
+    return proof.proven(kernels, proof.Setting(config, device, dtype, kv_cache_dtype), always=always)

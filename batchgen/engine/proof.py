@@ -58,7 +58,7 @@ class Setting:
     config: ModelConfig
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
 
     @property
     def shrunk(self) -> ModelConfig:
@@ -76,12 +76,12 @@ class Setting:
     def engine(self, model: Decoder) -> Engine:
         """With memory for all requests."""
         num_blocks = sum(-(-len(r.prompt_token_ids) // _MOST_IN_A_BLOCK) + 1 for r in self.requests())
-        memory = num_blocks * model.config.kv_block_bytes(_MOST_IN_A_BLOCK, self.dtype.itemsize, self.kv_dtype)
+        memory = num_blocks * model.config.kv_block_bytes(_MOST_IN_A_BLOCK, self.dtype.itemsize, self.kv_cache_dtype)
         config = EngineConfig(
             max_num_batched_tokens=_MOST_TOKENS,
             max_num_seqs=_MOST_ROWS,
-            kv_memory=max(memory, 1),
-            kv_dtype=self.kv_dtype,
+            kv_cache_memory=max(memory, 1),
+            kv_cache_dtype=self.kv_cache_dtype,
             share_duplicates=False,
             forecast_memory=False,
         )
@@ -198,7 +198,7 @@ def _key(kernels: Kernels, setting: Setting) -> str:
         name, facts = processor_name(), [*target(), platform.machine()]
     facts += [f"{library} {_version(library)}" for library in _LIBRARIES]
     facts += [str(part) for part in (kernels.weights, kernels.activations, kernels.batch_invariant)]
-    facts += [str(part) for part in (setting.dtype, setting.kv_dtype, setting.shrunk)]
+    facts += [str(part) for part in (setting.dtype, setting.kv_cache_dtype, setting.shrunk)]
     digest = blake2b("|".join(facts).encode(), digest_size=16)
     folder = Path(kernels_room.__file__).parent
     for source in (*sorted(folder.rglob("*.py")), Path(__file__)):

@@ -118,7 +118,7 @@ def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuR
         num_slots=config.max_num_seqs + num_more,
         dtype=model.dtype,
         device=model.device,
-        kv_dtype=KV_DTYPES.get(config.kv_dtype),
+        kv_cache_dtype=KV_DTYPES.get(config.kv_cache_dtype),
     )
     if num_more:
         padding = PaddingSlot(config.num_blocks, config.max_num_seqs, config.block_size)

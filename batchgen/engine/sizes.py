@@ -38,9 +38,9 @@ _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per bl
 class SchedulerConfig:
     """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
 
-    ``kv_dtype`` is "auto" where keys and values are kept in the type in which they are computed; ``admits_in_batches``
-    is for devices that run single tokens far cheaper than steps with prompts. With ``whole_prompts`` each prompt is
-    computed in one step, one beyond the token budget alone.
+    ``kv_cache_dtype`` is "auto" where keys and values are kept in the type in which they are computed;
+    ``admits_in_batches`` is for devices that run single tokens far cheaper than steps with prompts. With
+    ``whole_prompts`` each prompt is computed in one step, one beyond the token budget alone.
     """
 
     max_num_batched_tokens: int
@@ -51,7 +51,7 @@ class SchedulerConfig:
     prefix_caching: bool = True
     longest_first: bool = True
     forecast_memory: bool = True
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     admits_in_batches: bool = False
     whole_prompts: bool = False
 
@@ -69,25 +69,26 @@ def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
     """
     is_cuda = model.device.type == "cuda"
     free, total = _memory(model)
-    config = replace(config, kv_dtype=kv_cache_dtype(config.kv_dtype, model))
+    config = replace(config, kv_cache_dtype=cache_dtype(config.kv_cache_dtype, model))
     sizes = sizes_for(config, model.config, model.dtype.itemsize, free, is_cuda=is_cuda)
     _refuse_beyond(sizes, model.config, model.dtype.itemsize, total)
     return sizes
 
 
-def kv_cache_dtype(kv_dtype: str, model: Decoder) -> str:
+def cache_dtype(kv_cache_dtype: str, model: Decoder) -> str:
     """The type that keys and values are rounded to; "auto" where that is the type in which they are computed.
 
     Raises:
         UsageError: the model's device has no kernels for it.
     """
-    if kv_dtype in ("auto", model.numerics["dtype"]):
+    if kv_cache_dtype in ("auto", model.numerics["dtype"]):
         return "auto"
-    if model.device.type != "cpu" and kv_dtype != "int8":
+    if model.device.type != "cpu" and kv_cache_dtype != "int8":
         raise UsageError(
-            f'kv_dtype {kv_dtype}: a GPU keeps keys and values as they are computed, "auto", or as integers, "int8"'
+            f'kv_cache_dtype {kv_cache_dtype}: a GPU keeps keys and values as they are computed, "auto", or as '
+            'integers, "int8"'
         )
-    return kv_dtype
+    return kv_cache_dtype
 
 
 def sizes_for(
@@ -103,22 +104,22 @@ def sizes_for(
     max_model_len = min(config.max_model_len or trained, trained)
     if max_model_len < 2:
         raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
-    block_bytes = model.kv_block_bytes(block_size, itemsize, config.kv_dtype)
+    block_bytes = model.kv_block_bytes(block_size, itemsize, config.kv_cache_dtype)
     tokens, max_num_seqs, kept = _step_sizes(config, model, itemsize, free_bytes, is_cuda=is_cuda)
     share = _CUDA_MEMORY_SHARE if is_cuda else _MEMORY_SHARE
-    memory = config.kv_memory or max(0, int(share * free_bytes) - kept)
+    memory = config.kv_cache_memory or max(0, int(share * free_bytes) - kept)
     # Memory for every sequence at full length is all that can ever be used.
     most = max_num_seqs * -(-max_model_len // block_size)
     num_blocks = min(memory // block_bytes if block_bytes else most, most, _MAX_NUM_BLOCKS)
     if num_blocks < 1:
-        raise UsageError(f"kv_memory {memory} bytes holds no block of {block_bytes} bytes; raise it")
+        raise UsageError(f"kv_cache_memory {memory} bytes holds no block of {block_bytes} bytes; raise it")
     return SchedulerConfig(
         max_num_batched_tokens=tokens,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        kv_dtype=config.kv_dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
         admits_in_batches=is_cuda,  # its graphs hold steps of single tokens alone
         prefix_caching=config.prefix_caching and model.is_causal,
         whole_prompts=not model.is_causal,
@@ -168,13 +169,13 @@ def _activation_bytes(tokens: int, model: ModelConfig, itemsize: int) -> int:
 def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, total_bytes: int) -> None:
     """Refuse what could never fit: memory is backed when touched, so too much of it would end the process later."""
     tokens = min(sizes.max_num_batched_tokens, sizes.max_num_tokens)
-    block_bytes = model.kv_block_bytes(sizes.block_size, itemsize, sizes.kv_dtype)
+    block_bytes = model.kv_block_bytes(sizes.block_size, itemsize, sizes.kv_cache_dtype)
     needs = {
         "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * model.conv_slot_bytes(itemsize)),
-        "kv_memory": (sizes.num_blocks, sizes.num_blocks * block_bytes),
+        "kv_cache_memory": (sizes.num_blocks, sizes.num_blocks * block_bytes),
         "max_num_batched_tokens": (tokens, _activation_bytes(tokens, model, itemsize)),
     }
-    units = {"max_num_seqs": "sequences", "kv_memory": "KV blocks", "max_num_batched_tokens": "tokens in a step"}
+    units = {"max_num_seqs": "sequences", "kv_cache_memory": "KV blocks", "max_num_batched_tokens": "tokens in a step"}
     for name, (count, needed) in needs.items():
         if needed > total_bytes:
             raise UsageError(
@@ -228,7 +229,7 @@ def use_threads(threads: int | None, config: ModelConfig) -> int:
 
 def reported_sizes(sizes: SchedulerConfig, model: Decoder) -> dict[str, Any]:
     """The sizes that an engine works with, given or chosen, as plain data; of a GPU also the most memory used."""
-    block_bytes = model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize, sizes.kv_dtype)
+    block_bytes = model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize, sizes.kv_cache_dtype)
     report = {**asdict(sizes), "kv_bytes": sizes.num_blocks * block_bytes, "kernels": model.kernels.name}
     if model.device.type == "cuda":
         import torch

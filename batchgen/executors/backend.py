@@ -55,13 +55,13 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
                 start_kernels(spec, model.config)  # with all processors, beside the start of the workers
             return LocalLauncher(start, split_machine(spec, model.context.num_rows))
 
-        return on_workers(make_launcher, spec.cluster.patience_s, spec.cluster.load_patience_s)(spec, model)
+        return on_workers(make_launcher, spec.cluster.step_timeout_s, spec.cluster.load_timeout_s)(spec, model)
 
     return load
 
 
 def on_workers(
-    make_launcher: Callable[[Start], WorkerLauncher], patience_s: float = 60.0, load_patience_s: float = 1800.0
+    make_launcher: Callable[[Start], WorkerLauncher], step_timeout_s: float = 60.0, load_timeout_s: float = 1800.0
 ) -> EngineFactory:
     """An engine factory: ``make_launcher`` makes the launcher whose workers begin with a ``Start``."""
 
@@ -69,7 +69,7 @@ def on_workers(
         """Returns when the first worker is ready. Raises as ``WorkersEngine.begin``."""
         context, gate = model.context, IdentityGate(model.context)
         launcher = make_launcher(Start(spec, context.at, context.digests))
-        liveness = Liveness(patience_s, load_patience_s)
+        liveness = Liveness(step_timeout_s, load_timeout_s)
         engine = WorkersEngine(launcher, RowDispatcher(num_chars=_num_chars), liveness, gate.refusal, context.note)
         try:
             first = engine.begin()

@@ -34,7 +34,7 @@ _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that a
 _POISON = "the workers that ran this row died, each time; batchgen run --update runs it again"
 _MOST_FALSE_STARTS = 2  # in a row, of workers that did not say why
 # Workers lost in a row, without a row that was finished in between, after which no other is started: those that hung,
-# each of which took all of its patience, and any. A run of many workers takes twice as many as it has.
+# each of which took all of the time that it may, and any. A run of many workers takes twice as many as it has.
 _MOST_HUNG = 6
 _MOST_IN_VAIN = 12
 
@@ -146,7 +146,7 @@ class WorkersEngine:
         least = self._launcher.num_wanted[0]
         if len(self._ready) >= least or self._dispatcher.is_winding_up:
             self._enough_at = time.monotonic()
-        too_long = time.monotonic() - self._enough_at > self._liveness.load_patience_s
+        too_long = time.monotonic() - self._enough_at > self._liveness.load_timeout_s
         if least > 1 and (too_long or self._num_useful < least):
             why = f" ({self._error})" if self._error else ""
             raise NoWorkers(
@@ -167,7 +167,7 @@ class WorkersEngine:
                 yield from self._answers(name, event)
         loading = {name: since for name, handle in self._handles.items() if (since := handle.loading_since) is not None}
         for name in self._liveness.late(loading):
-            self._notes.late(name, self._liveness.patience_s, self._liveness.load_patience_s)
+            self._notes.late(name, self._liveness.step_timeout_s, self._liveness.load_timeout_s)
         for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values(), loading).items():
             # One that cannot load here would not in another's place.
             error = None if name in self._ready else NoWorkers(f"no worker is left ({reason}); run again to resume")

@@ -12,22 +12,22 @@ from batchgen.executors.worker_state import WorkerState
 class Liveness:
     """Judges workers by what they get done, since one that hangs in a step goes on speaking.
 
-    ``patience_s`` is how long a worker may make no progress, ``load_patience_s`` how long it may load its model: both
-    as long as a user says. Time in which the driver itself stood still, and so did not ask, does not count.
+    ``step_timeout_s`` is how long a worker may make no progress, ``load_timeout_s`` how long it may load its model:
+    both as long as a user says. Time in which the driver itself stood still, and so did not ask, does not count.
     """
 
     def __init__(
-        self, patience_s: float = 60.0, load_patience_s: float = 1800.0, clock: Callable[[], float] = time.monotonic
+        self, step_timeout_s: float = 60.0, load_timeout_s: float = 1800.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.patience_s, self.load_patience_s = patience_s, load_patience_s
+        self.step_timeout_s, self.load_timeout_s = step_timeout_s, load_timeout_s
         self._clock = clock
         self._known_late: set[str] = set()
         self._asked_at = clock()
 
     def late(self, loading: Mapping[str, float]) -> list[str]:
-        """Workers that have been loading for longer than ``patience_s``, each once; ``loading`` says since when."""
+        """Workers that have been loading for longer than ``step_timeout_s``, each once; ``loading`` says since when."""
         now = self._clock()
-        late = {name for name, since in loading.items() if now - since > self.patience_s} - self._known_late
+        late = {name for name, since in loading.items() if now - since > self.step_timeout_s} - self._known_late
         self._known_late |= late
         return sorted(late)
 
@@ -38,14 +38,14 @@ class Liveness:
         """
         now = self._clock()
         stood_still, self._asked_at = now - self._asked_at, now
-        if stood_still > self.patience_s / 2:
+        if stood_still > self.step_timeout_s / 2:
             for worker in workers:
                 worker.moved_at = min(now, worker.moved_at + stood_still)
         owing = [worker for worker in workers if worker.tasks or worker.state == "leaving"]
         found = {
-            worker.name: f"no step of it has ended in {format_duration(self.patience_s)} (--patience)"
+            worker.name: f"no step of it has ended in {format_duration(self.step_timeout_s)} (--step-timeout)"
             for worker in owing
-            if now - worker.moved_at > self.patience_s
+            if now - worker.moved_at > self.step_timeout_s
         }
-        too_long = f"it has not loaded the model in {format_duration(self.load_patience_s)} (--load-patience)"
-        return found | {name: too_long for name, since in loading.items() if now - since > self.load_patience_s}
+        too_long = f"it has not loaded the model in {format_duration(self.load_timeout_s)} (--load-timeout)"
+        return found | {name: too_long for name, since in loading.items() if now - since > self.load_timeout_s}

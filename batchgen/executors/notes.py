@@ -44,7 +44,7 @@ class WorkerNotes:
 
     def late(self, name: str, after_s: float, limit_s: float) -> None:
         """A worker is loading its model for long."""
-        waits = f"{format_duration(after_s)}; it is given up after {format_duration(limit_s)} (--load-patience)"
+        waits = f"{format_duration(after_s)}; it is given up after {format_duration(limit_s)} (--load-timeout)"
         self._add("late", f"worker {name} has been loading the model for {waits}")
 
     def flush(self, num_workers: int, *, is_end: bool = False) -> None:

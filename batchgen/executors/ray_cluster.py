@@ -68,11 +68,11 @@ class WorkerResources:
         has as many CPUs as the smallest machine.
         """
         has_gpus = device != "cpu" and any(node.resources.get("GPU") for node in nodes)
-        gpus = cluster.worker_gpus
+        gpus = cluster.gpus_per_worker
         if gpus is None:
             gpus = int(has_gpus or device.startswith("cuda"))
         smallest = min((cpus for node in nodes if (cpus := node.resources.get("CPU", 0)) >= 1), default=1)
-        cpus = cluster.worker_cpus or (1 if gpus else int(smallest))
+        cpus = cluster.cpus_per_worker or (1 if gpus else int(smallest))
         return cls(cpus, gpus, cluster.resources or {})
 
     @property

@@ -44,7 +44,7 @@ def split_machine(spec: JobSpec, num_rows: int | None) -> list[MachineSlice]:
         UsageError: there are fewer GPUs.
     """
     cluster, nodes, gpus = spec.cluster, cpus_by_node(), visible_gpus(spec.model.device)
-    gpus_each = (1 if cluster.worker_gpus is None else cluster.worker_gpus) if gpus else 0
+    gpus_each = (1 if cluster.gpus_per_worker is None else cluster.gpus_per_worker) if gpus else 0
     if cluster.bounds is not None:
         number = cluster.bounds[1]
     else:
@@ -53,14 +53,14 @@ def split_machine(spec: JobSpec, num_rows: int | None) -> list[MachineSlice]:
         number = useful_workers(places, spec, num_rows, is_cuda=is_cuda)
     if gpus_each and number * gpus_each > len(gpus):
         raise UsageError(
-            f"--workers {number} with --worker-gpus {gpus_each}: this machine has {counted(len(gpus), 'GPU')}; ask for "
-            "fewer workers, or with --worker-gpus 0 for workers that share all of them"
+            f"--workers {number} with --gpus-per-worker {gpus_each}: this machine has {counted(len(gpus), 'GPU')}; "
+            "ask for fewer workers, or with --gpus-per-worker 0 for workers that share all of them"
         )
     memory = None if gpus else available_bytes() // number
     cpus = [cpu for node in nodes for cpu in node]
     return [
         MachineSlice(
-            _slice(cpus, i, number, cluster.worker_cpus),
+            _slice(cpus, i, number, cluster.cpus_per_worker),
             tuple(gpus[i * gpus_each : (i + 1) * gpus_each]) if gpus_each else None,
             memory,
         )

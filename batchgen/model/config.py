@@ -237,18 +237,18 @@ class ModelConfig:
         num_experts = layer.experts.num_experts if layer.experts else 0
         return self.hidden_size * (mixer + 3 * _active_width(layer) + num_experts)
 
-    def kv_block_bytes(self, block_size: int, itemsize: int, kv_dtype: str = "auto") -> int:
+    def kv_block_bytes(self, block_size: int, itemsize: int, kv_cache_dtype: str = "auto") -> int:
         """Bytes of one block over all layers, its padding and the convolution state at its end included.
 
-        Values have ``itemsize`` bytes; keys and values too where ``kv_dtype`` is "auto".
+        Values have ``itemsize`` bytes; keys and values too where ``kv_cache_dtype`` is "auto".
         """
-        lanes, (kv_itemsize, scale_bytes) = padded(block_size), _KV_BYTES.get(kv_dtype, (itemsize, 0))
+        lanes, (kv_itemsize, scale_bytes) = padded(block_size), _KV_BYTES.get(kv_cache_dtype, (itemsize, 0))
         per_head = padded(self.head_dim) * (lanes + block_size) * kv_itemsize + 2 * lanes * scale_bytes
         return self.num_attention_layers * self.num_kv_heads * per_head + self.conv_slot_bytes(itemsize)
 
-    def kv_position_bytes(self, itemsize: int, kv_dtype: str = "auto") -> int:
+    def kv_position_bytes(self, itemsize: int, kv_cache_dtype: str = "auto") -> int:
         """Bytes of the keys and values of one position over all layers, without padding."""
-        kv_itemsize, scale_bytes = _KV_BYTES.get(kv_dtype, (itemsize, 0))
+        kv_itemsize, scale_bytes = _KV_BYTES.get(kv_cache_dtype, (itemsize, 0))
         return 2 * self.num_attention_layers * self.num_kv_heads * (self.head_dim * kv_itemsize + scale_bytes)
 
     def conv_slot_bytes(self, itemsize: int) -> int:

@@ -77,13 +77,13 @@ class Costs:
     bytes_of_experts: int
 
     @classmethod
-    def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_dtype: str = "auto") -> Costs:
-        """Costs of a model whose cache has values of ``itemsize`` bytes, but for another ``kv_dtype``.
+    def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_cache_dtype: str = "auto") -> Costs:
+        """Costs of a model whose cache has values of ``itemsize`` bytes, but for another ``kv_cache_dtype``.
 
         A weight takes ``weight_bytes``.
         """
         tail, windows = config.tail_params_per_token, [bool(s.window) for s in config.layers if s.mixer == ATTENTION]
-        attended, read = 4 * config.num_heads * config.head_dim, config.kv_position_bytes(itemsize, kv_dtype)
+        attended, read = 4 * config.num_heads * config.head_dim, config.kv_position_bytes(itemsize, kv_cache_dtype)
         read //= max(len(windows), 1)  # in one layer
         inner, last = windows[:-1], windows[-1:]
         ahead = 0 if config.is_causal else attended * len(inner)

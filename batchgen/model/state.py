@@ -52,14 +52,14 @@ def allocate(
     num_slots: int,
     dtype: torch.dtype,
     device: torch.device,
-    kv_dtype: torch.dtype | None = None,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> StateCache:
     """Zeroed state: values that a vector reads beyond the end of a sequence are masked, but must be finite.
 
-    ``kv_dtype`` is what keys and values are rounded to, if not ``dtype``. The keys have one more block, for the last
-    vector of a block whose size is no multiple of ``LANES``.
+    ``kv_cache_dtype`` is what keys and values are rounded to, if not ``dtype``. The keys have one more block, for the
+    last vector of a block whose size is no multiple of ``LANES``.
     """
-    cached = kv_dtype or dtype
+    cached = kv_cache_dtype or dtype
     heads, width, lanes = config.num_kv_heads, padded(config.head_dim), padded(block_size)
     pack = key_pack(cached, device, width)
 

@@ -110,7 +110,7 @@ def workers_plan(spec: JobSpec, num_rows: int, max_num_seqs: int) -> WorkersPlan
         return None
     number: int | None = 1
     if cluster.ray or _is_cuda(spec):
-        gpus_each = 1 if cluster.worker_gpus is None else cluster.worker_gpus
+        gpus_each = 1 if cluster.gpus_per_worker is None else cluster.gpus_per_worker
         num_places = len(visible_gpus(spec.model.device)) // gpus_each if gpus_each else 1
         number = cluster.bounds[1] if cluster.bounds else None if cluster.ray else max(1, num_places)
     return WorkersPlan(number, max(1, num_rows // (4 * max_num_seqs)))
@@ -164,20 +164,20 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     if dtype == "auto":
         dtype = config.auto_dtype(is_cpu=not _is_cuda(spec))
     itemsize = item_bytes(dtype)
-    is_auto = spec.engine.kv_memory is None
+    is_auto = spec.engine.kv_cache_memory is None
     is_known = forecast.sizes is not None or not is_auto or not _is_cuda(spec)
     weights = config.model_bytes(dtype, spec.model.weights, spec.model.activations, is_cpu=not _is_cuda(spec))
     free_bytes = max(0, available_bytes() - weights)  # once they are loaded
     if is_auto and forecast.sizes is None and not _is_cuda(spec) and not free_bytes:
         has = f"the weights take {weights / 1e9:,.1f} GB, this machine has {available_bytes() / 1e9:,.1f} GB free"
         raise UsageError(
-            f"{spec.model.path}: {has}; run a smaller model, or give kv_memory to plan for another machine"
+            f"{spec.model.path}: {has}; run a smaller model, or give kv_cache_memory to plan for another machine"
         )
     sizes = forecast.sizes or sizes_for(spec.engine, config, itemsize, free_bytes, is_cuda=_is_cuda(spec))
-    block_bytes = config.kv_block_bytes(sizes.block_size, itemsize, spec.engine.kv_dtype)
+    block_bytes = config.kv_block_bytes(sizes.block_size, itemsize, spec.engine.kv_cache_dtype)
     row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))
     return {
-        "dtype": dtype if spec.engine.kv_dtype == "auto" else spec.engine.kv_dtype,
+        "dtype": dtype if spec.engine.kv_cache_dtype == "auto" else spec.engine.kv_cache_dtype,
         "block_size": sizes.block_size,
         "bytes_per_token": block_bytes // sizes.block_size,
         "mean_row_bytes": row_blocks * block_bytes,

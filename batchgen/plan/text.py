@@ -80,12 +80,12 @@ def _kv(kv: Mapping[str, Any]) -> Lines:
     row = f"{_size(kv['bytes_per_token'])} a token, {_size(kv['mean_row_bytes'])} a row of mean length ({kv['dtype']})"
     yield "KV memory", row
     if kv["memory_bytes"] is None:
-        yield "", 'kv_memory "auto" on a GPU: --calibrate measures the free memory'
+        yield "", 'kv_cache_memory "auto" on a GPU: --calibrate measures the free memory'
         return
     fits = f"{_size(kv['memory_bytes'])} hold {kv['tokens_that_fit']:,} tokens, {kv['rows_that_fit']:,} such rows"
     yield "", f"{fits}; max_num_seqs {kv['max_num_seqs']:,}"
     if kv["is_auto"]:
-        yield "", 'kv_memory "auto", by what is free now; the run asks again'
+        yield "", 'kv_cache_memory "auto", by what is free now; the run asks again'
 
 
 def _size(num_bytes: float) -> str:

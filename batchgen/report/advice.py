@@ -43,7 +43,7 @@ def bound_by(report: Mapping[str, Any]) -> str:
     most, _ = spent.most_common(1)[0]
     if most != _WORK["prefill"]:
         return most
-    if _lacks_kv_memory(report):
+    if _lacks_kv_cache_memory(report):
         return "KV memory"
     occupancy = report["occupancy"] or dict.fromkeys(_BATCH_LIMITS, 0.0)
     name, limit = max(_BATCH_LIMITS.items(), key=lambda item: occupancy[item[0]])
@@ -58,8 +58,8 @@ def bound_by(report: Mapping[str, Any]) -> str:
 def advice(report: Mapping[str, Any]) -> list[str]:
     """What to change, the most effective first."""
     settings = []
-    if _lacks_kv_memory(report):
-        settings.append("KV memory bound: raise --kv-memory, or lower --max-num-seqs")
+    if _lacks_kv_cache_memory(report):
+        settings.append("KV memory bound: raise --kv-cache-memory, or lower --max-num-seqs")
     if bound_by(report) == _WORK["load"]:
         settings.append("loading the model took most of the time: give a run more rows")
     return [*settings, *warnings(report)]
@@ -91,7 +91,7 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{said}: raise max_tokens in the job and run it with --update, which computes these alone"
 
 
-def _lacks_kv_memory(report: Mapping[str, Any]) -> bool:
+def _lacks_kv_cache_memory(report: Mapping[str, Any]) -> bool:
     occupancy, preemptions = report["occupancy"], report["engine"].get("num_preemptions", 0)
     is_full = bool(occupancy) and occupancy["max_kv_use"] > _FULL_KV
     return is_full and preemptions > _PREEMPTIONS_PER_ROW * report["rows"]["total"]

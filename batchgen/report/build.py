@@ -38,11 +38,11 @@ KEYS = {
     "created_at": "when the first invocation began, ISO 8601",
     "finished_at": "when the report was written, ISO 8601",
     "numerics": "dtype, device and kernel set (instructions, library) the model ran in; absent: kernels "
-    "if not known, weights, activations and kv_dtype if not set",
+    "if not known, weights, activations and kv_cache_dtype if not set",
     "threads": "CPU threads, of each worker; null if the last invocation loaded no model",
     "sizes": "what the engine worked with, chosen by the user or by auto: max_num_batched_tokens, max_num_seqs, "
-    "block_size, num_blocks, kv_bytes, max_model_len, kv_dtype, kernels and its policies, of a GPU max_device_bytes; "
-    "null where not known",
+    "block_size, num_blocks, kv_bytes, max_model_len, kv_cache_dtype, kernels and its policies, of a GPU "
+    "max_device_bytes; null where not known",
     "rows": "rows done, failed and in all (total)",
     "errors": "failed rows by code",
     "finish_reasons": "samples of done rows by finish_reason; a row has n of them",

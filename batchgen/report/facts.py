@@ -335,5 +335,5 @@ def numerics_text(numerics: Mapping[str, str]) -> str:
 
 def integers_text(numerics: Mapping[str, Any]) -> str:
     """What is kept in another type than it is computed in, and what is multiplied as integers; empty if nothing is."""
-    words = {"weights": "weights", "activations": "activations", "kv_dtype": "keys and values"}
+    words = {"weights": "weights", "activations": "activations", "kv_cache_dtype": "keys and values"}
     return ", ".join(f"{numerics[key]} {name}" for key, name in words.items() if numerics.get(key, "auto") != "auto")

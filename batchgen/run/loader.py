@@ -269,7 +269,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
         from batchgen.kernels.cpu.parallel import num_launches
 
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
-    model = load_weights(spec.model, has_head=not spec.embed.is_on, kv_dtype=spec.engine.kv_dtype)
+    model = load_weights(spec.model, has_head=not spec.embed.is_on, kv_cache_dtype=spec.engine.kv_cache_dtype)
     text = TextTools(partial(StopStrings, info.tokenizer), info.grammars) if info.tokenizer else None
     sampler = pooler(spec.embed, info.vectors, model) if spec.embed.is_on else Sampler
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text, sampler=sampler)
@@ -306,7 +306,7 @@ def start_kernels(spec: JobSpec, config: ModelConfig) -> None:
 
 def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
     """What kernels depend on beside the dtype that is computed in."""
-    settings = (spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
+    settings = (spec.model.weights, spec.model.activations, spec.engine.kv_cache_dtype)
     return (config.saved_dtype, *settings, config.parts)
 
 

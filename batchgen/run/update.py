@@ -233,7 +233,7 @@ def _with_numerics(now: Manifest, begun: Manifest, spec: JobSpec) -> Manifest:
 def _expected(numerics: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
     """The numerics of a run with what the job names; its "auto" is known, and compared, once the weights are loaded."""
     named = {"dtype": spec.model.dtype, "device": spec.model.device.partition(":")[0]}
-    if spec.engine.kv_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
-        named["kv_dtype"] = spec.engine.kv_dtype
-    others = {name: value for name, value in numerics.items() if name != "kv_dtype"}  # there only if not "auto"
+    if spec.engine.kv_cache_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
+        named["kv_cache_dtype"] = spec.engine.kv_cache_dtype
+    others = {name: value for name, value in numerics.items() if name != "kv_cache_dtype"}  # there only if not "auto"
     return others | {name: value for name, value in named.items() if value != "auto"}

@@ -243,7 +243,7 @@ def test_hidden_lengths_that_the_memory_cannot_hold_are_named_in_the_error(
     path = tmp_path / "work.jsonl"
     rows = [{"prompt_token_ids": [5] * 10, "max_tokens": 60}, {"prompt_token_ids": [5] * 60, "max_tokens": 4}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    memory = ["--block-size", "8", "--kv-memory", str(10 * load_config(SAMPLE).kv_block_bytes(8, 4))]
+    memory = ["--block-size", "8", "--kv-cache-memory", str(10 * load_config(SAMPLE).kv_block_bytes(8, 4))]
     arguments = ["bench", "--model", SAMPLE, "--dtype", "float32", "--workload", str(path), "--ignore-eos", *memory]
     assert call([*arguments, "--repeats", "1"]) == ExitCode.USAGE
     assert "all rows have the largest max_tokens here; --lengths known gives each its own" in capsys.readouterr().err

@@ -94,11 +94,11 @@ def test_made_up_prompts_fit_any_model(vocab_size: int, max_model_len: int) -> N
         assert all(0 <= token < vocab_size for token in request.prompt_token_ids)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", slow("int8")])
-def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..., Found], kv_dtype: str) -> None:
-    code, found, _ = check("--kv-dtype", kv_dtype)
-    assert (code, found["kv_dtype"], failed(found)) == (ExitCode.OK, kv_dtype, [])
-    assert "kv_dtype" not in check()[1]
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", slow("int8")])
+def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..., Found], kv_cache_dtype: str) -> None:
+    code, found, _ = check("--kv-cache-dtype", kv_cache_dtype)
+    assert (code, found["kv_cache_dtype"], failed(found)) == (ExitCode.OK, kv_cache_dtype, [])
+    assert "kv_cache_dtype" not in check()[1]
 
 
 FIND_FAULTS = proof.find_faults

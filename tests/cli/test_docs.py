@@ -114,7 +114,7 @@ def test_a_page_fits_into_80_columns_but_for_its_code(capsys: pytest.CaptureFixt
         ("Job File", "The job file"),
         ("max_tokens", "sampling.max_tokens"),
         ("--max-tokens", "sampling.max_tokens"),
-        ("engine.kv_memory", "engine.kv_memory"),
+        ("engine.kv_cache_memory", "engine.kv_cache_memory"),
         ("too_long", "too_long"),
         ("exit codes", "Exit codes"),
         ("status", "Usage: batchgen status [OPTIONS] DIR"),

@@ -83,7 +83,7 @@ SWITCHES = {
 NAMED = (
     "--model --revision --dtype --device --tokenizer --input --prompt --system --no-chat --columns --limit",
     "--max-tokens --temperature --seed --ignore-eos --output --order --token-ids --workers --ray --speculate",
-    "--threads --max-num-batched-tokens --max-num-seqs --block-size --kv-memory --max-model-len",
+    "--threads --max-num-batched-tokens --max-num-seqs --block-size --kv-cache-memory --max-model-len",
     "--overwrite --strict --max-error-rate --deadline --max-runtime --max-total-tokens --shard",
 )
 ROWS = [{"id": i, "question": f"Name the same city as row {i // 2}, in one word and no more."} for i in range(8)]

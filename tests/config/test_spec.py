@@ -112,9 +112,9 @@ def test_flags_of_unknown_names_are_refused(tmp_path: Path, flags: Any, message:
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    flags = {"sampling": {"max_tokens": 3}, "engine": {"kv_memory": "1GiB"}}
+    flags = {"sampling": {"max_tokens": 3}, "engine": {"kv_cache_memory": "1GiB"}}
     spec = from_text(tmp_path, minimal("[sampling]\nmax_tokens = 9\nseed = 4\n"), flags)
-    assert (spec.sampling.max_tokens, spec.sampling.seed, spec.engine.kv_memory) == (3, 4, 1 << 30)
+    assert (spec.sampling.max_tokens, spec.sampling.seed, spec.engine.kv_cache_memory) == (3, 4, 1 << 30)
 
 
 def test_a_flag_that_says_what_the_prompt_is_replaces_the_files_word(tmp_path: Path) -> None:
@@ -153,7 +153,10 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("prompt = 3\n", r"input\.prompt = 3: must be a string"),
         ('prompt = "a"\nmessages = "b"\n', r"input\.prompt and input\.messages exclude each other"),
         ('chat = false\nsystem = "s"\n', r"input\.system needs input\.chat = true"),
-        ('[engine]\nkv_memory = "4 gigs"\n', r'engine\.kv_memory = \'4 gigs\': must be a size such as "4GiB"'),
+        (
+            '[engine]\nkv_cache_memory = "4 gigs"\n',
+            r'engine\.kv_cache_memory = \'4 gigs\': must be a size such as "4GiB"',
+        ),
         ("[engine]\nthreads = -1\n", r"engine\.threads = -1: must be"),
         ("[sampling]\nmax_tokens = 0\n", r"job\.toml:8: sampling\.max_tokens: .*0"),
         ("[sampling]\ntemperature = nan\n", r"sampling\.temperature"),
@@ -203,17 +206,17 @@ REFUSED_FLAGS: list[tuple[str, object, str]] = [
     ("cluster.workers", "70000", "^--workers = .*up to 65536"),
     *(("cluster.ray", value, "^--ray = .*must be auto or HOST:PORT") for value in ("head", "head:", "a b:1", 5)),
     ("cluster.ray", "ray://head:10001", "^--ray = .*the driver must be on a node of the cluster"),
-    ("cluster.load_patience", "0s", "^--load-patience = .*must be a duration"),
+    ("cluster.load_timeout", "0s", "^--load-timeout = .*must be a duration"),
     *(
-        ("cluster.patience", value, "^--patience = .*must be a duration")
+        ("cluster.step_timeout", value, "^--step-timeout = .*must be a duration")
         for value in ("0s", "", "soon", True, 0, -1, [])
     ),
     *(
         ("cluster.resources", value, "^--ray-resources = .*must be an object")
         for value in ("{", "[1]", {"spot": 0}, {"spot": True}, {"a": "b"})
     ),
-    ("cluster.worker_cpus", 0, "^--worker-cpus = .*must be"),
-    ("cluster.worker_gpus", -1, "^--worker-gpus = .*must be"),
+    ("cluster.cpus_per_worker", 0, "^--cpus-per-worker = .*must be"),
+    ("cluster.gpus_per_worker", -1, "^--gpus-per-worker = .*must be"),
 ]
 
 
@@ -310,7 +313,7 @@ LONG = "x" * 300
         ("[input]\nlimit = " + "9" * 5000, "a number of too many digits"),
         ("[input]\nlimit = 0x" + "f" * 5000, r"limit = \(a huge int\): must be an integer of at least 1 and at most"),
         ("[sampling]\nstop = [0x" + "f" * 5000 + "]", r"stop = \(a huge list\) must be a string or a list"),
-        ("[engine]\nkv_memory = '" + "9" * 400 + "GiB'", "below 8 EiB"),
+        ("[engine]\nkv_cache_memory = '" + "9" * 400 + "GiB'", "below 8 EiB"),
         ('[output]\npath = "a\\u0000b"', "output.path = .*: holds a NUL"),
         (f'[output]\npath = "{LONG}"', "output.path = .*: is too long for a path"),
         ('[input]\npath = ["ok", "a\\u0000b"]', "input.path = .*: holds a NUL"),
@@ -376,7 +379,7 @@ def test_a_spec_survives_json(tmp_path: Path) -> None:
     scored = 'choices = ["yes", " no"]\nnormalize = "tokens"\n'
     restricted = 'allowed_token_ids = [7, 2]\nbad_words = ["a"]\nlogit_bias = { "7" = 1, "2" = -0.5 }\n'
     for sampling in (generated, scored, restricted, "prompt_logprobs = 0\nmax_tokens = 0\n"):
-        extra = f'columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_memory = "1GiB"\n'
+        extra = f'columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_cache_memory = "1GiB"\n'
         spec = from_text(tmp_path, minimal(extra))
         assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
@@ -447,7 +450,8 @@ def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> Non
     keys = load_job(None, NEEDED).output_keys()
     assert {"input.prompt", "sampling.seed", "output.token_ids"} <= keys.keys()
     assert (
-        not {"engine.kv_memory", "engine.threads", "engine.max_num_seqs", "output.order", "output.path"} & keys.keys()
+        not {"engine.kv_cache_memory", "engine.threads", "engine.max_num_seqs", "output.order", "output.path"}
+        & keys.keys()
     )
 
 
@@ -498,18 +502,18 @@ def test_a_ray_cluster_is_used_without_a_number_of_workers() -> None:
 
 def test_no_key_of_the_cluster_changes_outputs() -> None:
     assert all(key.resume == "free" for key in KEYS["cluster"].values())
-    given = {"workers": "2:4", "ray": "auto", "worker_cpus": 2, "worker_gpus": 0, "resources": {"spot": 0.01}}
-    spec = spec_of(**given, patience="3s", load_patience="9m")
+    given = {"workers": "2:4", "ray": "auto", "cpus_per_worker": 2, "gpus_per_worker": 0, "resources": {"spot": 0.01}}
+    spec = spec_of(**given, step_timeout="3s", load_timeout="9m")
     assert spec.output_keys() == spec_of().output_keys()
     assert job_from_dict(spec.to_dict()) == spec, "job.json holds it whole"
 
 
 def test_a_job_file_and_flags_say_the_same(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
-    text = '[cluster]\nworkers = "2:4"\npatience = "1m30s"\nresources = { spot = 0.5 }\n'
+    text = '[cluster]\nworkers = "2:4"\nstep_timeout = "1m30s"\nresources = { spot = 0.5 }\n'
     file.write_text(text, encoding="utf-8")
     spec = load_job(file, {**NEEDED, "cluster": {"workers": "3", "resources": '{"gpu_a": 1}'}})
-    assert (spec.cluster.bounds, spec.cluster.patience_s) == ((1, 3), 90.0)
+    assert (spec.cluster.bounds, spec.cluster.step_timeout_s) == ((1, 3), 90.0)
     assert spec.cluster.resources == {"gpu_a": 1.0}
     begun = load_job(None, {"cluster": {"workers": "5"}}, begun=spec.to_dict())
     assert (begun.cluster.bounds, begun.cluster.resources, begun.input) == ((1, 5), {"gpu_a": 1.0}, spec.input)

@@ -60,7 +60,7 @@ def test_memory_that_runs_out_is_one_line_with_what_for_and_how_much(fail: Calla
         fail()
     message = str(caught.value)
     assert message.startswith("out of memory while loading the weights")
-    assert "--kv-memory" in message
+    assert "--kv-cache-memory" in message
     assert amount in message
     assert "\n" not in message
     assert caught.value.exit_code == ExitCode.CRASH
@@ -106,7 +106,7 @@ def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkey
 
     monkeypatch.setattr(load, "Decoder", lambda *_: of_numpy())
     job.write(rows_of(1))
-    with pytest.raises(OutOfMemory, match=r"out of memory while loading the weights.*--kv-memory"):
+    with pytest.raises(OutOfMemory, match=r"out of memory while loading the weights.*--kv-cache-memory"):
         run_job(job.spec(), quiet())
     monkeypatch.undo()
     assert job.run().exit_code == ExitCode.OK

@@ -29,7 +29,7 @@ SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.9, seed=3)
 
 
 def run_one(request: Request, model: Decoder = MODEL, **config: int) -> Result:
-    (result,) = Engine(model, EngineConfig(kv_memory=1 << 20, **config)).run([request])
+    (result,) = Engine(model, EngineConfig(kv_cache_memory=1 << 20, **config)).run([request])
     return result
 
 
@@ -55,7 +55,7 @@ def test_a_stop_token_ends_with_stop_and_is_kept(undisturbed: tuple[int, ...]) -
 
 def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None:
     end = undisturbed[3]
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), eos_token_ids=[end])
+    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), eos_token_ids=[end])
     heeding, ignoring = Request(0, PROMPT, replace(GREEDY, ignore_eos=False)), Request(1, PROMPT, GREEDY)
     results = {r.key: r for r in engine.run([heeding, ignoring])}
     assert results[0].token_ids == undisturbed[: undisturbed.index(end) + 1]
@@ -65,7 +65,7 @@ def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None
 
 def test_min_tokens_holds_the_end_back(undisturbed: tuple[int, ...]) -> None:
     end = undisturbed[0]
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), eos_token_ids=[end])
+    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), eos_token_ids=[end])
     (result,) = engine.run([Request(0, PROMPT, SamplingParams(max_tokens=6, min_tokens=6))])
     assert len(result.token_ids) == 6
     assert end not in result.token_ids
@@ -96,7 +96,7 @@ def test_a_full_context_ends_with_length(undisturbed: tuple[int, ...]) -> None:
 def test_a_row_that_can_never_run_is_an_error_row_and_harms_no_other(
     request_: Request, code: RowErrorCode, words: list[str], undisturbed: tuple[int, ...]
 ) -> None:
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20, max_model_len=9))
+    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20, max_model_len=9))
     results = {r.key: r for r in engine.run([Request(0, PROMPT, GREEDY), request_])}
     error = results[1].error
     assert error is not None and error.code == code
@@ -116,11 +116,11 @@ def test_what_the_pool_can_never_hold_is_an_error_row_before_it_starts() -> None
 
 
 def test_no_requests_make_no_results() -> None:
-    assert list(Engine(MODEL, EngineConfig(kv_memory=1 << 20)).run([])) == []
+    assert list(Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20)).run([])) == []
 
 
 def test_a_request_that_was_done_already_is_answered_at_once(undisturbed: tuple[int, ...]) -> None:
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
+    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20))
     done = engine.submit(Request(0, PROMPT, GREEDY, undisturbed))
     assert done is not None
     assert (done.token_ids, done.finish_reason) == (undisturbed, FinishReason.LENGTH)
@@ -361,7 +361,7 @@ class EndsAt:
 
 
 def stopping_engine() -> Engine:
-    return Engine(MODEL, EngineConfig(kv_memory=1 << 20), text=TextTools(EndsAt))
+    return Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), text=TextTools(EndsAt))
 
 
 def test_a_stop_string_ends_with_stop_and_is_named(undisturbed: tuple[int, ...]) -> None:
@@ -395,7 +395,7 @@ def test_a_text_that_fails_for_stop_strings_ends_its_row_only(num_resumed: int, 
                 raise TokenizerError("no text")
             return None
 
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), text=TextTools(Fails))
+    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), text=TextTools(Fails))
     failing = Request(0, PROMPT, replace(GREEDY, stop=("fails",)), undisturbed[:num_resumed])
     results = {r.key: r for r in checked_run(engine, [failing, Request(1, PROMPT, replace(GREEDY, stop=("x",)))])}
     assert results[0].error == RowError(RowErrorCode.INTERNAL, "no text")
@@ -404,7 +404,7 @@ def test_a_text_that_fails_for_stop_strings_ends_its_row_only(num_resumed: int, 
 
 def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
     tokenizer = structured.tokenizer()
-    engine = Engine(load_model(str(structured.MODEL)), EngineConfig(kv_memory=1 << 20), tokenizer=tokenizer)
+    engine = Engine(load_model(str(structured.MODEL)), EngineConfig(kv_cache_memory=1 << 20), tokenizer=tokenizer)
     chat = [{"role": "user", "content": 'Write "silver" in capital letters.'}]
     (prompt,) = tokenizer.encode_batch([*tokenizer.render_chats([chat])], add_special_tokens=False)
     assert not isinstance(prompt, TokenizerError)
@@ -434,7 +434,7 @@ def test_a_stopped_request_goes_on_from_its_tokens_where_they_are_all_it_needs(k
     """Log-probabilities of tokens it had are computed anew; several samples begin anew. The result is the same."""
     request = Request(5, PROMPT, KINDS[kind])
     whole = run_one(request)
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
+    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20))
     engine.submit(request)
     for _ in range(5):
         engine.step()

@@ -51,7 +51,7 @@ def overlapping(
 ) -> Engine:
     memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
-    config = EngineConfig(block_size=block_size, kv_memory=memory, **sizes)
+    config = EngineConfig(block_size=block_size, kv_cache_memory=memory, **sizes)
     engine = Engine(
         model, config, text=TextTools(lambda _: SomeTokens()), runner=partial(ModelRunner, overlaps=True, fetch=device)
     )
@@ -81,7 +81,7 @@ def requests_of_every_kind() -> tuple[Request, ...]:
 
 @cache
 def expected() -> dict[int, Result]:
-    config = EngineConfig(kv_memory=1 << 22, prefix_caching=False, share_duplicates=False)
+    config = EngineConfig(kv_cache_memory=1 << 22, prefix_caching=False, share_duplicates=False)
     engine = Engine(MODEL, config, text=TextTools(lambda _: SomeTokens()))
     return untimed(engine.run(requests_of_every_kind()))
 

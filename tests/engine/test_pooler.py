@@ -165,7 +165,7 @@ def test_no_bit_depends_on_sizes(lengths: list[int], budget: int, block_size: in
 
 def test_equal_texts_that_are_pooled_otherwise_share_nothing() -> None:
     head = VectorHead(VectorSettings(), model("qwen3").kernels, model("qwen3").config.hidden_size, torch.float32)
-    engine = Engine(model("qwen3"), EngineConfig(kv_memory=1 << 26), sampler=partial(Pooler, head))
+    engine = Engine(model("qwen3"), EngineConfig(kv_cache_memory=1 << 26), sampler=partial(Pooler, head))
     params = SamplingParams(max_tokens=0)
     requests = [Request(key, (9, 10, 11), params, pooling=key) for key in ("last", "mean")]
     for result in engine.run(requests):
@@ -338,7 +338,7 @@ def test_states_that_are_not_finite_fail_their_row_alone() -> None:
     decoder = loaded(checkpoint("lfm2")[1])
     spoil(decoder, 100, float("nan"))
     head = VectorHead(VectorSettings(), decoder.kernels, 64, torch.float32)
-    engine = Engine(decoder, EngineConfig(kv_memory=1 << 24), sampler=partial(Pooler, head))
+    engine = Engine(decoder, EngineConfig(kv_cache_memory=1 << 24), sampler=partial(Pooler, head))
     rows = [Request(key, ids, SamplingParams(max_tokens=0), pooling="mean") for key, ids in enumerate([(9,), (9, 100)])]
     results = {result.key: result for result in engine.run(rows)}
     assert results[0].error is None

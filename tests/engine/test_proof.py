@@ -50,8 +50,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def setting_of(family: str, form: str = "float32") -> Setting:
-    dtype, kv_dtype, _ = FORMATS[form]
-    return Setting(parse_config(raw_config(model_type=family), "tiny"), CPU, dtype, kv_dtype)
+    dtype, kv_cache_dtype, _ = FORMATS[form]
+    return Setting(parse_config(raw_config(model_type=family), "tiny"), CPU, dtype, kv_cache_dtype)
 
 
 def tokens(setting: Setting, kernels: Kernels) -> Mapping[int, tuple[int, ...]]:
@@ -73,7 +73,7 @@ def test_right_kernels_of_a_gpu_have_no_fault(family: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "integers"),
+    ("dtype", "kv_cache_dtype", "integers"),
     [
         (torch.float32, "bfloat16", {}),
         (torch.bfloat16, "auto", {}),
@@ -84,9 +84,9 @@ def test_right_kernels_of_a_gpu_have_no_fault(family: str, form: str) -> None:
 )
 @pytest.mark.parametrize("family", RAW)
 def test_right_kernels_of_a_cpu_have_no_fault(
-    family: str, dtype: torch.dtype, kv_dtype: str, integers: dict[str, str]
+    family: str, dtype: torch.dtype, kv_cache_dtype: str, integers: dict[str, str]
 ) -> None:
-    setting = Setting(parse_config(raw_config(model_type=family), "tiny"), CPU, dtype, kv_dtype)
+    setting = Setting(parse_config(raw_config(model_type=family), "tiny"), CPU, dtype, kv_cache_dtype)
     assert find_faults(select(CPU, dtype, **integers), setting) == {}
 
 
@@ -314,7 +314,7 @@ def test_a_verdict_is_kept_for_its_setting_kernels_and_libraries(
     for _ in range(2):
         assert proven(CpuKernels(torch.float32), setting, always=True).faults == {"swiglu": "it differs"}
     assert len(num_proofs) == 1
-    for other in (replace(setting, dtype=torch.bfloat16), replace(setting, kv_dtype="int8"), setting_of("llama")):
+    for other in (replace(setting, dtype=torch.bfloat16), replace(setting, kv_cache_dtype="int8"), setting_of("llama")):
         proven(CpuKernels(other.dtype), other, always=True)
     proven(CpuKernels(torch.float32, weights="int8"), setting, always=True)
     assert len(num_proofs) == 5

@@ -52,7 +52,7 @@ def recorded(recorder: Again, **sizes: Any) -> Iterator[Engine]:
 
 def config_of(num_blocks: int = 200, **sizes: Any) -> EngineConfig:
     memory = num_blocks * MODEL.config.kv_block_bytes(4, MODEL.dtype.itemsize)
-    return EngineConfig(block_size=4, kv_memory=memory, forecast_memory=False, share_duplicates=False, **sizes)
+    return EngineConfig(block_size=4, kv_cache_memory=memory, forecast_memory=False, share_duplicates=False, **sizes)
 
 
 @settings(max_examples=30, deadline=None)

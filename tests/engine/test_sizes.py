@@ -15,7 +15,7 @@ from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
-from batchgen.engine.sizes import kv_cache_dtype, resolve, sizes_for, use_threads
+from batchgen.engine.sizes import cache_dtype, resolve, sizes_for, use_threads
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import dummy_config, parse_config
 from batchgen.model.state import KV_DTYPES, allocate
@@ -24,15 +24,15 @@ MODEL = tiny_model(max_position_embeddings=500)
 BLOCK_BYTES = MODEL.config.kv_block_bytes(16, 4)
 
 
-def test_kv_memory_is_what_the_blocks_take() -> None:
-    config = EngineConfig(block_size=16, kv_memory=7 * BLOCK_BYTES + 1, max_num_seqs=5, max_num_batched_tokens=33)
+def test_kv_cache_memory_is_what_the_blocks_take() -> None:
+    config = EngineConfig(block_size=16, kv_cache_memory=7 * BLOCK_BYTES + 1, max_num_seqs=5, max_num_batched_tokens=33)
     sizes = resolve(config, MODEL)
     assert (sizes.num_blocks, sizes.block_size, sizes.max_num_tokens) == (7, 16, 112)
     assert (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len) == (5, 33, 500)
 
 
 def test_what_is_left_open_depends_on_the_device() -> None:
-    config = EngineConfig(kv_memory=1 << 40, max_model_len=40)
+    config = EngineConfig(kv_cache_memory=1 << 40, max_model_len=40)
     cpu, gpu = (sizes_for(config, MODEL.config, 2, 1 << 40, is_cuda=is_cuda) for is_cuda in (False, True))
     assert (cpu.max_num_seqs, cpu.max_num_batched_tokens, cpu.block_size) == (256, 512, 32)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.block_size) == (1024, 8192, 64)
@@ -42,7 +42,7 @@ def test_what_is_left_open_depends_on_the_device() -> None:
 
 
 def test_no_more_blocks_are_made_than_could_ever_be_used() -> None:
-    sizes = resolve(EngineConfig(block_size=16, kv_memory=1 << 40, max_num_seqs=3, max_model_len=40), MODEL)
+    sizes = resolve(EngineConfig(block_size=16, kv_cache_memory=1 << 40, max_num_seqs=3, max_model_len=40), MODEL)
     assert sizes.num_blocks == 3 * 3
 
 
@@ -68,7 +68,7 @@ def test_a_gpu_gives_blocks_what_weights_full_steps_and_a_tenth_leave() -> None:
         activations, copies, counts = 8192 * 2 * (1024 + 4608) * 2, 1024 * 65536 * 6, 1024 * 65536 * 4
         scored = 8192 * 65536 * 2  # the logits of all tokens of a step of prompts
         assert 2 * activations + copies + counts + scored + (1 << 30) < 0.9 * free - blocks < 3.5 * (1 << 30)
-    with pytest.raises(UsageError, match="kv_memory 0 bytes holds no block"):
+    with pytest.raises(UsageError, match="kv_cache_memory 0 bytes holds no block"):
         sizes_for(EngineConfig(), model, 2, 1 << 30, is_cuda=True)
 
 
@@ -87,7 +87,7 @@ def test_memory_that_torch_keeps_on_a_gpu_counts_as_free(monkeypatch: pytest.Mon
     ("name", "values"),
     [
         *((name, (0, -1)) for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", "threads")),
-        *(("max_model_len", (1, 0, -5)), ("kv_memory", (10, 0, -1)), ("look_ahead", (0, -3))),
+        *(("max_model_len", (1, 0, -5)), ("kv_cache_memory", (10, 0, -1)), ("look_ahead", (0, -3))),
     ],
 )
 def test_a_size_that_cannot_work_is_refused_by_name(name: str, values: tuple[int, ...]) -> None:
@@ -119,9 +119,9 @@ def test_a_size_beyond_any_use_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("kv_memory", {"kv_memory": 1 << 50}),
-        ("max_num_seqs", {"max_num_seqs": 60_000, "block_size": 1, "kv_memory": BLOCK_BYTES}),
-        ("max_num_batched_tokens", {"max_num_batched_tokens": 1 << 20, "kv_memory": 1000 * BLOCK_BYTES}),
+        ("kv_cache_memory", {"kv_cache_memory": 1 << 50}),
+        ("max_num_seqs", {"max_num_seqs": 60_000, "block_size": 1, "kv_cache_memory": BLOCK_BYTES}),
+        ("max_num_batched_tokens", {"max_num_batched_tokens": 1 << 20, "kv_cache_memory": 1000 * BLOCK_BYTES}),
     ],
     ids=str,
 )
@@ -157,9 +157,9 @@ def test_no_more_threads_run_than_a_container_may(threads_as_before: None, monke
     assert use_threads(None, large) == torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", *KV_DTYPES])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *KV_DTYPES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_bytes_counted_are_the_bytes_allocated(dtype: torch.dtype, kv_dtype: str) -> None:
+def test_the_bytes_counted_are_the_bytes_allocated(dtype: torch.dtype, kv_cache_dtype: str) -> None:
     for block_size in (3, 16, 24):
         state = allocate(
             MODEL.config,
@@ -168,11 +168,11 @@ def test_the_bytes_counted_are_the_bytes_allocated(dtype: torch.dtype, kv_dtype:
             num_slots=4,
             dtype=dtype,
             device=MODEL.device,
-            kv_dtype=KV_DTYPES.get(kv_dtype),
+            kv_cache_dtype=KV_DTYPES.get(kv_cache_dtype),
         )
         spare = sum(kv.keys[0].nbytes for kv in state.kv) + sum(conv.slots.nbytes for conv in state.conv)
         blocks = sum(tensor.nbytes for tensor in state_tensors(state)) - spare
-        assert blocks == 9 * MODEL.config.kv_block_bytes(block_size, dtype.itemsize, kv_dtype)
+        assert blocks == 9 * MODEL.config.kv_block_bytes(block_size, dtype.itemsize, kv_cache_dtype)
         assert sum(conv.slots.nbytes for conv in state.conv) == 4 * MODEL.config.conv_slot_bytes(dtype.itemsize)
         assert not any(tensor.any() for tensor in state_tensors(state))
 
@@ -180,24 +180,24 @@ def test_the_bytes_counted_are_the_bytes_allocated(dtype: torch.dtype, kv_dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_type_in_which_keys_are_computed_is_auto_by_another_name(dtype: str) -> None:
     model = tiny_model(DTYPES[dtype])
-    for kv_dtype in ("auto", *KV_DTYPES):
-        engine = Engine(model, EngineConfig(kv_dtype=kv_dtype, kv_memory=1 << 20))
-        is_same = kv_dtype in ("auto", dtype)
-        assert engine.config.kv_dtype == ("auto" if is_same else kv_dtype)
-        assert engine.numerics == model.numerics | ({} if is_same else {"kv_dtype": kv_dtype})
+    for kv_cache_dtype in ("auto", *KV_DTYPES):
+        engine = Engine(model, EngineConfig(kv_cache_dtype=kv_cache_dtype, kv_cache_memory=1 << 20))
+        is_same = kv_cache_dtype in ("auto", dtype)
+        assert engine.config.kv_cache_dtype == ("auto" if is_same else kv_cache_dtype)
+        assert engine.numerics == model.numerics | ({} if is_same else {"kv_cache_dtype": kv_cache_dtype})
 
 
 def test_an_unknown_type_of_keys_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"^kv_dtype ['\"]fp8['\"]: must be .*auto, bfloat16, int8$"):
-        EngineConfig(kv_dtype="fp8")
+    with pytest.raises(UsageError, match=r"^kv_cache_dtype ['\"]fp8['\"]: must be .*auto, bfloat16, int8$"):
+        EngineConfig(kv_cache_dtype="fp8")
 
 
 def test_a_gpu_keeps_keys_as_they_are_computed_or_as_integers_and_says_so() -> None:
     gpu: Any = SimpleNamespace(numerics={"dtype": "float32"}, device=torch.device("cuda"))
-    assert kv_cache_dtype("auto", gpu) == kv_cache_dtype("float32", gpu) == "auto"
-    assert kv_cache_dtype("int8", gpu) == "int8"
-    with pytest.raises(UsageError, match=r'^kv_dtype bfloat16: a GPU keeps .* "auto", or as integers, "int8"$'):
-        kv_cache_dtype("bfloat16", gpu)
+    assert cache_dtype("auto", gpu) == cache_dtype("float32", gpu) == "auto"
+    assert cache_dtype("int8", gpu) == "int8"
+    with pytest.raises(UsageError, match=r'^kv_cache_dtype bfloat16: a GPU keeps .* "auto", or as integers, "int8"$'):
+        cache_dtype("bfloat16", gpu)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ every_kind = pytest.mark.parametrize("rows", KINDS)
 every_short_kind = pytest.mark.parametrize("rows", SHORT)
 every_model = pytest.mark.parametrize("model", MODELS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_type = pytest.mark.parametrize(("dtype", "kv_dtype"), TYPES)
+every_type = pytest.mark.parametrize(("dtype", "kv_cache_dtype"), TYPES)
 
 
 def cuts_of(engine: Engine) -> list[int]:
@@ -90,22 +90,26 @@ def test_any_block_size_gives_the_same(rows: str, block_size: int, dtype: str) -
 @every_model
 @every_kind
 @every_type
-def test_preempted_equals_undisturbed(rows: str, model: str, dtype: str, kv_dtype: str) -> None:
+def test_preempted_equals_undisturbed(rows: str, model: str, dtype: str, kv_cache_dtype: str) -> None:
     kind = KINDS[rows]
-    sizes = {"max_num_batched_tokens": 50 if rows == "long" else 20, "max_num_seqs": 12, "kv_dtype": kv_dtype}
+    sizes = {
+        "max_num_batched_tokens": 50 if rows == "long" else 20,
+        "max_num_seqs": 12,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     engine = engine_of(rows, model, dtype, block_size=kind.tight, room=1.12, **sizes)
     cuts = cuts_of(engine)
-    assert run(engine, kind.requests) == alone(rows, model, dtype, kv_dtype)
+    assert run(engine, kind.requests) == alone(rows, model, dtype, kv_cache_dtype)
     assert engine.stats.num_preemptions > 0
     assert sum(cuts) > 0
 
 
 @every_type
 @every_short_kind
-def test_preempted_before_every_step_equals_undisturbed(rows: str, dtype: str, kv_dtype: str) -> None:
+def test_preempted_before_every_step_equals_undisturbed(rows: str, dtype: str, kv_cache_dtype: str) -> None:
     """All that runs loses its state whenever a token is known, so every token comes from a prompt computed anew."""
     sizes = {"max_num_seqs": 12, "max_num_batched_tokens": 256}
-    engine = engine_of(rows, "lfm2", dtype, room=30, prefix_caching=False, kv_dtype=kv_dtype, **sizes)
+    engine = engine_of(rows, "lfm2", dtype, room=30, prefix_caching=False, kv_cache_dtype=kv_cache_dtype, **sizes)
     schedule, owing = engine.scheduler.schedule, 0
 
     def preempting() -> Schedule:
@@ -116,7 +120,7 @@ def test_preempted_before_every_step_equals_undisturbed(rows: str, dtype: str, k
         return schedule()
 
     engine.scheduler.schedule = preempting  # type: ignore[method-assign]
-    assert run(engine, KINDS[rows].requests) == alone(rows, "lfm2", dtype, kv_dtype)
+    assert run(engine, KINDS[rows].requests) == alone(rows, "lfm2", dtype, kv_cache_dtype)
     assert engine.stats.num_preemptions > 20
     assert owing > 5 or rows != "structured", "some owed forced tokens"
 
@@ -155,31 +159,35 @@ def test_overlapping_steps_and_recordings_change_nothing(rows: str, overlaps: bo
 
 @every_type
 @every_short_kind
-def test_a_row_goes_on_from_any_token_of_an_earlier_run_as_if_undisturbed(rows: str, dtype: str, kv_dtype: str) -> None:
+def test_a_row_goes_on_from_any_token_of_an_earlier_run_as_if_undisturbed(
+    rows: str, dtype: str, kv_cache_dtype: str
+) -> None:
     """Also from inside forced tokens, and from free text before a marker; each under the key that its draws have."""
-    expected = alone(rows, "lfm2", dtype, kv_dtype)
+    expected = alone(rows, "lfm2", dtype, kv_cache_dtype)
     resumed = [
         replace(request, output_token_ids=expected[request.key].token_ids[:end])
         for request in KINDS[rows].requests
         for end in range(0 if request.choices else len(expected[request.key].token_ids))
     ]
-    engine = engine_of(rows, "lfm2", dtype, room=30, share_duplicates=False, kv_dtype=kv_dtype)
+    engine = engine_of(rows, "lfm2", dtype, room=30, share_duplicates=False, kv_cache_dtype=kv_cache_dtype)
     results = list(checked_run(engine, resumed))
     assert len(results) == len(resumed) > 80
     for result in results:
         assert replace(result, timings=Timings()) == expected[result.key]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", *KV_DTYPES])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *KV_DTYPES])
 @every_short_kind
-def test_the_reference_kernels_give_the_same_tokens_in_float32(rows: str, kv_dtype: str) -> None:
+def test_the_reference_kernels_give_the_same_tokens_in_float32(rows: str, kv_cache_dtype: str) -> None:
     """Plain torch promises no equal bits, but on a tiny model its tokens must not change, batched or alone."""
     reference = tiny_model(kernels=ReferenceKernels(), vocab_size=KINDS[rows].vocab_size)
     requests = KINDS[rows].requests[::2]
     for sizes in ({"block_size": 3, "max_num_batched_tokens": 20, "max_num_seqs": 6}, {"max_num_seqs": 1}):
-        found = run(engine_of(rows, reference, room=3, kv_dtype=kv_dtype, **sizes), requests)
+        found = run(engine_of(rows, reference, room=3, kv_cache_dtype=kv_cache_dtype, **sizes), requests)
         for key, result in found.items():
-            for mine, theirs in zip(result.samples, alone(rows, "lfm2", "float32", kv_dtype)[key].samples, strict=True):
+            for mine, theirs in zip(
+                result.samples, alone(rows, "lfm2", "float32", kv_cache_dtype)[key].samples, strict=True
+            ):
                 assert replace(mine, logprobs=None) == replace(theirs, logprobs=None), key
 
 
@@ -247,11 +255,11 @@ def check_setting(
     **pool: Any,
 ) -> None:
     """Any of the rows in any order, with any sizes and policies."""
-    dtype, kv_dtype = types
-    expected = alone(rows, model, dtype, kv_dtype)
+    dtype, kv_cache_dtype = types
+    expected = alone(rows, model, dtype, kv_cache_dtype)
     torch.set_num_threads(threads)
     requests = order.sample(KINDS[rows].requests, order.randint(1, len(expected)))
-    engine = engine_of(rows, model, dtype, parts={"overlaps": overlaps}, kv_dtype=kv_dtype, **sizes, **pool)
+    engine = engine_of(rows, model, dtype, parts={"overlaps": overlaps}, kv_cache_dtype=kv_cache_dtype, **sizes, **pool)
     assert run(engine, requests) == {request.key: expected[request.key] for request in requests}
     torch.set_num_threads(1)
 
@@ -283,18 +291,18 @@ def test_a_copy_of_a_request_under_another_key_draws_other_tokens() -> None:
     assert len({result.token_ids for result in run(engine_of("drawn"), copies).values()}) == 6
 
 
-def prompt_logits(model: Decoder, kv_dtype: str, request: Request) -> Tensor:
+def prompt_logits(model: Decoder, kv_cache_dtype: str, request: Request) -> Tensor:
     """Logits behind every token of a request's prompt."""
     ids = request.prompt_token_ids
     pool: dict[str, Any] = {"num_blocks": -(-len(ids) // 16), "block_size": 16, "num_slots": 1}
-    kind = {"dtype": model.dtype, "device": model.device, "kv_dtype": KV_DTYPES.get(kv_dtype)}
+    kind = {"dtype": model.dtype, "device": model.device, "kv_cache_dtype": KV_DTYPES.get(kv_cache_dtype)}
     return model.forward(whole_input(ids, 16), allocate(model.config, **pool, **kind), len(ids) - 1).float()
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), TYPES[2:])
-def test_keys_and_values_of_fewer_bits_change_logits_a_little_and_not_more(dtype: str, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), TYPES[2:])
+def test_keys_and_values_of_fewer_bits_change_logits_a_little_and_not_more(dtype: str, kv_cache_dtype: str) -> None:
     for request in KINDS["long"].requests[:3]:
-        plain, rounded = (prompt_logits(model_of("lfm2", dtype), kind, request) for kind in ("auto", kv_dtype))
+        plain, rounded = (prompt_logits(model_of("lfm2", dtype), kind, request) for kind in ("auto", kv_cache_dtype))
         error = ((rounded - plain).norm() / plain.norm()).item()
         assert 0 < error < 0.03
 

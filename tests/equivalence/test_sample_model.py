@@ -53,7 +53,7 @@ def answers(params: SamplingParams, form: Decoder | None = None, **settings: Any
     builder = RequestBuilder(spec, params, tokenizer(), max_model_len=512, vocab_size=model().config.vocab_size)
     requests = [*builder.build([Record(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])]
     assert all(isinstance(request, Request) for request in requests)
-    config = EngineConfig(kv_memory=16 << 20, max_num_seqs=64, **settings)
+    config = EngineConfig(kv_cache_memory=16 << 20, max_num_seqs=64, **settings)
     engine = Engine(
         form or model(),
         config,
@@ -99,10 +99,12 @@ def test_integers_answer_as_well(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("auto", "int8"), slow("float32", "int8"), slow("float32", "bfloat16")]
+    ("dtype", "kv_cache_dtype"), [("auto", "int8"), slow("float32", "int8"), slow("float32", "bfloat16")]
 )
-def test_keys_and_values_of_fewer_bits_answer_as_well(dtype: str, kv_dtype: str) -> None:
-    found = [text(result) for result in answers(SamplingParams(max_tokens=64), model(dtype), kv_dtype=kv_dtype)]
+def test_keys_and_values_of_fewer_bits_answer_as_well(dtype: str, kv_cache_dtype: str) -> None:
+    found = [
+        text(result) for result in answers(SamplingParams(max_tokens=64), model(dtype), kv_cache_dtype=kv_cache_dtype)
+    ]
     assert accuracy(found) >= 285 / 300
     assert sum(map(str.__ne__, found, plain())) <= 6
 
@@ -158,6 +160,6 @@ def test_the_right_answer_is_the_likeliest_choice() -> None:
     records = [Record(i, "", i + 1, row, START) for i, row in enumerate(asked) if len(row["choices"]) == 2]
     requests = [request for request in builder.build(records) if isinstance(request, Request)]
     assert len(requests) == len(records) > 40
-    engine = Engine(model(), EngineConfig(kv_memory=16 << 20))
+    engine = Engine(model(), EngineConfig(kv_cache_memory=16 << 20))
     right = [tokenizer().decode(result.token_ids) == some[result.key]["answer"] for result in engine.run(requests)]
     assert sum(right) / len(right) > 0.95

@@ -33,11 +33,11 @@ def result_of(engine: Engine, prompt: tuple[int, ...], **params: Any) -> Result:
 
 @every_family
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), TYPES)
-def test_cached_equals_cold(family: str, block_size: int, dtype: str, kv_dtype: str) -> None:
-    sizes: dict[str, Any] = {"block_size": block_size, "max_num_seqs": 6, "kv_dtype": kv_dtype}
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), TYPES)
+def test_cached_equals_cold(family: str, block_size: int, dtype: str, kv_cache_dtype: str) -> None:
+    sizes: dict[str, Any] = {"block_size": block_size, "max_num_seqs": 6, "kv_cache_dtype": kv_cache_dtype}
     engine = engine_of("sharing", family, dtype, room=19, **sizes)
-    assert run(engine, KINDS["sharing"].requests) == alone("sharing", family, dtype, kv_dtype)
+    assert run(engine, KINDS["sharing"].requests) == alone("sharing", family, dtype, kv_cache_dtype)
     assert engine.stats.num_cached_tokens > 300
     assert engine.stats.num_shared_requests > 0
     assert engine.stats.num_preemptions == 0

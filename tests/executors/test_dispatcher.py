@@ -345,7 +345,9 @@ def test_a_worker_that_tells_of_no_step_for_too_long_is_silent_however_often_it_
         clock.now += 1
         dispatcher.on_update("a", WorkerUpdate(progress=min(second, 18), stats={"num_output_tokens": 1}))
         assert bool(liveness.unresponsive(dispatcher.workers.values())) == (second > 28)
-    assert liveness.unresponsive(dispatcher.workers.values()) == {"a": "no step of it has ended in 10.0 s (--patience)"}
+    assert liveness.unresponsive(dispatcher.workers.values()) == {
+        "a": "no step of it has ended in 10.0 s (--step-timeout)"
+    }
 
 
 def test_a_worker_may_load_for_longer_but_not_for_ever() -> None:
@@ -361,7 +363,7 @@ def test_a_worker_may_load_for_longer_but_not_for_ever() -> None:
     clock.now += 4
     assert told == ["a", "b"], "each once"
     assert liveness.unresponsive(dispatcher.workers.values(), loading) == {
-        "a": "it has not loaded the model in 1m 40s (--load-patience)"
+        "a": "it has not loaded the model in 1m 40s (--load-timeout)"
     }
     assert not liveness.unresponsive(dispatcher.workers.values())
 

@@ -67,11 +67,11 @@ class PlayedLauncher(WorkerLauncher):
 
 
 def engine_of(
-    *workers: PlayedWorker, num_wanted: int = 1, least: int = 1, **patience: float
+    *workers: PlayedWorker, num_wanted: int = 1, least: int = 1, **timeouts: float
 ) -> tuple[WorkersEngine, PlayedLauncher]:
     dispatcher = RowDispatcher()
     launcher = PlayedLauncher(list(workers), dispatcher, (least, num_wanted))
-    engine = WorkersEngine(launcher, dispatcher, Liveness(**patience), lambda hello: "")
+    engine = WorkersEngine(launcher, dispatcher, Liveness(**timeouts), lambda hello: "")
     engine.begin()
     return engine, launcher
 
@@ -91,11 +91,11 @@ def test_windows_are_filled_without_a_wait() -> None:
 
 
 def test_a_run_waits_for_its_fewest_workers_as_long_as_one_may_load_and_then_stops() -> None:
-    engine, _ = engine_of(PlayedWorker(HELLO, is_mute=True), num_wanted=3, least=2, load_patience_s=0.05)
+    engine, _ = engine_of(PlayedWorker(HELLO, is_mute=True), num_wanted=3, least=2, load_timeout_s=0.05)
     with pytest.raises(NoWorkers, match=r"^1 worker left of at least 2; run again to resume, or with fewer --workers$"):
         [*engine.run(tasks(50_000))]
     both = PlayedWorker(HELLO), PlayedWorker(HELLO)
-    engine, _ = engine_of(*both, num_wanted=3, least=2, load_patience_s=0.05)
+    engine, _ = engine_of(*both, num_wanted=3, least=2, load_timeout_s=0.05)
     assert len([*engine.run(tasks(5000))]) == 5000
 
 

@@ -100,7 +100,7 @@ def test_rows_of_a_worker_that_is_stopped_for_a_while_are_run_by_the_other(jobs:
             signalled(handle, signal.SIGSTOP)
             threading.Timer(4.0, process_of(handle).send_signal, [signal.SIGCONT]).start()
 
-    factory = local_workers(2, stub_factory(step_s=0.02), on_launch=on_launch, patience_s=1.5)
+    factory = local_workers(2, stub_factory(step_s=0.02), on_launch=on_launch, step_timeout_s=1.5)
     assert job.run_job(jobs.spec(), quiet(), engine_factory=factory).exit_code == ExitCode.OK
     assert jobs.outputs() == alone(jobs)
     assert not still_there([process_of(handle).pid for handle in handles])
@@ -116,7 +116,7 @@ def test_where_the_only_worker_hangs_another_takes_its_place(jobs: JobMaker) -> 
         if len(handles) == 1:
             signalled(handle, signal.SIGSTOP)
 
-    factory = local_workers(1, stub_factory(step_s=0.02), on_launch=on_launch, patience_s=1.0)
+    factory = local_workers(1, stub_factory(step_s=0.02), on_launch=on_launch, step_timeout_s=1.0)
     assert job.run_job(jobs.spec(), quiet(), engine_factory=factory).exit_code == ExitCode.OK
     assert jobs.outputs() == alone(jobs)
     assert len(handles) == 2

@@ -70,7 +70,7 @@ def workers(
     *,
     at: dict[int, Act] | None = None,
     engine: EngineFactory | None = None,
-    patience_s: float = 60.0,
+    step_timeout_s: float = 60.0,
     **stub: Any,
 ) -> EngineFactory:
     """Workers on the cluster, with stub engines by default; ``at`` so many answers something is done to them."""
@@ -84,7 +84,7 @@ def workers(
             launchers.append(RayLauncher(made, None))
             return launchers[-1]
 
-        backend = on_workers(make_launcher, patience_s)(spec, model)
+        backend = on_workers(make_launcher, step_timeout_s)(spec, model)
         run = backend.engine.run
 
         def watched(tasks: Iterable[Any]) -> Iterator[Any]:
@@ -132,7 +132,9 @@ def test_rows_of_a_worker_that_dies_go_to_others(machines: Any, jobs: JobMaker) 
 def test_rows_of_a_worker_that_hangs_go_to_others(machines: Any, jobs: JobMaker) -> None:
     jobs.write(rows_of(400))
     alone = outputs(jobs, "alone", stub_factory())
-    factory = workers(machines, at={100: lambda launcher: os.kill(pids(launcher)[0], signal.SIGSTOP)}, patience_s=2.0)
+    factory = workers(
+        machines, at={100: lambda launcher: os.kill(pids(launcher)[0], signal.SIGSTOP)}, step_timeout_s=2.0
+    )
     assert outputs(jobs, "dispatcher", factory) == alone
 
 

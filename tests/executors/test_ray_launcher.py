@@ -140,7 +140,7 @@ def test_a_worker_has_one_gpu_where_there_are_any() -> None:
     needs = WorkerResources.of(ClusterSpec(), "auto", nodes)
     assert (needs.all, [needs.most_on(node) for node in nodes]) == ({"CPU": 1, "GPU": 1}, [4, 0])
     assert WorkerResources.of(ClusterSpec(), "cpu", nodes).all == {"CPU": 4}
-    assert WorkerResources.of(ClusterSpec(worker_gpus=2, worker_cpus=1), "auto", nodes).most_on(nodes[0]) == 4
+    assert WorkerResources.of(ClusterSpec(gpus_per_worker=2, cpus_per_worker=1), "auto", nodes).most_on(nodes[0]) == 4
     assert WorkerResources.of(ClusterSpec(resources={"spot": 0.01}), "cpu", nodes).most_on(nodes[0]) == 0
 
 

@@ -49,7 +49,7 @@ def workers(
     *,
     engine: EngineFactory | None = None,
     on_launch: Callable[[WorkerHandle], object] = lambda handle: None,
-    **patience: float,
+    **timeouts: float,
 ) -> EngineFactory:
     """A dispatcher of threads; their engines are stubs by default."""
 
@@ -57,7 +57,7 @@ def workers(
         made = Start(start.spec, start.begun_at, start.digests, engine or stub_factory(step_s=0.001))
         return ThreadLauncher(made, number, on_launch)
 
-    return on_workers(make_launcher, **{"patience_s": 5.0, **patience})
+    return on_workers(make_launcher, **{"step_timeout_s": 5.0, **timeouts})
 
 
 def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections: Any) -> list[dict[str, Any]]:
@@ -127,12 +127,12 @@ def test_rows_of_a_worker_whose_step_hangs_go_to_others(jobs: JobMaker, hanging:
     jobs.write(rows_of(200))
     alone = outputs(jobs, "alone", stub_factory())
     handles: list[WorkerHandle] = []
-    factory = workers(2, engine=hanging(1), on_launch=handles.append, patience_s=0.5)
+    factory = workers(2, engine=hanging(1), on_launch=handles.append, step_timeout_s=0.5)
     assert outputs(jobs, "dispatcher", factory) == alone
     assert handles[0].name == "thread-1"
 
 
-def test_a_step_that_takes_longer_than_patience_is_no_hang_while_its_kernels_are_launched(jobs: JobMaker) -> None:
+def test_a_step_that_takes_longer_than_its_limit_is_no_hang_while_its_kernels_are_launched(jobs: JobMaker) -> None:
     made: list[str] = []
     jobs.write(rows_of(8))
     alone = outputs(jobs, "alone", stub_factory())
@@ -142,7 +142,7 @@ def test_a_step_that_takes_longer_than_patience_is_no_hang_while_its_kernels_are
         step = stub_factory(before_step=lambda step: time.sleep(1.5) if step == 2 else None)(spec, model)
         return replace(step, num_launches=itertools.count().__next__)
 
-    assert outputs(jobs, "dispatcher", workers(1, engine=slow, patience_s=0.6)) == alone
+    assert outputs(jobs, "dispatcher", workers(1, engine=slow, step_timeout_s=0.6)) == alone
     assert made == ["engine"], "the worker was given up"
 
 
@@ -154,8 +154,8 @@ def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
     sections = {"sampling": {"max_tokens": 200, "min_tokens": 100}}
     alone = outputs(jobs, "alone", stub_factory(), **sections)
     jobs.output = jobs.folder / "dispatcher"
-    factory = workers(2, engine=hanging(math.inf), patience_s=0.3)
-    said = r"no worker is left \(no step of it has ended in 0\.3 s \(--patience\)\); run again"
+    factory = workers(2, engine=hanging(math.inf), step_timeout_s=0.3)
+    said = r"no worker is left \(no step of it has ended in 0\.3 s \(--step-timeout\)\); run again"
     with pytest.raises(NoWorkers, match=said):
         run_job(jobs.spec(**sections), quiet(), engine_factory=factory)
     assert not jobs.errors()
@@ -172,10 +172,10 @@ def test_where_all_workers_hang_while_they_load_the_run_stops(
     jobs: JobMaker, hanging: Callable[..., Hanging], capfd: pytest.CaptureFixture[str]
 ) -> None:
     jobs.write(rows_of(4))
-    factory = workers(2, engine=hanging(math.inf, loading=True), patience_s=0.1, load_patience_s=1.5)
-    with pytest.raises(NoWorkers, match=r"it has not loaded the model in 1\.5 s \(--load-patience\)\); run again"):
+    factory = workers(2, engine=hanging(math.inf, loading=True), step_timeout_s=0.1, load_timeout_s=1.5)
+    with pytest.raises(NoWorkers, match=r"it has not loaded the model in 1\.5 s \(--load-timeout\)\); run again"):
         run_job(jobs.spec(), RunOptions(), engine_factory=factory)
-    said = "worker thread-1 has been loading the model for 0.1 s; it is given up after 1.5 s (--load-patience) (and 1"
+    said = "worker thread-1 has been loading the model for 0.1 s; it is given up after 1.5 s (--load-timeout) (and 1"
     assert said in capfd.readouterr().err
 
 

@@ -40,9 +40,9 @@ def cpus(found: list[MachineSlice]) -> list[tuple[int, ...]]:
         ({"workers": 4}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
         ({"workers": "1:3"}, [(0, 4), (1, 2, 5), (3, 6, 7)]),
         ({"workers": 9}, [(0,), (0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]),
-        ({"workers": 3, "worker_cpus": 2}, [(0, 4), (1, 5), (2, 6)]),
-        ({"workers": 3, "worker_cpus": 4}, [(0, 1, 4, 5), (2, 3, 6, 7), (0, 1, 4, 5)]),
-        ({"workers": 1, "worker_cpus": 99}, [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        ({"workers": 3, "cpus_per_worker": 2}, [(0, 4), (1, 5), (2, 6)]),
+        ({"workers": 3, "cpus_per_worker": 4}, [(0, 1, 4, 5), (2, 3, 6, 7), (0, 1, 4, 5)]),
+        ({"workers": 1, "cpus_per_worker": 99}, [(0, 1, 2, 3, 4, 5, 6, 7)]),
     ],
 )
 def test_processors_are_shared_out_by_whole_nodes(given: dict[str, Any], wanted: list[tuple[int, ...]]) -> None:
@@ -63,12 +63,14 @@ def test_auto_is_a_worker_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = split_machine(spec_of(workers="auto"), 100_000)
     assert [share.gpus for share in found] == [("3",), ("5",), ("GPU-a",), ("7",)]
     assert {share.memory_bytes for share in found} == {None}
-    found = split_machine(spec_of(workers="auto", worker_gpus=2), None)
+    found = split_machine(spec_of(workers="auto", gpus_per_worker=2), None)
     assert [share.gpus for share in found] == [("3", "5"), ("GPU-a", "7")]
     assert len(split_machine(spec_of(workers="auto"), 4 * 1024 * 3)) == 3
-    with pytest.raises(UsageError, match=r"--workers 5 with --worker-gpus 1: this machine has 4 GPUs; ask for fewer"):
+    with pytest.raises(
+        UsageError, match=r"--workers 5 with --gpus-per-worker 1: this machine has 4 GPUs; ask for fewer"
+    ):
         split_machine(spec_of(workers=5), None)
-    assert [share.gpus for share in split_machine(spec_of(workers=2, worker_gpus=0), None)] == [None, None]
+    assert [share.gpus for share in split_machine(spec_of(workers=2, gpus_per_worker=0), None)] == [None, None]
     assert [share.gpus for share in split_machine(spec_of("cpu", workers=2), None)] == [None, None]
     assert len(split_machine(spec_of("cuda:1", workers="auto"), 100_000)) == 1
 

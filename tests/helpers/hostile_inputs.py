@@ -387,7 +387,7 @@ _FLAGS = (
         "--heartbeat",
     ),
     *(
-        *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-memory", "--block-size"),
+        *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-cache-memory", "--block-size"),
         "--columns",
     ),
     *("--prompt", "--id", "--input-format", "--order", "--dtype", "--device", "--preset", "--revision"),

@@ -67,7 +67,7 @@ def digests() -> list[str]:
     """One for each of ``MODELS``: of long and short prompts, whole and in chunks, and of each way to choose a token."""
     torch.set_num_threads(1)
     found = []
-    for dtype, stored, attention, weights, activations, kv_dtype in MODELS:
+    for dtype, stored, attention, weights, activations, kv_cache_dtype in MODELS:
         backend._ATTENTION_KINDS[dtype, dtype] = attention
         kernels: Any = Hashed(CpuKernels(dtype, weights=weights, activations=activations))
         with torch.inference_mode():
@@ -77,7 +77,9 @@ def digests() -> list[str]:
         requests = [replace(row, key=key) for key, row in enumerate(rows)]
         for params in PARAMS:
             chosen = [replace(row, params=replace(params, max_tokens=row.params.max_tokens)) for row in requests]
-            engine = engine_for(model, num_blocks=200, block_size=32, max_num_batched_tokens=96, kv_dtype=kv_dtype)
+            engine = engine_for(
+                model, num_blocks=200, block_size=32, max_num_batched_tokens=96, kv_cache_dtype=kv_cache_dtype
+            )
             kernels.digest.update(repr(sorted(tokens_of(engine.run(chosen)).items())).encode())
         found.append(kernels.digest.hexdigest())
     return found

@@ -37,7 +37,7 @@ DTYPES: list[tuple[torch.dtype, KvDtype]] = [
     (torch.float32, torch.int8),
     (torch.bfloat16, torch.int8),
 ]
-every_dtype = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
+every_dtype = pytest.mark.parametrize(("dtype", "kv_cache_dtype"), DTYPES, ids=str)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
     queries: list[Tensor]  # [count, num_heads, head_dim], float32, as the model's dtype rounds them
     keys: list[Tensor]  # [past + count, num_kv_heads, head_dim]
     values: list[Tensor]
-    kv_dtype: KvDtype = None  # of the cache, if it is not that of ``keys`` and ``values``
+    kv_cache_dtype: KvDtype = None  # of the cache, if it is not that of ``keys`` and ``values``
     window: int = 0
     gates: list[Tensor] | None = None  # logits [count, num_heads] in the model's dtype
 
@@ -75,10 +75,10 @@ class Case:
 
     def cached(self, x: Tensor) -> Tensor:
         """What is left of keys or values in the cache, as the numbers that they stand for."""
-        if self.kv_dtype is torch.int8:
+        if self.kv_cache_dtype is torch.int8:
             integers, scales = to_int8(x.float())
             return integers * scales[..., None]
-        return x.to(self.kv_dtype or x.dtype)
+        return x.to(self.kv_cache_dtype or x.dtype)
 
 
 def make_case(
@@ -86,7 +86,7 @@ def make_case(
     heads: Shape,
     dtype: torch.dtype,
     seed: int,
-    kv_dtype: KvDtype = None,
+    kv_cache_dtype: KvDtype = None,
     window: int = 0,
     is_gated: bool = False,
 ) -> Case:
@@ -102,7 +102,7 @@ def make_case(
         [random(count, num_heads, head_dim).to(dtype).float() for _, count in pieces],
         [2 * random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
         [random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
-        kv_dtype,
+        kv_cache_dtype,
         window,
         [3 * random(count, num_heads).to(dtype) for _, count in pieces] if is_gated else None,
     )
@@ -116,7 +116,7 @@ def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: 
     _, num_kv_heads, head_dim = case.heads
     width = -(-head_dim // LANES) * LANES
     lanes = -(-block_size // LANES) * LANES
-    dtype = case.kv_dtype or case.keys[0].dtype
+    dtype = case.kv_cache_dtype or case.keys[0].dtype
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf])
     poison = torch.tensor([127, -128, -1], dtype=dtype) if dtype is torch.int8 else bad.to(dtype)
     keys = torch.zeros(num_blocks + 1, num_kv_heads, width, lanes, dtype=dtype)

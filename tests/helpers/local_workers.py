@@ -25,7 +25,7 @@ def local_workers(
     engine: EngineFactory,
     *,
     on_launch: Callable[[WorkerHandle], object] = lambda handle: None,
-    patience_s: float = 60.0,
+    step_timeout_s: float = 60.0,
 ) -> EngineFactory:
     """Workers in processes; ``on_launch`` sees each handle that is made."""
 
@@ -39,7 +39,7 @@ def local_workers(
     def make_launcher(start: Start) -> LocalLauncher:
         return Launcher(replace(start, engine_factory=engine), [MachineSlice()] * number)
 
-    return on_workers(make_launcher, patience_s)
+    return on_workers(make_launcher, step_timeout_s)
 
 
 def process_of(handle: WorkerHandle) -> subprocess.Popen[bytes]:

@@ -199,11 +199,16 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[int, Result]:
 
 
 @cache
-def alone(rows: str, model: str = "lfm2", dtype: str = "float32", kv_dtype: str = "auto") -> dict[int, Result]:
+def alone(rows: str, model: str = "lfm2", dtype: str = "float32", kv_cache_dtype: str = "auto") -> dict[int, Result]:
     """Each row in an engine of its own on one thread, its prompt in one piece, nothing shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    off: dict[str, Any] = {"prefix_caching": False, "share_duplicates": False, "max_num_seqs": 1, "kv_dtype": kv_dtype}
+    off: dict[str, Any] = {
+        "prefix_caching": False,
+        "share_duplicates": False,
+        "max_num_seqs": 1,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     found: dict[int, Result] = {}
     for request in KINDS[rows].requests:
         found |= run(

@@ -171,9 +171,9 @@ def engine_for(
 
     ``parts`` are the arguments of ``Engine`` that are no sizes, and those of its ``ModelRunner``.
     """
-    block_bytes = model.config.kv_block_bytes(block_size, model.dtype.itemsize, sizes.get("kv_dtype", "auto"))
+    block_bytes = model.config.kv_block_bytes(block_size, model.dtype.itemsize, sizes.get("kv_cache_dtype", "auto"))
     sizes.setdefault("forecast_memory", False)
-    config = EngineConfig(block_size=block_size, kv_memory=num_blocks * block_bytes, **sizes)
+    config = EngineConfig(block_size=block_size, kv_cache_memory=num_blocks * block_bytes, **sizes)
     parts = dict(parts or {})
     runner = {name: parts.pop(name) for name in ("overlaps", "fetch") if name in parts}
     return Engine(model, config, **parts, runner=partial(ModelRunner, **runner))
@@ -203,7 +203,7 @@ def tokens_of(results: Iterable[Result]) -> dict[int, tuple[int, ...]]:
     return tokens
 
 
-def solo(model: Decoder, requests: Iterable[Request], kv_dtype: str = "auto") -> dict[int, tuple[int, ...]]:
+def solo(model: Decoder, requests: Iterable[Request], kv_cache_dtype: str = "auto") -> dict[int, tuple[int, ...]]:
     """Tokens of every request run by itself, each in an engine of its own, prompt in one piece."""
     tokens = {}
     for request in requests:
@@ -214,7 +214,7 @@ def solo(model: Decoder, requests: Iterable[Request], kv_dtype: str = "auto") ->
             block_size=32,
             max_num_seqs=1,
             max_num_batched_tokens=total,
-            kv_dtype=kv_dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
         tokens.update(tokens_of(engine.run([request])))
     return tokens

@@ -91,7 +91,7 @@ def vectors(
 ) -> dict[int, bytes]:
     """The vector of each text, float32."""
     head = VectorHead(settings or VectorSettings(normalize=True), model.kernels, model.config.hidden_size, model.dtype)
-    engine = Engine(model, EngineConfig(**{"kv_memory": 1 << 26, **sizes}), sampler=partial(Pooler, head))
+    engine = Engine(model, EngineConfig(**{"kv_cache_memory": 1 << 26, **sizes}), sampler=partial(Pooler, head))
     params = SamplingParams(max_tokens=0)
     found = {}
     for result in engine.run([Request(key, tuple(t), params, pooling=pooling) for key, t in texts.items()]):

@@ -62,7 +62,7 @@ def bits(cache: KVCache) -> list[Tensor]:
 def assert_equal_to_parts(
     heads: Shape,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
+    kv_cache_dtype: torch.dtype | None,
     block_size: int,
     pieces: list[tuple[int, int]],
     *,
@@ -86,7 +86,7 @@ def assert_equal_to_parts(
         qkv[token, -1] = torch.inf
     norms = [1 + normal(head_dim, seed=s, dtype=dtype) if is_normed else None for s in (2, 3)]
     shape = Heads(num_heads, head_dim, *norms, 1e-5, window, is_gated)
-    case, rotary = make_case(pieces, heads, dtype, 4, kv_dtype, window), rotary_table(1000, head_dim)
+    case, rotary = make_case(pieces, heads, dtype, 4, kv_cache_dtype, window), rotary_table(1000, head_dim)
     found = []
     for attend in (CpuKernels.attend, Kernels.attend):
         cache = poisoned_cache(case, inputs, num_blocks, block_size)
@@ -101,26 +101,26 @@ def assert_equal_to_parts(
 @pytest.mark.parametrize("heads", [(3, 3, 16), (5, 1, 8), (6, 2, 24), (9, 3, 64), (12, 1, 16)], ids=str)
 @pytest.mark.parametrize("block_size", [1, 24, 32, 64])
 def test_attend_gives_the_bits_of_its_parts(
-    heads: Shape, dtype: torch.dtype, kv_dtype: torch.dtype | None, block_size: int
+    heads: Shape, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None, block_size: int
 ) -> None:
-    assert_equal_to_parts(heads, dtype, kv_dtype, block_size, PIECES)
-    assert_equal_to_parts(heads, dtype, kv_dtype, block_size, PIECES, narrows=True, is_gated=True, is_normed=True)
-    assert_equal_to_parts(heads, dtype, kv_dtype, block_size, PIECES[:6], window=40)
+    assert_equal_to_parts(heads, dtype, kv_cache_dtype, block_size, PIECES)
+    assert_equal_to_parts(heads, dtype, kv_cache_dtype, block_size, PIECES, narrows=True, is_gated=True, is_normed=True)
+    assert_equal_to_parts(heads, dtype, kv_cache_dtype, block_size, PIECES[:6], window=40)
 
 
 @every_dtype
 @pytest.mark.parametrize("heads", [(8, 8, 24), (16, 8, 16), (12, 1, 16), (48, 1, 8)], ids=str)
 def test_attend_gives_the_bits_of_its_parts_where_sequences_share_blocks(
-    heads: Shape, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    heads: Shape, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None
 ) -> None:
     pieces = [(288 + 9 * i % 40, 1) for i in range(18)] + [(300, 5)]
-    assert_equal_to_parts(heads, dtype, kv_dtype, 24, pieces, num_shared=12)
-    assert_equal_to_parts(heads, dtype, kv_dtype, 32, pieces, num_shared=9, is_gated=True, narrows=True)
+    assert_equal_to_parts(heads, dtype, kv_cache_dtype, 24, pieces, num_shared=12)
+    assert_equal_to_parts(heads, dtype, kv_cache_dtype, 32, pieces, num_shared=9, is_gated=True, narrows=True)
 
 
 @every_dtype
-def test_a_spoilt_token_leaves_what_its_parts_leave(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    assert_equal_to_parts((4, 2, 16), dtype, kv_dtype, 32, PIECES, spoilt=(1, 4, 20))
+def test_a_spoilt_token_leaves_what_its_parts_leave(dtype: torch.dtype, kv_cache_dtype: torch.dtype | None) -> None:
+    assert_equal_to_parts((4, 2, 16), dtype, kv_cache_dtype, 32, PIECES, spoilt=(1, 4, 20))
 
 
 @settings(max_examples=25, deadline=None)

@@ -27,20 +27,20 @@ PIECES = [(0, 1), (0, 7), (5, 1), (15, 17), (254, 1), (255, 1), (256, 1), (250, 
 
 
 @functools.cache
-def solved_case(heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype, seed: int) -> tuple[Case, list[Tensor]]:
+def solved_case(heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype, seed: int) -> tuple[Case, list[Tensor]]:
     """A case of all ``PIECES`` and its dense attention, for all tests that leave it as it is."""
-    case = make_case(PIECES, heads, dtype, seed, kv_dtype)
+    case = make_case(PIECES, heads, dtype, seed, kv_cache_dtype)
     return case, dense(case)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_paged_attention_equals_dense_attention(
-    name: str, block_size: int, dtype: torch.dtype, kv_dtype: KvDtype
+    name: str, block_size: int, dtype: torch.dtype, kv_cache_dtype: KvDtype
 ) -> None:
     for seed, heads in enumerate(HEADS):
-        case, solution = solved_case(heads, dtype, kv_dtype, seed)
+        case, solution = solved_case(heads, dtype, kv_cache_dtype, seed)
         # bfloat16: probabilities and results are rounded to 8 bits each, and values are as large as 4.
         tolerance = {"rtol": 2**-8, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
         for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), solution, strict=True):
@@ -51,8 +51,10 @@ def test_paged_attention_equals_dense_attention(
 
 @every_dtype
 @pytest.mark.parametrize("heads", [(5, 5, 8), (4, 2, 64), (12, 1, 16)], ids=str)
-def test_bits_do_not_depend_on_block_size_or_which_blocks(heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype) -> None:
-    case = make_case(PIECES, heads, dtype, 1, kv_dtype)
+def test_bits_do_not_depend_on_block_size_or_which_blocks(
+    heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype
+) -> None:
+    case = make_case(PIECES, heads, dtype, 1, kv_cache_dtype)
     expected = attend(CpuKernels(), case, 32)
     for block_size in BLOCK_SIZES:
         for seed in (0, 1):
@@ -62,9 +64,9 @@ def test_bits_do_not_depend_on_block_size_or_which_blocks(heads: Shape, dtype: t
 @every_dtype
 @pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (12, 1, 16)], ids=str)
 def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
-    heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype
+    heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype
 ) -> None:
-    case = make_case(PIECES, heads, dtype, 2, kv_dtype)
+    case = make_case(PIECES, heads, dtype, 2, kv_cache_dtype)
     torch.set_num_threads(1)
     expected = attend(CpuKernels(), case, 24)
     torch.set_num_threads(2)
@@ -77,11 +79,11 @@ def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
 @pytest.mark.parametrize("heads", [(8, 8, 16), (6, 6, 24), (24, 12, 16), (32, 8, 8), (48, 6, 16)], ids=str)
 @pytest.mark.usefixtures("threads_as_before")
 def test_bits_do_not_depend_on_how_many_heads_an_item_walks(
-    heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
+    heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
     for window, block_size in ((0, 32), (0, 24), (40, 64)):
-        case = make_case(PIECES, heads, dtype, 4, kv_dtype, window, is_gated=window > 0)
+        case = make_case(PIECES, heads, dtype, 4, kv_cache_dtype, window, is_gated=window > 0)
         found = []
         for most in range(1, layout.MOST_HEADS + 1):
             monkeypatch.setattr(backend, "MOST_HEADS", most)
@@ -91,8 +93,10 @@ def test_bits_do_not_depend_on_how_many_heads_an_item_walks(
 
 @every_dtype
 @pytest.mark.parametrize("name", BACK_ENDS)
-def test_positions_far_below_the_highest_score_weigh_nothing(name: str, dtype: torch.dtype, kv_dtype: KvDtype) -> None:
-    case = make_case([(40, 1)], (2, 1, 16), dtype, 5, kv_dtype)
+def test_positions_far_below_the_highest_score_weigh_nothing(
+    name: str, dtype: torch.dtype, kv_cache_dtype: KvDtype
+) -> None:
+    case = make_case([(40, 1)], (2, 1, 16), dtype, 5, kv_cache_dtype)
     keys, values = torch.full_like(case.keys[0], -5), torch.full_like(case.values[0], 2e38)
     keys[7], values[7] = 5, 1
     case = replace(case, queries=[torch.full_like(case.queries[0], 10)], keys=[keys], values=[values])
@@ -110,14 +114,14 @@ def test_items_leave_every_worker_its_share() -> None:
 
 
 @pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], ids=str)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     "cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"]
 )
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(
-    cuts: list[int], heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype
+    cuts: list[int], heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype
 ) -> None:
-    whole = make_case([(0, 270)], heads, dtype, 3, kv_dtype)
+    whole = make_case([(0, 270)], heads, dtype, 3, kv_cache_dtype)
     expected = attend(CpuKernels(), whole, 32)[0]
     got, past = [], 0
     for count in cuts:
@@ -135,8 +139,8 @@ def test_attention_follows_scores_of_any_size(name: str) -> None:
 
 
 @every_dtype
-def test_a_sequence_of_nan_spoils_no_other(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
-    case = make_case([(20, 3), (0, 9), (40, 1)], (4, 2, 16), dtype, 5, kv_dtype)
+def test_a_sequence_of_nan_spoils_no_other(dtype: torch.dtype, kv_cache_dtype: KvDtype) -> None:
+    case = make_case([(20, 3), (0, 9), (40, 1)], (4, 2, 16), dtype, 5, kv_cache_dtype)
     clean = attend(CpuKernels(), case, 16)
     for poison in (torch.nan, torch.inf):
         case.keys[1][4], case.values[1][4] = poison, poison
@@ -165,9 +169,9 @@ def test_windowed_attention_equals_dense_attention(
     heads: Shape,
     block_size: int,
     dtype: torch.dtype,
-    kv_dtype: KvDtype,
+    kv_cache_dtype: KvDtype,
 ) -> None:
-    case = make_case(WINDOWED, heads, dtype, window, kv_dtype, window, is_gated=True)
+    case = make_case(WINDOWED, heads, dtype, window, kv_cache_dtype, window, is_gated=True)
     tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
     for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
         torch.testing.assert_close(got.double(), expected, **tolerance)
@@ -185,13 +189,13 @@ def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(na
 @every_dtype
 @every_window
 def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
-    window: int, heads: Shape, block_size: int, dtype: torch.dtype, kv_dtype: KvDtype
+    window: int, heads: Shape, block_size: int, dtype: torch.dtype, kv_cache_dtype: KvDtype
 ) -> None:
-    batch = make_case(WINDOWED, heads, dtype, 1, kv_dtype, window, is_gated=True)
+    batch = make_case(WINDOWED, heads, dtype, 1, kv_cache_dtype, window, is_gated=True)
     expected = attend(CpuKernels(), batch, block_size)
     for row in range(len(WINDOWED)):
         assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
-    whole = make_case([(0, 430)], heads, dtype, 2, kv_dtype, window, is_gated=True)
+    whole = make_case([(0, 430)], heads, dtype, 2, kv_cache_dtype, window, is_gated=True)
     expected = attend(CpuKernels(), whole, block_size)
     starts = [0, 5, 12, 21, 240, *range(250, 262), 279, 280, 316, 429, 430]
     cuts = [whole.chunk(start, end - start) for start, end in pairwise(starts)]
@@ -199,12 +203,12 @@ def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
 
 
 @every_dtype
-def test_a_window_that_holds_all_positions_changes_no_bit(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
+def test_a_window_that_holds_all_positions_changes_no_bit(dtype: torch.dtype, kv_cache_dtype: KvDtype) -> None:
     pieces = [(0, 20), (290, 1), (280, 20)]
     for heads in WINDOWED_HEADS:
-        expected = attend(CpuKernels(), make_case(pieces, heads, dtype, 3, kv_dtype), 32)
+        expected = attend(CpuKernels(), make_case(pieces, heads, dtype, 3, kv_cache_dtype), 32)
         for window in (300, 10_000):
-            windowed = make_case(pieces, heads, dtype, 3, kv_dtype, window)
+            windowed = make_case(pieces, heads, dtype, 3, kv_cache_dtype, window)
             assert all(map(torch.equal, attend(CpuKernels(), windowed, 32), expected))
 
 

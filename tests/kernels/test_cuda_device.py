@@ -119,17 +119,17 @@ def test_half_precision_logits_are_near_those_of_the_cpu_reference(dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_batch_invariant_kernels_make_batched_and_preempted_tokens_those_of_a_row_alone(
-    kv_dtype: str, dtype: torch.dtype
+    kv_cache_dtype: str, dtype: torch.dtype
 ) -> None:
     requests = random_requests(30, seed=1, prompt=(1, 200), output=(1, 80), vocab_size=1000)
     model = model_on(DEVICE, dtype, CudaKernels(DEVICE, batch_invariant=True))
-    sizes = {"max_num_seqs": 13, "max_num_batched_tokens": 50, "kv_dtype": kv_dtype}
+    sizes = {"max_num_seqs": 13, "max_num_batched_tokens": 50, "kv_cache_dtype": kv_cache_dtype}
     engine = engine_for(model, num_blocks=60, block_size=BLOCK_SIZE, **sizes, **NO_FORECAST)
     got = tokens_of(engine.run(requests))
     assert engine.stats.num_preemptions
-    assert got == solo(model, requests, kv_dtype)
+    assert got == solo(model, requests, kv_cache_dtype)
 
 
 def small_engine(kernels: CudaKernels, **parts: Any) -> Engine:

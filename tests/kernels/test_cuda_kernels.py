@@ -136,11 +136,11 @@ def assert_attends(case: Case, block_size: int) -> None:
     [((6, 2, 24), 3, 3), ((4, 1, 16), 64, 100), ((3, 3, 16), 32, 0), ((6, 2, 24), 64, 0), ((12, 1, 16), 3, 0)],
     ids=str,
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), KINDS, ids=str)
 def test_attention_over_a_window_with_gates_or_over_all_equals_dense_attention(
-    heads: Shape, block_size: int, window: int, dtype: torch.dtype, kv_dtype: KvDtype
+    heads: Shape, block_size: int, window: int, dtype: torch.dtype, kv_cache_dtype: KvDtype
 ) -> None:
-    assert_attends(make_case(PIECES, heads, dtype, block_size, kv_dtype, window, is_gated=window > 0), block_size)
+    assert_attends(make_case(PIECES, heads, dtype, block_size, kv_cache_dtype, window, is_gated=window > 0), block_size)
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -157,9 +157,9 @@ def test_attention_equals_dense_attention_over_full_spans() -> None:
 
 
 @pytest.mark.usefixtures("short_spans")
-@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
-def test_attention_has_the_same_bits_whatever_shares_the_batch(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
-    case = make_case([(100, 1), (20, 5), (64, 2)], (4, 2, 16), dtype, 2, kv_dtype)
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), KINDS, ids=str)
+def test_attention_has_the_same_bits_whatever_shares_the_batch(dtype: torch.dtype, kv_cache_dtype: KvDtype) -> None:
+    case = make_case([(100, 1), (20, 5), (64, 2)], (4, 2, 16), dtype, 2, kv_cache_dtype)
     together = attend(OnDevice(), case, 16)
     assert all(map(torch.equal, attend(OnDevice(), case, 64, seed=1), together)), "other blocks, other block size"
     for row, expected in enumerate(together):
@@ -217,11 +217,11 @@ def test_counters_stay_where_recordings_found_them() -> None:
 
 @pytest.mark.usefixtures("short_spans")
 @pytest.mark.parametrize("window", [0, 3, 50])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), KINDS, ids=str)
 def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(
-    window: int, dtype: torch.dtype, kv_dtype: KvDtype
+    window: int, dtype: torch.dtype, kv_cache_dtype: KvDtype
 ) -> None:
-    whole = make_case([(0, 140)], (2, 1, 16), dtype, 3, kv_dtype, window, is_gated=window > 0)
+    whole = make_case([(0, 140)], (2, 1, 16), dtype, 3, kv_cache_dtype, window, is_gated=window > 0)
     expected = attend(OnDevice(), whole, 16)[0]
     starts = [0, 63, 64, 65, 128, 129, 136, 140]
     cuts = [whole.chunk(start, end - start) for start, end in pairwise(starts)]
@@ -372,7 +372,7 @@ def test_a_decode_step_of_every_family_gives_the_logits_of_the_reference(
 
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
 @pytest.mark.parametrize(
-    ("shape", "kv_dtype"),
+    ("shape", "kv_cache_dtype"),
     [
         ({"num_hidden_layers": 2, "full_attn_idxs": [1]}, "auto"),
         ({"num_hidden_layers": 2, "full_attn_idxs": [1]}, "int8"),
@@ -382,17 +382,17 @@ def test_a_decode_step_of_every_family_gives_the_logits_of_the_reference(
     ids=["lfm2", "lfm2-int8", "lfm3", "lfm3-int8"],
 )
 def test_a_model_generates_what_the_reference_generates(
-    shape: dict[str, Any], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any], kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greedy = random_requests(2, seed=1, prompt=(1, 20), output=(2, 3))
     drawn = random_requests(1, seed=2, prompt=(3, 9), output=(2, 2), params=SamplingParams(temperature=0.8, top_k=20))
     requests = [*greedy, *(replace(r, key=10 + r.key) for r in drawn)]
     monkeypatch.setattr(state, "key_pack", lambda _dtype, _device, width: width)  # as on a GPU
     model = tiny_model(kernels=OnDevice().kernels, **shape)
-    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 8, "kv_memory": 1 << 20}
-    got = tokens_of(Engine(model, EngineConfig(kv_dtype=kv_dtype, **sizes)).run(requests))
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 8, "kv_cache_memory": 1 << 20}
+    got = tokens_of(Engine(model, EngineConfig(kv_cache_dtype=kv_cache_dtype, **sizes)).run(requests))
     monkeypatch.undo()
-    assert got == solo(tiny_model(kernels=REFERENCE, **shape), requests, kv_dtype)
+    assert got == solo(tiny_model(kernels=REFERENCE, **shape), requests, kv_cache_dtype)
 
 
 # A launch costs microseconds on a GPU, whatever it computes.

@@ -27,7 +27,7 @@ OTHER_ROWS = (
 
 
 @pytest.mark.parametrize(
-    ("weights", "activations", "kv_dtype"),
+    ("weights", "activations", "kv_cache_dtype"),
     [("auto", "auto", "auto"), ("int8", "auto", "bfloat16"), ("int8", "int8", "int8")],
 )
 @pytest.mark.parametrize("stored", DTYPES)
@@ -39,7 +39,7 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
     stored: str,
     weights: str,
     activations: str,
-    kv_dtype: str,
+    kv_cache_dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: set[tuple[KernelSpec, str]] = {(RUN_ALL, "any"), (SERVE, "any")}  # which run all launches
@@ -61,10 +61,10 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
         rows = [
             replace(row, params=replace(params, max_tokens=row.params.max_tokens)) for row in random_requests(8, seed=1)
         ]
-        tokens_of(engine_for(model, num_blocks=60, block_size=16, kv_dtype=kv_dtype).run(rows))
+        tokens_of(engine_for(model, num_blocks=60, block_size=16, kv_cache_dtype=kv_cache_dtype).run(rows))
 
     run(SamplingParams())
-    wanted = set(needed(dtype, stored, weights, activations, kv_dtype, model.config.parts))
+    wanted = set(needed(dtype, stored, weights, activations, kv_cache_dtype, model.config.parts))
     assert launched == wanted
     for params in OTHER_ROWS:
         run(params)

@@ -100,7 +100,7 @@ def same_heads(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, s
     head_dim=st.sampled_from([16, 64, 256]),  # the root of each is a power of two: queries are keys times that, exactly
     block_size=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
-    kv_dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+    kv_cache_dtype=st.sampled_from([torch.bfloat16, torch.int8]),
     seed=st.integers(0, 1 << 20),
 )
 def test_what_is_cached_is_what_was_computed_rounded_once(
@@ -109,22 +109,22 @@ def test_what_is_cached_is_what_was_computed_rounded_once(
     head_dim: int,
     block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
     seed: int,
 ) -> None:
     inputs, num_blocks = ragged_input(pieces, block_size)
     qkv = same_heads(inputs.num_tokens, heads, head_dim, dtype, seed)
     weight = 1 + normal(head_dim, seed=seed, dtype=dtype)
     for kernels in BACK_ENDS.values():
-        cache = empty_cache(inputs, num_blocks, block_size, heads, head_dim, kv_dtype)
+        cache = empty_cache(inputs, num_blocks, block_size, heads, head_dim, kv_cache_dtype)
         shape = Heads(heads, head_dim, weight, weight, 1e-5)
         q = kernels().rope_and_cache(qkv, shape, rotary_table(64, head_dim), inputs, cache)
         k, v = q[..., :head_dim] * head_dim**0.5, qkv[:, 2 * heads * head_dim :].view(-1, heads, head_dim).float()
-        if kv_dtype is torch.int8:
+        if kv_cache_dtype is torch.int8:
             (k, key_scales), (v, value_scales) = to_int8(k), to_int8(v)
             expected = [k, v, key_scales, value_scales]
         else:
-            expected = [k.to(kv_dtype), v.to(kv_dtype)]
+            expected = [k.to(kv_cache_dtype), v.to(kv_cache_dtype)]
         assert all(map(torch.equal, cached_heads(cache, inputs, head_dim), expected))
         untouched = torch.ones(num_blocks * block_size, dtype=torch.bool)
         untouched[inputs.slot_mapping] = False
@@ -170,12 +170,12 @@ def test_extreme_values_become_the_integers_of_the_definition(name: str) -> None
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_cache_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_what_is_not_finite_reaches_those_who_attend_to_it_and_no_other(
-    part: str, kv_dtype: torch.dtype, name: str
+    part: str, kv_cache_dtype: torch.dtype, name: str
 ) -> None:
-    if (name, kv_dtype) == ("cuda", torch.bfloat16):
+    if (name, kv_cache_dtype) == ("cuda", torch.bfloat16):
         pytest.skip("a GPU keeps float32 keys and values as they are computed")
     kernels, head_dim, at, window = EVERY_BACK_END[name](), 16, 7, 4
     inputs, num_blocks = ragged_input([(0, 20)], 16)
@@ -183,11 +183,11 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it_and_no_other(
     qkv = normal(20, 6 * head_dim, seed=3)
     dirty = qkv.clone()
     spoilt = 2 * head_dim + (2 * head_dim if part == "value" else 0)  # of the first KV head
-    dirty[at, spoilt + 5] = 3.4e38 if (kv_dtype, part) == (torch.bfloat16, "value") else -torch.inf
+    dirty[at, spoilt + 5] = 3.4e38 if (kv_cache_dtype, part) == (torch.bfloat16, "value") else -torch.inf
     found = {}
     for x in (qkv, dirty):
         for seen in (0, window):
-            cache = empty_cache(inputs, num_blocks, 16, 2, head_dim, kv_dtype)
+            cache = empty_cache(inputs, num_blocks, 16, 2, head_dim, kv_cache_dtype)
             q = kernels.rope_and_cache(x, shape, rotary_table(32, head_dim), inputs, cache)
             out = kernels.attention(q, cache, inputs, head_dim, torch.float32, seen)
             found[x is dirty, seen] = out.view(20, 2, head_dim)

@@ -145,10 +145,10 @@ def test_what_most_share_is_found_in_any_order() -> None:
 
 
 @every_dtype
-def test_shared_blocks_are_read_through_the_first_table_alone(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
+def test_shared_blocks_are_read_through_the_first_table_alone(dtype: torch.dtype, kv_cache_dtype: KvDtype) -> None:
     """Tables of the others lead to poison there, so that a second reading would show."""
     tables, pieces, num_blocks = tables_of([(0, 0, 530, 1), *[(0, 16, own, 1) for own in (5, 270, 33, 1)]], 32)
-    made = make_case(pieces, (16, 8, 16), dtype, 7, kv_dtype)
+    made = make_case(pieces, (16, 8, 16), dtype, 7, kv_cache_dtype)
     case, inputs = shared_case(tables, made, 32), inputs_of(tables, pieces, 32)
     cache = poisoned_cache(case, inputs, num_blocks, 32)
     expected = attend_over(CpuKernels(), case, inputs, cache)

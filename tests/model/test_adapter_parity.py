@@ -21,7 +21,7 @@ from batchgen.model.load import load_model
 from batchgen.model.registry import read_config
 from batchgen.model.weights import Checkpoint
 
-SIZES = EngineConfig(kv_memory=1 << 22)
+SIZES = EngineConfig(kv_cache_memory=1 << 22)
 ROWS = random_requests(2, seed=3, prompt=(3, 20), output=(12, 12), params=SamplingParams(ignore_eos=True))
 ALL = ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"]
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -178,7 +178,7 @@ def test_greedy_tokens_of_ragged_chunks_behind_cached_prefixes_equal_those_of_tr
     prompts = [shared[: 8 * (i % 5)] + prompt(1 + 7 * i % 30, i) for i in range(20)]
     params = SamplingParams(max_tokens=32, ignore_eos=True)
     config = EngineConfig(
-        kv_memory=1 << 22, max_num_batched_tokens=37, max_num_seqs=9, block_size=8, prefix_caching=True
+        kv_cache_memory=1 << 22, max_num_batched_tokens=37, max_num_seqs=9, block_size=8, prefix_caching=True
     )
     engine = Engine(pair.model("cpu"), config)
     results = list(engine.run(Request(key, tuple(prompt), params) for key, prompt in enumerate(prompts)))

@@ -160,6 +160,6 @@ def test_a_weight_that_is_not_finite_is_told_by_every_row(
     tensors["model.layers.0.conv.in_proj.weight"][3, 5] = value
     save_file(tensors, tmp_path / "model.safetensors")
     model = load_model(str(tmp_path), dtype=dtype, device="cpu", **settings)
-    (result,) = Engine(model, EngineConfig(kv_memory=1 << 20)).run([Request(0, tuple(PROMPT), SamplingParams())])
+    (result,) = Engine(model, EngineConfig(kv_cache_memory=1 << 20)).run([Request(0, tuple(PROMPT), SamplingParams())])
     assert result.error is not None
     assert "not finite" in result.error.message

@@ -47,7 +47,7 @@ def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
     work = Costs.of(CONFIG, itemsize=2, weight_bytes=2).work(counts(num_attended=1000, num_kv_read=100))
     assert work.flops == 4 * 16 * 64 * (5 * 1000 + 100)  # in the last of 6 layers one token of a sequence attends
     assert work.num_bytes == 12 * 1024 * 100  # 12 KiB a token
-    integers = Costs.of(CONFIG, itemsize=2, weight_bytes=2, kv_dtype="int8").work(counts(num_kv_read=100))
+    integers = Costs.of(CONFIG, itemsize=2, weight_bytes=2, kv_cache_dtype="int8").work(counts(num_kv_read=100))
     assert integers.num_bytes == 6 * 8 * 2 * (64 + 4) * 100  # of each head in each layer 64 integers and their scale
 
 

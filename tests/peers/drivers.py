@@ -32,10 +32,10 @@ def batchgen(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, 
     from batchgen.engine import Engine, EngineConfig
     from batchgen.engine.load import load_weights
 
-    is_int8, kv_dtype = given.dtype.startswith("int8"), "int8" if given.dtype == "int8-kv" else "auto"
+    is_int8, kv_cache_dtype = given.dtype.startswith("int8"), "int8" if given.dtype == "int8-kv" else "auto"
     choices = {"weights": "int8", "activations": "int8"} if is_int8 else {"dtype": given.dtype}
     model = load_weights(ModelSpec(path=given.model, **choices))
-    config = EngineConfig(max_num_seqs=given.max_num_seqs, longest_first=False, kv_dtype=kv_dtype)
+    config = EngineConfig(max_num_seqs=given.max_num_seqs, longest_first=False, kv_cache_dtype=kv_cache_dtype)
     engine = Engine(model, config, eos_token_ids=given.ends)
     params = SamplingParams(max_tokens=given.max_tokens)
     requests = [Request(key, tuple(prompt), params) for key, prompt in enumerate(prompts)]

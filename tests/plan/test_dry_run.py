@@ -115,7 +115,7 @@ def test_duplicate_prompts_and_shared_prefixes_are_counted_with_their_tokens(job
 
 def test_without_weights_the_plan_says_how_many_tokens_and_rows_fit(job: JobMaker) -> None:
     job.write(rows_of(20))
-    given = plan_of(job, engine={"kv_memory": "1MiB"})
+    given = plan_of(job, engine={"kv_cache_memory": "1MiB"})
     kv = given["kv"]
     assert kv["memory_bytes"] <= 1 << 20
     assert kv["tokens_that_fit"] * kv["bytes_per_token"] == pytest.approx(kv["memory_bytes"], rel=0.01)
@@ -126,10 +126,16 @@ def test_without_weights_the_plan_says_how_many_tokens_and_rows_fit(job: JobMake
     assert "by what is free now" in render_plan(found)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker, kv_dtype: str) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker, kv_cache_dtype: str) -> None:
     job.write(rows_of(5))
-    sizes = {"kv_memory": "1MiB", "block_size": 16, "max_num_seqs": 4, "threads": 1, "kv_dtype": kv_dtype}
+    sizes = {
+        "kv_cache_memory": "1MiB",
+        "block_size": 16,
+        "max_num_seqs": 4,
+        "threads": 1,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     spec = job.spec(engine=sizes, model={"device": "cpu"})
     kv = make_plan(spec)["kv"]
     outcome = run_job(spec, quiet())
@@ -138,8 +144,11 @@ def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker, kv_dtype: str)
     assert (kv["memory_bytes"], kv["max_num_seqs"], kv["block_size"]) == (taken["kv_bytes"], 4, 16)
     assert kv["tokens_that_fit"] == taken["num_blocks"] * 16
     numerics = outcome.report["numerics"]
-    assert kv["dtype"] == numerics.get("kv_dtype", numerics["dtype"])
-    assert (numerics.get("kv_dtype"), taken["kv_dtype"]) == ({"auto": None}.get(kv_dtype, kv_dtype), kv_dtype)
+    assert kv["dtype"] == numerics.get("kv_cache_dtype", numerics["dtype"])
+    assert (numerics.get("kv_cache_dtype"), taken["kv_cache_dtype"]) == (
+        {"auto": None}.get(kv_cache_dtype, kv_cache_dtype),
+        kv_cache_dtype,
+    )
 
 
 def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +171,7 @@ def test_weights_that_do_not_fit_are_named_unless_another_machine_is_planned_for
     said = r"dummy:Qwen3-8B: the weights take 1[56]\.\d GB, this machine has 2.1 GB free"
     with pytest.raises(UsageError, match=said):
         plan_of_ids(job, model=model)
-    assert plan_of_ids(job, model=model, engine={"kv_memory": "1GiB"})["kv"]["rows_that_fit"] > 0
+    assert plan_of_ids(job, model=model, engine={"kv_cache_memory": "1GiB"})["kv"]["rows_that_fit"] > 0
 
 
 def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +183,7 @@ def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyP
     for plan in (named, found):
         assert (plan["kv"]["memory_bytes"], plan["kv"]["rows_that_fit"]) == (None, None)
         assert "--calibrate measures the free memory" in render_plan(plan)
-    assert plan_of(job, engine={"kv_memory": "1MiB"})["kv"]["rows_that_fit"] > 0
+    assert plan_of(job, engine={"kv_cache_memory": "1MiB"})["kv"]["rows_that_fit"] > 0
 
 
 def test_output_tokens_are_bounded_by_max_tokens_and_the_context(job: JobMaker) -> None:
@@ -244,7 +253,7 @@ def test_by_default_every_gpu_computes_and_no_ray_cluster_counts(
     job.run(step_s=0.001)
 
     def planned(**cluster: Any) -> dict[str, Any]:
-        return plan_of(job, cluster=cluster, engine={"max_num_seqs": 4, "kv_memory": "1MiB"})
+        return plan_of(job, cluster=cluster, engine={"max_num_seqs": 4, "kv_cache_memory": "1MiB"})
 
     alone_s = planned()["estimate"]["engine_s"]
     monkeypatch.setattr(estimate, "visible_gpus", lambda device: [str(number) for number in range(8)])
@@ -252,7 +261,7 @@ def test_by_default_every_gpu_computes_and_no_ray_cluster_counts(
     plan = planned(workers="auto")
     assert plan["workers"]["number"] == 8
     assert plan["estimate"]["engine_s"] == pytest.approx(alone_s / 8, abs=0.002)
-    assert planned(workers="auto", worker_gpus=2)["workers"]["number"] == 4
+    assert planned(workers="auto", gpus_per_worker=2)["workers"]["number"] == 4
     plan = planned(ray="auto")
     assert plan["workers"]["number"] is None
     with pytest.raises(UsageError, match=r"--fail-if-over needs an estimate: .* give --workers"):

@@ -114,7 +114,7 @@ def test_a_step_of_both_kinds_is_shared_out_between_prefill_and_decode() -> None
 def test_what_bounds_a_run_is_named_with_its_flag() -> None:
     report = made(engine=engine(max_kv_use=1.0, num_preemptions=10), rows=50)
     assert bound_by(report) == "KV memory"
-    assert "--kv-memory" in report["advice"][0]
+    assert "--kv-cache-memory" in report["advice"][0]
     assert [row["index"] for row in report["slowest"]] == list(range(49, 39, -1)), "the longest first"
 
 
@@ -260,7 +260,7 @@ def test_the_text_names_the_kernels_where_they_are_known() -> None:
     assert "bfloat16 on cpu (" not in " ".join(render_report(report).split())
     report["numerics"] = {**report["numerics"], "kernels": "avx512"}
     assert "bfloat16 on cpu (avx512)" in " ".join(render_report(report).split())
-    integers = {"weights": "int8", "activations": "int8", "kv_dtype": "int8"}
+    integers = {"weights": "int8", "activations": "int8", "kv_cache_dtype": "int8"}
     report["numerics"] = {**report["numerics"], **integers}
     named = "bfloat16 on cpu, int8 weights, int8 activations, int8 keys and values (avx512)"
     assert named in " ".join(render_report(report).split())

@@ -89,7 +89,7 @@ def engine_of(grammars: Grammars) -> Engine:
     tokenizer = grammars.tokenizer
     return Engine(
         tiny_model(vocab_size=VOCAB_SIZE),
-        EngineConfig(kv_memory=4 << 20),
+        EngineConfig(kv_cache_memory=4 << 20),
         eos_token_ids=tokenizer.eos_token_ids,
         text=TextTools(partial(StopStrings, tokenizer), grammars),
     )

@@ -83,16 +83,16 @@ def paired_kind(dtype: str) -> str:
     return "bf16_pairs" if dtype == "bfloat16" and has_bfloat16_pairs() else dtype
 
 
-def cached_kind(dtype: str, kv_dtype: str) -> str:
-    """The kind for a model in ``dtype`` of the kernels that write and read keys and values, kept in ``kv_dtype``."""
-    if kv_dtype in ("auto", dtype):
+def cached_kind(dtype: str, kv_cache_dtype: str) -> str:
+    """The kind for a model in ``dtype`` of the kernels for keys and values, kept in ``kv_cache_dtype``."""
+    if kv_cache_dtype in ("auto", dtype):
         return dtype
-    return f"{_SHORT[dtype]}_kv_{_SHORT[kv_dtype]}"
+    return f"{_SHORT[dtype]}_kv_{_SHORT[kv_cache_dtype]}"
 
 
-def attention_kind(dtype: str, kv_dtype: str) -> str:
-    """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_dtype``."""
-    kind = cached_kind(dtype, kv_dtype)
+def attention_kind(dtype: str, kv_cache_dtype: str) -> str:
+    """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_cache_dtype``."""
+    kind = cached_kind(dtype, kv_cache_dtype)
     return paired_kind(dtype) if kind == dtype else kind
 
 
@@ -101,26 +101,26 @@ def needed(
     stored: str,
     weights: str = "auto",
     activations: str = "auto",
-    kv_dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     parts: str = "dense",
 ) -> list[tuple[KernelSpec, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
     ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply,
-    ``kv_dtype`` that of keys and values; ``parts`` is "dense" or "experts", and "scales" behind it.
+    ``kv_cache_dtype`` that of keys and values; ``parts`` is "dense" or "experts", and "scales" behind it.
     """
     if dtype not in ELEMENTS:
         return []
     reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
     linears = _linears(dtype, reading, weights, activations)
-    found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *linears]
+    found = [(ATTENTION, attention_kind(dtype, kv_cache_dtype)), *linears]
     if "scales" in parts:
         found.append((SCALE, dtype))
     if "experts" in parts:
         found.append((ROUTE, dtype))
         found += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
     found += [(spec, dtype) for spec in (SHORT_CONV, ARGMAX, RMS_NORM)]
-    found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_dtype)))
+    found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_cache_dtype)))
     # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
     found.append((EMBEDDING_LOOKUP_PACKED if (MATMUL, reading) in found else TAKE_ROWS, reading))
     found += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
