@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from batchgen.core.errors import InputError, UsageError
 
-# A change within one tick of the file system's clock leaves its times equal, so equal times prove equal content only
-# when the last change is older than a tick. FAT has the longest one, 2 s.
-SETTLED_NS = 2_000_000_000
-_AHEAD_S = 5.0  # how long a digest is trusted where the clock of the file system is ahead of ours
-TRIES = 5  # at a file that changes while it is read
+# A later start trusts a digest only if the file was older than a tick of its file system's clock: a change within one
+# tick leaves its times equal. FAT has the longest one, 2 s.
+_TICK_NS = 2_000_000_000
 
 
 class FileState(NamedTuple):
@@ -37,27 +35,23 @@ class FileState(NamedTuple):
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
-    def is_settled(self, now_ns: int) -> bool:
-        """Whether any later change must change the state; an mtime in the future was set by hand and is ignored."""
-        return max(self.ctime_ns, self.mtime_ns if self.mtime_ns <= now_ns else 0) + SETTLED_NS < now_ns
+    @property
+    def written(self) -> tuple[int, ...]:
+        """What writing to the file or replacing it changes, but new rights or links do not."""
+        return self.size, self.mtime_ns, self.inode
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A file's digest, its state before and after it was read, and whether equal states prove equal content."""
+    """A file's digest, its state while it was read, and whether a later start may trust that state."""
 
     state: FileState
     sha256: str
-    is_settled: bool
-    read_at: float = -_AHEAD_S
-
-    def is_ahead(self) -> bool:
-        """Whether the file's clock is ahead of ours and it was just read: reading it at each look would take hours."""
-        return self.state.ctime_ns > time.time_ns() and time.monotonic() - self.read_at < _AHEAD_S
+    is_trusted: bool
 
 
 class Digests:
-    """SHA-256 of files by path, each read once, and again only if its state has changed or is too fresh to tell.
+    """SHA-256 of files by path, each read once.
 
     ``kept`` is the ``to_plain`` of an earlier run; invalid entries in it are ignored.
     """
@@ -71,11 +65,11 @@ class Digests:
         return {
             path: {"sha256": known.sha256, "state": list(known.state)}
             for path, known in sorted(self._known.items())
-            if known.is_settled
+            if known.is_trusted
         }
 
     def digest(self, path: Path) -> str:
-        """The file's digest as hex. Raises UsageError when it cannot be read or changes all the time."""
+        """The file's digest as hex. Raises UsageError when it cannot be read."""
         return self._find(path).sha256
 
     def fingerprint(self, path: Path) -> dict[str, Any]:
@@ -88,26 +82,16 @@ class Digests:
         known = self._known.get(_key(path))
         return known.state if known else None
 
-    def verify(self, path: Path) -> bool:
-        """Whether the file kept its state since its digest was taken; if not, rows read since may be wrong.
-
-        False if the state changed but the content is the same again; the new state counts from now on. Raises
-        InputError for other content or an unreadable file. The digest must have been asked for before.
-        """
-        known = self._known[_key(path)]
+    def check_unchanged(self, path: Path) -> None:
+        """Raises InputError for a file that was written to or replaced since its digest was taken."""
+        known = self._known[_key(path)].state
         try:
-            if (known.is_settled or known.is_ahead()) and FileState.of(path) == known.state:
-                return True
-            now = _read(path)
-        except (OSError, UsageError) as error:
-            reason = error.strerror or error if isinstance(error, OSError) else error
-            raise input_changed(path, f"it cannot be read any more ({reason})") from None
-        if now.sha256 != known.sha256:
-            sizes = f"it had {known.state.size:,} bytes and has {now.state.size:,} now"
-            same_size = f"it has other content in its {now.state.size:,} bytes"
-            raise input_changed(path, same_size if now.state.size == known.state.size else sizes)
-        self._known[_key(path)] = now
-        return now.state == known.state
+            now = FileState.of(path)
+        except OSError as error:
+            raise input_changed(path, f"it cannot be read any more ({error.strerror or error})") from None
+        if now.written != known.written:
+            sizes = f"it had {known.size:,} bytes and has {now.size:,} now"
+            raise input_changed(path, sizes if now.size != known.size else "it was written to, or replaced")
 
     def _find(self, path: Path) -> _Known:
         key = _key(path)
@@ -123,7 +107,7 @@ class Digests:
                     now = FileState.of(path)
                 except OSError:
                     return None
-                return _Known(now, sha256, is_settled=True) if [*now] == state else None
+                return _Known(now, sha256, is_trusted=True) if [*now] == state else None
         return None
 
 
@@ -144,15 +128,14 @@ def file_digest(path: Path) -> str:
 
 def _read(path: Path) -> _Known:
     """Digest and state that belong together. Raises UsageError."""
-    for _ in range(TRIES):
-        began_ns = time.time_ns()
-        try:
-            before = FileState.of(path)
-            digest = file_digest(path)
-            if FileState.of(path) == before:
-                return _Known(before, digest, before.is_settled(began_ns), time.monotonic())
-        except OSError as error:
-            raise _unreadable(path, error) from error
+    began_ns = time.time_ns()
+    try:
+        state = FileState.of(path)
+        digest = file_digest(path)
+        if FileState.of(path) == state:
+            return _Known(state, digest, is_trusted=state.ctime_ns + _TICK_NS < began_ns)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     raise UsageError(f"{path} changes while it is read; run again when nothing writes to it any more")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import InputSpec
-from batchgen.core.errors import BatchgenError, InputError, UsageError
-from batchgen.core.fingerprint import TRIES, Digests
+from batchgen.core.errors import BatchgenError, UsageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
 from batchgen.core.shard import Shard
@@ -65,35 +65,19 @@ class Source:
         return at.index
 
     def _read_file(self, file: InputFile, at: Cursor, wanted: Wanted | None) -> Rows:
-        """The rows of one file. A chunk that may come from other content than was fingerprinted is read again."""
-        if self._digests is None:
+        """The rows of one file; none that may come from other content than was fingerprinted."""
+        if (digests := self._digests) is None:
             return (yield from file.read(at, self._limit, wanted))
-        number, tries = at.file, TRIES
-        while tries:
-            reading = Reading(file.read(at, self._limit, wanted))
-            for chunk in chunked(self._explained(reading, file)):
-                if not self._is_unchanged(file):
-                    break
-                yield from chunk
-                at, tries = chunk[-1].after, TRIES
-            else:
-                if self._is_unchanged(file):
-                    return reading.end
-            if at.file != number:
-                return at.index
-            tries -= 1
-        raise InputError(f"{file.path} keeps changing; stop whatever writes to it, then run again to resume")
-
-    def _is_unchanged(self, file: InputFile) -> bool:
-        return self._digests is None or file.is_unchanged(self._digests)
-
-    def _explained(self, rows: Iterable[Record | BadRow], file: InputFile) -> Iterator[Record | BadRow]:
-        """``rows``; raises InputError in place of the error where reading fails because the file has changed."""
+        reading = Reading(file.read(at, self._limit, wanted))
         try:
-            yield from rows
-        except BatchgenError:
-            self._is_unchanged(file)
+            for chunk in chunked(reading):
+                file.check_local_files(digests)
+                yield from chunk
+        except BatchgenError:  # perhaps since it has changed
+            file.check_local_files(digests)
             raise
+        file.check_local_files(digests)
+        return reading.end
 
     def check_unchanged(self) -> None:
         """Raises InputError if a file is no longer what its fingerprint says."""

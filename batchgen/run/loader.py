@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.config.sampling import ParamError, card_values, merge_params, recommended_values
-from batchgen.core.errors import InputError, ModelError, UsageError
+from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import ADAPTER_FILES, is_gguf, model_files, tokenizer_folder
@@ -102,8 +102,8 @@ class ModelInfo:
         """Raises ModelError if a file may have changed since its digest was taken: it may have been loaded changed."""
         for _, folder, patterns in self.parts:
             for path in model_files(folder, patterns):
-                with suppress(InputError):
-                    if digests.state(path) is not None and digests.verify(path):
+                with suppress(OSError):
+                    if digests.state(path) == FileState.of(path):
                         continue
                 raise _changed(path)
 

@@ -44,7 +44,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as old enough as soon as they are written."""
-    monkeypatch.setattr(fingerprint, "SETTLED_NS", 0)
+    monkeypatch.setattr(fingerprint, "_TICK_NS", 0)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_only_a_touched_file_is_hashed_again_and_only_once(job: JobMaker, hashed
 
 
 def test_a_file_too_fresh_is_hashed_again(job: JobMaker, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "SETTLED_NS", 3600 * 10**9)
+    monkeypatch.setattr(fingerprint, "_TICK_NS", 3600 * 10**9)
     job.write(rows_of(20))
     job.run()
     hashed.clear()

@@ -46,13 +46,14 @@ class InputFile(ABC):
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """What a resume compares; see ``Source.fingerprint``."""
 
-    def is_unchanged(self, digests: Digests) -> bool:
-        """See ``Digests.verify``; asked for each local file, so that the new state of each is taken in."""
-        return False not in [digests.verify(path) for path in self.local_files]
+    def check_local_files(self, digests: Digests) -> None:
+        """Raises InputError if a local file is no longer what its fingerprint says."""
+        for path in self.local_files:
+            digests.check_unchanged(path)
 
     def check_unchanged(self, digests: Digests) -> None:
-        """Raises InputError if a file is no longer what its fingerprint says; asked once, at the end."""
-        self.is_unchanged(digests)
+        """As ``check_local_files``, of remote files too; asked once, at the end."""
+        self.check_local_files(digests)
 
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""
