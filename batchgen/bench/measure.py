@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.timed import TimedKernels
 from batchgen.bench.workload import EndAfter, error_message
 from batchgen.config.job import ModelSpec
 from batchgen.core.errors import BatchgenError, UsageError
@@ -31,9 +30,7 @@ from batchgen.engine.pooler import Pooler
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sizes import reported_sizes, use_threads
 from batchgen.engine.stats import EngineStats
-from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
-from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.rates import measure, weight_bytes
 from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.roofline import Ceilings, Costs, Work, excess_reason
@@ -74,46 +71,30 @@ def pooling_of(where: ModelSpec) -> str:
 
 
 def load(where: ModelSpec, threads: int | None, *, has_head: bool = True) -> Decoder:
-    """The model; on a CPU its kernels are ``TimedKernels``. Without a head it gives vectors."""
-    config, device = load_config(where.path, where.revision), resolve_device(where.device)
-    use_threads(threads, config)
-    if device.type != "cpu":
-        return load_weights(where, has_head=has_head)
-    dtype = resolve_dtype(where.dtype, config, device)
-    kernels = select(device, dtype, weights=where.weights, activations=where.activations)
-    return load_weights(where, TimedKernels(kernels), has_head=has_head)
+    """The model; without a head it gives vectors."""
+    use_threads(threads, load_config(where.path, where.revision))
+    return load_weights(where, has_head=has_head)
 
 
 def benchmark(bench: Bench, requests: list[Request], times: int) -> dict[str, Any]:
     """Run the workload ``times`` times after a short warm-up, each time with a new engine.
 
-    Returns plain data: medians under the metrics' names, the metrics of each repeat under ``runs``; as last measured,
-    ``product``, ``peaks``, ``read_bytes_per_s`` and ``copy_bytes_per_s`` of ``Ceilings``. ``split_s`` is seconds by
-    kernel, from one more run, or by the engine's phases where kernels cannot be timed; ``floors_s`` what each kernel
-    would take at these ceilings, if what it reads and writes came from memory.
+    Returns plain data: medians under the metrics' names, the metrics of each repeat under ``runs``.
     """
     model = bench.model
     short = SamplingParams(max_tokens=0 if requests[0].pooling else 2)
     few = [Request(r.key, r.prompt_token_ids[:16], short, pooling=r.pooling) for r in requests[:8]]
     _run(bench, few, "warming up")
-    split_s = _kernel_seconds(bench, requests)
-    runs, stats, sizes, ceilings = zip(*_repeats(bench, requests, times), strict=True)
-    last: Ceilings = ceilings[-1]
+    runs, stats, sizes = zip(*_repeats(bench, requests, times), strict=True)
     return {
         **model.numerics,
         "threads": torch.get_num_threads(),
         "backend": model.kernels.name,
         "num_requests_tokens": {"prompt": _num_prompt_tokens(requests), "output": stats[0].num_output_tokens},
         **_medians(runs),
-        "product": last.product,
-        "peaks": dict(last.peaks),
-        "read_bytes_per_s": last.read_bytes_per_s,
-        "copy_bytes_per_s": last.copy_bytes_per_s,
         "engine": sizes[-1],
         "num_steps": stats[0].num_steps,
         "num_preemptions": stats[0].num_preemptions,
-        "split_s": split_s or _medians([found.phase_s for found in stats]),
-        "floors_s": model.kernels.floors_s(last) if isinstance(model.kernels, TimedKernels) else {},
         "peak_memory_bytes": peak_bytes(),
         "runs": list(runs),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -126,8 +107,8 @@ def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _repeats(
     bench: Bench, requests: list[Request], times: int
-) -> Iterator[tuple[dict[str, float], EngineStats, dict[str, Any], Ceilings]]:
-    """Metrics, counts, engine sizes and ceilings of each repeat."""
+) -> Iterator[tuple[dict[str, float], EngineStats, dict[str, Any]]]:
+    """Metrics, counts and engine sizes of each repeat."""
     model = bench.model
     bench.note("measuring the rates of this machine")
     before = measure(model)
@@ -136,8 +117,7 @@ def _repeats(
         after = measure(model)
         costs = Costs.of(model.config, model.dtype.itemsize, weight_bytes(model), sizes["kv_cache_dtype"])
         work = costs.work(stats.to_dict())
-        mean = before.mean(after)
-        yield _metrics(wall_s, requests, stats, work, mean), stats, sizes, mean
+        yield _metrics(wall_s, requests, stats, work, before.mean(after)), stats, sizes
         before = after
 
 
@@ -160,24 +140,6 @@ def _metrics(
 
 def _num_prompt_tokens(requests: list[Request]) -> int:
     return sum(len(request.prompt_token_ids) for request in requests)
-
-
-def _kernel_seconds(bench: Bench, requests: list[Request]) -> dict[str, float]:
-    """Seconds by kernel, and as "host" the rest of the wall time; empty where kernels cannot be timed.
-
-    Timing each kernel slows a run down, so this is a run of its own.
-    """
-    kernels = bench.model.kernels
-    if not isinstance(kernels, TimedKernels):
-        return {}
-    kernels.clear()
-    kernels.is_timing, kernels.weight_bytes = True, weight_bytes(bench.model)
-    try:
-        wall_s, _, _ = _run(bench, requests, "a run that times each kernel")
-    finally:
-        kernels.is_timing = False
-    seconds = dict(kernels.seconds)
-    return {**seconds, "host": wall_s - sum(seconds.values()) - kernels.counting_s}
 
 
 def _run(bench: Bench, requests: list[Request], name: str) -> tuple[float, EngineStats, dict[str, Any]]:
@@ -206,25 +168,12 @@ def _run(bench: Bench, requests: list[Request], name: str) -> tuple[float, Engin
     return wall_s, engine.stats, reported_sizes(engine.config, model)
 
 
-def _peak_lines(found: dict[str, Any]) -> Iterator[str]:
-    """What the processor reaches where it does nothing else, beside what the linears and copies do of it."""
-    peaks, product, rate = found["peaks"], found["product"], found["roofline_flops_per_s"]
-    if not peaks:
-        return
-    by_type = ", ".join(f"{name} {peak / 1e9:.0f}" for name, peak in peaks.items())
-    yield f"  peak             {by_type} GFLOP/s in registers"
-    share = f", {rate / peaks[product]:.0%} of the {product} peak" if product in peaks else ""
-    yield f"  linears          {rate / 1e9:.0f} GFLOP/s{share}"
-    read, copied = (found[f"{name}_bytes_per_s"] / 1e9 for name in ("read", "copy"))
-    yield f"  memory           reads {read:.1f} GB/s, copies {copied:.1f} GB/s"
-
-
 def render(found: dict[str, Any]) -> str:
     """The result of a benchmark, with its ``model`` and ``lengths``, as text for a person, within 80 columns."""
     integers, name = integers_text(found), " + ".join(found[key] for key in ("model", "adapter") if key in found)
     walls = [run["wall_s"] for run in found["runs"]]
     lengths = f"{found['lengths']} to the engine" if found["ends"] == "forced" else "up to the model's own end token"
-    tokens, sizes, split_s = found["num_requests_tokens"], found["engine"], found["split_s"]
+    tokens, sizes = found["num_requests_tokens"], found["engine"]
     lines = [
         f"{name}  {found['dtype']} on {found['device']}, "
         f"{counted(found['threads'], 'thread')}, {found['backend']} kernels",
@@ -240,18 +189,10 @@ def render(found: dict[str, Any]) -> str:
         f"{found['memory_bytes_per_s'] / 1e9:.0f} GB/s",
         f"  share of it      {found['roofline_share']:.1%}",
         *([f"    ({why})"] if (why := excess_reason(found["roofline_share"])) else []),
-        *_peak_lines(found),
         f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
         f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
         + ("" if sizes["kv_cache_dtype"] == "auto" else f", {sizes['kv_cache_dtype']}"),
         f"  peak memory      {found['peak_memory_bytes'] / 2**20:,.0f} MiB"
         + (f", {sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU" if "max_device_bytes" in sizes else ""),
-        "  time by work" + (", in a run that timed each kernel" if "host" in split_s else ""),
     ]
-    floors, whole = found["floors_s"], sum(split_s.values())
-    for kind, seconds in sorted(split_s.items(), key=lambda item: -item[1]):
-        share = f"   {floors[kind] / seconds:6.1%} of its roofline" if floors.get(kind) and seconds else ""
-        lines.append(f"    {kind:<15}{seconds:8.2f} s  {seconds / whole:6.1%}{share}")
-    if any(floor > split_s[kind] for kind, floor in floors.items()):
-        lines.append("    (more than 100 %: what it reads was still in the processor's cache)")
     return "\n".join(lines)

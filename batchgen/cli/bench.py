@@ -53,8 +53,7 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     """Measure throughput, beside this machine's roofline.
 
     The roofline is the least time that the processor and memory of this machine allow. It is measured in the same
-    process, with the model's own matrix products. Figures are medians over the repeats. On a CPU one more run comes
-    first, which times each kernel.
+    process, with the model's own matrix products. Figures are medians over the repeats.
 
     The workload is a file, or made up from a number of requests and their lengths. A row of a file has a prompt,
     messages or prompt_token_ids, and perhaps max_tokens. The model's own end token ends an answer, or with --ignore-eos

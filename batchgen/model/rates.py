@@ -1,8 +1,7 @@
 """Measurement of the ceilings of ``roofline``, in the process that runs the model.
 
 The rate of floating-point operations is that of the model's own linears, all layers in turn, so that weights come from
-memory as in a real step; the bandwidth is that of large copies and sums. Beside them stands what the processor reaches
-in loops that only multiply or only read, which no linear can.
+memory as in a real step; the bandwidth is that of large copies and sums.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.model.decoder import Decoder
 from batchgen.model.roofline import Ceilings
 
@@ -46,35 +44,20 @@ THOROUGH = MeasureConfig((128, 256, 512), repeats=5, sustained_s=1.0, buffer_byt
 
 
 def measure(model: Decoder, config: MeasureConfig = THOROUGH) -> Ceilings:
-    """Both ceilings: the median rate of passes at the best row count, and the best bandwidth; and a CPU's peaks."""
+    """Both ceilings: the median rate of passes at the best row count, and the best bandwidth."""
     config = config.on(model.device)
     linear_rate = max(_linear_rate(model, rows, config) for rows in config.row_counts)
     buffer = torch.ones(config.buffer_bytes // 4, dtype=torch.float32, device=model.device)
     source, target = buffer.chunk(2)
     copied = _rate(lambda: target.copy_(source), buffer.nbytes, model.device, config)
     summed = _rate(buffer.sum, buffer.nbytes, model.device, config)
-    found = Ceilings(linear_rate, max(copied, summed), product=_product(model), copy_bytes_per_s=copied)
-    if model.kernels.name != "cpu":
-        return found
-    from batchgen.kernels.cpu.peaks import products, reads
-
-    peaks = {name: _rate(work, flop, model.device, config) for name, (work, flop) in products().items()}
-    return replace(found, peaks=peaks, read_bytes_per_s=_rate(*reads(buffer), model.device, config))
+    return Ceilings(linear_rate, max(copied, summed))
 
 
 def weight_bytes(model: Decoder) -> float:
     """Bytes of memory per weight of a model's linears."""
     kernels, is_cpu = model.kernels, model.device.type == "cpu"
     return model.config.weight_bytes(model.numerics["dtype"], kernels.weights, kernels.activations, is_cpu=is_cpu)
-
-
-def _product(model: Decoder) -> str:
-    """The type of the numbers that the model's linears multiply."""
-    dtype = model.numerics["dtype"]
-    if model.kernels.activations == "int8":
-        return "int8"
-    is_emulated = dtype == "bfloat16" and model.device.type == "cpu" and not multiplies_bfloat16()
-    return "float32" if is_emulated else dtype
 
 
 def _rate(work: Callable[[], object], amount: float, device: torch.device, config: MeasureConfig) -> float:

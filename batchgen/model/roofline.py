@@ -7,7 +7,7 @@ work, and ``rates`` measures the ceilings. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.model.config import ATTENTION, ModelConfig
@@ -15,29 +15,16 @@ from batchgen.model.config import ATTENTION, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The highest rates that this machine was measured to sustain.
-
-    Beside them, for comparison alone: ``peaks``, FLOP per second of loops in registers by the type of the factors (the
-    linears multiply ``product``), and bytes per second of reads by a kernel of our own and of copies; empty or 0 where
-    they are not measured.
-    """
+    """The highest rates that this machine was measured to sustain."""
 
     flops_per_s: float
     memory_bytes_per_s: float
-    product: str = ""
-    peaks: Mapping[str, float] = field(default_factory=dict)
-    read_bytes_per_s: float = 0.0
-    copy_bytes_per_s: float = 0.0
 
     def mean(self, other: Ceilings) -> Ceilings:
         """The mean of two measurements, for a run between them."""
         return Ceilings(
             (self.flops_per_s + other.flops_per_s) / 2,
             (self.memory_bytes_per_s + other.memory_bytes_per_s) / 2,
-            product=self.product,
-            peaks={name: (peak + other.peaks.get(name, peak)) / 2 for name, peak in self.peaks.items()},
-            read_bytes_per_s=(self.read_bytes_per_s + other.read_bytes_per_s) / 2,
-            copy_bytes_per_s=(self.copy_bytes_per_s + other.copy_bytes_per_s) / 2,
         )
 
 

@@ -17,7 +17,6 @@ from numpy import uint16 as BF16  # noqa: N812
 
 from batchgen.kernels.processor import (
     has_bfloat16_pairs,
-    has_wide_registers,
     leaves_products_to_onednn,
 )
 
@@ -61,10 +60,6 @@ ROUTE, ADD_UP = (KernelSpec(f"{COMPILED}.experts", name) for name in ("route", "
 SORT = KernelSpec(f"{COMPILED}.experts", "sort", {"any": ()})
 SAMPLE, LOGSUMEXP = (KernelSpec(f"{COMPILED}.sampling", name) for name in ("sample", "logsumexp"))
 RUN_ALL, SERVE = (KernelSpec(f"{COMPILED}.thread_pool", name, {"any": ()}) for name in ("run_all", "serve"))
-PEAK_PRODUCTS = KernelSpec(f"{COMPILED}.peaks", "multiply", {**ELEMENTS, "int8": (INT8,)})
-PEAK_READS = KernelSpec(f"{COMPILED}.peaks", "read", {"any": ()})
-# Enough to hide the latency of a product at two per cycle: of 32 wide registers, or in pairs of 16 narrow ones.
-PEAK_TOTALS = 12 if has_wide_registers() else 6
 # The element types of results and inputs, and of the weights or the table that are read.
 _STORED: Kinds = {"bfloat16": (BF16, BF16), "float32": (F32, F32), "f32_of_bf16": (F32, BF16)}
 TAKE_ROWS = KernelSpec(f"{COMPILED}.rows", "take_rows", _STORED)

@@ -57,8 +57,6 @@ ITEMS_PER_WORKER = 4  # at least, where sequences that share keys would make few
 MOST_WAITING = 16 * MOST_HEADS  # keys of one item: of up to ``QUERY_BLOCK`` sequences
 ROPE_TOKENS = 16  # whose keys of one head are written together: as many as share a cache line
 
-PEAK_VECTORS = 16  # of memory for each worker of the loops that only multiply
-
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 BINS = 4096  # of the histograms that find a sampling threshold
 

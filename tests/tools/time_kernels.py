@@ -1,7 +1,14 @@
-"""Kernels that measure their own time and count their own work: the same operations, summed by kind."""
+"""Time of a CPU's kernels by kind, each beside the least that the machine allows, for those who write kernels.
+
+    python tests/tools/time_kernels.py --model dummy:LFM2-350M --num-requests 64 --input-len 100 --output-len 100
+
+The kernels measure their own time and count their own work. That slows a run down, so ``batchgen bench`` does without.
+What a kernel finds in the processor's cache may take it above 100 % of its roofline.
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -10,17 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchgen.bench.workload import LengthRange, Shape
+from batchgen.config.load import load_job
+from batchgen.core.records import Request
+from batchgen.engine import Engine, EngineConfig
+from batchgen.engine.load import load_weights
+from batchgen.engine.sizes import use_threads
 from batchgen.kernels.inputs import KVCache
 from batchgen.kernels.interface import (
     Embedding,
     GatedLinear,
     Kernels,
-    LaunchRecorder,
     Linear,
     Router,
     Routing,
     SparseFeedForward,
 )
+from batchgen.kernels.select import select
+from batchgen.model.load import resolve_device, resolve_dtype
+from batchgen.model.rates import measure, weight_bytes
+from batchgen.model.registry import load_config
 from batchgen.model.roofline import Ceilings, Work
 
 _Count = Callable[[tuple[Any, ...], Any], tuple[float, float]]  # FLOP and bytes of a call's arguments and result
@@ -29,9 +45,9 @@ _Count = Callable[[tuple[Any, ...], Any], tuple[float, float]]  # FLOP and bytes
 class TimedKernels:
     """Wraps a CPU's ``Kernels`` and adds the wall time of each operation to ``seconds``, by its name.
 
-    On an asynchronous device this would measure launches. While ``is_timing``, engines get no recorder, because
-    kernels would run apart from their launches and would not be timed, and the least work of each operation is added to
-    ``work`` as [FLOP, bytes]; that takes ``counting_s``. What is several operations is timed as these.
+    Engines get no recorder, because recorded kernels run apart from their launches and would not be timed. The least
+    work of each operation is added to ``work`` as [FLOP, bytes]; that takes ``counting_s``. What is several operations
+    is timed as these.
     """
 
     add_and_norm = Kernels.add_and_norm
@@ -39,7 +55,6 @@ class TimedKernels:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.weight_bytes = 0.0  # of one weight in memory
-        self.is_timing = False
         self.clear()
 
     def clear(self) -> None:
@@ -52,8 +67,8 @@ class TimedKernels:
         """The least seconds of each kind of work on a machine with these ceilings."""
         return {kind: Work(*counts).floor_s(ceilings) for kind, counts in self.work.items()}
 
-    def recorder(self) -> LaunchRecorder | None:
-        return None if self.is_timing else self._kernels.recorder()
+    def recorder(self) -> None:
+        return None
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         embedding, head = self._kernels.tied_embedding(table, dtype)
@@ -116,11 +131,10 @@ class _Timed:
         result = self._work(*arguments)
         end = time.perf_counter()
         self._kernels.seconds[self._kind] += end - start
-        if self._kernels.is_timing:
-            counts = self._kernels.work[self._kind]
-            for place, count in enumerate(self._count(arguments, result)):
-                counts[place] += count
-            self._kernels.counting_s += time.perf_counter() - end
+        counts = self._kernels.work[self._kind]
+        for place, count in enumerate(self._count(arguments, result)):
+            counts[place] += count
+        self._kernels.counting_s += time.perf_counter() - end
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -169,3 +183,49 @@ def _position_bytes(cache: KVCache, head_dim: int) -> int:
 
 
 _COUNTS: dict[str, _Count] = {"take_rows": _looked_up, "attention": _attended, "rope_and_cache": _cached}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the time of each kind of kernel, most first, and of the host between them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--num-requests", type=int, default=64)
+    for flag in ("--input-len", "--output-len"):
+        parser.add_argument(
+            flag, type=lambda text: LengthRange.parse(text, "the length"), default=LengthRange(100, 100)
+        )
+    for flag in ("--dtype", "--weights", "--activations"):
+        parser.add_argument(flag, default="auto")
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args(arguments)
+    model = {"path": options.model, "device": "cpu"}
+    model |= {name: getattr(options, name) for name in ("dtype", "weights", "activations")}
+    where = load_job(None, {"model": model}, needs=("model",)).model
+    config = load_config(where.path, where.revision)
+    use_threads(options.threads, config)
+    device = resolve_device(where.device)
+    dtype = resolve_dtype(where.dtype, config, device)
+    kernels = TimedKernels(select(device, dtype, weights=where.weights, activations=where.activations))
+    decoder = load_weights(where, kernels)
+    kernels.weight_bytes = weight_bytes(decoder)
+    requests = Shape(options.num_requests, options.input_len, options.output_len).requests(config.vocab_size)
+    _run(Engine(decoder, EngineConfig()), requests[:8])  # compiles what is not compiled yet
+    ceilings = measure(decoder)
+    kernels.clear()
+    wall_s = _run(Engine(decoder, EngineConfig()), requests)
+    seconds = {**kernels.seconds, "host": wall_s - sum(kernels.seconds.values()) - kernels.counting_s}
+    floors = kernels.floors_s(ceilings)
+    for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        share = f"   {floors[kind] / spent:6.1%} of its roofline" if floors.get(kind) and spent else ""
+        print(f"{kind:<15}{spent:8.2f} s  {spent / sum(seconds.values()):6.1%}{share}")
+
+
+def _run(engine: Engine, requests: list[Request]) -> float:
+    start = time.perf_counter()
+    for result in engine.run(requests):
+        assert result.error is None, result.error
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
