@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from batchgen.engine.schedule import Schedule
-from batchgen.engine.step_output import PendingTokens
 from batchgen.kernels.inputs import ModelInput, query_blocks
 from batchgen.model.subset import build_subset
-
-
-def build_pending(schedule: Schedule, before: InFlight) -> PendingTokens | None:
-    """The pending tokens of a schedule, which the step ``before`` samples; None without any.
-
-    A pending token is the only one that its sequence owes.
-    """
-    sequences, sampled = schedule.sequences, before.schedule.completing
-    pending = np.flatnonzero(schedule.pending)
-    if not len(pending):
-        return None
-    rows = pending
-    if sampled == sequences:
-        if schedule.is_single and len(pending) == len(sequences):
-            return PendingTokens(before.token_ids)
-    else:
-        row_of = dict(zip(sampled, range(len(sampled)), strict=True))
-        rows = np.array([row_of[s] for s in sequences if s.num_in_flight])
-    places = pending if schedule.is_single else np.cumsum(schedule.counts)[pending] - 1
-    return PendingTokens(before.token_ids, torch.from_numpy(rows), torch.from_numpy(places))
 
 
 def build_input(
@@ -41,7 +18,7 @@ def build_input(
 ) -> ModelInput:
     """Tensors on the host for one forward pass; see ``ModelInput`` for shapes, ``build_subset`` for ``tail_reach``.
 
-    The scheduled tokens of a sequence are the first ``count`` it owes; a pending token is 0, see ``PendingTokens``.
+    The scheduled tokens of a sequence are the first ``count`` it owes.
     Logits are asked for the last token of each sequence in ``schedule.completing``, then for the token before each in
     ``schedule.scored``.
     """
@@ -81,15 +58,13 @@ def _block_tables(of_each: list[array[int]]) -> np.ndarray:
 
 
 def _token_ids(schedule: Schedule) -> list[int]:
-    if all(schedule.pending):
-        return [0] * len(schedule.entries)
     if schedule.is_single:
         places = zip(schedule.sequences, schedule.starts, strict=True)
-        return [0 if s.num_in_flight else s.token_ids[place] for s, place in places]
+        return [s.token_ids[place] for s, place in places]
     token_ids: list[int] = []
     for sequence, count in schedule.entries.items():
         first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-        token_ids += [0] if sequence.num_in_flight else sequence.token_ids[first:end]
+        token_ids += sequence.token_ids[first:end]
     return token_ids
 
 
@@ -104,15 +79,3 @@ def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
             last.append(end - 1)
         before_scored += [start + i - 1 - sequence.num_computed_tokens for i in sequence.scored_in(count)]
     return np.array(last + before_scored, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that was launched: the ids of its tokens on the device, and ``wait`` for them on their way to the host.
-
-    There is one of each sequence in ``schedule.completing``.
-    """
-
-    schedule: Schedule
-    token_ids: Tensor
-    wait: Callable[[], list[int]]

@@ -1,33 +1,33 @@
 """The step loop: schedule, forward, sample, update. Pulls requests lazily and yields results as they finish.
 
 Everything happens in the caller's thread; only ``stop`` may be called from outside. Where launches return before their
-work is done, steps overlap: a step is launched while the one before it still runs. Token ids go from step to step on
-the device and the host learns them one step late; until then a sequence has a pending token. An end by length is known
-ahead. If an end token, a stop string or logits that are not finite end a sequence, the step under way computes one
-token too many, which is dropped on arrival. The memory of an ended sequence is reused at once: later work on it is
-launched later, and the device keeps the order of launches.
+work is done, steps overlap (``overlap``): the parts of a step are the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
 
 from batchgen.config.job import EngineConfig
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.core.records import Request, Result
 from batchgen.engine.admission import LookAhead
-from batchgen.engine.batch import InFlight, build_pending
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.generation import TextTools, unusable
 from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.overlap import Overlap
 from batchgen.engine.sampler import Sampler, build_mask
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import RequestState, Sequence
 from batchgen.engine.sizes import SchedulerConfig, resolve, use_threads_beside
 from batchgen.engine.stats import EngineStats
+from batchgen.kernels.inputs import PendingTokens
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
 from batchgen.text.tokenizer import Tokenizer
@@ -78,7 +78,10 @@ class Engine:
         self.stats = EngineStats(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         self.duplicates, self._shares_duplicates = Duplicates(), config.share_duplicates
         self._stopping = self._is_midway = False
-        self.in_flight: InFlight | None = None
+        self.overlap: Overlap | None = None
+        if self.runner.overlaps:
+            book = self.scheduler.on_launched
+            self.overlap = Overlap(self._compute, self.runner.fetch, book, self._update)
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -141,32 +144,24 @@ class Engine:
     def step(self) -> list[Result]:
         """Advance every scheduled sequence; the results that are complete.
 
-        Where steps overlap, these are the results of the step before. A step with rows that need the host runs alone.
+        Where steps overlap, these are the results of the step before.
         Raises UsageError, as ``flush`` does, where Ctrl-C or an error has ended an earlier one midway.
         """
-        if self._is_midway:
-            raise UsageError(_INTERRUPTED)
-        self._is_midway = True
-        with self.stats.phase("schedule"):
-            schedule = self.scheduler.schedule()
-        if self.runner.overlaps and not schedule.needs_host:
-            launched = self._launch(schedule)
-            results = self._collect()
-            self._book(launched)
-        else:
-            results = self._collect()
-            self._book(self._launch(schedule.without_finished))
-            results += self._collect()
-        self._is_midway = False
-        return results
+        with self._unless_torn():
+            with self.stats.phase("schedule"):
+                schedule = self.scheduler.schedule()
+            if self.overlap is not None:
+                return self.overlap.step(schedule)
+            if not schedule.entries:
+                return []
+            token_ids = self._compute(schedule)
+            self.scheduler.on_launched(schedule)
+            return self._update(schedule, token_ids.tolist)
 
-    def _launch(self, schedule: Schedule) -> InFlight | None:
-        """Set the device to work on a schedule, behind the step in flight; None without any work."""
-        if not schedule.entries:
-            return None
+    def _compute(self, schedule: Schedule, pending: PendingTokens | None = None) -> Tensor:
+        """Token ids, int64 [num_completing] on the device, to follow the sequences in ``schedule.completing``."""
         sampled, mask = schedule.completing, None
         with self.stats.phase("forward"):
-            pending = build_pending(schedule, self.in_flight) if self.in_flight is not None else None
             logits, argmax_ids = self.runner.run(schedule, pending)
         if schedule.has_masks:
             with self.stats.phase("mask"):  # beside the forward pass, where launches return before it is done
@@ -175,40 +170,26 @@ class Engine:
             if len(logits) > len(sampled):  # first: given tokens stand before the new ones
                 self.sampler.score(logits[len(sampled) :], schedule.scored)
             token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask, argmax_ids)
-            launched = InFlight(schedule, token_ids, self.runner.fetch(token_ids))
         with self.stats.phase("update"):
             self.stats.count(schedule, len(logits), self.scheduler, self.runner.model.config)
-        return launched
+        return token_ids
 
-    def _book(self, launched: InFlight | None) -> None:
-        """Make a launched step the one in flight: its tokens count as cached, and those it samples as pending."""
-        self.in_flight = launched
-        if launched is not None:
-            with self.stats.phase("update"):
-                for sequence in launched.schedule.completing:
-                    if sequence.generation.finish_reason is None:
-                        sequence.num_in_flight = 1
-                self.scheduler.on_launched(launched.schedule.without_finished)
-
-    def _collect(self) -> list[Result]:
-        """Wait for the step in flight and append its tokens; the results of the requests that end with them."""
-        step, self.in_flight = self.in_flight, None
-        if step is None:
-            return []
+    def _update(self, schedule: Schedule, wait: Callable[[], list[int]]) -> list[Result]:
+        """Append the tokens that a step has sampled; the results of the requests that end with them."""
         with self.stats.phase("forward"):
-            token_ids = step.wait()
+            token_ids = wait()
         with self.stats.phase("update"):
-            ended = self._append(step.schedule, token_ids)
-            self.scheduler.on_tokens_known(step.schedule)
+            ended = self._append(schedule, token_ids)
+            self.scheduler.on_tokens_known(schedule)
             return [result for sequence in ended for result in self._end(sequence)]
 
     def _append(self, schedule: Schedule, token_ids: list[int]) -> list[Sequence]:
         """Append the tokens that a step has sampled; the sequences that end with them, or have been scored."""
         now, ended, num_tokens = time.monotonic(), list[Sequence](), 0
         for sequence, token_id in zip(schedule.completing, token_ids, strict=True):
-            if not sequence.num_in_flight:  # it had ended before
+            generation = sequence.generation
+            if generation.finish_reason is not None:  # before the step was done
                 continue
-            sequence.num_in_flight, generation = 0, sequence.generation
             num_tokens += (count := generation.append(token_id, now))
             if count > 1:
                 self.stats.num_forced_tokens += count - 1
@@ -236,9 +217,17 @@ class Engine:
 
     def flush(self) -> list[Result]:
         """Wait for a step in flight, once there is no more work; the results that are complete with it."""
+        with self._unless_torn():
+            return [] if self.overlap is None else self.overlap.flush()
+
+    @contextmanager
+    def _unless_torn(self) -> Iterator[None]:
+        """Guard of a step: one that an error or Ctrl-C ends midway is the last."""
         if self._is_midway:
             raise UsageError(_INTERRUPTED)
-        return self._collect()
+        self._is_midway = True
+        yield
+        self._is_midway = False
 
     def stop(self) -> None:
         """Make ``run`` return after the step under way, for good; safe to call from a signal handler."""
@@ -246,4 +235,7 @@ class Engine:
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:
         """Tokens generated so far, by request key, of every request that could go on from them."""
-        return {s.request.key: tokens for s in self.scheduler.unfinished() if (tokens := s.state.resumable_tokens)}
+        tokens = {s: s.state.resumable_tokens for s in self.scheduler.unfinished()}
+        for sequence in () if self.overlap is None else self.overlap.pending:
+            tokens[sequence] = tokens[sequence][:-1]
+        return {s.request.key: found for s, found in tokens.items() if found}

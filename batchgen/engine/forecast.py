@@ -123,7 +123,7 @@ class MemoryForecast:
         if self._rows is None:
             running, size = self._running, self._size
             slots = np.array([s.conv_slot for s in running], dtype=np.int64)
-            num_tokens = np.array([len(s.token_ids) + s.num_in_flight for s in running], dtype=np.int64)
+            num_tokens = np.array([len(s.token_ids) for s in running], dtype=np.int64)
             held = num_tokens + size // 2
             widths = [len(s.block_table) for s in running]
             self._num_shared = 0

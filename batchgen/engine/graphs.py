@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.machine import is_out_of_memory
-from batchgen.engine.step_output import CaptureFailed, PendingTokens, StepOutput
-from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.inputs import ModelInput, PendingTokens, StepOutput
 from batchgen.kernels.interface import Recorder
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
@@ -31,6 +30,10 @@ _UPLOADS = 3  # that may be under way: of a step that runs and the one behind it
 _ANOTHER_TOKEN = 1
 _MOST_APART = 2**-6  # logits of two launches of one step, of kernels that may add up in another order each time
 _ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
+
+
+class CaptureFailed(Exception):
+    """A step could not be recorded; nothing is lost, as it can be launched kernel by kernel."""
 
 
 class CudaRecorder:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.engine.batch import build_input
+from batchgen.engine.graphs import CaptureFailed
 from batchgen.engine.replay import Fetched, allocated, fetch_ids, runs_behind
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sizes import SchedulerConfig
-from batchgen.engine.step_output import CaptureFailed, PendingTokens, StepOutput
+from batchgen.kernels.inputs import PendingTokens, StepOutput
 from batchgen.model.decoder import Decoder
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from batchgen.engine.graphs import CudaGraphs, CudaRecorder, PaddingSlot, StaticInput, StepSize
 from batchgen.engine.sizes import SchedulerConfig
-from batchgen.engine.step_output import PendingTokens, StepOutput
-from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.inputs import ModelInput, PendingTokens, StepOutput
 from batchgen.kernels.interface import LaunchRecorder
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import KV_DTYPES, StateCache, allocate

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from batchgen.core.records import SamplingParams, TokenLogprob
 from batchgen.engine.observers import Constraints, HostTokenCounts, TokenRules
-from batchgen.engine.seen import DeviceTokenCounts
+from batchgen.engine.overlap import DeviceTokenCounts
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
@@ -204,7 +204,7 @@ class Sampler:
             return upload(torch.from_numpy(of_kinds(values, dtype)), device)
 
         # Not ``num_output_tokens``, as calls for many rows take longer.
-        positions = np.array([len(s.token_ids) + s.num_in_flight - s.num_prompt_tokens for s in sequences])
+        positions = np.array([len(s.token_ids) - s.num_prompt_tokens for s in sequences])
         drawn = uniforms(
             of_kinds((p.seed for p in kinds.values()), np.int64),
             [s.request.key if s.request.draw is None else s.request.draw for s in sequences],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import ge
 
@@ -42,11 +42,6 @@ class Schedule:
         return [s.num_computed_tokens for s in self.sequences]
 
     @cached_property
-    def pending(self) -> list[int]:
-        """``num_in_flight`` of each sequence; one that has any is scheduled for that token alone."""
-        return [s.num_in_flight for s in self.sequences]
-
-    @cached_property
     def watched(self) -> list[Sequence]:
         """The sequences that may ask for more than a draw, or be ended by more than an end token."""
         return [s for s in self.entries if not s.generation.unwatched_until]
@@ -60,12 +55,6 @@ class Schedule:
     def is_single(self) -> bool:
         """Whether each sequence has one token."""
         return self.num_tokens == len(self.entries)
-
-    @property
-    def without_finished(self) -> Schedule:
-        """The schedule without the sequences that have ended since it was made."""
-        ended = [s for s in self.entries if s.generation.finished_at is not None]
-        return replace(self, entries={s: n for s, n in self.entries.items() if s not in ended}) if ended else self
 
     def num_attended(self, window: int = 0) -> int:
         """Positions that the step's tokens attend to: each to itself and all before it, or ``window`` of these.
@@ -89,12 +78,8 @@ class Schedule:
     @cached_property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        # A pending token is all that its sequence owes; the rest is ``Sequence.completes``, without a call for each.
-        return [
-            s
-            for s, n in self.entries.items()
-            if s.num_in_flight or (s.generates and s.num_computed_tokens + n == len(s.token_ids))
-        ]
+        # ``Sequence.completes``, without a call for each
+        return [s for s, n in self.entries.items() if s.generates and s.num_computed_tokens + n == len(s.token_ids)]
 
     @property
     def needs_host(self) -> bool:

@@ -73,16 +73,12 @@ class Scheduler:
         single = [
             s
             for s in self.running
-            if (
-                s.num_computed_tokens < s.max_state_tokens  # else the pending token is the last
-                if s.num_in_flight
-                else len(s.token_ids) - s.num_computed_tokens == 1
-            )
+            if s.num_computed_tokens == len(s.token_ids) - 1 and s.num_computed_tokens < s.max_state_tokens
         ]
         counts = dict.fromkeys(single[:budget], 1)
         later = single[budget:]  # then those that owe more; in order of admission within each
         if len(single) < len(self.running):
-            later += [s for s in self.running if not s.num_in_flight and len(s.token_ids) - s.num_computed_tokens > 1]
+            later += [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1]
         budget -= len(counts)
         for sequence in [s for s in counts if not s.num_computed_tokens % size]:  # the others' blocks have room
             if sequence.conv_slot is not None:  # not preempted in this step
@@ -293,4 +289,3 @@ class Scheduler:
         for s in self.waiting:
             holds = s.block_table or s.conv_slot is not None or s.num_computed_tokens
             assert not holds, "a waiting sequence holds state"
-            assert not s.num_in_flight, "a waiting sequence has a pending token"

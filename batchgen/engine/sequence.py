@@ -23,8 +23,7 @@ class Sequence:
 
     What is computed lags behind what is known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt owes
     all of itself, a decoding sequence one token, a preempted one what its cached blocks do not hold; nothing else tells
-    these phases apart. The scheduler owns all of it but the tokens, which ``generation`` appends to and judges, and
-    ``num_in_flight``, which the engine sets.
+    these phases apart. The scheduler owns all of it but the tokens, which ``generation`` appends to and judges.
     """
 
     request: Request
@@ -35,7 +34,6 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     generates: bool = field(init=False)
     generation: Generation = field(init=False)
-    num_in_flight: int = 0  # sampled, but the host does not know the id yet: a pending token, not in token_ids
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0  # before a preemption
     decoded_from: int = field(init=False)  # the first token neither given nor computed before a preemption
@@ -57,18 +55,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, one in flight included."""
-        return len(self.token_ids) + self.num_in_flight
+        return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens, one in flight included."""
-        return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens if self.generates else 0
+        """Generated tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens if self.generates else 0
 
     @property
     def num_owed(self) -> int:
         """Tokens whose KV and convolution state are not cached yet."""
-        return len(self.token_ids) + self.num_in_flight - self.num_computed_tokens
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def max_new_tokens(self) -> int:
@@ -82,7 +79,7 @@ class Sequence:
 
     def completes(self, count: int) -> bool:
         """Whether computing ``count`` more tokens leaves nothing owed, so that the next token can be sampled."""
-        return self.generates and self.num_computed_tokens + count == len(self.token_ids) + self.num_in_flight
+        return self.generates and self.num_computed_tokens + count == len(self.token_ids)
 
     def scored_in(self, count: int) -> range:
         """Which tokens (indexes) the logits of the next ``count`` computed positions score."""

@@ -1,4 +1,4 @@
-"""The tensors of one forward pass over a ragged batch, built by the engine and read by the model.
+"""The tensors of one forward pass over a ragged batch: those that the engine builds for the model, and what it gives.
 
 All sequences' tokens are concatenated along one axis without padding; the other tensors say which is whose.
 """
@@ -6,7 +6,7 @@ All sequences' tokens are concatenated along one axis without padding; the other
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,6 +77,41 @@ class ModelInput:
         fields = {name: getattr(self, name) for name in self.__slots__}
         moved: dict[str, Any] = {n: upload(field, device) for n, field in fields.items() if isinstance(field, Tensor)}
         return replace(self, **moved, subset=subset)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Ids of tokens that the step before sampled, passed on to this step without leaving the device.
+
+    Attributes:
+        token_ids: int64 [num_sampled] on the device, -1 for a row of logits that is not finite.
+        rows: int64 [num_pending] on the host, which of them are wanted; None: they are this step's tokens in order.
+        places: int64 [num_pending] on the host, where they go among this step's tokens; None as ``rows`` is.
+    """
+
+    token_ids: Tensor
+    rows: Tensor | None = None
+    places: Tensor | None = None
+
+    @torch.inference_mode()
+    def into(self, token_ids: Tensor) -> None:
+        """Write the ids into ``token_ids``, in launch order; -1 becomes 0, as it must not index the embeddings."""
+        if self.rows is None or self.places is None:
+            torch.clamp(self.token_ids, min=0, out=token_ids[: len(self.token_ids)])
+            return
+        rows, places = upload(torch.stack((self.rows, self.places)), token_ids.device)
+        token_ids[places] = self.token_ids[rows].clamp(min=0)
+
+
+class StepOutput(NamedTuple):
+    """What a step gives: logits [num_rows, vocab_size], and maybe ``argmax_ids``.
+
+    These are int64 [num_rows] on the device, the likeliest token of each row, -1 for a row that is not finite. The next
+    step overwrites both.
+    """
+
+    logits: Tensor
+    argmax_ids: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

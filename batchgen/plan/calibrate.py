@@ -194,7 +194,8 @@ class _Probe:
         launched, start = self._launched(), time.monotonic()
         results = advance()
         seconds, before = time.monotonic() - start, self.done
-        tokens, attended = launched if self.engine.in_flight is not None else self._launched()
+        overlap = self.engine.overlap
+        tokens, attended = launched if overlap is not None and overlap.in_flight is not None else self._launched()
         self.done = StepWork(tokens, self.num_sampled, attended)
         if tokens > before.tokens:
             work = (tokens - before.tokens, self.num_sampled - before.logits, attended - before.attended)

@@ -10,8 +10,7 @@ import torch
 from fake_cuda import FakeCuda
 from torch import Tensor
 
-from batchgen.engine.graphs import CudaRecorder, unowned
-from batchgen.engine.step_output import CaptureFailed
+from batchgen.engine.graphs import CaptureFailed, CudaRecorder, unowned
 
 DEVICE = torch.device("cuda", 0)
 

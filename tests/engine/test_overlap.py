@@ -17,12 +17,12 @@ from tiny_model import checked_run, engine_for, random_requests, sequence_at, sp
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine.batch import InFlight, build_pending
 from batchgen.engine.generation import Generation, TextTools
 from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.overlap import Launched
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.step_output import PendingTokens
+from batchgen.kernels.inputs import PendingTokens
 from batchgen.model.decoder import Decoder
 
 MODEL = tiny_model()
@@ -226,17 +226,16 @@ def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
 
 
 def test_pending_tokens_come_from_the_rows_that_sampled_them() -> None:
-    decoding = [sequence_at(range(10, 14), 4, [0], slot) for slot in range(3)]
-    for sequence in decoding:
-        sequence.num_in_flight = 1
+    decoding = [sequence_at(range(10, 14), 3, [0], slot) for slot in range(3)]
+    before = Launched(Schedule(dict.fromkeys(decoding, 1)), torch.tensor([50, 51, -1]), list)
+    assert before.schedule.completing == decoding
     schedule = Schedule({decoding[2]: 1, sequence_at((9, 9, 9), 0, [1], 3): 2, decoding[0]: 1})
-    before = InFlight(Schedule(dict.fromkeys(decoding, 1)), torch.tensor([50, 51, -1]), list)
-    pending = build_pending(schedule, before)
+    pending = before.pending(schedule)
     assert pending is not None
     token_ids = torch.tensor([0, 9, 9, 0])
     pending.into(token_ids)
     assert token_ids.tolist() == [0, 9, 9, 50], "the -1 of a row gone wrong becomes any token there is"
-    assert build_pending(Schedule(dict([*schedule.entries.items()][1:2])), before) is None
+    assert before.pending(Schedule(dict([*schedule.entries.items()][1:2]))) is None
 
 
 def test_pending_tokens_leave_the_ids_they_are_made_of_alone() -> None:

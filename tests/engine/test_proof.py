@@ -19,10 +19,9 @@ from torch import Tensor
 
 from batchgen.config.job import ModelSpec
 from batchgen.engine import proof
-from batchgen.engine.graphs import CudaGraphs, PaddingSlot
+from batchgen.engine.graphs import CaptureFailed, CudaGraphs, PaddingSlot
 from batchgen.engine.load import load_weights
 from batchgen.engine.proof import Setting, find_faults, proven
-from batchgen.engine.step_output import CaptureFailed
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.interface import Kernels, Linear
 from batchgen.kernels.plain import PlainKernels

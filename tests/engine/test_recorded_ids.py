@@ -126,10 +126,10 @@ def launches_outside(params: SamplingParams) -> Counter[str]:
         for _ in range(4):
             engine.step()
         replays, before = engine.runner.replays, recorder.num_replayed
-        assert isinstance(replays, CudaGraphs)
+        assert isinstance(replays, CudaGraphs) and engine.overlap is not None
         statics, logits = zip(*replays.recorded.values(), strict=True), recorder.results
         with Outside(replays.last_token_ids, *(s._target for s in next(statics)), *logits) as recorder.outside:
-            engine._launch(engine.scheduler.schedule())
+            engine.overlap._launch(engine.scheduler.schedule())
     assert recorder.num_replayed == before + 1
     return recorder.outside.found
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, replay
 from batchgen.engine.replay import CpuRecordings
-from batchgen.engine.step_output import PendingTokens, StepOutput
-from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.inputs import ModelInput, PendingTokens, StepOutput
 from batchgen.model.decoder import Decoder
 
 

@@ -19,8 +19,7 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine
-from batchgen.engine.graphs import CudaGraphs, CudaRecorder, PaddingSlot, bucket
-from batchgen.engine.step_output import CaptureFailed
+from batchgen.engine.graphs import CaptureFailed, CudaGraphs, CudaRecorder, PaddingSlot, bucket
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Heads, Kernels
 from batchgen.kernels.reference import ReferenceKernels

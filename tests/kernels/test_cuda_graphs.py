@@ -29,9 +29,8 @@ from torch import Tensor
 
 from batchgen.engine import graphs as graphs_module
 from batchgen.engine import replay
-from batchgen.engine.graphs import CudaGraphs, PaddingSlot, StaticInput, StepSize, bucket
-from batchgen.engine.step_output import CaptureFailed, PendingTokens
-from batchgen.kernels.inputs import ModelInput
+from batchgen.engine.graphs import CaptureFailed, CudaGraphs, PaddingSlot, StaticInput, StepSize, bucket
+from batchgen.kernels.inputs import ModelInput, PendingTokens
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 

@@ -19,10 +19,10 @@ from batchgen.core.shard import WHOLE
 from batchgen.engine import Engine
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sizes import SchedulerConfig
-from batchgen.engine.step_output import PendingTokens
 from batchgen.input.ids import UniqueIds
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
+from batchgen.kernels.inputs import PendingTokens
 from batchgen.plan.calibrate import CostModel, StepCost, _Probe, calibrate
 from batchgen.plan.estimate import ExpectedLengths, Forecast
 from batchgen.plan.simulation import StepWork
@@ -204,4 +204,4 @@ def test_steps_are_timed_with_their_own_work(parts: dict[str, Any], monkeypatch:
     probe.run(requests, time.monotonic())
     assert [work for work, _ in probe.steps] == launched
     assert sum(work.logits for work in launched) >= sum(request.params.max_tokens for request in requests)
-    assert engine.in_flight is None and not engine.has_work
+    assert not engine.flush() and not engine.has_work

@@ -1,0 +1,174 @@
+"""Overlapping steps: each is launched while the one before still runs, where launches return before their work is done.
+
+The rest of the engine need not know of it. Until the host learns a token, a placeholder stands for it at the end of its
+sequence, which is thus scheduled, built and sampled as it will be; the id goes from step to step on the device. An end
+by length is known ahead, and nothing is computed behind it. If an end token, a stop string or logits that are not
+finite end a sequence, the step under way computes one token too many, which is dropped on arrival. The memory of an
+ended sequence is reused at once: later work on it is launched later, and the device keeps the order of launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.core.records import Result
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Sequence
+from batchgen.kernels.inputs import PendingTokens, upload
+
+_PLACEHOLDER = 0  # a token id of every model
+_ROWS = 64  # penalized at a time: what is computed on the way is several times as large as their logits
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that was launched: the ids of its tokens on the device, and ``wait`` for them on their way to the host.
+
+    There is one of each sequence in ``schedule.completing``.
+    """
+
+    schedule: Schedule
+    token_ids: Tensor
+    wait: Callable[[], list[int]]
+
+    def pending(self, schedule: Schedule) -> PendingTokens | None:
+        """The tokens of the next ``schedule`` that this step samples, each the only one of its sequence there."""
+        sequences, sampled = schedule.sequences, self.schedule.completing
+        if sampled == sequences:
+            return PendingTokens(self.token_ids)
+        row_of = dict(zip(sampled, range(len(sampled)), strict=True))
+        rows = np.array([row_of.get(s, -1) for s in sequences])
+        (pending,) = (rows >= 0).nonzero()
+        if not len(pending):
+            return None
+        places = np.cumsum(schedule.counts)[pending] - 1
+        return PendingTokens(self.token_ids, torch.from_numpy(rows[pending]), torch.from_numpy(places))
+
+
+class Overlap:
+    """The step in flight, and the sequences that end with a placeholder until its tokens are known.
+
+    ``compute`` launches a schedule and gives its token ids on the device, ``fetch`` copies these to the host, ``book``
+    counts the schedule's tokens as cached, ``update`` waits for its token ids and gives the results that end with them.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Schedule, PendingTokens | None], Tensor],
+        fetch: Callable[[Tensor], Callable[[], list[int]]],
+        book: Callable[[Schedule], None],
+        update: Callable[[Schedule, Callable[[], list[int]]], list[Result]],
+    ) -> None:
+        self._compute, self._fetch, self._book, self._update = compute, fetch, book, update
+        self.in_flight: Launched | None = None
+        self.pending: set[Sequence] = set()
+
+    def step(self, schedule: Schedule) -> list[Result]:
+        """Launch a step behind the one in flight; the results of that one, whose tokens are waited for meanwhile.
+
+        A step with sequences that need the host runs by itself, and its results come at once.
+        """
+        if schedule.needs_host:
+            results = self.flush()
+            self._hold(self._launch(_without_ended(schedule)))
+            return results + self.flush()
+        launched = self._launch(schedule)
+        results = self.flush()
+        self._hold(launched)
+        return results
+
+    def flush(self) -> list[Result]:
+        """Wait for the step in flight, if there is one; the results that are complete with its tokens."""
+        step, self.in_flight = self.in_flight, None
+        if step is None:
+            return []
+        for sequence in self.pending:
+            sequence.token_ids.pop()
+        self.pending.clear()
+        return self._update(step.schedule, step.wait)
+
+    def _launch(self, schedule: Schedule) -> Launched | None:
+        if not schedule.entries:
+            return None
+        pending = None if self.in_flight is None else self.in_flight.pending(schedule)
+        token_ids = self._compute(schedule, pending)
+        return Launched(schedule, token_ids, self._fetch(token_ids))
+
+    def _hold(self, launched: Launched | None) -> None:
+        """Make a launched step the one in flight."""
+        self.in_flight = launched
+        if launched is not None:
+            self._book(launched.schedule)
+            self.pending.update(s for s in launched.schedule.completing if not s.generation.is_finished)
+            for sequence in self.pending:
+                sequence.token_ids.append(_PLACEHOLDER)
+
+
+def _without_ended(schedule: Schedule) -> Schedule:
+    """The schedule without the sequences that have ended since it was made."""
+    return replace(schedule, entries={s: n for s, n in schedule.entries.items() if s.generation.finished_at is None})
+
+
+class DeviceTokenCounts:
+    """How often each token was seen, by slot: 0 never, 1 in the prompt, and 1 more for each time it was generated.
+
+    The counts are of penalized sequences, whose newest tokens the host learns too late. A slot of convolution state has
+    a row, which is set from the tokens that the host knows when a sequence is first sampled there; each token is added
+    where it is sampled. Rows are dense: a device passes over a vocabulary faster than the host gathers the distinct
+    tokens, as ``observers.HostTokenCounts`` does for a CPU.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._times = torch.empty(num_slots, 0, dtype=torch.int32)  # [num_slots, vocab_size] from the first use on
+        self._owners: list[Sequence | None] = [None] * num_slots
+        self._num_known = [0] * num_slots  # tokens of the owner that are counted
+
+    def penalize(self, logits: Tensor, rows: Sequence_[int], sequences: Sequence_[Sequence]) -> Tensor:
+        """Lower logits as ``sampler.penalize`` does, bit for bit; the slots of ``sequences``, int64 [num_penalized].
+
+        Row ``rows[i]`` of the float32 logits [num_seqs, vocab_size] is what follows ``sequences[i]``.
+        """
+        if not self._times.numel():
+            self._times = torch.zeros(len(self._owners), logits.shape[1], dtype=torch.int32, device=logits.device)
+        slots = [self._counted(sequence) for sequence in sequences]
+        indexes = upload(torch.tensor([rows, slots]), logits.device)
+        places, of_slots = indexes[0], indexes[1]
+        params = [s.request.params for s in sequences]
+        penalties = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
+        columns = upload(torch.from_numpy(np.array(penalties, dtype=np.float32)), logits.device)
+        for start in range(0, len(slots), _ROWS):
+            part = slice(start, start + _ROWS)
+            repetition, frequency, presence = columns[part].T.unsqueeze(2)
+            times, given = self._times[of_slots[part]], logits[places[part]]
+            lowered = torch.where(given > 0, given / repetition, given * repetition)
+            lowered -= frequency * (times - 1).clamp(min=0)
+            lowered -= presence * (times > 1)
+            logits[places[part]] = torch.where(times > 0, lowered, given)
+        return of_slots
+
+    def add(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Count the tokens that were sampled behind the sequences of ``penalize``; -1 ends its sequence."""
+        ids = token_ids.clamp(min=0)
+        times = self._times[slots, ids]
+        self._times[slots, ids] = times + 1 + (times == 0)
+
+    def _counted(self, sequence: Sequence) -> int:
+        """The slot of a sequence that is about to be sampled, once all of its tokens are counted there."""
+        slot = sequence.conv_slot
+        assert slot is not None
+        if self._owners[slot] is not sequence or self._num_known[slot] != sequence.num_tokens:
+            times = dict.fromkeys(sequence.request.prompt_token_ids, 1)
+            for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+                times[token_id] = times.get(token_id, 1) + 1
+            ids, counts = upload(torch.tensor([[*times], [*times.values()]]), self._times.device)
+            self._times[slot] = 0
+            self._times[slot, ids] = counts.int()
+            self._owners[slot] = sequence
+        self._num_known[slot] = sequence.num_tokens + 1  # with the one that is sampled now
+        return slot
