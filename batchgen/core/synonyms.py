@@ -115,7 +115,8 @@ _TABLE: dict[Synonym, str] = {
     Synonym("cluster.load_timeout"): "load-patience",
     Synonym("cluster.cpus_per_worker"): "worker-cpus, num-cpus",
     Synonym("cluster.gpus_per_worker"): "worker-gpus",
-    Synonym("Kubernetes"): "docker, container, k8s, image, dockerfile",
+    Synonym("Docker"): "container, image, dockerfile",
+    Synonym("Kubernetes"): "k8s, pod",
     Synonym("SLURM"): "sbatch, job array, hpc, srun",
     # The run
     Synonym("output.path"): "out, output-dir, output-file, save-path, destination, result, results",

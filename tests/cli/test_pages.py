@@ -100,6 +100,13 @@ def test_a_page_fits_a_terminal_and_its_links_lead_somewhere(path: Path) -> None
     assert [link for link in links if "://" not in link and not (DOCS / link).exists()] == []
 
 
+def test_the_page_of_questions_names_messages_that_there_are() -> None:
+    page = (DOCS / "faq.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    code = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "batchgen").rglob("*.py"))
+    assert listed and [message for message in listed if message not in code] == []
+
+
 def test_the_python_shown_prints_what_the_page_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
