@@ -80,7 +80,7 @@ CONCEPTS = {
         RemoteError Request Result ResumeMismatch Run RunStopped SamplingParams StorageError Tokenizer UsageError
         __version__ generate load_job load_model plan_job read_report run_job
     """,
-    "[model]": "activations adapter batch_invariant device dtype path revision tokenizer weights",
+    "[model]": "adapter batch_invariant device dtype path quantization revision tokenizer",
     "[input]": """
         chat chat_template_kwargs columns delimiter encoding format id limit messages path prompt
         prompt_token_ids system

@@ -84,7 +84,6 @@ def _destination(*schemes: str) -> Kind:
 
 _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
-_AS_IT_IS_OR_INT8 = one_of("auto", "int8")
 _COLUMN = string("COLUMN")
 _FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
 _PATHS = keys.STRINGS.then(_paths, metavar="PATH")
@@ -97,7 +96,7 @@ class ModelSpec:
     """Which model, and in what form it runs.
 
     A resume compares the content that ``path`` and ``adapter`` lead to and the dtype, device and kernels that the model
-    really runs with, not these values; ``weights`` and ``activations`` are compared as they are written here.
+    really runs with, not these values; ``quantization`` is compared as it is written here.
     """
 
     path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", resume="compared")
@@ -105,12 +104,21 @@ class ModelSpec:
     dtype: str = key(
         one_of("auto", "bfloat16", "float16", "float32"), "Number format to compute in", "auto", resume="compared"
     )
-    weights: str = key(_AS_IT_IS_OR_INT8, "Keep weights as stored, or as 8-bit integers", "auto")
-    activations: str = key(_AS_IT_IS_OR_INT8, "int8: round inputs of products too; needs --weights int8", "auto")
+    quantization: str = key(one_of("none", "w8a16", "w8a8"), "Weights in 8 bits; w8a8: activations too", "none")
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", resume="compared")
     device: str = key(_DEVICE, "Where the model runs", "auto", resume="compared")
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", resume="compared")
     batch_invariant: bool = key(BOOL, "On a GPU: use cuBLAS; tokens may depend on the batch", True, resume="compared")
+
+    @property
+    def weights(self) -> str:
+        """The weights of linears: "auto" as they are stored, or "int8"."""
+        return "auto" if self.quantization == "none" else "int8"
+
+    @property
+    def activations(self) -> str:
+        """The inputs of linears: "auto" as they are computed, or "int8"."""
+        return "int8" if self.quantization == "w8a8" else "auto"
 
     @property
     def named(self) -> dict[str, str]:

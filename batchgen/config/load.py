@@ -166,8 +166,6 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
 
 def _check_together(spec: JobSpec) -> None:
     """Refuse values that are each possible but not together. Raises ``UsageError``."""
-    if spec.model.activations == "int8" and spec.model.weights != "int8":
-        raise UsageError('model.activations = "int8" needs model.weights = "int8": integers multiply integers')
     named = [name for name in _PROMPT_KEYS if getattr(spec.input, name) is not None]
     if len(named) > 1:
         raise UsageError(f"input.{named[0]} and input.{named[1]} exclude each other: a row has one prompt")

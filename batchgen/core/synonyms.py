@@ -1,7 +1,7 @@
 """Table of the words that other tools and pages of the field use, and what each is called here.
 
 ``help``, unknown flags, unknown keys and unknown arguments in Python consult it before they look for similar spelling,
-which is wrong where the field has another word: ``--quantization`` resembles ``--activations``. Words are compared
+which is wrong where the field has another word: ``--schema`` resembles ``--chat``. Words are compared
 without case, hyphens, underscores and dots.
 """
 
@@ -31,8 +31,9 @@ _TABLE: dict[Synonym, str] = {
     # The model
     Synonym("model.path"): "model-name, model-id, pretrained, checkpoint-path, model-path",
     Synonym(
-        "model.weights", "8 bits are weights = int8, and activations = int8 beside it"
-    ): "quantization, quantize, int8, load-in-8bit, load-in-4bit, w8a8, w8a16, bits, 8bit, fp8, awq, gptq, quant",
+        "model.quantization", "8 bits are w8a16, and with activations in 8 bits too w8a8"
+    ): "weights, activations, quantize, int8, load-in-8bit, load-in-4bit, w8a8, w8a16, "
+    "bits, 8bit, fp8, awq, gptq, quant",
     Synonym("model.adapter"): "lora, lora-path, enable-lora, lora-modules, peft, adapters, qlora",
     Synonym("model.dtype"): "torch-dtype, precision, bf16, fp16, half, data-type",
     Synonym("model.tokenizer"): "tokenizer-path, tokenizer-name, tokenizer-mode",

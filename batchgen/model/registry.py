@@ -70,7 +70,7 @@ def _refuse_quantized(values: ConfigValues) -> None:
     settings = values.section(key).raw
     method = "MLX" if "quant_method" not in settings and "bits" in settings else shown(settings.get("quant_method"))
     raise values.error(
-        f'{key} by {method} is not supported; give the bfloat16 release of the model: [model] weights = "int8" '
+        f'{key} by {method} is not supported; give the bfloat16 release of the model: [model] quantization = "w8a16" '
         "quantizes it as it is loaded"
     )
 

@@ -229,7 +229,7 @@ def test_a_model_too_small_to_share_runs_in_one_thread_by_default(capsys: pytest
 @pytest.mark.usefixtures("quick_ceilings")
 def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2"]
-    call(["bench", "--model", SAMPLE, *lengths, "--repeats", "1", "--weights", "int8", "--activations", "int8"])
+    call(["bench", "--model", SAMPLE, *lengths, "--repeats", "1", "--quantization", "w8a8"])
     lines = capsys.readouterr().out.splitlines()
     assert any("share of it" in line for line in lines)
     assert any("int8 weights, int8 activations" in line for line in lines)

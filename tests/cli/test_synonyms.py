@@ -34,8 +34,8 @@ def test_a_word_of_the_field_leads_somewhere(capsys: pytest.CaptureFixture[str],
 
 
 FLAGS = {  # typed by habit: what the one line must name
-    "--quantization": "--weights",
-    "--load-in-8bit": "--weights",
+    "--weights": "--quantization",
+    "--load-in-8bit": "--quantization",
     "--batch-size": "--max-num-seqs",
     "--concurrency": "--max-num-seqs",
     "--lora": "--adapter",
@@ -94,7 +94,7 @@ def test_a_flag_that_is_misspelt_names_the_nearest(capsys: pytest.CaptureFixture
         ("engine", "gpu_memory_utilization", "engine.kv_cache_memory"),
         ("engine", "kv_dtype", "engine.kv_cache_dtype"),
         ("engine", "batch_size", "engine.max_num_seqs"),
-        ("model", "quantization", "model.weights"),
+        ("model", "weights", "model.quantization"),
         ("model", "lora_path", "model.adapter"),
         ("output", "reasoning_parser", "output.split_reasoning"),
     ],

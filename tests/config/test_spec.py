@@ -193,8 +193,10 @@ REFUSED_FLAGS: list[tuple[str, object, str]] = [
     ("input.path", ["hdfs://a/b"], "hdfs:// is not supported here; supported: s3://"),
     *(("input.path", [f"{file}:///x"], "is a URL: write the path without file://") for file in ("file", "FILE")),
     ("input.path", ["-", "a.jsonl"], "cannot be combined"),
-    *(("model.weights", form, r"^--weights = .*: must be one of auto, int8") for form in ("int4", "bfloat16", 8)),
-    ("model.activations", "int8", r'^model\.activations = "int8" needs model\.weights = "int8"'),
+    *(
+        ("model.quantization", form, r"^--quantization = .*: must be one of none, w8a16, w8a8")
+        for form in ("int4", "bfloat16", 8)
+    ),
     *(
         ("model.device", device, r"^--device = '.*': must be one of auto, cpu, cuda or cuda:N")
         for device in ("cuda:", "gpu", "cuda:-1", "cuda:x", "cpu:0", "cuda:0\n", "cuda:99999", "cuda:\u0661")
@@ -456,12 +458,11 @@ def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> Non
 
 
 def test_integers_come_back_from_a_manifest_and_change_outputs() -> None:
-    model = {**NEEDED["model"], "weights": "int8", "activations": "int8"}
+    model = {**NEEDED["model"], "quantization": "w8a8"}
     spec = load_job(None, {**NEEDED, "model": model})
     assert (spec.model.weights, spec.model.activations) == ("int8", "int8")
     assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-    keys = spec.output_keys()
-    assert (keys["model.weights"], keys["model.activations"]) == ("int8", "int8")
+    assert spec.output_keys()["model.quantization"] == "w8a8"
 
 
 def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:

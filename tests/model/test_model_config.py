@@ -293,5 +293,8 @@ def test_a_quantized_checkpoint_is_refused_with_what_to_give_instead(key: str, s
     message = str(caught.value)
     assert message.startswith("here/config.json: ") and words in message
     if isinstance(settings_, dict):
-        assert "is not supported; give the bfloat16 release of the model" in message and 'weights = "int8"' in message
+        assert (
+            "is not supported; give the bfloat16 release of the model" in message
+            and 'quantization = "w8a16"' in message
+        )
     assert parse_config(RAW | {key: None}, "here") == parse_config(RAW, "here")

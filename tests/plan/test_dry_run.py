@@ -158,7 +158,7 @@ def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: py
     kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "bfloat16"})["kv"]
     half_of_rest = ((2 << 30) - 2 * 354.5e6) / 2
     assert kv["memory_bytes"] == pytest.approx(half_of_rest, rel=0.05)  # slots take some
-    kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "float32", "weights": "int8"})["kv"]
+    kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "float32", "quantization": "w8a16"})["kv"]
     assert kv["memory_bytes"] == pytest.approx(((2 << 30) - 1.0625 * 354.5e6) / 2, rel=0.06)
 
 
@@ -282,7 +282,7 @@ def test_a_report_of_another_model_is_no_basis(job: JobMaker) -> None:
     job.write(rows_of(5))
     job.run(step_s=0.001)
     assert plan_of(job)["estimate"] is not None
-    assert plan_of(job, model={"weights": "int8"})["estimate"] is None
+    assert plan_of(job, model={"quantization": "w8a16"})["estimate"] is None
     report = json.loads((job.output / "report.json").read_text())
     (job.output / "report.json").write_text(json.dumps(report | {"model": "another"}))
     assert plan_of(job)["estimate"] is None

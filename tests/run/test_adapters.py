@@ -202,8 +202,8 @@ def command(job: JobMaker, name: str, model: Path, *flags: str) -> list[str]:
     [
         ("--dtype", "float32"),
         ("--dtype", "bfloat16", "--temperature", "1", "--seed", "3"),
-        pytest.param(("--dtype", "float32", "--weights", "int8"), marks=pytest.mark.slow),
-        pytest.param(("--dtype", "bfloat16", "--weights", "int8", "--activations", "int8"), marks=pytest.mark.slow),
+        pytest.param(("--dtype", "float32", "--quantization", "w8a16"), marks=pytest.mark.slow),
+        pytest.param(("--dtype", "bfloat16", "--quantization", "w8a8"), marks=pytest.mark.slow),
     ],
     ids=lambda form: " ".join(form[1::2]),
 )
