@@ -70,7 +70,7 @@ CONCEPTS = {
     "commands": "bench cat check help merge plan report run status try",
     "switches of run": """
         allow-mixed-kernels deadline heartbeat-s help-all json-progress max-error-rate max-runtime
-        max-total-tokens overwrite quiet shard strict update
+        max-total-tokens overwrite quiet shard update
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
     "output formats": "auto csv jsonl openai-batch parquet",
@@ -93,7 +93,7 @@ CONCEPTS = {
     "[embed]": "dimensions normalize pooling prefix prompt_name truncate",
     "[engine]": """
         block_size forecast_memory kv_cache_dtype kv_cache_memory longest_first max_model_len
-        max_num_batched_tokens max_num_seqs prefix_caching share_duplicates speculate threads
+        max_num_batched_tokens max_num_seqs prefix_caching share_duplicates threads
     """,
     "[output]": """
         answer expected format order parse_json parse_tools path publish reuse split_reasoning token_ids

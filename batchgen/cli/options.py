@@ -89,7 +89,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize columns",
     "embed": "prompt_name prefix normalize dimensions truncate",
-    "engine": "max_num_batched_tokens kv_cache_dtype block_size prefix_caching speculate share_duplicates "
+    "engine": "max_num_batched_tokens kv_cache_dtype block_size prefix_caching share_duplicates "
     "longest_first forecast_memory",
     "output": "order token_ids parse_tools",
     "cluster": "cpus_per_worker gpus_per_worker resources step_timeout load_timeout",

@@ -42,7 +42,6 @@ _MIXED_HELP = "Go on with a run begun on another kind of processor."
 @job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--update", is_flag=True, help="Keep rows that cannot differ, though much is lost.")
-@run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
 @run_option("--max-error-rate", type=SHARE, help="Stop when more of the rows read fail, such as 5%.")
 @run_option("--deadline", type=CLOCK, help="Stop at this time: 05:55 or 2026-01-31T05:55.")
 @run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")

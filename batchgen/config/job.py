@@ -202,7 +202,6 @@ class EngineConfig:
     look_ahead: int | None = None
     threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, resume="free")
     prefix_caching: bool = key(BOOL, "Compute shared beginnings of prompts for each row anew", True, resume="free")
-    speculate: str = key(one_of("auto", "off"), "Without effect: no tokens are drafted", "auto", resume="free")
     share_duplicates: bool = key(BOOL, "Compute identical greedy rows one by one", True, resume="free")
     longest_first: bool = key(BOOL, "Start rows in the order of the input", True, resume="free")
     forecast_memory: bool = key(BOOL, "Start rows without a forecast of their memory", True, resume="free")

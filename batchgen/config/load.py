@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import KEYS, SECTIONS, JobSpec
-from batchgen.config.sampling import ParamError, card_values, merge_params, values_of
+from batchgen.config.sampling import ParamError, merge_params, values_of
 from batchgen.config.settings import RawSettings, check_names, read_settings
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest
@@ -127,7 +127,7 @@ def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
 
 
 def _merge(origins: Sequence[RawSettings]) -> JobSpec:
-    """The job of all origins; later ones win, and of presets only the last counts.
+    """The job of all origins; later ones win.
 
     Single values are checked, combinations of sections are not.
     """
@@ -141,21 +141,19 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
                 for key in _PROMPT_KEYS:  # a flag that says what the prompt is replaces all that the file says of it
                     merged[section].pop(key, None)
             merged[section] |= values
-    card, sampling = card_values(merged["model"].get("path", "")), SamplingParams()
+    sampling = SamplingParams()
     columns: tuple[str, ...] = ()
     over_preset: tuple[str, ...] | None = None
-    with_preset = [origin for origin in origins if origin.values.get("sampling", {}).get("preset") is not None]
     for origin in origins:
         given = {**origin.values.get("sampling", {}), **origin.structured()}
         if given.pop("columns", None) is not None:
             columns = origin.parsed("sampling", "columns")
-        if given.get("preset") is not None:
-            over_preset = () if given["preset"] == "model" else None
+        if given.pop("preset", None) is not None and origin.parsed("sampling", "preset"):
+            over_preset = ()
         if over_preset is not None:
-            given.pop("preset", None)
             over_preset += tuple(name for name, value in given.items() if value is not None)
         try:
-            sampling = merge_params(sampling, given, {"card": card if [origin] == with_preset[-1:] else {}})
+            sampling = merge_params(sampling, given)
         except ParamError as error:
             raise UsageError(f"{origin.place('sampling', error.key)}: {error}") from error
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}

@@ -20,9 +20,6 @@ from batchgen.core.records import SamplingParams
 from batchgen.core.structured import ALIASES, canonical, from_response_format, object_of
 from batchgen.core.units import shown
 
-# The values on the model cards of the instruct models at huggingface.co/LiquidAI.
-_LFM2: Mapping[str, float] = {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05}
-_LFM2_5: Mapping[str, float] = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
 # Keys of it that would change the answer and are not done here, with the values that change nothing.
 _ALWAYS: Mapping[str, tuple[Any, ...]] = {
@@ -33,10 +30,7 @@ _ALWAYS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "dola_layers", "constraints"), (None,)),
 }
 _IF_DRAWN = {"typical_p": (None, 1), "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0), "top_h": (None,)}
-_UNKNOWN = {
-    "card": 'only the cards of LFM2 and LFM2.5 are known here, by name; "model" takes generation_config.json',
-    "model": "the model has no generation_config.json whose values are possible and done here",
-}
+_NO_PRESET = "the model has no generation_config.json whose values are possible and done here"
 
 
 class ParamError(ValueError):
@@ -64,13 +58,13 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-_PRESET_HELP = "model: values of generation_config.json; card: of LFM2's model card"
+_PRESET_HELP = "model: the values of its generation_config.json"
 _COLUMNS_HELP = "Columns with a row's own sampling values; *: all named like a key"
 COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
 _PARAMS = keys_of(SamplingParams)
 SAMPLING_KEYS = {
     **_PARAMS,
-    "preset": Key("preset", None, one_of(*_UNKNOWN), _PRESET_HELP, "preset", "same"),
+    "preset": Key("preset", None, one_of("model"), _PRESET_HELP, "preset", "same"),
     "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", "same"),
 }
 PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")
@@ -88,12 +82,6 @@ _BOOLEANS = {"true": True, "false": False}  # however pandas and spreadsheets wr
 _GIVES_A_KEY = re.compile(rf"\A\s*\[?\s*{{|\b(?:{'|'.join(ROW_KEYS)})\b[\"']?\s*[:=]")
 _Made = TypeVar("_Made")
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
-
-
-def card_values(model: str) -> Mapping[str, float] | None:
-    """What ``preset = "card"`` stands for with ``model``, a name or path: LFM2.5's or LFM2's values, by its name."""
-    name = Path(model).name.lower()
-    return _LFM2_5 if "lfm2.5" in name else _LFM2 if "lfm2" in name else None
 
 
 def recommended_values(folder: Path) -> Mapping[str, Any] | None:
@@ -132,21 +120,20 @@ def values_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def merge_params(
-    base: SamplingParams, overrides: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any] | None] | None = None
+    base: SamplingParams, overrides: Mapping[str, Any], recommended: Mapping[str, Any] | None = None
 ) -> SamplingParams:
     """``base`` with the values of ``overrides`` in place of its own; null means "not given".
 
-    A ``preset`` stands for its values in ``presets``: they replace the base's, and other values of ``overrides``
+    A ``preset`` stands for the values ``recommended``: they replace the base's, and other values of ``overrides``
     replace them. All ``ROW_KEYS`` may be given. Raises ParamError on an unknown key, a wrong type, a value out of
     range, a preset that this model does not have, or values that contradict each other.
     """
     said = {key: value for key, value in overrides.items() if value is not None and key != _IGNORED}
     given = {key: _parsed(key, value) for key, value in _translated(said).items()}
     if (preset := given.pop("preset", None)) is not None:
-        values = (presets or {}).get(preset)
-        if values is None:
-            raise ParamError("preset", f'preset = "{preset}": {_UNKNOWN[preset]}')
-        given = {**values, **given}
+        if recommended is None:
+            raise ParamError("preset", f'preset = "{preset}": {_NO_PRESET}')
+        given = {**recommended, **given}
     if not given:
         return base
     merged = replace(base, **given)

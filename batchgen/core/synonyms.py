@@ -102,8 +102,9 @@ _TABLE: dict[Synonym, str] = {
     ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length",
     Synonym("engine.prefix_caching", "on by default"): "enable-prefix-caching, apc, automatic-prefix-caching",
     Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads",
-    Synonym("slow", "speculative decoding is not done"): "speculative decoding, speculative-config, draft-model, "
-    "spec-decode, mtp, eagle",
+    Synonym(
+        "slow", "speculative decoding is not done"
+    ): "speculative decoding, speculate, speculative-config, draft-model, spec-decode, mtp, eagle",
     Synonym("slow"): "throughput, performance tuning, faster, slowness, speed up, optimize",
     # Several processes
     Synonym(
@@ -132,7 +133,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym("Resume", "the same command goes on"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "
     "crash, retry, resume-from-checkpoint, kill",
     Synonym("run", "--overwrite starts anew"): "force, yes, overwrite-output, clean, start over, overwrite-output-dir",
-    Synonym("plan"): "dry-run, validate, estimate, eta, how long",
+    Synonym("plan"): "dry-run, strict, validate, estimate, eta, how long",
     Synonym(
         "try", "it shows prompts as they are sent"
     ): "preview, show-prompt, prompt-preview, rendered, playground, demo",

@@ -55,8 +55,8 @@ class RequestBuilder:
     A row's prompt is the column or template that [input] names; where it names none, the first column present and not
     null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
     a system message keeps it in place of the job's. Sampling values come from the job, then from those of its
-    ``sampling.columns`` that the row has, then from the row's ``sampling`` object; ``presets`` are what ``preset``
-    stands for in a row. A choice is tokenized by itself and its tokens follow the prompt's, white space
+    ``sampling.columns`` that the row has, then from the row's ``sampling`` object; ``recommended`` are what
+    ``preset`` stands for in a row. A choice is tokenized by itself and its tokens follow the prompt's, white space
     included: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
@@ -76,7 +76,7 @@ class RequestBuilder:
         max_model_len: int,
         vocab_size: int,
         grammars: Grammars | None = None,
-        presets: Mapping[str, Mapping[str, Any] | None] | None = None,
+        recommended: Mapping[str, Any] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
         self._spec = spec
@@ -84,7 +84,7 @@ class RequestBuilder:
         self._embedded = asked if isinstance(asked, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, columns, self._embedded)
         self._sampling = sampling = _EMBEDDED if isinstance(asked, Embedded) else asked
-        self._presets = presets
+        self._recommended = recommended
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
@@ -149,7 +149,7 @@ class RequestBuilder:
         try:
             base, is_open = self._sampling, self.fills_context and self._spec.is_batch_line(record.columns)
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
-            params = merge_params(base, content.overrides, self._presets)
+            params = merge_params(base, content.overrides, self._recommended)
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):

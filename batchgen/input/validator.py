@@ -11,15 +11,12 @@ from itertools import takewhile
 
 from batchgen.config.identity import draw_of
 from batchgen.config.job import InputSpec
-from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, FastPickle, Record, Request, SamplingParams
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem, bad_row, chunked, row_id
-
-_SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +122,3 @@ def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValida
     """
     for chunk in chunked(takewhile(lambda row: row.index <= last, rows)):
         validator.claim_ids(chunk)
-
-
-def refuse_bad_rows(rows: Iterable[Record | BadRow], validator: RowValidator) -> None:
-    """Validate all ``rows`` without running any (``--strict``). Raises UsageError naming the first bad ones."""
-    bad: list[BadRow] = []
-    num_bad = 0
-    for chunk in chunked(rows):
-        found = [answer for answer in validator.validate(chunk) if isinstance(answer, BadRow)]
-        num_bad += len(found)
-        bad += found[: _SHOWN_BAD_ROWS - len(bad)]
-    if num_bad:
-        shown = "".join(f"\n  {row.source}:{row.line}: {row.error.code}: {row.error.message}" for row in bad)
-        more = f"\n  and {num_bad - len(bad):,} more" if num_bad > len(bad) else ""
-        raise UsageError(f"--strict: {counted(num_bad, 'bad row')}, nothing was run:{shown}{more}")

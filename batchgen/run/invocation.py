@@ -60,7 +60,6 @@ class RunOptions:
 
     overwrite: bool = False
     update: bool = False
-    strict: bool = False
     max_error_rate: float | None = None
     shard: Shard = WHOLE
     allow_mixed_kernels: bool = False

@@ -22,7 +22,7 @@ from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.source import RowRange, Source, open_source
-from batchgen.input.validator import RowValidator, rebuild_ids, refuse_bad_rows
+from batchgen.input.validator import RowValidator, rebuild_ids
 from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
@@ -190,9 +190,6 @@ class _Job(Invocation):
         for line in check_columns(source.read(), self.spec, self.builder.finder):
             self.progress.display.note(line)
         self.model.refuse_as_target(self.run_dir)
-        if self.options.strict:
-            with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
-                self._refuse_bad_rows(self._rows(source, None), self._validator(ids))
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
             self._count(self._rows(source, None))
         earlier_runs(self.spec)
@@ -258,8 +255,6 @@ class _Job(Invocation):
             if len(journal.done):
                 self._restore_ids(source, journal, validator)
             if is_resumed:
-                if self.options.strict:
-                    self._refuse_bad_rows(rows, validator)
                 self.write_begun(self.manifest)
             if sources is not None:
                 self._take_over(sources, rows, validator, journal)
@@ -335,10 +330,6 @@ class _Job(Invocation):
 
     def _validator(self, ids: UniqueIds) -> RowValidator:
         return RowValidator(self.spec.input, self.builder, ids, self.options.shard)
-
-    def _refuse_bad_rows(self, rows: RowRange, validator: RowValidator) -> None:
-        with self.progress.phase("checking all rows (--strict)", "read"):
-            refuse_bad_rows(rows.read(), validator)
 
     def _announcement(self, journal: Journal) -> str:
         finished = len(journal.done)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec, ModelSpec
-from batchgen.config.sampling import ParamError, card_values, merge_params, recommended_values
+from batchgen.config.sampling import ParamError, merge_params, recommended_values
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.machine import require_address_space
@@ -122,7 +122,7 @@ class ModelInfo:
             return spec
         values = self.recommended and {k: v for k, v in self.recommended.items() if k not in spec.over_preset}
         try:
-            sampling = merge_params(spec.sampling, {"preset": "model"}, {"model": values})
+            sampling = merge_params(spec.sampling, {"preset": "model"}, values)
         except ParamError as error:
             raise UsageError(f"sampling.{error}") from None
         return replace(spec, sampling=sampling, over_preset=None)
@@ -163,7 +163,7 @@ class ModelInfo:
             grammars=self.grammars,
             max_model_len=longest,
             vocab_size=self.config.vocab_size,
-            presets={"card": card_values(self.path), "model": self.recommended},
+            recommended=self.recommended,
             columns=spec.sampling_columns,
         )
         builder.fills_context = spec.fills_context

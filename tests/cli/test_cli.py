@@ -86,7 +86,7 @@ def test_help_shows_of_a_switch_the_flag_that_is_not_its_default(capsys: pytest.
 
 def test_plan_can_be_written_where_run_stood(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(3))
-    flags = ["--overwrite", "--strict", "--deadline", "05:55", "--max-runtime", "1h", "--max-error-rate", "5%", "-q"]
+    flags = ["--overwrite", "--deadline", "05:55", "--max-runtime", "1h", "--max-error-rate", "5%", "-q"]
     assert said(capsys, "plan", job.toml(), *flags)[0] == 0
     taken = {option for parameter in cli.commands["plan"].params for option in parameter.opts}
     assert taken >= {option for parameter in cli.commands["run"].params for option in parameter.opts}
@@ -160,13 +160,11 @@ def test_a_job_runs_from_flags_alone(job: JobMaker, capsys: pytest.CaptureFixtur
 def test_sampling_flags_come_to_what_a_job_file_would_say(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(2))
     flags = ["--stop", "a,b", "--stop", "\n", "--n", "2", "--logprobs", "3", "--repetition-penalty", "1.1"]
-    code, _, _ = said(capsys, "run", job.toml(), *flags, "--preset", "card", "--presence-penalty", "-1.5")
+    code, _, _ = said(capsys, "run", job.toml(), *flags, "--presence-penalty", "-1.5")
     assert code == 0
     sampling = json.loads((job.output / "job.json").read_bytes())["job"]["sampling"]
     expected = {"stop": ["a,b", "\n"], "n": 2, "logprobs": 3, "repetition_penalty": 1.1, "presence_penalty": -1.5}
     assert {name: sampling[name] for name in expected} == expected
-    assert (sampling["temperature"], sampling["min_p"]) == (0.3, 0.15)
-    assert "preset" not in sampling
 
 
 def test_columns_of_sampling_values_are_named_by_a_flag(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

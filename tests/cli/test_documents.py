@@ -90,9 +90,9 @@ SWITCHES = {
 }
 NAMED = (
     "--model --revision --dtype --device --tokenizer --input --prompt --system --no-chat --columns --limit",
-    "--max-tokens --temperature --seed --ignore-eos --output --order --token-ids --workers --ray --speculate",
+    "--max-tokens --temperature --seed --ignore-eos --output --order --token-ids --workers --ray",
     "--threads --max-num-batched-tokens --max-num-seqs --block-size --kv-cache-memory --max-model-len",
-    "--overwrite --strict --max-error-rate --deadline --max-runtime --max-total-tokens --shard",
+    "--overwrite --max-error-rate --deadline --max-runtime --max-total-tokens --shard",
 )
 ROWS = [{"id": i, "question": f"Name the same city as row {i // 2}, in one word and no more."} for i in range(8)]
 

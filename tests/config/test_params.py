@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchgen
-from batchgen.config.sampling import PARAM_KEYS, ParamError, card_values, merge_params
+from batchgen.config.sampling import PARAM_KEYS, ParamError, merge_params
 from batchgen.core.keys import keys_of
 from batchgen.core.records import SamplingParams
 
@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, Any]] = [
     *(("allowed_token_ids", value) for value in (7, "7", [-1], [True], [2**31], ["7"])),
     *(("bad_words", value) for value in ("", ["a", ""], [7], "x" * 1001, "\ud800", [str(i) for i in range(1001)])),
     *(("normalize", value) for value in ("sum", "", True, ["tokens"])),
-    *(("preset", value) for value in ("Card", "", "cards", ["card"], {"card": 1}, 1, True, float("nan"))),
+    *(("preset", value) for value in ("Model", "card", "", ["model"], {"model": 1}, 1, True, float("nan"))),
 ]
 
 
@@ -147,36 +147,23 @@ def test_min_tokens_is_held_against_the_merged_max_tokens() -> None:
         merge_params(base, {"max_tokens": 9})
 
 
-CARD = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
+RECOMMENDED = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
 
 
 def test_a_preset_is_a_base_that_values_beside_it_win_over() -> None:
     base = merge_params(BASE, {"temperature": 1.5, "max_tokens": 9, "min_p": 0.5})
-    merged = merge_params(base, {"top_k": 3, "preset": "card", "temperature": None}, {"card": CARD})
+    merged = merge_params(base, {"top_k": 3, "preset": "model", "temperature": None}, RECOMMENDED)
     assert merged == replace(base, temperature=0.1, top_k=3, repetition_penalty=1.05)
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0}, {"top_k": 0}, {"repetition_penalty": 1.0}])
 def test_a_later_layer_wins_over_a_preset(values: dict[str, Any]) -> None:
-    base = merge_params(BASE, {"preset": "card"}, {"card": CARD})
+    base = merge_params(BASE, {"preset": "model"}, RECOMMENDED)
     assert merge_params(base, values) == replace(base, **values)
 
 
-@pytest.mark.parametrize(
-    ("model", "values"),
-    [
-        ("LiquidAI/LFM2-350M", {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05}),
-        ("dummy:LFM2-1.2B", {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05}),
-        ("LiquidAI/LFM2.5-1.2B-Instruct", {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}),
-        ("/models/lfm2.5-350m", {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}),
-    ],
-)
-def test_the_card_is_that_of_the_models_generation(model: str, values: dict[str, Any]) -> None:
-    assert merge_params(BASE, {"preset": "card"}, {"card": card_values(model)}) == replace(BASE, **values)
-
-
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ParamError, match=r"^preset = 'best' must be one of card, model$"):
+    with pytest.raises(ParamError, match=r"^preset = 'best' must be one of model$"):
         merge_params(BASE, {"preset": "best"})
 
 

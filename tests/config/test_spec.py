@@ -162,10 +162,10 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[sampling]\ntemperature = nan\n", r"sampling\.temperature"),
         (
             '[sampling]\npreset = "best"\n',
-            r"job\.toml:8: sampling\.preset: preset = 'best' must be one of card, model",
+            r"job\.toml:8: sampling\.preset = 'best': must be one of model",
         ),
-        ('[sampling]\nprset = "card"\n', r'sampling\.prset: unknown key \(did you mean "preset"'),
-        ('preset = "card"\n', r"input\.preset: unknown key \(it belongs in \[sampling\]\)"),
+        ('[sampling]\nprset = "model"\n', r'sampling\.prset: unknown key \(did you mean "preset"'),
+        ('preset = "model"\n', r"input\.preset: unknown key \(it belongs in \[sampling\]\)"),
         ("[sampling]\nn = 2\nchoices = ['a', 'b']\n", r"job\.toml:8: sampling\.n: n = 2 does not go with choices"),
         ('[sampling]\nstop = ""\n', r"job\.toml:8: sampling\.stop: stop = '' holds an empty string"),
         ("[sampling\n", r"job\.toml: not valid TOML: .*line 7"),
@@ -411,40 +411,14 @@ def test_a_spec_edited_into_another_shape_is_refused(tmp_path: Path, section: st
         job_from_dict(data)
 
 
-@pytest.mark.parametrize(
-    ("model", "top_k", "temperature"), [("LiquidAI/LFM2-350M", 0, 0.3), ("LiquidAI/LFM2.5-350M", 50, 0.1)]
-)
-def test_a_preset_is_the_values_of_the_models_card(model: str, top_k: int, temperature: float, tmp_path: Path) -> None:
-    text = minimal('[sampling]\npreset = "card"\nmax_tokens = 9\n').replace("m/n", model)
-    sampling = from_text(tmp_path, text).sampling
-    assert (sampling.top_k, sampling.temperature, sampling.repetition_penalty) == (top_k, temperature, 1.05)
-    assert sampling.max_tokens == 9
-
-
-def test_the_model_that_a_flag_names_says_which_card(tmp_path: Path) -> None:
-    text = minimal('[sampling]\npreset = "card"\n')
-    assert from_text(tmp_path, text, {"model": {"path": "LiquidAI/LFM2.5-350M"}}).sampling.top_k == 50
-
-
-def test_what_stands_beside_a_preset_or_comes_later_wins_and_what_came_before_does_not(tmp_path: Path) -> None:
-    text = minimal('[sampling]\npreset = "card"\ntemperature = 0.9\nmin_p = 0.2\n').replace("m/n", "o/LFM2")
-    flags = {"sampling": {"min_p": 0.5}}
-    sampling = from_text(tmp_path, text, flags).sampling
-    assert (sampling.temperature, sampling.min_p, sampling.repetition_penalty) == (0.9, 0.5, 1.05)
-    text = minimal("[sampling]\ntemperature = 0.9\nmax_tokens = 7\n").replace("m/n", "o/LFM2")
-    sampling = from_text(tmp_path, text, {"sampling": {"preset": "card"}}).sampling
-    assert (sampling.temperature, sampling.max_tokens) == (0.3, 7)
-
-
-@pytest.mark.parametrize("model", ["o/LFM2", "o/without-a-card"])
-def test_of_two_presets_only_the_later_counts(tmp_path: Path, model: str) -> None:
-    text = minimal('[sampling]\npreset = "card"\ntop_k = 7\n').replace("m/n", model)
+def test_what_stands_beside_a_preset_or_comes_later_wins(tmp_path: Path) -> None:
+    text = minimal('[sampling]\npreset = "model"\ntop_k = 7\n')
+    spec = from_text(tmp_path, text, {"sampling": {"min_p": 0.5}})
+    assert (spec.sampling, spec.over_preset) == (SamplingParams(top_k=7, min_p=0.5), ("top_k", "min_p"))
+    text = minimal("[sampling]\ntop_k = 7\n")
     spec = from_text(tmp_path, text, {"sampling": {"preset": "model", "min_p": 0.5}})
     assert (spec.sampling, spec.over_preset) == (SamplingParams(top_k=7, min_p=0.5), ("min_p",))
-    text = minimal('[sampling]\npreset = "model"\ntop_k = 7\n')
-    spec = from_text(tmp_path, text, {"model": {"path": "o/LFM2"}, "sampling": {"preset": "card"}})
-    assert (spec.sampling.temperature, spec.sampling.top_k, spec.over_preset) == (0.3, 7, None)
-    with pytest.raises(UsageError, match=r"sampling\.preset: preset = 'best' must be one of card, model"):
+    with pytest.raises(UsageError, match=r"sampling\.preset = 'best': must be one of model"):
         from_text(tmp_path, minimal('[sampling]\npreset = "best"\n'), {"sampling": {"preset": "model"}})
 
 

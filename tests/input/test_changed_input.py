@@ -24,7 +24,6 @@ from batchgen.core.records import BadRow, Record
 from batchgen.input import source
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.input.source import RowRange
-from batchgen.run.invocation import RunOptions
 from batchgen.run.status import read_status
 
 NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run
@@ -216,15 +215,6 @@ def test_the_command_says_it_in_one_line_and_exits_2(job: JobMaker) -> None:
     assert code == 2
     assert rest.splitlines()[-1].startswith(f"batchgen: error: {job.input} has changed while it was in use")
     assert "Traceback" not in rest
-
-
-def test_a_change_while_strict_looks_at_rows_leaves_no_trace(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    job.write(rows_of(60))
-    read = RowRange.read
-    monkeypatch.setattr(RowRange, "read", lambda rows: (os.truncate(job.input, 10), read(rows))[1])
-    with pytest.raises(InputError):
-        job.run(options=RunOptions(strict=True, progress="quiet"))
-    assert not job.output.exists()
 
 
 # ---------------------------------------------------------------- no change

@@ -145,8 +145,8 @@ def test_a_choice_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch:
 
 
 def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
-    builder = builder_of(tokenizer, presets={"card": {"temperature": 0.1, "top_k": 50}})
-    answer = one(builder, prompt="p", preset="card", sampling={"top_k": 7})
+    builder = builder_of(tokenizer, recommended={"temperature": 0.1, "top_k": 50})
+    answer = one(builder, prompt="p", preset="model", sampling={"top_k": 7})
     assert isinstance(answer, Request)
     assert answer.params == SamplingParams(max_tokens=32, seed=5, temperature=0.1, top_k=7)
 

@@ -22,7 +22,6 @@ from batchgen.plan import estimate
 from batchgen.plan.dry_run import check_time, make_plan
 from batchgen.plan.survey import RepeatCounter, Reservoir
 from batchgen.plan.text import render_plan
-from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 
 MAX_TOKENS_COLUMN = {"columns": ["max_tokens"]}
@@ -413,13 +412,6 @@ def test_a_plan_lists_what_of_the_schema_is_open(job: JobMaker) -> None:
     assert plan["open_schema"] == ["names: no maxItems", "names[]: no maxLength"]
     assert "names: no maxItems; names[]: no maxLength" in " ".join(render_plan(plan).split())
     assert make_plan(job.spec())["open_schema"] == []
-
-
-def test_strict_refuses_them_before_anything_runs(job: JobMaker, rows: list[dict[str, Any]]) -> None:
-    said = r"--strict: 4 bad rows, nothing was run:\n .*:5: bad_param: structured_outputs"
-    with pytest.raises(UsageError, match=said):
-        job.run(options=RunOptions(strict=True, progress="quiet"))
-    assert not job.engines and not job.output.exists()
 
 
 def test_the_plan_of_a_run_is_that_of_its_errors(job: JobMaker, rows: list[dict[str, Any]]) -> None:

@@ -166,13 +166,13 @@ def test_a_run_samples_as_its_model_recommends_and_its_manifest_holds_the_values
 
 
 def test_a_row_may_ask_for_what_the_model_recommends(job: JobMaker) -> None:
-    job.write([{"question": "a", "sampling": {"preset": name, "top_k": 3}} for name in ("model", "card")])
+    job.write([{"question": "a", "sampling": {"preset": name, "top_k": 3}} for name in ("model", "best")])
     spec = spec_with(job, QWEN3)
     builder = read_model(spec).builder(spec)
     first, second = builder.build([row for row in open_source(spec.input).read() if not isinstance(row, BadRow)])
     assert isinstance(first, Request) and isinstance(second, BadRow)
     assert (first.params.temperature, first.params.top_k) == (0.6, 3)
-    assert second.error.message.startswith('preset = "card": only the cards of LFM2')
+    assert second.error.message.startswith("preset = 'best' must be")
 
 
 def test_a_preset_that_a_model_does_not_have_is_refused(job: JobMaker) -> None:
@@ -180,8 +180,6 @@ def test_a_preset_that_a_model_does_not_have_is_refused(job: JobMaker) -> None:
     said = r'^sampling\.preset = "model": the model has no generation_config\.json whose '
     with pytest.raises(UsageError, match=said):
         job.run(spec_with(job, None, preset="model"))
-    with pytest.raises(UsageError, match=r'^--preset: preset = "card": only the cards of LFM2 .* "model" takes'):
-        spec_with(job, QWEN3, preset="card")
     with pytest.raises(UsageError, match=r"has no generation_config"):
         make_plan(job.spec(model={"path": "dummy:LFM2-350M"}, sampling={"preset": "model"}))
 

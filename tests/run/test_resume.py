@@ -29,8 +29,6 @@ from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.merge import merge
 from batchgen.run.status import read_status
 
-STRICT = RunOptions(strict=True, progress="quiet")
-
 
 def interrupted(job: JobMaker, num_tokens: int = 400, shard: Shard = WHOLE) -> None:
     options = dataclasses.replace(quiet(max_total_tokens=num_tokens), shard=shard)
@@ -92,32 +90,6 @@ def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeyp
             job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
     job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
     assert codes(job) == [(index, "duplicate_id") for index in range(1200, 1240, 2)]
-
-
-# ---------------------------------------------------------------- strict
-
-
-def test_strict_on_a_resume_finds_duplicates_of_finished_rows(job: JobMaker) -> None:
-    job.write([*rows_of(300), *rows_of(20)])
-    interrupted(job, 2000)
-    with pytest.raises(UsageError, match=r"20 bad rows.*\n.*:301: duplicate_id"):
-        job.run(options=STRICT)
-    assert job.run().exit_code == 3
-
-
-def test_strict_on_a_resume_of_a_run_that_finished_no_row_checks_them_all(job: JobMaker) -> None:
-    job.write([*rows_of(300), "{"])
-    with pytest.raises(RuntimeError):
-        job.run(crashes_at=0)
-    with pytest.raises(UsageError, match=r"1 bad row.*\n.*:301: bad_json"):
-        job.run(options=STRICT)
-
-
-def test_strict_lets_good_rows_resume(job: JobMaker) -> None:
-    job.write(rows_of(100))
-    interrupted(job)
-    assert job.run(options=STRICT).exit_code == 0
-    assert len(job.outputs()) == 100
 
 
 # ---------------------------------------------------------------- litter

@@ -199,18 +199,6 @@ def test_an_error_of_the_engine_is_a_dead_letter_with_its_row(job: JobMaker) -> 
     assert (letter["index"], letter["code"], letter["row"]["id"]) == (2, "internal", "q-2")
 
 
-def test_strict_refuses_bad_rows_and_duplicates_and_writes_nothing(job: JobMaker) -> None:
-    job.write([*rows_of(300), "{", {"id": "x"}])
-    with pytest.raises(UsageError, match=r"2 bad rows.*\n.*:301: bad_json.*\n.*:302: missing_column"):
-        job.run(options=RunOptions(strict=True, progress="quiet"))
-    assert not job.output.exists()
-    job.write(rows_of(2) + rows_of(1))
-    with pytest.raises(UsageError, match="duplicate_id"):
-        job.run(options=RunOptions(strict=True, progress="quiet"))
-    job.write(rows_of(5))
-    assert job.run(options=RunOptions(strict=True, progress="quiet")).exit_code == 0
-
-
 def test_too_many_errors_stop_the_run_early(job: JobMaker) -> None:
     job.write([*rows_of(100), *["{"] * 100, *rows_of(2000)[200:]])
     outcome = job.run(options=RunOptions(max_error_rate=0.05, progress="quiet"))

@@ -193,9 +193,6 @@ def test_a_refused_overwrite_leaves_the_old_run_to_resume(job: JobMaker, stdin: 
     stdin.give(OTHERS)
     with pytest.raises(ModelError):
         run_job(job.spec(input={"path": ["-"]}), OVERWRITE, engine_factory=unusable)
-    stdin.give([*OTHERS, {"id": "no question"}])
-    with pytest.raises(UsageError, match="--strict"):
-        run(job, RunOptions(overwrite=True, strict=True, progress="quiet"))
     assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
     stdin.give([])
     assert run(job).exit_code == 0
