@@ -14,11 +14,10 @@ from batchgen.core.records import Request, Result
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.sizes import SchedulerConfig
 
-_ENOUGH = 32  # sequences that have ended before their prompts say anything
 _MAX_FOLLOWERS = 1 << 14
 _MAX_AHEAD_BYTES = 1 << 29
 _ROW_BYTES, _TOKEN_BYTES = 1000, 40  # of a request and its row, beside the text of the row and for each prompt token
-_Order = tuple[int, int, int, int, int]
+_Order = tuple[int, int, int]
 
 
 class LookAhead:
@@ -69,49 +68,35 @@ class WaitingQueue:
 
     Preempted sequences come first, then the longest expected, then by arrival; those that share a prefix stay together.
     Starting the longest early keeps a handful of stragglers from running the end of a job. The longest expected has the
-    most tokens still allowed; among equals, the longest prompt while ``put_longest_prompts_first`` is on (for a family
-    that shares a prefix, the prompt of its first member). Without ``longest_first`` only the arrival counts.
+    most tokens still allowed. Without ``longest_first`` only the arrival counts.
     """
 
     def __init__(self, longest_first: bool = True) -> None:
         self._longest_first = longest_first
         self._preempted: deque[Sequence] = deque()
-        self._prompts_count = False
-        self._fresh: list[tuple[_Order, _Order, Sequence]] = []  # a heap by the first: the order as it counts now
-        self.deferred: list[tuple[_Order, _Order, Sequence]] = []
+        self._fresh: list[tuple[_Order, Sequence]] = []  # a heap
+        self.deferred: list[tuple[_Order, Sequence]] = []
         self._arrivals = 0
-        # By first block: the first member's prompt length (negative) and arrival, and the number of waiting members.
-        self._families: dict[bytes, tuple[int, int, int]] = {}
+        self._families: dict[bytes, tuple[int, int]] = {}  # by first block: the first arrival, and how many wait
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._fresh)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._preempted
-        yield from (sequence for _, _, sequence in self._fresh)
+        yield from (sequence for _, sequence in self._fresh)
 
     def push(self, sequence: Sequence) -> None:
         """Add a fresh sequence; its ``block_hashes`` say which others begin as it does."""
         self._arrivals += 1
-        prompt, name = -sequence.num_prompt_tokens, _family(sequence)
-        family_prompt, family, members = self._families.get(name, (prompt, self._arrivals, 0))
+        name = _family(sequence)
+        family, members = self._families.get(name, (self._arrivals, 0))
         if name:
-            self._families[name] = (family_prompt, family, members + 1)
-        order: _Order = (0, 0, 0, 0, self._arrivals)
+            self._families[name] = (family, members + 1)
+        order: _Order = (0, 0, self._arrivals)
         if self._longest_first:
-            order = (-max(sequence.max_new_tokens, 0), family_prompt, family, prompt, self._arrivals)
-        heapq.heappush(self._fresh, (self._place(order), order, sequence))
-
-    def _place(self, order: _Order) -> _Order:
-        longest, _, family, _, arrival = order
-        return order if self._prompts_count else (longest, 0, family, 0, arrival)
-
-    def put_longest_prompts_first(self, on: bool) -> None:
-        """Whether the longest prompts come first among sequences that may become equally long; off by default."""
-        if on != self._prompts_count:
-            self._prompts_count = on
-            self._fresh = [(self._place(order), order, sequence) for _, order, sequence in self._fresh]
-            heapq.heapify(self._fresh)
+            order = (-max(sequence.max_new_tokens, 0), family, self._arrivals)
+        heapq.heappush(self._fresh, (order, sequence))
 
     def push_preempted(self, sequence: Sequence) -> None:
         """Add a sequence that lost its state; the one admitted earliest comes back first."""
@@ -123,13 +108,13 @@ class WaitingQueue:
 
     def peek(self) -> Sequence:
         """The next to be admitted."""
-        return self._preempted[0] if self._preempted else self._fresh[0][2]
+        return self._preempted[0] if self._preempted else self._fresh[0][1]
 
     def pop(self) -> Sequence:
         """Remove and return the next to be admitted."""
         if self._preempted:
             return self._preempted.popleft()
-        _, _, sequence = heapq.heappop(self._fresh)
+        _, sequence = heapq.heappop(self._fresh)
         self._leave_family(sequence)
         return sequence
 
@@ -145,45 +130,13 @@ class WaitingQueue:
 
     def _leave_family(self, sequence: Sequence) -> None:
         if name := _family(sequence):
-            family_prompt, family, members = self._families.pop(name)
+            family, members = self._families.pop(name)
             if members > 1:
-                self._families[name] = (family_prompt, family, members - 1)
+                self._families[name] = (family, members - 1)
 
 
 def _family(sequence: Sequence) -> bytes:
     return sequence.block_hashes[0] if sequence.block_hashes else b""
-
-
-class PromptTrend:
-    """Whether longer prompts have longer answers, by the correlation over the sequences that have ended.
-
-    Only a positive correlation of at least two standard errors counts. It is computed again each time the number of
-    ended sequences has doubled: few tests give chance few occasions, and the queue is seldom sorted anew.
-    """
-
-    def __init__(self) -> None:
-        self.is_rising = False
-        self._judged_at = _ENOUGH
-        self._num = 0
-        self._sum_x = self._sum_y = self._sum_xx = self._sum_yy = self._sum_xy = 0  # x: prompts, y: answers
-
-    def add(self, prompt: int, length: int) -> None:
-        self._num += 1
-        self._sum_x += prompt
-        self._sum_y += length
-        self._sum_xx += prompt * prompt
-        self._sum_yy += length * length
-        self._sum_xy += prompt * length
-        if self._num == self._judged_at:
-            self._judged_at *= 2
-            self.is_rising = self._rises()
-
-    def _rises(self) -> bool:
-        """Whether ``r > 2 / sqrt(num)``, in integers: r = covariance / sqrt(variance of x * variance of y)."""
-        covariance = self._num * self._sum_xy - self._sum_x * self._sum_y
-        variance_x = self._num * self._sum_xx - self._sum_x**2
-        variance_y = self._num * self._sum_yy - self._sum_y**2
-        return covariance > 0 and self._num * covariance**2 > 4 * variance_x * variance_y
 
 
 def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:

@@ -2,11 +2,7 @@
 
 A block belongs to the sequences that hold it, several at once if they share a prefix. A full block may be
 registered under a hash, by which other sequences find it. It keeps its content after its last holder frees it, until
-the memory is needed: the block unused longest is emptied first.
-
-Memory that was never used costs more than writing it: the system backs and clears it on first touch, and no cache has
-it. So unused blocks that no second sequence has found are emptied before new ones are begun. Some are kept: twice as
-many as were held at once and as were found by others, and more once one that was emptied so is asked for again.
+no other block is left: the block unused longest is emptied first.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 _HASH_BYTES = 16  # no input can be made whose prefixes collide
-_WORTH = 8  # blocks of new memory that cost no more than to compute the content of one again
 
 
 class BlockPool:
@@ -27,13 +22,8 @@ class BlockPool:
         self.num_blocks = self.num_free = num_blocks
         self._num_begun = 0  # blocks from here on have never been used
         self._empty: list[int] = []  # a stack: the block freed last is warm in the cache
-        # Full, registered and free, oldest first, and when they were freed: those found by a second sequence, the rest.
-        self._unused: tuple[OrderedDict[int, int], ...] = OrderedDict(), OrderedDict()
-        self._num_freed = self._num_shared = self._most_held = 0
-        self._num_asked_again = 0  # of what was emptied before new blocks were begun
-        self._emptied: OrderedDict[bytes, None] = OrderedDict()  # what was known in these; oldest first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # full, registered and free, oldest first
         self.num_holders = array("i", bytes(4 * num_blocks))
-        self._is_shared = bytearray(num_blocks)  # was found by a second sequence
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -42,33 +32,21 @@ class BlockPool:
         if count > self.num_free:
             raise AssertionError(f"asked for {count} blocks, {self.num_free} are free")
         self.num_free -= count
-        self._most_held = max(self._most_held, self.num_blocks - self.num_free)
         taken = [self._empty.pop() if self._empty else self._begin_or_evict() for _ in range(count)]
         for block in taken:
             self.num_holders[block] = 1
         return taken
 
     def _begin_or_evict(self) -> int:
-        _, rest = self._unused
-        num_new = self.num_blocks - self._num_begun
-        if num_new and len(rest) <= 2 * (self._most_held + self._num_shared) + _WORTH * self._num_asked_again:
+        if self._num_begun < self.num_blocks:
             self._num_begun += 1
             return self._num_begun - 1
-        oldest = rest if num_new else min(filter(None, self._unused), key=lambda unused: next(iter(unused.values())))
-        block, _ = oldest.popitem(last=False)
-        block_hash = self._forget(block)
-        if num_new:
-            self._emptied[block_hash] = None
-            if len(self._emptied) > num_new:
-                self._emptied.popitem(last=False)
+        block, _ = self._unused.popitem(last=False)
+        self._forget(block)
         return block
 
-    def _forget(self, block: int) -> bytes:
-        block_hash = self._hash_of.pop(block)
-        del self._block_of[block_hash]
-        self._num_shared -= self._is_shared[block]
-        self._is_shared[block] = False
-        return block_hash
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._hash_of.pop(block)]
 
     def free(self, blocks: Sequence[int]) -> None:
         """Release one hold on each block; the last block of a prefix will be emptied before those it continues."""
@@ -79,8 +57,7 @@ class BlockPool:
             if not self.num_holders[block]:
                 self.num_free += 1
                 if block in self._hash_of:
-                    self._unused[not self._is_shared[block]][block] = self._num_freed
-                    self._num_freed += 1
+                    self._unused[block] = None
                 else:
                     self._empty.append(block)
 
@@ -97,9 +74,6 @@ class BlockPool:
             if (block := self._block_of.get(block_hash)) is None:
                 break
             found.append(block)
-        for block_hash in self._emptied.keys() & block_hashes[len(found) :]:
-            del self._emptied[block_hash]
-            self._num_asked_again += 1
         return found
 
     def num_unused(self, blocks: Iterable[int]) -> int:
@@ -111,9 +85,7 @@ class BlockPool:
         for block in blocks:
             if not self.num_holders[block]:
                 self.num_free -= 1
-                del self._unused[not self._is_shared[block]][block]
-            self._num_shared += not self._is_shared[block]
-            self._is_shared[block] = True
+                del self._unused[block]
             self.num_holders[block] += 1
 
     def register(self, block: int, block_hash: bytes) -> None:
@@ -121,25 +93,20 @@ class BlockPool:
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            self._emptied.pop(block_hash, None)
 
     def check(self, held: list[int]) -> None:
         """Assert that every block is either free or in ``held``, as often as it is counted as held."""
         holders = Counter(held)
         assert all(self.num_holders[b] == holders[b] for b in range(self.num_blocks)), "holders are miscounted"
-        (shared, rest), empty = self._unused, [*range(self._num_begun, self.num_blocks), *self._empty]
-        free = [*empty, *shared, *rest]
+        empty = [*range(self._num_begun, self.num_blocks), *self._empty]
+        free = [*empty, *self._unused]
         assert len(set(free)) == len(free), "a block is free twice"
         assert self.num_free == len(free) == self.num_blocks - len(holders), "blocks free + held != total"
         assert not any(self.num_holders[b] for b in free), "a free block is held"
         assert all(self._block_of[h] == block for block, h in self._hash_of.items()), "a hash leads elsewhere"
         assert len(self._block_of) == len(self._hash_of), "a hash without a block"
         assert self._hash_of.keys().isdisjoint(empty), "an empty block has content"
-        assert self._hash_of.keys() >= {*shared, *rest}, "a block without content is kept"
-        assert self._num_shared == sum(self._is_shared), "shared blocks are miscounted"
-        assert all(map(self._is_shared.__getitem__, shared)) and not any(map(self._is_shared.__getitem__, rest))
-        assert all(list(kept.values()) == sorted(kept.values()) for kept in self._unused), "not the oldest first"
-        assert self._emptied.keys().isdisjoint(self._block_of), "known, and known to be emptied"
+        assert self._hash_of.keys() >= self._unused.keys(), "a block without content is kept"
 
 
 def extend_block_hashes(block_hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable
 
 from batchgen.core.errors import RowError
-from batchgen.engine.admission import PromptTrend, WaitingQueue, most_tokens, too_long
+from batchgen.engine.admission import WaitingQueue, most_tokens, too_long
 from batchgen.engine.block_pool import BlockPool, extend_block_hashes
 from batchgen.engine.forecast import MemoryForecast, OutputLengths
 from batchgen.engine.schedule import Schedule
@@ -36,7 +36,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.lengths = OutputLengths()
         self._forecast = MemoryForecast(self.pool, self.lengths, config.block_size, config.max_num_seqs)
-        self.trend = PromptTrend()
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # of fresh sequences, when they were admitted
         self.num_cached_tokens = 0  # taken over from the prefix cache by fresh sequences
@@ -260,8 +259,6 @@ class Scheduler:
         """Remove a running or preempted sequence; its memory is free for the next step."""
         if sequence.generates:
             self.lengths.add(sequence.num_output_tokens)
-            self.trend.add(sequence.num_prompt_tokens, sequence.num_output_tokens)
-            self.waiting.put_longest_prompts_first(self.trend.is_rising)
         if sequence.conv_slot is None:
             self.waiting.drop_preempted(sequence)
         else:

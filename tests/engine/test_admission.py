@@ -1,15 +1,12 @@
-"""Admission: the order of waiting sequences, and whether their prompts foretell their answers."""
+"""Admission: the order of waiting sequences."""
 
 from __future__ import annotations
-
-import math
-import statistics
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.admission import PromptTrend, WaitingQueue
+from batchgen.engine.admission import WaitingQueue
 from batchgen.engine.sequence import RequestState, Sequence
 
 
@@ -47,41 +44,6 @@ def test_preempted_sequences_come_before_fresh_ones_the_first_admitted_first() -
         queue.push_preempted(sequence(key))
     assert [s.request.key for s in queue] == [1, 2, 3, 0]
     assert drained(queue) == [1, 2, 3, 0]
-
-
-def prompted(key: int, prompt: int, family: str = "", max_tokens: int = 10) -> Sequence:
-    """A sequence with a prompt of so many tokens, whose first block has the content ``family``."""
-    made = RequestState(Request(key, (1,) * prompt, SamplingParams(max_tokens=max_tokens))).sequences[0]
-    made.block_hashes = [family.encode()] if family else []
-    return made
-
-
-def test_among_equally_long_ones_the_longest_prompts_come_first_while_that_is_wanted() -> None:
-    queue = WaitingQueue()
-    for key, (prompt, max_tokens) in enumerate([(5, 10), (9, 10), (5, 10), (2, 20)]):
-        queue.push(prompted(key, prompt, max_tokens=max_tokens))
-    queue.put_longest_prompts_first(True)
-    queue.push(prompted(4, 7))
-    assert [queue.pop().request.key for _ in range(3)] == [3, 1, 4]
-    queue.push(prompted(5, 8))
-    queue.put_longest_prompts_first(False)
-    assert drained(queue) == [0, 2, 5]
-
-
-def test_longest_prompts_first_keeps_those_that_share_a_prefix_together() -> None:
-    queue = WaitingQueue()
-    queue.put_longest_prompts_first(True)
-    for key, (prompt, family) in enumerate([(6, "a"), (7, "b"), (9, "a"), (4, "b"), (8, ""), (5, "a")]):
-        queue.push(prompted(key, prompt, family))
-    assert drained(queue) == [4, 1, 3, 2, 0, 5]
-
-
-def test_without_longest_first_prompts_do_not_count_either() -> None:
-    queue = WaitingQueue(longest_first=False)
-    queue.put_longest_prompts_first(True)
-    for key, prompt in enumerate([5, 9, 7]):
-        queue.push(prompted(key, prompt))
-    assert drained(queue) == [0, 1, 2]
 
 
 @given(st.lists(st.integers(1, 4), max_size=30))
@@ -160,31 +122,3 @@ def test_a_family_is_forgotten_with_its_last_member(operations: list[tuple[str, 
     queue.restore()
     drained(queue)
     assert not queue._families
-
-
-def trend_of(ended: list[tuple[int, int]]) -> PromptTrend:
-    trend = PromptTrend()
-    for prompt, length in ended:
-        trend.add(prompt, length)
-    return trend
-
-
-def test_a_trend_is_seen_once_enough_have_ended() -> None:
-    ended = [(n, 3 * n) for n in range(32)]
-    assert not trend_of(ended[:31]).is_rising
-    assert trend_of(ended).is_rising
-
-
-def test_a_trend_is_judged_anew_each_time_the_ended_have_doubled() -> None:
-    ended = [(n, n) for n in range(32)] + [(n, 500 - n) for n in range(32)]
-    assert trend_of(ended[:63]).is_rising
-    assert not trend_of(ended).is_rising
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=32, max_size=32))
-def test_a_trend_is_a_correlation_above_two_standard_errors(ended: list[tuple[int, int]]) -> None:
-    prompts, lengths = zip(*ended, strict=True)
-    varies = len(set(prompts)) > 1 and len(set(lengths)) > 1
-    correlation = statistics.correlation(prompts, lengths) if varies else 0.0
-    if abs(correlation - 2 / math.sqrt(32)) > 1e-9:
-        assert trend_of(ended).is_rising == (correlation > 2 / math.sqrt(32))

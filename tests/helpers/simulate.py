@@ -1,20 +1,15 @@
 """The scheduler played out without a model: what admission does to the time of a job, for lengths of five kinds.
 
-``python tests/helpers/simulate.py [WORKLOAD.jsonl]`` prints two tables: what it brings to know the lengths, and what it
-brings to learn them, of a bench's workload file too. A step is taken to cost ``StepCost``; outputs have the lengths
-drawn for them. Everything else is the engine's own: the scheduler, and how far it looks ahead.
+``python tests/helpers/simulate.py`` prints the gain of known lengths. A step is taken to cost ``StepCost``; outputs
+have the lengths drawn for them. Everything else is the engine's own: the scheduler, and how far it looks ahead.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -124,25 +119,6 @@ def rows_of(kind: str, count: int, *, seed: int = 0, max_tokens: int = 0) -> lis
     return [Row(rng.randint(40, 160), DISTRIBUTIONS[kind](rng), max_tokens) for _ in range(count)]
 
 
-def related_rows(count: int, correlation: float, *, seed: int = 0, max_tokens: int = 2000) -> list[Row]:
-    """Rows whose prompt and answer lengths have logarithms with a correlation; the engine knows ``max_tokens`` only."""
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        prompt = rng.gauss(0, 1)
-        output = correlation * prompt + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)
-        num_prompt, num_output = (round(math.exp(m + 0.5 * drawn)) for m, drawn in ((4.4, prompt), (4.6, output)))
-        rows.append(Row(num_prompt, num_output, max_tokens))
-    return rows
-
-
-def workload_rows(path: Path) -> list[Row]:
-    """The rows of a bench's workload file, all with one ``max_tokens``."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    most = max(row["max_tokens"] for row in rows)
-    return [Row(len(row["prompt_token_ids"]), row["max_tokens"], most) for row in rows]
-
-
 def config_of(
     budget: int, num_seqs: int = 128, *, num_blocks: int = 5000, longest_first: bool = True, forecast: bool = True
 ) -> SchedulerConfig:
@@ -175,42 +151,6 @@ def table(count: int = 1319, seeds: int = 3) -> Iterator[str]:
             yield f"{kind:<12}{budget:>7}{times}{saved}{tails:>18}"
 
 
-def unknown_table(workloads: Mapping[str, Callable[[int], list[Row]]], seeds: int = 12) -> Iterator[str]:
-    """Lines: seconds in order of arrival, and what is saved of them, and of steps, by learnt and by known lengths.
-
-    A workload is rows by seed.
-    """
-    yield f"lengths unknown, budget 256, means of {seeds} draws"
-    yield f"{'rows':<24}{'slots':>6}{'arrival':>10}{'learnt saves':>22}{'known saves':>22}"
-    for name, draw in workloads.items():
-        for num_seqs in (64, 128):
-            sums = {way: Played() for way in ("arrival", "learnt", "known")}
-            for seed in range(seeds):
-                rows = draw(seed)
-                told = [replace(row, max_tokens=0) for row in rows]
-                for way, total in sums.items():
-                    config = config_of(256, num_seqs, num_blocks=40_000, longest_first=way != "arrival")
-                    played = play(config, told if way == "known" else rows)
-                    total.seconds += played.seconds / seeds
-                    total.steps += played.steps
-            arrival = sums["arrival"]
-            line = f"{name:<24}{num_seqs:>6}{arrival.seconds:>8.1f} s"
-            for way in ("learnt", "known"):
-                saved_s, saved_steps = 1 - sums[way].seconds / arrival.seconds, 1 - sums[way].steps / arrival.steps
-                line += f"{saved_s:>8.2%} ({saved_steps:.1%} steps)"
-            yield line
-
-
-def _related(correlation: float, seed: int) -> list[Row]:
-    return related_rows(1000, correlation, seed=seed)
-
-
-def _shuffled(rows: list[Row], seed: int) -> list[Row]:
-    return random.Random(seed).sample(rows, len(rows))
-
-
 if __name__ == "__main__":
-    drawn = {f"correlation {r}": partial(_related, r) for r in (-0.5, 0.0, 0.25, 0.5, 0.8)}
-    given = {f"{Path(name).stem}, shuffled": partial(_shuffled, workload_rows(Path(name))) for name in sys.argv[1:]}
-    for line in itertools.chain(table(), unknown_table(given | drawn)):
+    for line in table():
         print(line, flush=True)
