@@ -81,10 +81,12 @@ def make_prompts(given: argparse.Namespace) -> None:
     """Write the token ids of prompts or chats, as the model's own template and tokenizer make them."""
     sys.path.insert(0, str(_REPOSITORY))
     from batchgen.bench.workload import from_file
+    from batchgen.config.load import job_from_values
     from batchgen.core.records import SamplingParams
-    from batchgen.text.tokenizer import Tokenizer
+    from batchgen.run.loader import read_model
 
-    requests = from_file(given.chats, SamplingParams(), limit=given.limit, tokenizer=Tokenizer.load(given.model))
+    tokenizer = read_model(job_from_values({"model": {"path": str(given.model)}}, "prompts")).tokenizer
+    requests = from_file(given.chats, SamplingParams(), limit=given.limit, tokenizer=tokenizer)
     rows = ({"prompt_token_ids": request.prompt_token_ids} for request in requests)
     given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -94,7 +96,10 @@ def run(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     driver = "text_drivers.py" if given.texts else "drivers.py"
     flags = ["--max-num-seqs", str(given.max_num_seqs)]
-    flags += [] if given.texts else ["--max-tokens", str(given.max_tokens), "--ends", end_tokens(given.model)]
+    flags += (
+        [] if given.texts else ["--max-tokens", str(given.max_tokens), "--ends", given.ends or end_tokens(given.model)]
+    )
+    flags += ["--batch", str(given.batch)]
     what = "vectors" if given.texts else f"at most {given.max_tokens} tokens of answer, lengths unknown to all"
     about = conditions(given.workload) | {"what": what}
     peers = [Peer.parse(text, str(given.model)) for text in given.peers]
@@ -211,6 +216,8 @@ def main() -> None:
     step.add_argument("--rounds", type=int, default=3)
     step.add_argument("--max-tokens", type=int, default=256)
     step.add_argument("--max-num-seqs", type=int, default=256)
+    step.add_argument("--batch", type=int, default=32, help="rows at once in llama.cpp, and in a batch of others")
+    step.add_argument("--ends", default="", help="end tokens, such as 2 [those of the model's folder]")
     step = steps.add_parser("table", help="the table of the raw files of a run")
     step.add_argument("raw", type=Path)
     given = parser.parse_args()

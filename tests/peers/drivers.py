@@ -87,6 +87,58 @@ def openvino(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, 
     return str(genai.__version__), generate
 
 
+def llama_cpp(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:
+    """``llama_decode`` on batches as its server forms them: a token of each row that runs, and prompts that fit beside.
+
+    ``--model`` is a GGUF file. ``--batch`` rows run at once; the memory of keys and values is one for all rows.
+    """
+    module, numpy = map(importlib.import_module, ("llama_cpp", "numpy"))
+    module.llama_backend_init()
+    model = module.llama_model_load_from_file(given.model.encode(), module.llama_model_default_params())
+    most = 512
+    settings = module.llama_context_default_params()
+    settings.n_ctx = given.batch * (max(map(len, prompts)) + given.max_tokens)
+    settings.n_batch = settings.n_ubatch = most
+    settings.n_seq_max, settings.kv_unified = given.batch, True
+    settings.n_threads = settings.n_threads_batch = len(os.sched_getaffinity(0))
+    context = module.llama_init_from_model(model, settings)
+    memory = module.llama_get_memory(context)
+    vocab_size = module.llama_vocab_n_tokens(module.llama_model_get_vocab(model))
+    batch = module.llama_batch_init(most, 0, 1)
+
+    def generate() -> Iterator[int]:
+        waiting, free = list(reversed(prompts)), list(range(given.batch))
+        running: dict[int, tuple[list[int], int, int]] = {}  # by slot: tokens to compute, how many before, generated
+        while waiting or running:
+            while waiting and free:
+                running[free.pop()] = (waiting.pop(), 0, 0)
+            batch.n_tokens = 0
+            last: dict[int, int] = {}
+            for slot, (tokens, place, count) in sorted(running.items(), key=lambda item: item[1][2] == 0):
+                part = tokens[: most - batch.n_tokens]
+                for offset, token in enumerate(part):
+                    at = batch.n_tokens
+                    batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, place + offset, 1
+                    batch.seq_id[at][0], batch.logits[at] = slot, offset == len(tokens) - 1
+                    batch.n_tokens += 1
+                running[slot] = (tokens[len(part) :], place + len(part), count)
+                if part and len(part) == len(tokens):
+                    last[slot] = batch.n_tokens - 1
+            if module.llama_decode(context, batch):
+                raise RuntimeError("llama_decode failed")
+            for slot, at in last.items():
+                logits = numpy.ctypeslib.as_array(module.llama_get_logits_ith(context, at), (vocab_size,))
+                token, (_, place, count) = int(logits.argmax()), running[slot]
+                running[slot] = ([token], place, count + 1)
+                if token in given.ends or count + 1 == given.max_tokens:
+                    module.llama_memory_seq_rm(memory, slot, -1, -1)
+                    del running[slot]
+                    free.append(slot)
+                    yield count + 1
+
+    return str(module.__version__), generate
+
+
 def transformers(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:
     """``generate`` on padded batches in the order of the file; a batch ends with its longest answer."""
     torch, module = map(importlib.import_module, ("torch", "transformers"))
@@ -126,8 +178,9 @@ def run_one(peers: dict[str, Callable[[argparse.Namespace, list[Any]], tuple[str
     began = time.monotonic()
     version, generate = peers[given.peer](given, prompts)
     loaded = time.monotonic()
+    cpu_began = time.process_time()
     lengths = list(generate())
-    ended = time.monotonic()
+    ended, cpu_s = time.monotonic(), time.process_time() - cpu_began
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     found: dict[str, Any] = {
         "peer": given.peer,
@@ -137,10 +190,11 @@ def run_one(peers: dict[str, Callable[[argparse.Namespace, list[Any]], tuple[str
         "output_tokens": sum(lengths),
         "load_s": round(loaded - began, 3),
         "generate_s": round(ended - loaded, 3),
+        "generate_cpu_s": round(cpu_s, 3),
         "peak_memory_bytes": peak * 1024,
     }
     sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
-    run_one({each.__name__: each for each in (batchgen, vllm, openvino, transformers)}, "prompt_token_ids")
+    run_one({each.__name__: each for each in (batchgen, vllm, openvino, llama_cpp, transformers)}, "prompt_token_ids")
