@@ -11,9 +11,11 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+import click
 from click.testing import CliRunner
 
 from batchgen.cli.help import DOCS
@@ -38,18 +40,33 @@ _NOTE = "<!-- generated: change the code or tests/helpers/docs.toml, then run py
 
 
 def job_file() -> Iterator[str]:
-    """Every key of the job file under a heading of its own."""
+    """Every key of the job file: a table of each section, then every key under a heading of its own."""
     for section in SECTIONS:
-        yield from (f"## [{section}]", TEXTS["section"][section].strip())
+        yield from (f"## [{section}]", TEXTS["section"][section].strip(), _overview(section))
         for item in KEYS[section].values():
             yield from (f"### {section}.{item.name}", _meaning(section, item), _facts(item))
 
 
-def _meaning(section: str, item: Key) -> str:
+def _overview(section: str) -> str:
+    """The keys of a section with their defaults, a line each."""
+    rows = [(item.name, _default(item), _help(item)) for item in KEYS[section].values()]
+    return _table(("key", "default", "meaning"), rows)
+
+
+def _default(item: Key) -> str:
+    default = item.written(item.default)
+    return "" if default in (None, "", ()) else f"`{json.dumps(default)}`"
+
+
+def _help(item: Key) -> str:
     text = item.help.partition(" [")[0]
-    if item.kind is BOOL:
-        text = f"`{str(not item.default).lower()}`: {text[0].lower()}{text[1:]}"
-    return " ".join([f"{text}.", *([TEXTS["more"][section][item.name]] if item.name in TEXTS["more"][section] else [])])
+    return f"`{str(not item.default).lower()}`: {text[0].lower()}{text[1:]}" if item.kind is BOOL else text
+
+
+def _meaning(section: str, item: Key) -> str:
+    return " ".join(
+        [f"{_help(item)}.", *([TEXTS["more"][section][item.name]] if item.name in TEXTS["more"][section] else [])]
+    )
 
 
 def _facts(item: Key) -> str:
@@ -60,18 +77,37 @@ def _facts(item: Key) -> str:
         values = str(error).removeprefix("must be ").replace("finite number of", "number of")
     for ending in (" that is not empty", " and at most 2**63 - 1", ", of at least 1 byte and below 8 EiB"):
         values = values.removesuffix(ending)
-    default = item.written(item.default)
-    shown = "none" if default in (None, "", ()) else f"`{json.dumps(default)}`"
     flag = f"--{'no-' if item.default is True else ''}{item.flag} {item.kind.metavar}".strip()
-    return f"Values: {values}. Default: {shown}. Flag: `{flag}`. On resume: {item.resume}."
+    resume = "" if item.resume == "same" else f" On resume: {item.resume}."
+    return f"Values: {values}. Default: {_default(item) or 'none'}. Flag: `{flag}`.{resume}"
 
 
 def commands() -> Iterator[str]:
-    """The whole help of every command."""
+    """The help of every command, and once the options that all commands with a job take."""
     for name, command in cli.commands.items():
-        flag = "--help-all" if any("--help-all" in option.opts for option in command.params) else "--help"
-        found = CliRunner().invoke(cli, [name, flag], prog_name="batchgen", terminal_width=78)
-        yield from (f"## {name}", f"```\n{found.output.strip()}\n```")
+        sections = dict.fromkeys(section for section, is_key, _ in map(_parts, command.params) if is_key)
+        yield from (f"## {name}", f"```\n{_help_of(name, command, is_of_job=False)}\n```")
+        if sections:
+            yield f"It takes the [options of a job](#options-of-a-job) too: {', '.join(sections)}."
+    shared = _help_of("run", cli.commands["run"], is_of_job=True)
+    shown = shared[shared.index("\nModel:") : shared.rindex("\n\nOther:")].strip()
+    yield from ("## Options of a job", TEXTS["section"]["options"].strip(), f"```\n{shown}\n```")
+
+
+def _parts(option: click.Parameter) -> tuple[str, str, str]:
+    """Section, "__" and key of an option for a key of the job; others have no "__"."""
+    return (option.name or "").partition("__")
+
+
+def _help_of(name: str, command: click.Command, *, is_of_job: bool) -> str:
+    """The whole help of a command with its options of a job, or with its others."""
+    is_help = {option: "--help-all" in option.opts for option in command.params}
+    shown = copy(command)
+    shown.params = [option for option in is_help if is_help[option] or bool(_parts(option)[1]) == is_of_job]
+    group = copy(cli)
+    group.commands = {name: shown}
+    flag = "--help-all" if any(is_help.values()) else "--help"
+    return CliRunner().invoke(group, [name, flag], prog_name="batchgen", terminal_width=78).output.strip()
 
 
 def records() -> Iterator[str]:
