@@ -46,7 +46,7 @@ from batchgen.run.update import FolderJobs, inherited_numerics
 from batchgen.text.open_schemas import open_parts
 
 PLAN_VERSION = 1
-_NO_RATE = "the output folder has no finished run of this model on this machine: --calibrate measures for about 10 s"
+_NO_RATE = "the output folder has no finished run of this model on this machine: --calibrate runs a sample of rows"
 _NO_WORKERS = "the plan does not ask the Ray cluster how many workers fit: give --workers"
 
 
@@ -155,14 +155,12 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             for row in survey.bad_rows
         ],
         "prompt_tokens": _prompt_tokens(survey),
-        "longest": survey.longest,
         "output_tokens": {
             "at_most": ExpectedLengths("").total(survey),
             "expected": output_tokens,
             "basis": lengths.basis,
         },
         "repeats": _repeats(survey),
-        "structured": {"rows": survey.num_structured, "distinct": survey.grammars.num_distinct},
         "kv": kv,
         "workers": workers and asdict(workers),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),

@@ -26,12 +26,11 @@ class ExpectedLengths:
     """Expected output lengths of rows without a fixed length.
 
     ``values`` are equally likely lengths, before each row's own limit; empty means that only the limit is known.
-    ``basis`` says where they come from, for a person. ``tokens_per_sample`` is 1 but where tokens are forced.
+    ``basis`` says where they come from, for a person.
     """
 
     basis: str
     values: tuple[int, ...] = ()
-    tokens_per_sample: float = 1.0
 
     @classmethod
     def around(cls, basis: str, mean: float) -> ExpectedLengths:
@@ -58,12 +57,6 @@ class ExpectedLengths:
         mean = (sum(finished) + sum(unfinished)) / len(finished)
         shares = ((i + 0.5) / _NUM_QUANTILES for i in range(_NUM_QUANTILES))
         return cls(basis, tuple(max(1, round(-mean * math.log1p(-share))) for share in shares))
-
-    def of_row(self, number: int, max_output: int, is_fixed: bool) -> int:
-        """The expected length of the ``number``-th row of a sample, spread evenly over the values."""
-        if is_fixed or not self.values:
-            return max_output
-        return min(self.values[number * 7919 % len(self.values)], max_output)  # a prime: neighbours differ
 
     def total(self, survey: Survey) -> int:
         """Output tokens of all rows together."""

@@ -1,30 +1,25 @@
 """Survey of a job's rows: counts, lengths, bad rows and repeated prompts, in one pass over the input.
 
 Memory is bounded for any number of rows: lengths are counted, repeats are found by hashes, and of the rows themselves
-only random samples and the longest are kept. Uses no weights and no engine.
+only a random sample is kept. Uses no weights and no engine.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from batchgen.core.records import BadRow, Record, Request, SamplingParams
+from batchgen.core.records import BadRow, Record, Request
 from batchgen.input.rows import chunked
 from batchgen.input.validator import Pending, RowValidator
 
 MAX_LISTED_BAD_ROWS = 10_000
 PREFIX_BLOCK = 32  # tokens: prefixes are compared in whole blocks, as a paged cache shares them
 _MAX_HASHES = 1 << 20  # 70 MB in a set
-_NUM_LONGEST = 10
-_NUM_SAMPLED = 2000
-_NUM_PROMPTS = 256
+_NUM_SAMPLED = 64  # rows that a calibration runs
 T = TypeVar("T")
 
 
@@ -41,11 +36,6 @@ class RepeatCounter:
         self.is_exact = True
         self.num_repeated = 0
         self.repeated_weight = 0
-
-    @property
-    def num_distinct(self) -> int:
-        """Distinct items, or ``max_hashes`` where there may be more."""
-        return len(self._seen)
 
     def add(self, item_hash: int, weight: int = 1) -> None:
         if item_hash in self._seen:
@@ -74,32 +64,12 @@ class Reservoir(Generic[T]):
             self.items[place] = item
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of one row: its prompt, the most it may generate, and whether it generates exactly that many.
-
-    The choices of a row that only scores count as prompt tokens; it generates nothing.
-    """
-
-    prompt: int
-    max_output: int
-    is_fixed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SampledPrompt:
-    """A real row for a calibration to run; its context has room for ``params.max_tokens``."""
-
-    token_ids: array[int]
-    params: SamplingParams
-
-
 class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``num_structured`` counts rows whose text must fit one of ``grammars``; ``read_s`` is the time of reading and
-    tokenizing. Rows that are taken over from an earlier run (``is_reused``) count in ``num_reused`` alone.
+    ``choice_tokens`` are those of choices that are scored; ``read_s`` is the time of reading and tokenizing. Rows that
+    are taken over from an earlier run (``is_reused``) count in ``num_reused`` alone.
     """
 
     def __init__(
@@ -115,11 +85,8 @@ class Survey:
         self.outputs: Counter[tuple[int, bool]] = Counter()
         self.prompts = RepeatCounter()
         self.blocks = RepeatCounter()
-        self.num_structured = 0
-        self.grammars = RepeatCounter()
-        self.longest: list[dict[str, Any]] = []  # prompts, most tokens first
-        self.sample: Reservoir[Lengths] = Reservoir(_NUM_SAMPLED)
-        self.sampled_prompts: Reservoir[SampledPrompt] = Reservoir(_NUM_PROMPTS)
+        self.choice_tokens = 0
+        self.sampled: Reservoir[Request] = Reservoir(_NUM_SAMPLED)
         self.read_s = 0.0
         self.empty_fields: Counter[str] = Counter()  # of the prompt's template: rows that can run without them
         self._is_greedy = True
@@ -135,15 +102,15 @@ class Survey:
         return sum(length * count for length, count in self.prompt_lengths.items())
 
     @property
-    def computed_rows(self) -> int:
-        """Rows that the engine computes: greedy rows with equal prompts are computed once if all rows are greedy."""
-        return self.num_good - (self.prompts.num_repeated if self._is_greedy else 0)
+    def computed_share(self) -> float:
+        """The share of rows that the engine computes: of greedy rows with equal prompts one, if all are greedy."""
+        return 1.0 - (self.prompts.num_repeated / max(self.num_good, 1) if self._is_greedy else 0.0)
 
     @property
-    def shared_tokens_per_row(self) -> int:
-        """Mean tokens per computed row that an earlier prompt began with too, in whole blocks."""
-        shared = self.blocks.num_repeated * PREFIX_BLOCK - (self.prompts.repeated_weight if self._is_greedy else 0)
-        return max(0, shared) // max(self.computed_rows, 1)
+    def computed_prompt_tokens(self) -> int:
+        """Tokens of prompts and choices that the engine computes: not those that an earlier prompt has begun with."""
+        duplicates = self.prompts.repeated_weight if self._is_greedy else 0
+        return self.prompt_tokens + self.choice_tokens - max(duplicates, self.blocks.num_repeated * PREFIX_BLOCK)
 
     def take(self, rows: Iterable[Record | BadRow]) -> None:
         """Read, validate and tokenize ``rows``."""
@@ -175,16 +142,8 @@ class Survey:
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
         self._is_greedy &= params.is_greedy
         self._compare(token_ids)
-        if params.structured_outputs:
-            self.num_structured += 1
-            self.grammars.add(hash(params.structured_outputs))
-        if len(self.longest) < _NUM_LONGEST or length > self.longest[-1]["tokens"]:
-            row = {"id": pending.index if pending.id is None else pending.id, "tokens": length}
-            row |= {"source": pending.record.source, "line": pending.record.line}
-            self.longest = sorted([*self.longest, row], key=itemgetter("tokens"), reverse=True)[:_NUM_LONGEST]
-        self.sample.add(Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
-        if not (is_scored or request.text_lengths):
-            self.sampled_prompts.add(SampledPrompt(array("i", token_ids), replace(params, max_tokens=max_output)))
+        self.choice_tokens += sum(map(len, request.choices))
+        self.sampled.add(request)
 
     def _compare(self, token_ids: tuple[int, ...]) -> None:
         """Count what the prompt shares with earlier ones: the whole prompt, leading blocks."""

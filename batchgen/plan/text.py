@@ -8,7 +8,6 @@ from typing import Any
 from batchgen.core.units import counted, format_duration, labelled, shortened
 
 _SHOWN_BAD_ROWS = 5
-_SHOWN_LONGEST = 3
 _BAR_WIDTH = 30
 _SHOWN_CHARS = 300  # of a message
 
@@ -38,11 +37,8 @@ def _rows(plan: Plan) -> Lines:
         yield "", "all of them: --json, bad_rows"
     for name, count in plan["empty_fields"].items():
         yield "empty", f"{name} in {counted(count, 'row')}, whose prompts are made without it"
-    if (structured := plan["structured"])["rows"]:
-        fitting = f"{counted(structured['rows'], 'row')} must fit a schema or grammar"
-        yield "structured", f"{fitting}; different ones: {structured['distinct']:,}"
-        if parts := plan["open_schema"]:
-            yield "", f"open, so that an answer may fill them until max_tokens: {'; '.join(parts)}"
+    if parts := plan["open_schema"]:
+        yield "schema", f"open, so that an answer may fill it until max_tokens: {'; '.join(parts)}"
     yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 
@@ -54,7 +50,6 @@ def _tokens(plan: Plan) -> Lines:
     for found in prompts["histogram"]:
         bar = "█" * max(1, round(_BAR_WIDTH * found["rows"] / most))
         yield "", f"{found['from']:>7,}+ {bar} {found['rows']:,}"
-    yield "longest", ", ".join(f"{row['id']} ({row['tokens']:,})" for row in plan["longest"][:_SHOWN_LONGEST])
     if not outputs["at_most"]:
         yield "tokens out", "none"
     elif outputs["expected"] == outputs["at_most"]:

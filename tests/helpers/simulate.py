@@ -15,12 +15,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from simulation import StepWork, advance, simulate
+
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.sizes import SchedulerConfig
-from batchgen.plan.simulation import StepWork, advance, simulate
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From measured steps to a time: the fit, the schedule played out, and what is expected of output lengths."""
+"""From a sample of rows to the time of a job: rates of steps, and what is expected of output lengths."""
 
 from __future__ import annotations
 
@@ -7,80 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from late_device import Device
 from run_helpers import JobMaker, rows_of
-from tiny_model import engine_for, random_requests, tiny_model
 
 from batchgen.config.embed import EmbedSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.shard import WHOLE
 from batchgen.engine import Engine
-from batchgen.engine.schedule import Schedule
-from batchgen.engine.sizes import SchedulerConfig
+from batchgen.engine.stats import EngineStats, Point
 from batchgen.input.ids import UniqueIds
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
-from batchgen.kernels.inputs import PendingTokens
-from batchgen.plan.calibrate import CostModel, StepCost, _Probe, calibrate
+from batchgen.plan.calibrate import _Rates, calibrate
 from batchgen.plan.estimate import ExpectedLengths, Forecast
-from batchgen.plan.simulation import StepWork
-from batchgen.plan.survey import Lengths, Survey
+from batchgen.plan.survey import Survey
 from batchgen.run.loader import read_model
-
-SIZES = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, num_blocks=400, max_model_len=512)
-A_SECOND_A_STEP = StepCost((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-
-
-def cost_model(cost: StepCost = A_SECOND_A_STEP) -> CostModel:
-    return CostModel(SIZES, look_ahead=64, cost=cost)
-
-
-def test_a_fit_gives_back_the_cost_that_made_the_steps() -> None:
-    true = StepCost((0.01, 0.001, 0.0005, 0.0002, 0.0003, 0.00001))
-    works = [StepWork(n, min(n, 40), n * k) for n in (1, 4, 16, 30, 60, 100, 128, 256, 512) for k in (1, 10, 100)]
-    fitted = StepCost.fit([(work, true.step_s(work)) for work in works])
-    for work in works:
-        assert fitted.step_s(work) == pytest.approx(true.step_s(work), rel=0.02)
-
-
-def test_a_fit_never_makes_a_cost_negative() -> None:
-    fitted = StepCost.fit([(StepWork(n, n, n), 1.0 / n) for n in (1, 2, 4, 8)])
-    assert min(fitted.weights) >= 0
-
-
-def test_one_row_takes_a_step_for_its_prompt_and_one_for_each_further_token() -> None:
-    assert cost_model().simulated_s([(Lengths(10, 20, True), 5)]) == 5
-
-
-@pytest.mark.parametrize(("tokens_per_sample", "steps"), [(1.0, 12), (1.5, 8), (2.0, 6), (2.4, 5), (50.0, 1)])
-def test_forced_tokens_take_no_step_of_their_own(tokens_per_sample: float, steps: int) -> None:
-    rows = [(Lengths(10, 20, False), 12)]
-    assert cost_model().simulated_s(rows, tokens_per_sample=tokens_per_sample) == steps
-    assert cost_model().engine_s([rows[0][0]], 1, ExpectedLengths("known", (12,), tokens_per_sample)) == steps
-
-
-def test_a_prompt_beyond_the_budget_takes_several_steps() -> None:
-    assert cost_model().simulated_s([(Lengths(200, 1, True), 1)]) == 4  # 200 tokens in chunks of 64
-
-
-def test_rows_beyond_the_sample_are_charged_at_its_rate() -> None:
-    sample = [Lengths(8, 32, True)] * 64
-    lengths = ExpectedLengths("fixed")
-    whole = cost_model().engine_s(sample, 64, lengths)
-    assert cost_model().engine_s(sample, 640, lengths) == pytest.approx(10 * whole, rel=0.1)
-
-
-def test_a_shared_beginning_is_charged_once() -> None:
-    rows = [(Lengths(64, 1, True), 1)] * 8
-    apart, together = cost_model().simulated_s(rows), cost_model().simulated_s(rows, shared=48)
-    assert apart == 8  # each prompt fills a step
-    assert together < apart
-
-
-def test_a_row_that_can_never_run_costs_nothing() -> None:
-    assert cost_model().simulated_s([(Lengths(512, 1, True), 1)]) == 0
 
 
 def test_lengths_of_rows_that_all_ended_are_taken_as_they_are() -> None:
@@ -99,12 +40,6 @@ def test_where_no_row_ended_nothing_is_claimed() -> None:
     assert ExpectedLengths.observed([], [100]) is None
 
 
-def test_fixed_rows_are_reckoned_at_their_length_whatever_is_expected() -> None:
-    lengths = ExpectedLengths.around("given", 5)
-    assert lengths.of_row(0, 40, True) == 40
-    assert lengths.of_row(0, 40, False) == 5
-
-
 def surveyed(job: JobMaker, rows: list[dict[str, Any]]) -> Survey:
     job.write(rows)
     spec = job.spec()
@@ -120,12 +55,8 @@ def test_what_the_engine_computes_once_is_not_reckoned_twice(job: JobMaker) -> N
     shared = list(range(100, 164))  # two blocks
     rows = [{"id": i, "prompt_token_ids": [*shared, 200 + i]} for i in range(8)]
     found = surveyed(job, [*rows, *({**row, "id": f"again-{row['id']}"} for row in rows)])
-    assert (found.num_good, found.computed_rows) == (16, 8)
-    assert found.shared_tokens_per_row == pytest.approx(7 * 64 / 8, abs=1)
-
-
-def test_a_row_that_only_scores_choices_is_played_out_too() -> None:
-    assert cost_model().simulated_s([(Lengths(10, 0, True), 0)]) == 1
+    assert (found.num_good, found.computed_share) == (16, 0.5)
+    assert found.computed_prompt_tokens == 16 * 65 - 15 * 64
 
 
 def test_every_sample_of_a_row_counts_among_its_output(job: JobMaker) -> None:
@@ -138,7 +69,7 @@ def test_every_sample_of_a_row_counts_among_its_output(job: JobMaker) -> None:
 
 def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None:
     rows = [{"id": i, "prompt_token_ids": [5, 6, 7], "sampling": {"temperature": 1.0}} for i in range(4)]
-    assert surveyed(job, rows).computed_rows == 4
+    assert surveyed(job, rows).computed_share == 1
 
 
 def calibrated(spec: JobSpec, seconds: float) -> Forecast:
@@ -148,16 +79,6 @@ def calibrated(spec: JobSpec, seconds: float) -> Forecast:
     survey = Survey(RowValidator(spec.input, info.builder(spec), UniqueIds()), 512)
     survey.take(rows.read())
     return calibrate(spec, info, survey, began=time.monotonic(), seconds=seconds)
-
-
-def test_calibration_counts_forced_tokens(job: JobMaker) -> None:
-    """Two texts of ten tokens or more, of which one is sampled, or none where the text is known from the beginning."""
-    for choices, tokens_per_sample in ((["yes, it certainly is", "no, it is certainly not"], 8), (["nothing else"], 2)):
-        job.write(rows_of(20))
-        spec = job.spec(sampling={"max_tokens": 40, "structured_outputs": {"choice": choices}}, engine={"threads": 1})
-        found = calibrated(spec, 0.1)
-        assert found.lengths.values
-        assert found.lengths.tokens_per_sample >= tokens_per_sample
 
 
 @pytest.mark.parametrize("max_tokens", [2, 3])
@@ -187,21 +108,37 @@ def test_calibration_runs_texts_as_a_job_for_vectors_does(job: JobMaker, monkeyp
     assert {(request.pooling, request.params.max_tokens) for request in asked} == {("last", 0)}
 
 
-@pytest.mark.parametrize("parts", [{}, {"overlaps": True, "fetch": Device()}], ids=["one by one", "overlapping"])
-def test_steps_are_timed_with_their_own_work(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = random_requests(30, seed=1, params=SamplingParams(ignore_eos=True))
-    sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 24}
-    engine = engine_for(tiny_model(), num_blocks=90, block_size=8, parts=parts, **sizes)
-    launched, forward = [], engine.runner.run
+def test_calibration_ends_in_time_and_expects_what_it_has_seen(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    spec = job.spec(engine={"threads": 1}, sampling={"max_tokens": 400, "ignore_eos": True})
+    found = calibrated(spec, 0.05)
+    assert found.lengths.basis == "fixed by the job"
+    assert found.estimate is not None and found.estimate.engine_s > 0
 
-    def run(schedule: Schedule, pending: PendingTokens | None) -> torch.Tensor:
-        launched.append(StepWork.of(schedule))
-        return forward(schedule, pending)
 
-    monkeypatch.setattr(engine.runner, "run", run)
-    probe = _Probe(engine)
-    probe.run(requests, time.monotonic() + 60)
-    probe.run(requests, time.monotonic())
-    assert [work for work, _ in probe.steps] == launched
-    assert sum(work.logits for work in launched) >= sum(request.params.max_tokens for request in requests)
-    assert not engine.flush() and not engine.has_work
+def test_a_job_that_only_scores_choices_is_calibrated_too(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    found = calibrated(job.spec(engine={"threads": 1}, sampling={"choices": ["yes", "no"]}), 0.5)
+    assert found.estimate is not None and found.estimate.engine_s > 0
+
+
+def stats_of(steps: list[tuple[float, int, int, int]]) -> EngineStats:
+    """The counts of steps of (seconds, tokens of prompts, others, sequences), from the instant 10 on."""
+    stats, at = EngineStats(), 10.0
+    for span_s, prefill, decode, sequences in steps:
+        stats.series.add(Point(at, span_s, 1, prefill + decode, prefill, sequences, 0.1))
+        at += span_s
+    return stats
+
+
+def test_prompts_and_answers_have_rates_of_full_steps_and_the_end_counts_once() -> None:
+    steps = [(9.0, 1, 1, 1), (2.0, 20, 0, 8), (2.0, 10, 10, 8), (1.0, 0, 8, 8), (0.5, 0, 4, 4), (0.7, 0, 2, 2)]
+    rates = _Rates.of(stats_of(steps), began_at=10.0)
+    assert rates.prefill_s == pytest.approx(3.0 / 30), "the step before is of the warm-up"
+    assert rates.decode_s == pytest.approx(2.5 / 22)
+    assert (rates.tail_s, rates.tail_tokens) == (pytest.approx(0.7), 2)
+
+
+def test_a_job_that_is_its_sample_takes_what_the_sample_took() -> None:
+    rates = _Rates.of(stats_of([(2.0, 20, 0, 8), (1.0, 0, 8, 8), (0.7, 0, 2, 2)]), began_at=0.0)
+    assert rates.prefill_s * 20 + rates.decode_s * (10 - rates.tail_tokens) + rates.tail_s == pytest.approx(3.7)

@@ -1,12 +1,11 @@
-"""The scheduler run without a model, to estimate the time of a job and to test scheduling policies. Imports no torch.
+"""The scheduler run without a model, to test scheduling policies.
 
-Generated tokens are placeholders; output lengths are given, and how many of them are forced. Everything else is as in a
-real run: look-ahead, packing into steps, KV memory, the prefix cache and preemption.
+Generated tokens are placeholders, and output lengths are given. Everything else is as in a real run: look-ahead,
+packing into steps, KV memory, the prefix cache and preemption.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -33,12 +32,11 @@ class StepWork:
 
 
 def simulate(
-    scheduler: Scheduler, requests: Iterable[tuple[Request, int]], look_ahead: int, tokens_per_sample: float = 1.0
+    scheduler: Scheduler, requests: Iterable[tuple[Request, int]], look_ahead: int
 ) -> Iterator[tuple[StepWork, list[Sequence]]]:
     """Run (request, output length) pairs to their end; yields the work of each step and the sequences it finished.
 
-    Forced tokens follow the sampled ones, so that ``tokens_per_sample`` (at least 1) come at once on average. At most
-    ``look_ahead`` requests wait at once. A request that could never run is left out, as in the engine.
+    At most ``look_ahead`` requests wait at once. A request that could never run is left out, as in the engine.
     """
     source, lengths = iter(requests), dict[int, int]()
     while True:
@@ -51,30 +49,20 @@ def simulate(
             return
         schedule = scheduler.schedule()
         work = StepWork.of(schedule)
-        ended = advance(scheduler, schedule, lambda s: s.num_output_tokens >= lengths[s.request.key], tokens_per_sample)
+        ended = advance(scheduler, schedule, lambda s: s.num_output_tokens >= lengths[s.request.key])
         yield work, ended
 
 
-def advance(
-    scheduler: Scheduler, schedule: Schedule, ends: Callable[[Sequence], bool], tokens_per_sample: float = 1.0
-) -> list[Sequence]:
-    """Book a schedule and append tokens where one is due; finishes the sequences that ``ends`` names, returns them."""
+def advance(scheduler: Scheduler, schedule: Schedule, ends: Callable[[Sequence], bool]) -> list[Sequence]:
+    """Book a schedule and append a token where one is due; finishes the sequences that ``ends`` names, returns them."""
     completing, _ = schedule.completing, schedule.starts
     scheduler.on_launched(schedule)
     finished = []
     for sequence in completing:
-        for _ in range(_num_coming(sequence, tokens_per_sample)):
-            sequence.token_ids.append(_PLACEHOLDER)
+        sequence.token_ids.append(_PLACEHOLDER)
     scheduler.on_tokens_known(schedule)
     for sequence in completing:
         if ends(sequence):
             scheduler.finish(sequence)
             finished.append(sequence)
     return finished
-
-
-def _num_coming(sequence: Sequence, tokens_per_sample: float) -> int:
-    """One sampled token, and the forced ones behind it."""
-    num_samples = int(sequence.num_output_tokens / tokens_per_sample)
-    coming = math.ceil((num_samples + 1) * tokens_per_sample) - sequence.num_output_tokens
-    return max(1, min(coming, sequence.max_new_tokens))
