@@ -31,7 +31,7 @@ _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]
     help="JSON Lines of prompts, or the name nano-vllm.",
 )
 @click.option("--limit", type=COUNT, help="Take the first N rows of the workload.")
-@click.option("--num-requests", type=COUNT, help="A made-up workload of N requests.")
+@click.option("--num-requests", type=COUNT, help="A synthetic workload of N requests.")
 @click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
 @click.option(
@@ -44,19 +44,19 @@ _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]
     help="Vectors of the prompts, no answers [as the checkpoint pools, or mean].",
 )
 @click.option("--max-tokens", type=COUNT, metavar="N", help="Most tokens of an answer in FILE [256].")
-@click.option("--ignore-eos", is_flag=True, help="Generate all max_tokens, as made-up requests do.")
+@click.option("--ignore-eos", is_flag=True, help="Generate all max_tokens, as synthetic requests do.")
 @click.option("--lengths", type=click.Choice(["unknown", "known"]), default="unknown", help=_LENGTHS_HELP)
 @click.option("--repeats", type=COUNT, default=3, metavar="R", help="Runs of the workload [3].")
 @job_options("model", "engine", without=("tokenizer",))
 @json_option()
 def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **values: Any) -> int:
-    """Measure throughput, beside this machine's roofline.
+    """Measure throughput, next to this machine's roofline.
 
     The roofline is the least time that the processor and memory of this machine allow. It is measured in the same
     process, with the model's own matrix products. Figures are medians over the repeats.
 
     The workload is a file, or made up from a number of requests and their lengths. A row of a file has a prompt,
-    messages or prompt_token_ids, and perhaps max_tokens. The model's own end token ends an answer, or with --ignore-eos
+    messages or prompt_token_ids, and perhaps max_tokens. The model's own EOS token ends an answer, or with --ignore-eos
     its max_tokens. As in a real job the engine does not know how long an answer will be, unless --lengths known tells
     it. nano-vllm names the workload of that engine's own benchmark: 256 requests of 100 to 1024 tokens in and out. With
     --texts nothing is generated: each prompt becomes a vector.

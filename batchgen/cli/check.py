@@ -19,7 +19,7 @@ _MAX_PROMPTS = 16  # of a file without --limit
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--input", "path", metavar="FILE", help="Rows with prompts; - for stdin [made-up ones].")
+@click.option("--input", "path", metavar="FILE", help="Rows with prompts; - for stdin [synthetic ones].")
 @json_option()
 @job_options("model", "engine", without=_SIZES)
 @job_options("input", without=("path", "format", "id", "columns"))

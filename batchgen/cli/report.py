@@ -35,7 +35,7 @@ def report(
 ) -> int:
     """Show how a finished run went: time, speed, failures.
 
-    With --compare the figures of OTHER appear beside it and, where it is a folder, which answers changed. Each gate
+    With --compare the figures of OTHER appear next to it and, where it is a folder, which answers changed. Each gate
     counts only where it is given; with either, a larger share of failed rows is a regression too. A gate that finds
     nothing to judge, such as accuracy over other rows, is an error (exit 2). --html writes one file that loads nothing
     else; its charts need matplotlib.

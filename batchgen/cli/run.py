@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from batchgen.run.invocation import Outcome, RunOptions
     from batchgen.run.loader import EngineFactory
 
-_MIXED_HELP = "Go on with a run begun on another kind of processor."
+_MIXED_HELP = "Go on with a run begun on another CPU type."
 
 
 @click.command(cls=GroupedCommand)
@@ -128,7 +128,7 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
 @click.option(
     "-o", "--output", metavar="DIR", required=True, type=PATH, help="Folder for the joined run; must not exist."
 )
-@click.option("--allow-mixed-kernels", is_flag=True, help="Join shards that ran on different kinds of processor.")
+@click.option("--allow-mixed-kernels", is_flag=True, help="Join shards that ran on different CPU types.")
 def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) -> int:
     """Join the shards of one job into one run.
 

@@ -242,7 +242,7 @@ class OutputSpec:
     parse_tools: bool = key(BOOL, "Write the answer's tool calls into `tool_calls`", False)
     expected: str | None = key(_COLUMN, "Column with the right answer, to compare", None)
     reuse: tuple[str, ...] = key(
-        _FOLDERS, "Run directory whose equal rows are taken over; may be repeated", (), resume="free"
+        _FOLDERS, "Run directory whose equal rows are reused; may be repeated", (), resume="free"
     )
     publish: str = key(
         _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", resume="free"

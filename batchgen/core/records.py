@@ -101,10 +101,10 @@ class SamplingParams:
 
     max_tokens: int = key(integer(0, INT32_MAX), "Most tokens to generate", 256)
     min_tokens: int = key(integer(0, INT32_MAX), "Generate at least N tokens", 0)
-    temperature: float = key(keys.TEMPERATURE, "0: likeliest token; higher: more random", 0.0)
-    top_p: float = key(number(0, 1, above_low=True), "Keep the likeliest tokens up to this total probability", 1.0)
-    top_k: int = key(keys.TOP_K, "Keep the K likeliest tokens; 0: all", 0)
-    min_p: float = key(number(0, 1), "Drop tokens less likely than this share of the likeliest one", 0.0)
+    temperature: float = key(keys.TEMPERATURE, "0: most likely token; higher: more random", 0.0)
+    top_p: float = key(number(0, 1, above_low=True), "Keep the most likely tokens up to this total probability", 1.0)
+    top_k: int = key(keys.TOP_K, "Keep the K most likely tokens; 0: all", 0)
+    min_p: float = key(number(0, 1), "Drop tokens less likely than this share of the top one", 0.0)
     # vLLM: above 0; beyond these bounds float32 logits overflow
     repetition_penalty: float = key(number(0.01, 100), "Above 1, tokens of prompt and output become less likely", 1.0)
     presence_penalty: float = key(number(-2, 2), "Above 0, tokens of the output become less likely", 0.0)
@@ -112,9 +112,9 @@ class SamplingParams:
     seed: int = key(integer(-INT64_MAX - 1), "Seed of all random choices", 0)
     stop: tuple[str, ...] = key(keys.STOP, "Text that ends the output; may be repeated", ())
     stop_token_ids: tuple[int, ...] = key(keys.TOKEN_IDS, "Token ids that end the output too, such as 2,7", ())
-    ignore_eos: bool = key(keys.BOOL, "Continue after an end token, for benchmarks", False)
+    ignore_eos: bool = key(keys.BOOL, "Continue after an EOS token, for benchmarks", False)
     n: int = key(integer(1, MAX_SAMPLES), "Samples per row", 1)
-    logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K likeliest tokens", None)
+    logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K most likely ones", None)
     prompt_logprobs: int | None = key(keys.LOGPROBS, "Add the prompt's log-probabilities and perplexity", None)
     max_repeats: int = key(keys.MAX_REPEATS, "End a row whose last tokens repeat N times; 0: never", 0)
     logit_bias: tuple[tuple[int, float], ...] = key(
