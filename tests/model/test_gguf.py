@@ -107,6 +107,30 @@ def test_blocks_of_q8_0_are_kept_as_integers_without_a_second_rounding(tmp_path:
     assert not torch.equal(logits(path, None, weights="int8"), logits(path, None))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_integers_that_meet_integers_are_those_of_the_values_that_blocks_of_q8_0_stand_for(
+    tmp_path: Path, family: str
+) -> None:
+    """Not of their own integers, whose groups are others and not rotated, nor of values that were rounded before."""
+    path, settings = write_both(tmp_path, Kind.Q8_0, **FAMILIES[family]), {"weights": "int8", "activations": "int8"}
+    for kernels in (ReferenceKernels, None):
+        found, expected = (
+            prefix_logits(
+                load_model(
+                    str(place),
+                    dtype="float32",
+                    device="cpu",
+                    kernels=kernels(**settings) if kernels else None,
+                    **settings,
+                ),
+                PROMPT,
+            )
+            for place in (path, tmp_path / "plain")
+        )
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, prefix_logits(load(path), PROMPT))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -154,8 +154,8 @@ def table(runs: list[Run]) -> Iterator[str]:
         if found["peer"] == "batchgen" and _is_done(found):
             own.setdefault(found["round"], found["generate_s"])
     unit, name = ("rows", "vectors") if runs[0]["what"] == "vectors" else ("output_tokens", "output tokens")
-    yield f"| engine | format | {name} | generation | whole command | {name}/s | time, batchgen = 1 |"
-    yield "|---|---|---|---|---|---|---|"
+    yield f"| engine | format | {name} | generation | processor time | whole command | {name}/s | time, batchgen = 1 |"
+    yield "|---|---|---|---|---|---|---|---|"
     missing = []
     for (peer, dtype), tries in by_peer.items():
         done = [found for found in tries if _is_done(found)]
@@ -173,6 +173,7 @@ def table(runs: list[Run]) -> Iterator[str]:
             dtype,
             _spread([found[unit] for found in done], ",.0f"),
             _spread([found["generate_s"] for found in done], ".1f") + " s",
+            _spread([found["generate_cpu_s"] for found in done], ".1f") + " s",
             _spread([found["wall_s"] for found in done], ".1f") + " s",
             f"{statistics.median(rates):.0f}",
             _spread(ratios, ".2f") if ratios else "",
