@@ -21,10 +21,17 @@ from typing import Any
 Generate = Callable[[], Iterator[int]]  # the number of generated tokens of each row, in any order
 
 
+def model_settings(form: str) -> dict[str, Any]:
+    """Batchgen's settings for a format: a dtype, or a way to quantize with its dtype behind it, as "w8a8-float32"."""
+    quantization, _, dtype = form.partition("-") if form.startswith("w8") else ("none", "", form)
+    return {"quantization": quantization, "dtype": dtype or "auto"}
+
+
 def batchgen(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:
     """The engine alone, without files; nothing is known of lengths, so rows are admitted in order of arrival.
 
-    The format "int8-kv" keeps keys and values in 8 bits too, as OpenVINO does unasked.
+    Formats are those of ``model_settings``; with "-kv-int8" behind one keys and values are kept in 8 bits too, as
+    OpenVINO does unasked.
     """
     from batchgen.config.job import ModelSpec
     from batchgen.core.records import Request, SamplingParams
@@ -32,9 +39,9 @@ def batchgen(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, 
     from batchgen.engine import Engine, EngineConfig
     from batchgen.engine.load import load_weights
 
-    is_int8, kv_cache_dtype = given.dtype.startswith("int8"), "int8" if given.dtype == "int8-kv" else "auto"
-    choices = {"weights": "int8", "activations": "int8"} if is_int8 else {"dtype": given.dtype}
-    model = load_weights(ModelSpec(path=given.model, **choices))
+    form = given.dtype.removesuffix("-kv-int8")
+    model = load_weights(ModelSpec(path=given.model, **model_settings(form)))
+    kv_cache_dtype = "auto" if form == given.dtype else "int8"
     config = EngineConfig(max_num_seqs=given.max_num_seqs, longest_first=False, kv_cache_dtype=kv_cache_dtype)
     engine = Engine(model, config, eos_token_ids=given.ends)
     params = SamplingParams(max_tokens=given.max_tokens)

@@ -4,7 +4,7 @@ Three steps, as in ``compare.py``, which makes the table of speeds::
 
     python tests/peers/quality.py texts --model DIR --questions FILE --limit 200 --out texts.jsonl
     python tests/peers/quality.py run --workload texts.jsonl --model DIR --out raw/ transformers/float32=PYTHON \\
-        batchgen/int8=PYTHON openvino/int8=PYTHON:EXPORTED_DIR
+        batchgen/w8a8=PYTHON openvino/int8=PYTHON:EXPORTED_DIR
     python tests/peers/quality.py table raw/
 
 The first engine is the baseline. Rows of questions have ``question`` and ``answer``; a question is one user's message.

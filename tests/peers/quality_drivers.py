@@ -14,22 +14,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from drivers import model_settings
+
 Row = dict[str, list[int]]
 Found = tuple[str, list[float], list[list[int]]]  # the version, log-probabilities of given answers, own answers
 
 
 def batchgen(given: argparse.Namespace, rows: list[Row]) -> Found:
-    """The engine alone; "int8" are integers in a model of the usual dtype, "int8-float32" in one of that dtype."""
+    """The engine alone, in a format of ``model_settings``."""
     from batchgen.config.job import ModelSpec
     from batchgen.core.records import Request, SamplingParams
     from batchgen.core.version import __version__
     from batchgen.engine import Engine, EngineConfig
     from batchgen.engine.load import load_weights
 
-    is_int8 = given.dtype.startswith("int8")
-    dtype = given.dtype.removeprefix("int8").strip("-") or "auto"
-    choices: dict[str, Any] = {"weights": "int8", "activations": "int8"} if is_int8 else {}
-    model = load_weights(ModelSpec(path=given.model, dtype=dtype, **choices))
+    model = load_weights(ModelSpec(path=given.model, **model_settings(given.dtype)))
     scored = SamplingParams(choices=("the answer",))
     greedy = SamplingParams(max_tokens=given.max_tokens)
     requests = []

@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Iterator
 
-from drivers import Generate, run_one
+from drivers import Generate, model_settings, run_one
 
 
 def batchgen(given: argparse.Namespace, texts: list[str]) -> tuple[str, Generate]:
@@ -18,10 +18,10 @@ def batchgen(given: argparse.Namespace, texts: list[str]) -> tuple[str, Generate
     from batchgen import generate
     from batchgen.core.version import __version__
 
-    choices = {"weights": "int8", "activations": "int8"} if given.dtype == "int8" else {"dtype": given.dtype}
+    settings = model_settings(given.dtype)
 
     def vectors() -> Iterator[int]:
-        run = generate(texts, model={"path": given.model, **choices}, embed={"pooling": "auto"})
+        run = generate(texts, model={"path": given.model, **settings}, embed={"pooling": "auto"})
         return (len(row["embedding"]) for row in run.rows)
 
     return __version__, vectors
