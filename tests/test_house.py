@@ -96,7 +96,7 @@ CONCEPTS = {
         max_num_batched_tokens max_num_seqs prefix_caching share_duplicates threads
     """,
     "[output]": """
-        answer expected format order parse_json parse_tools path publish reuse split_reasoning token_ids
+        answer expected format parse_json parse_tools path publish reuse split_reasoning token_ids
     """,
     "[cluster]": "cpus_per_worker gpus_per_worker load_timeout ray resources step_timeout workers",
 }

@@ -91,7 +91,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "embed": "prompt_name prefix normalize dimensions truncate",
     "engine": "max_num_batched_tokens kv_cache_dtype block_size prefix_caching share_duplicates "
     "longest_first forecast_memory",
-    "output": "order token_ids parse_tools",
+    "output": "token_ids parse_tools",
     "cluster": "cpus_per_worker gpus_per_worker resources step_timeout load_timeout",
 }
 _SHORT = {"model.path": "-m", "input.path": "-i", "input.prompt": "-p", "output.path": "-o"}

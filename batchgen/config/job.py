@@ -234,7 +234,6 @@ class OutputSpec:
         flag="output-format",
         resume="free",
     )
-    order: str = key(one_of("input", "completion"), "Order of the output rows", "input", resume="free")
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
     split_reasoning: bool = key(BOOL, "Write the thinking part of an answer into `reasoning`", False)
     parse_json: bool = key(BOOL, "Add the answer's JSON as `parsed`; typed columns in Parquet", False)

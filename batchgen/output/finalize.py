@@ -59,7 +59,7 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
     created_at = begun.manifest.created_at
     form, output = output_format(spec, datetime.fromisoformat(created_at) if created_at else None), spec.output
     with staged_file(run_dir.outputs(output.format)) as file:
-        form.write(file, Rows(lambda: _results(journal, form, output.order)))
+        form.write(file, Rows(lambda: _results(journal, form)))
     counts = _stage_errors(run_dir, form, journal)
     (commit_staged if counts.errors else remove_file)(run_dir.errors)
     commit_staged(run_dir.outputs(output.format))
@@ -102,7 +102,7 @@ def _lines_of(run_dir: RunDir, spec: JobSpec) -> Iterator[IndexedRow]:
         raise StorageError(f"the records of {run_dir.path} were in {run_dir.journal}, which was removed")
     journal = Journal.read(kept.folder, kept.manifest.shard)
     try:
-        yield from _results(journal, OutputFormat(), spec.output.order)
+        yield from _results(journal, OutputFormat())
     finally:
         journal.close()
 
@@ -114,6 +114,5 @@ def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Coun
     return journal.counts
 
 
-def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:
-    indexes = journal.done.indexes(errors=False) if order == "input" else journal.completed()
-    return ((index, form.result_row(journal.payload(index))) for index in indexes)
+def _results(journal: Journal, form: OutputFormat) -> Iterator[IndexedRow]:
+    return ((index, form.result_row(journal.payload(index))) for index in journal.done.indexes(errors=False))

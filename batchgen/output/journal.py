@@ -28,7 +28,6 @@ from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.storage import make_folder, storage_errors, sync_file, sync_folder
 from batchgen.output.row_index import RowIndex
 from batchgen.output.segments import (
-    CHECK_DISK,
     ERROR,
     PARTIAL,
     RESULT,
@@ -188,20 +187,6 @@ class Journal:
     def cursor(self, index: int) -> Cursor:
         """Where a finished row says that reading goes on after it. Raises as ``payload``."""
         return self._line(index).cursor
-
-    def completed(self) -> Iterator[int]:
-        """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""
-        num_left = self.done.num_results
-        for number, path in enumerate(self._segments):
-            with storage_errors("read", path), path.open("rb") as file:
-                for line in scan(file):
-                    if isinstance(line, Line) and line.kind == RESULT and line.row in self.done:
-                        location = self.done.location(line.row)
-                        if (location.segment, location.offset) == (number, line.offset):
-                            yield line.row
-                            num_left -= 1
-        if num_left:
-            raise StorageError(f"{self._folder}: {num_left} records no longer match their checksum; {CHECK_DISK}")
 
     def _line(self, index: int) -> Line:
         location = self.done.location(index)

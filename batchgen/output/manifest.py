@@ -11,18 +11,19 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from batchgen.config.job import OutputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json, is_count
+from batchgen.core.keys import keys_of
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
 
 KERNELS = "kernels"  # key of fingerprints["numerics"]
-RECORD_VERSION = 6  # of job.json, a job's keys, the fields of a record and the journal's lines
+RECORD_VERSION = 7  # of job.json, a job's keys, the fields of a record and the journal's lines
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60
@@ -113,10 +114,9 @@ class Manifest:
             raise ValueError("fingerprints.input.files is no list of objects")
         if not all(is_count(file.get("bytes", 0)) for file in files):
             raise ValueError("fingerprints.input.files has a file whose bytes are no number")
-        output = self.job.get("output", {})
-        for item in fields(OutputSpec):
-            if item.name in ("format", "order") and output.get(item.name) not in item.metadata["kind"].choices:
-                raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
+        kind = keys_of(OutputSpec)["format"].kind
+        if self.job.get("output", {}).get("format") not in kind.choices:
+            raise ValueError(f"job.output.format must be one of {kind.metavar}")
         if not (self.num_rows is None or is_count(self.num_rows)):
             raise ValueError("num_rows is no number of rows")
         if not all(isinstance(item, dict) and {"bytes", "sha256"} <= item.keys() for item in self.files.values()):

@@ -66,7 +66,7 @@ class _Shard:
         if kept is None:
             raise UsageError(f"{self}: its records were in {self.run_dir.journal}, which was removed")
         with closing(Journal.read(kept.folder, self.manifest.shard)) as journal:
-            for index in journal.completed():
+            for index in journal.done.indexes(errors=False):
                 yield _entry(index, "result", journal.payload(index))
             for index in journal.done.indexes(errors=True):
                 yield _entry(index, "error", journal.payload(index))
@@ -210,10 +210,9 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         differences = (f"shards: was {counts[0]}, now {counts[1]}", *differences)
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
-    for key in ("format", "order"):
-        values = [shard.manifest.job["output"][key] for shard in (first, other)]
-        if values[0] != values[1]:
-            differences += (f"output.{key}: was {values[0]}, now {values[1]}",)
+    forms = [shard.manifest.job["output"]["format"] for shard in (first, other)]
+    if forms[0] != forms[1]:
+        differences += (f"output.format: was {forms[0]}, now {forms[1]}",)
     if differences:
         raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
 

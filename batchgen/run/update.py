@@ -111,7 +111,7 @@ class FolderJobs:
         """Whether the outputs are those of this job in its form, though they may have been edited."""
         if self.last is None or is_between(self._run_dir, self.last, digests):
             return False
-        forms = [(found["output"]["format"], found["output"]["order"]) for found in (self.last.job, now.job)]
+        forms = [found["output"]["format"] for found in (self.last.job, now.job)]
         is_there = self._run_dir.outputs(spec.output.format).is_file()
         return is_there and forms[0] == forms[1] and self.is_of_outputs(now, spec)
 

@@ -90,7 +90,7 @@ SWITCHES = {
 }
 NAMED = (
     "--model --revision --dtype --device --tokenizer --input --prompt --system --no-chat --columns --limit",
-    "--max-tokens --temperature --seed --ignore-eos --output --order --token-ids --workers --ray",
+    "--max-tokens --temperature --seed --ignore-eos --output --token-ids --workers --ray",
     "--threads --max-num-batched-tokens --max-num-seqs --block-size --kv-cache-memory --max-model-len",
     "--overwrite --max-error-rate --deadline --max-runtime --max-total-tokens --shard",
 )

@@ -54,7 +54,7 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
     assert spec.engine == EngineConfig()
     assert set(spec.to_dict()["engine"].values()) == {"auto", True}
-    assert (spec.output.format, spec.output.order, spec.output.token_ids) == ("auto", "input", False)
+    assert (spec.output.format, spec.output.token_ids) == ("auto", False)
 
 
 def test_paths_in_the_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,13 +422,10 @@ def test_what_stands_beside_a_preset_or_comes_later_wins(tmp_path: Path) -> None
         from_text(tmp_path, minimal('[sampling]\npreset = "best"\n'), {"sampling": {"preset": "model"}})
 
 
-def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> None:
+def test_engine_sizes_do_not_count_as_changing_outputs() -> None:
     keys = load_job(None, NEEDED).output_keys()
     assert {"input.prompt", "sampling.seed", "output.token_ids"} <= keys.keys()
-    assert (
-        not {"engine.kv_cache_memory", "engine.threads", "engine.max_num_seqs", "output.order", "output.path"}
-        & keys.keys()
-    )
+    assert not {"engine.kv_cache_memory", "engine.threads", "engine.max_num_seqs", "output.path"} & keys.keys()
 
 
 def test_integers_come_back_from_a_manifest_and_change_outputs() -> None:

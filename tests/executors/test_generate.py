@@ -149,7 +149,7 @@ def test_a_column_of_the_answers_stands_beside_the_rows_that_were_given() -> Non
     table = pandas.DataFrame(ROWS[:6])
     table.loc[2, "question"] = None
     with pytest.warns(UserWarning, match="1 of 6 rows failed"):
-        run = generated(table, sampling={"max_tokens": 16, "temperature": 1.0, "n": 2}, output={"order": "completion"})
+        run = generated(table, sampling={"max_tokens": 16, "temperature": 1.0, "n": 2})
     found = run.to_pandas()
     assert (found.index.name, found.index.to_list()) == ("index", [0, 1, 3, 4, 5])
     table["answer"] = found["text"]

@@ -131,7 +131,7 @@ SCENARIOS = {
         input="input.jsonl.gz",
         keys='prompt = "{question}"\ncolumns = ["answer", "note"]',
         sampling="temperature = 1.0",
-        output='order = "completion"\ntoken_ids = true',
+        output="token_ids = true",
     ),
     "run-stdin": Scenario((*RUN, "--input", "-"), has_stdin=True),
     "shard": Scenario((*RUN, "--shard", "2/2")),
@@ -327,9 +327,7 @@ def _content(path: Path) -> Any:
         table = pq.read_table(path)
         return str(table.schema), [timeless(row) for row in table.to_pylist()]
     if path.name == "outputs.jsonl":
-        rows = [timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-        is_ordered = json.loads((path.parent / "job.json").read_bytes())["job"]["output"]["order"] == "input"
-        return rows if is_ordered else sorted(rows, key=lambda row: int(row["index"]))
+        return [timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     return path.read_bytes()
 
 

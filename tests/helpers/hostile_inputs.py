@@ -89,7 +89,6 @@ def job_text(rng: random.Random, *, input_name: str = "in.jsonl", keys: str | No
     prompt = rng.choice(['prompt = "question"', 'prompt = "{question} {answer}"', 'messages = "messages"'])
     drawn = [prompt, rng.choice(['id = "id"', ""]), rng.choice(['columns = "*"', 'columns = ["answer"]', ""])]
     output = rng.choice(["jsonl", "jsonl", "parquet", "openai-batch"])
-    order = rng.choice(["input", "completion"])
     return f"""
 [model]
 path = "{{model}}"
@@ -102,7 +101,6 @@ max_tokens = 4
 [output]
 path = "out"
 format = "{output}"
-order = "{order}"
 """.encode()
 
 
@@ -390,7 +388,7 @@ _FLAGS = (
         *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-cache-memory", "--block-size"),
         "--columns",
     ),
-    *("--prompt", "--id", "--input-format", "--order", "--dtype", "--device", "--preset", "--revision"),
+    *("--prompt", "--id", "--input-format", "--dtype", "--device", "--preset", "--revision"),
     *("--tokenizer", "--chat-template-kwargs"),
 )
 

@@ -32,7 +32,7 @@ LOCKED = 5
 _PLAIN = "run", "run-parquet", "run-openai", "run-gz-completion", "run-stdin", "shard", "update", "update-job", "merge"
 STORMS = {name: SCENARIOS[name] for name in _PLAIN} | {
     "run-stop-strings": Scenario(RUN, sampling='stop = ["a", "the"]\nlogprobs = 1'),
-    "run-samples": Scenario(RUN, sampling="n = 3\ntemperature = 0.9\nseed = 3", output='order = "completion"'),
+    "run-samples": Scenario(RUN, sampling="n = 3\ntemperature = 0.9\nseed = 3"),
     "run-structured": Scenario(
         RUN, sampling='structured_outputs = { regex = "(The answer is )?[a-z]+, or so" }\ntemperature = 0.9'
     ),

@@ -28,7 +28,7 @@ MANIFEST = Manifest(
         "model": {"path": "m"},
         "sampling": {"temperature": 0.0},
         "engine": {"max_num_seqs": "auto"},
-        "output": {"format": "jsonl", "order": "input"},
+        "output": {"format": "jsonl"},
     },
     output_keys={"sampling.temperature": 0.0, "input.columns": ("a", "b")},
     fingerprints={"input": {"files": [{"size_bytes": 12}]}, "model": {"sha256": "abc"}},
@@ -353,8 +353,8 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
     ("damage", "words"),
     [
         ({"job": {}}, "job.output.format"),
-        ({"job": {"output": {"format": "zzz", "order": "input"}}}, "job.output.format"),
-        ({"job": {"input": 3, "output": {"format": "jsonl", "order": "input"}}}, "job.input is no object"),
+        ({"job": {"output": {"format": "zzz"}}}, "job.output.format"),
+        ({"job": {"input": 3, "output": {"format": "jsonl"}}}, "job.input is no object"),
         ({"output_keys": None}, "output_keys is no object"),
         ({"fingerprints": {"numerics": 3}}, "fingerprints.numerics is no object"),
         ({"shard": [0, 0]}, "shard"),
@@ -413,7 +413,7 @@ def test_a_finished_job_takes_all_folders_with_it_and_numbers_go_on_behind_it(ru
 
 
 def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_dir: RunDir) -> None:
-    parquet = replace(MANIFEST, job={**MANIFEST.job, "output": {"format": "parquet", "order": "input"}})
+    parquet = replace(MANIFEST, job={**MANIFEST.job, "output": {"format": "parquet"}})
     first = run_dir.begin(parquet)
     finished(run_dir, first, keeps_rows=True)
     run_dir.sweep()

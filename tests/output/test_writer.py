@@ -43,8 +43,8 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def spec(output_format: str = "jsonl", order: str = "input", *, chat: bool = True) -> JobSpec:
-    output = OutputSpec(path="unused", format=output_format, order=order)
+def spec(output_format: str = "jsonl", *, chat: bool = True) -> JobSpec:
+    output = OutputSpec(path="unused", format=output_format)
     return JobSpec(ModelSpec("m"), InputSpec(("in",), chat=chat), output)
 
 
@@ -70,11 +70,6 @@ def written(
 def test_rows_come_out_in_input_order_whatever_order_they_finished_in(run_dir: RunDir) -> None:
     rows = [record(index) for index in range(50)]
     assert written(run_dir, random.Random(0).sample(rows, 50)) == rows
-
-
-def test_completion_order_is_the_order_of_the_journal(run_dir: RunDir) -> None:
-    rows = random.Random(0).sample([record(index) for index in range(50)], 50)
-    assert written(run_dir, rows, order="completion") == rows
 
 
 def test_the_output_line_is_the_record_as_a_person_would_write_it(run_dir: RunDir) -> None:
@@ -140,9 +135,8 @@ def test_a_record_that_rots_while_it_is_read_leaves_no_outputs(run_dir: RunDir) 
     content = bytearray(segment.read_bytes())
     content[-50] ^= 1
     segment.write_bytes(content)
-    for order in ("input", "completion"):
-        with pytest.raises(StorageError):
-            finalize(run_dir, begun, spec(order=order), journal, num_rows=3)
+    with pytest.raises(StorageError):
+        finalize(run_dir, begun, spec(), journal, num_rows=3)
     journal.close()
     assert [path.name for path in run_dir.path.iterdir()] == ["journal"]
 

@@ -29,8 +29,8 @@ NUM_ROWS = 11
 BAD = (4, 5, 9)
 
 
-def job(path: Path, output_format: str = "jsonl", order: str = "input", **where: Any) -> JobSpec:
-    return JobSpec(ModelSpec("m"), InputSpec(("in",), **where), OutputSpec(str(path), output_format, order))
+def job(path: Path, output_format: str = "jsonl", **where: Any) -> JobSpec:
+    return JobSpec(ModelSpec("m"), InputSpec(("in",), **where), OutputSpec(str(path), output_format))
 
 
 def record(index: int) -> dict[str, Any]:
@@ -76,12 +76,6 @@ def test_merged_shards_are_the_bytes_of_the_unsharded_run(tmp_path: Path, output
     assert counts == Counts(NUM_ROWS - len(BAD), len(BAD))
     assert merged.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()
     assert merged.errors.read_bytes() == whole.errors.read_bytes()
-
-
-def test_shards_in_completion_order_follow_one_another(tmp_path: Path) -> None:
-    merge(shards(tmp_path, order="completion"), tmp_path / "merged")
-    indexes = [row["index"] for row in lines(tmp_path / "merged" / "outputs.jsonl")]
-    assert indexes == [10, 8, 6, 2, 0, 7, 3, 1]
 
 
 def test_a_merged_run_is_a_whole_run_whatever_the_order_of_the_arguments(tmp_path: Path) -> None:

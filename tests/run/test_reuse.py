@@ -230,11 +230,11 @@ def test_rows_come_from_unfinished_runs_and_from_several(job: JobMaker) -> None:
     assert computed(job) == 0
 
 
-def test_limit_order_and_duplicates(job: JobMaker) -> None:
+def test_limit_and_duplicates(job: JobMaker) -> None:
     job.write(rows_of(20))
     job.run()
     rows = [*rows_of(10), *({**row, "id": f"again-{i}"} for i, row in enumerate(rows_of(10))), rows_of(1)[0]]
-    second(job, rows, input={"limit": 22}, output={"order": "completion"})
+    second(job, rows, input={"limit": 22})
     assert computed(job) == 0
     records = outputs_of(job.folder / "second")
     assert sorted(record["index"] for record in records) == [*range(20)]

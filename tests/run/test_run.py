@@ -131,14 +131,6 @@ def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids(job: JobMaker) -> N
     assert all("text" not in row and row["token_ids"] for row in job.outputs())
 
 
-def test_rows_arrive_in_order_of_completion_when_asked(job: JobMaker) -> None:
-    job.write(rows_of(40))
-    job.run(job.spec(output={"order": "completion"}))
-    indexes = [row["index"] for row in job.outputs()]
-    assert sorted(indexes) == list(range(40))
-    assert indexes != sorted(indexes)
-
-
 def test_parquet_outputs_hold_the_same_records(job: JobMaker, tmp_path: Path) -> None:
     job.write(rows_of(20))
     job.run(job.spec(output={"format": "parquet"}))
@@ -352,7 +344,7 @@ def test_finished_rows_are_not_run_again_and_half_done_ones_go_on(job: JobMaker,
     assert job.engines[0].num_pulled < 60
 
 
-@pytest.mark.parametrize("form", [{"format": "parquet"}, {"format": "openai-batch"}, {"order": "completion"}])
+@pytest.mark.parametrize("form", [{"format": "parquet"}, {"format": "openai-batch"}])
 def test_a_finished_run_is_written_again_in_another_form_and_computes_nothing(
     job: JobMaker, form: dict[str, str]
 ) -> None:
