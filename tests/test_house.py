@@ -62,7 +62,7 @@ READING_PATH = [
 ]
 MAX_PATH_LINES = 1745
 MAX_ARROWS = {"engine": 49}  # imports between files of a room
-MAX_FILES = {"executors": 18}
+MAX_FILES = {"executors": 16}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
 # What a user has to know of: the closed list. A name enters when one leaves.

@@ -10,12 +10,12 @@ from batchgen.core.version import __version__
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.driver import WorkersEngine
 from batchgen.executors.handle import WorkerLauncher
-from batchgen.executors.liveness import Liveness
 from batchgen.executors.local import LocalLauncher
 from batchgen.executors.messages import WorkerReady
 from batchgen.executors.ray_launcher import RayLauncher
 from batchgen.executors.slices import split_machine
 from batchgen.executors.worker import Start
+from batchgen.executors.worker_state import Liveness
 from batchgen.input.rows import num_chars
 from batchgen.input.validator import Pending
 from batchgen.output.manifest import KERNELS, differences, mix_kernels, without_kernels

@@ -1,27 +1,29 @@
 """Dispatcher of rows over workers: who runs what next, and what becomes of the rows of a worker that is lost.
 
-Rows go out one window per worker, not in chunks, so that no engine ever drains. A row is in the backlog, with one
-worker, or at the end with a second one that had nothing to do; the first answer to it is the only one that counts.
-Pure: no thread, no I/O, and time comes through a clock, so that any interleaving can be played in a test.
+Rows go out in leases, which get smaller as fewer rows are left (guided self-scheduling), so that workers end together.
+A row is in the backlog, with one worker, or at the end with a second one as well (a backup task); its first answer is
+the only one that counts. Pure: no thread, no I/O, and a clock that a test can set.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
-from math import isqrt
 from typing import Any, cast
 
 from batchgen.executors.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
 from batchgen.executors.poison import PoisonRows
-from batchgen.executors.worker_state import WorkerState, copies, even_shares
+from batchgen.executors.worker_state import WorkerState
 
 _HEAD_START = 256  # rows taken from the source before a worker has joined
+_MOST, _LEAST = 1 / 2, 1 / 32  # rows of a lease, for each sequence that a worker runs at once
+_AHEAD = 2  # rows of the backlog for each of these: the largest leases need half as many
 _MAX_CHARS = 64 << 20  # of the rows of a worker, and for each worker of all rows that are not answered
-_HELPS_S = 2 * HEARTBEAT_S  # between two looks at who could help another
+_BACKUP_S = 2 * HEARTBEAT_S  # between two looks at which rows to run once more
 
 
 class RowDispatcher:
@@ -58,8 +60,7 @@ class RowDispatcher:
         self._tokens: dict[int, tuple[int, ...]] = {}  # so far, of rows that are not answered
         self._to_stop: list[str] = []
         self._has_ended = False
-        self._helped_at = clock()
-        self._needs_no_help = False
+        self._backed_up_at = clock()
 
     # Rows from the source
 
@@ -70,12 +71,11 @@ class RowDispatcher:
 
     @property
     def room(self) -> int:
-        """How many more tasks should be put now, so that there is a full margin for every worker in the backlog."""
+        """How many more tasks should be put now, so that the backlog is as long as leases of full size need."""
         if self._has_ended or self._is_full:
             return 0
-        number = max(len(self.workers), 1)
-        wanted = sum(worker.window(number) + worker.margin(number) for worker in self._takers())
-        return max(0, (wanted or _HEAD_START) - len(self._fresh) - self.num_in_flight)
+        wanted = _AHEAD * sum(worker.max_num_seqs for worker in self._takers())
+        return max(0, (wanted or _HEAD_START) - len(self._fresh))
 
     @property
     def _is_full(self) -> bool:
@@ -112,8 +112,7 @@ class RowDispatcher:
     def join(self, name: str, max_num_seqs: int) -> None:
         """Begin to give rows to a worker; names are used once."""
         now = self._clock()
-        worker = WorkerState(name, max_num_seqs, now, now, round_at=now, most_in_a_round=max_num_seqs / 6)  # a guess
-        self.workers[name] = worker
+        self.workers[name] = WorkerState(name, max_num_seqs, now, now, round_at=now, most_in_a_round=max_num_seqs / 6)
 
     def drain(self, name: str) -> None:
         """Stop a worker; the rows that it has go on elsewhere once it has said so, or is lost."""
@@ -139,9 +138,6 @@ class RowDispatcher:
             return []
         is_alone = worker.state == "isolated"
         self._poison.add(worker.tasks, is_alone=is_alone)
-        shared = any(self._holders[key] > 1 for key in worker.tasks)
-        for other in self.workers.values() if shared else [worker]:
-            other.num_retried = len(other.tasks.keys() & self._poison.keys)
         is_only_row = self._has_ended and len(self._chars) == 1
         is_unproven = has_hung and not is_only_row and not any(map(self._poison.others_go_on, worker.tasks))
         poison = [task for key, task in worker.tasks.items() if not is_unproven and self._poison.is_poison(key)]
@@ -160,11 +156,9 @@ class RowDispatcher:
 
     def idle(self) -> list[str]:
         """Workers without a row that none is left for, unless another worker is lost."""
-        if not self.is_winding_up or (self._holders and not self._needs_no_help):
+        if not self.is_winding_up or any(self._may_back_up(key) for key in self._holders):
             return []
         return [worker.name for worker in self._takers() if not worker.tasks]
-
-    # Messages
 
     def on_update(self, name: str, update: WorkerUpdate) -> list[Answer]:
         """Take in what a worker says; returns its answers to rows that had none yet."""
@@ -179,8 +173,6 @@ class RowDispatcher:
         for key, tokens in (update.partials or {}).items():
             if key in worker.tasks and len(tokens) > len(self._tokens.get(key, ())):
                 self._tokens[key] = tuple(tokens)
-        if update.stats is not None:
-            worker.num_tokens = sum(update.stats.get(f"num_{kind}_tokens", 0) for kind in ("prefill", "output"))
         worker.count(len(first), now)
         if update.stopped:
             self._end(worker, "left")
@@ -194,11 +186,9 @@ class RowDispatcher:
             assignments |= self._deal()
         elif self._to_isolate and self._has_ended:
             assignments |= self._isolate()
-        elif self._has_ended and self._clock() - self._helped_at >= _HELPS_S:
-            self._helped_at = self._clock()
-            helps = self._help()
-            self._needs_no_help = not helps
-            assignments |= helps
+        elif self._has_ended and self._clock() - self._backed_up_at >= _BACKUP_S:
+            self._backed_up_at = self._clock()
+            assignments |= self._back_up()
         return assignments
 
     # Which rows go where
@@ -207,48 +197,52 @@ class RowDispatcher:
         return [worker for worker in self.workers.values() if worker.state == "running"]
 
     def _deal(self) -> dict[str, Assignment]:
-        """Fill up the windows, the emptiest worker first; where there are too few rows for that, in even shares."""
-        assignments = {}
-        takers, number = self._takers(), len(self.workers)
-        rooms = {worker.name: worker.window(number) - len(worker.tasks) for worker in takers}
-        num_ready = len(self._fresh) + len(self._retried)
-        is_scarce = self._has_ended or num_ready < sum(rooms.values())
-        shares = even_shares(takers, num_ready, self._clock()) if is_scarce else {}
-        hungry = [worker for worker in takers if rooms[worker.name] > (0 if is_scarce else worker.slack(number))]
-        for worker in sorted(hungry, key=lambda w: len(w.tasks) / w.max_num_seqs):
-            # Few at once, so that few must run alone after a second loss; more where there is nothing else.
-            has_others = self._fresh or not self._has_ended
-            most_retried = isqrt(worker.max_num_seqs) if has_others else max(1, worker.max_num_seqs // 4)
-            share = shares[worker.name] - len(worker.tasks) if is_scarce else rooms[worker.name]
-            if tasks := self._pop(worker, min(rooms[worker.name], share), most_retried - worker.num_retried):
-                assignments[worker.name] = Assignment(tuple(tasks))
-        return assignments
+        """Leases for all workers in which few rows wait, the emptiest first."""
+        given: dict[str, list[Task]] = {}
+        hungry = self._takers()
+        while hungry:
+            num_left, fed = len(self._fresh) + len(self._retried), []
+            for worker in sorted(hungry, key=lambda w: len(w.tasks) / w.max_num_seqs):
+                if worker.num_waiting < worker.num_ahead and (tasks := self._pop(worker, num_left)):
+                    self._give(worker, tasks)
+                    given.setdefault(worker.name, []).extend(tasks)
+                    fed.append(worker)
+            hungry = fed
+        return {name: Assignment(tuple(tasks)) for name, tasks in given.items()}
 
-    def _pop(self, worker: WorkerState, most: int, most_retried: int) -> list[Task]:
-        """Give rows to a worker, retried ones first: as many as it may have, and as much as it may hold."""
+    def _pop(self, worker: WorkerState, num_left: int) -> list[Task]:
+        """The next lease of a worker: half its share of what is left, within bounds.
+
+        Few of its rows were in flight at a loss, as all of these must run alone after a second one.
+        """
+        share = min(num_left / (2 * len(self.workers)), _MOST * worker.max_num_seqs)
+        size = max(math.ceil(share), round(_LEAST * worker.max_num_seqs))
+        has_others = self._fresh or not self._has_ended
+        num_retried = math.isqrt(worker.max_num_seqs) if has_others else max(1, worker.max_num_seqs // 4)
+        if self._retried:
+            num_retried -= sum(key in self._poison for key in worker.tasks)
+        num_chars = sum(self._chars[key] for key in worker.tasks)
         tasks: list[Task] = []
-        while len(tasks) < most:
-            queue = self._retried if self._retried and len(tasks) < most_retried else self._fresh
-            if not queue or (worker.tasks and worker.num_chars + self._chars[queue[0].key] > _MAX_CHARS):
+        while len(tasks) < size:
+            queue = self._retried if self._retried and len(tasks) < num_retried else self._fresh
+            num_chars += self._chars[queue[0].key] if queue else 0
+            if not queue or ((worker.tasks or tasks) and num_chars > _MAX_CHARS):
                 break
             tasks.append(queue.popleft())
-            self._give(worker, tasks[-1])
         return tasks
 
-    def _give(self, worker: WorkerState, task: Task) -> None:
+    def _give(self, worker: WorkerState, tasks: list[Task]) -> None:
+        """Give rows to a worker."""
         if not worker.tasks:
             worker.moved_at = self._clock()  # until now its silence meant nothing
-        worker.tasks[task.key] = task
-        worker.num_retried += task.key in self._poison
-        worker.num_chars += self._chars[task.key]
-        self._holders[task.key] += 1
+        for task in tasks:
+            worker.tasks[task.key] = task
+            self._holders[task.key] += 1
 
     def _drop(self, worker: WorkerState, key: int) -> Task:
         """Remove a row from a worker."""
         task = worker.tasks.pop(key)
         worker.copies.discard(key)
-        worker.num_retried -= key in self._poison
-        worker.num_chars -= self._chars[key]
         self._holders[key] -= 1
         if not self._holders[key]:
             del self._holders[key]
@@ -282,7 +276,7 @@ class RowDispatcher:
 
     def _put_back(self, tasks: list[Task]) -> int:
         """Put rows that a worker had before the backlog, in their order; the number of tokens that it added to them."""
-        self._needs_no_help, num_tokens = False, 0
+        num_tokens = 0
         for task in reversed(tasks):
             renewed = self._with_tokens(task)
             num_tokens += len(renewed.output_token_ids) - len(task.output_token_ids)
@@ -296,34 +290,43 @@ class RowDispatcher:
         tokens = self._tokens.get(task.key, ())
         if len(tokens) <= len(task.output_token_ids):
             return task
-        renewed: Task = replace(cast(Any, task), output_token_ids=tokens)
-        return renewed
+        return cast(Task, replace(cast(Any, task), output_token_ids=tokens))
 
     def _isolate(self) -> dict[str, Assignment]:
         """Run rows alone that must, each on a worker that has no other; for that, they come last."""
         assignments = {}
         for worker in [worker for worker in self._takers() if not worker.tasks][: len(self._to_isolate)]:
             task = self._to_isolate.popleft()
-            self._give(worker, task)
+            self._give(worker, [task])
             worker.state = "isolated"
             assignments[worker.name] = Assignment((task,))
         return assignments
 
-    def _help(self) -> dict[str, Assignment]:
-        """Give workers without rows of their own copies of rows of slow ones."""
-        helpers = [worker for worker in self._takers() if len(worker.copies) == len(worker.tasks)]
+    def _back_up(self) -> dict[str, Assignment]:
+        """Give the last rows of the fullest worker once more to those with free slots, in equal parts.
+
+        Rows that wait there go to any, rows that run only to a worker that has none of its own.
+        """
+        helpers = sorted((w for w in self._takers() if w.num_waiting < 0), key=lambda w: len(w.tasks))
+        holders = self.workers if helpers else {}
+        open_rows = {n: [task for key, task in w.tasks.items() if self._may_back_up(key)] for n, w in holders.items()}
         assignments = {}
-        for helper, tasks in copies(helpers, list(self.workers.values()), self._may_copy, self._clock()):
-            renewed = tuple(map(self._with_tokens, tasks))
-            for task in renewed:
-                self._give(helper, task)
-                helper.copies.add(task.key)
-            assignments[helper.name] = Assignment(renewed)
+        for number, helper in enumerate(helpers):
+            fullest = max(holders.values(), key=lambda worker: len(open_rows[worker.name]))
+            rows = open_rows[fullest.name]
+            count = len(rows) if helper.has_only_copies else min(len(rows), fullest.num_waiting)
+            count = min(math.ceil(count / (len(helpers) - number)), -helper.num_waiting)
+            if count > 0 and fullest is not helper:
+                tasks = [self._with_tokens(task) for task in rows[-count:]]
+                del rows[-count:]
+                self._give(helper, tasks)
+                helper.copies |= {task.key for task in tasks}
+                assignments[helper.name] = Assignment(tuple(tasks))
         return assignments
 
-    def _may_copy(self, task: Task) -> bool:
+    def _may_back_up(self, key: int) -> bool:
         """Whether one worker alone has the row, and none has been lost with it."""
-        return self._holders[task.key] == 1 and task.key not in self._poison
+        return self._holders[key] == 1 and key not in self._poison
 
     def check(self) -> None:
         """Hold the dispatcher against its invariants.
@@ -344,5 +347,3 @@ class RowDispatcher:
             assert worker.ended_at is None and worker.state in ("running", "isolated", "leaving")
             assert worker.state != "isolated" or len(worker.tasks) == 1, "a row that must run alone has company"
             assert all(held[key] == 2 for key in worker.copies) and worker.copies <= worker.tasks.keys()
-            assert worker.num_retried == len(worker.tasks.keys() & self._poison.keys)
-            assert worker.num_chars == sum(map(self._num_chars_of, worker.tasks.values()))

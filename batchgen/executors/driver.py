@@ -12,10 +12,9 @@ from typing import Any
 
 from batchgen.core.errors import OutOfMemory, RowError, RowErrorCode, RunStopped, UsageError
 from batchgen.core.records import Result
-from batchgen.core.units import counted
+from batchgen.core.units import counted, format_duration
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.liveness import Liveness
 from batchgen.executors.messages import (
     HEARTBEAT_S,
     Answer,
@@ -26,8 +25,8 @@ from batchgen.executors.messages import (
     WorkerReady,
     WorkerUpdate,
 )
-from batchgen.executors.notes import WorkerNotes
 from batchgen.executors.stats import WorkersStats
+from batchgen.executors.worker_state import Liveness
 
 _MOST_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
@@ -63,7 +62,7 @@ class WorkersEngine:
         self._dispatcher = dispatcher
         self._liveness = liveness
         self._refuse = refuse
-        self._notes = WorkerNotes(note)
+        self._note = note
         self._handles: dict[str, WorkerHandle] = {}
         self._ready: dict[str, WorkerReady] = {}
         self._num_given_up = 0  # of the workers wanted
@@ -84,7 +83,6 @@ class WorkersEngine:
             self._launcher.wait(HEARTBEAT_S)
             for _ in self._listen():
                 pass
-            self._notes.flush(len(self._ready))
         return next(iter(self._ready.values()))
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Answer]:
@@ -100,7 +98,6 @@ class WorkersEngine:
             self._launcher.wait(0.0 if self._dispatcher.room else HEARTBEAT_S)
             yield from self._listen()
             self._let_go()
-            self._notes.flush(len(self._ready))
         yield from self._settle()
 
     def stop(self) -> None:
@@ -113,7 +110,6 @@ class WorkersEngine:
 
     def close(self) -> None:
         """End all workers."""
-        self._notes.flush(len(self._ready), is_end=True)
         self._launcher.close()
 
     def _pull(self, source: Iterator[Task]) -> None:
@@ -167,7 +163,9 @@ class WorkersEngine:
                 yield from self._answers(name, event)
         loading = {name: since for name, handle in self._handles.items() if (since := handle.loading_since) is not None}
         for name in self._liveness.late(loading):
-            self._notes.late(name, self._liveness.step_timeout_s, self._liveness.load_timeout_s)
+            spent, limit = map(format_duration, (self._liveness.step_timeout_s, self._liveness.load_timeout_s))
+            given_up = f"it is given up after {limit} (--load-timeout)"
+            self._note(f"worker {name} has been loading the model for {spent}; {given_up}")
         for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values(), loading).items():
             # One that cannot load here would not in another's place.
             error = None if name in self._ready else NoWorkers(f"no worker is left ({reason}); run again to resume")
@@ -194,7 +192,7 @@ class WorkersEngine:
 
     def _on_ready(self, name: str, ready: WorkerReady) -> None:
         if reason := self._refuse(ready):
-            self._notes.refused(name, ready.place, reason)
+            self._note(f"worker {name} on {ready.place} takes no part: {reason}")
             self._num_given_up += self._launcher.is_local
             self._error = UsageError(f"no worker can be used: on {ready.place} {reason}")
             self._handles.pop(name).give_up(WorkerLost(reason, self._error))
@@ -203,7 +201,7 @@ class WorkersEngine:
         self._ready[name] = ready
         self._dispatcher.join(name, ready.max_num_seqs)
         self.stats.join(self._dispatcher.workers[name], ready.place)
-        self._notes.joined(name, ready.place)
+        self._note(f"worker {name} on {ready.place} has joined")
 
     def _on_lost(self, name: str, lost: WorkerLost, *, has_hung: bool = False) -> Iterator[Answer]:
         """Give the rows of a lost worker to others."""
@@ -217,7 +215,8 @@ class WorkersEngine:
             unknown = NoWorkers(f"no worker is left ({lost.reason}); run again to resume")
             self._error = lost.error or self._error or unknown
         if not self._stopping:
-            self._notes.lost(name, ready.place if ready else "", lost.reason)
+            place = f" on {ready.place}" if ready else ""
+            self._note(f"worker {name}{place} is lost: {lost.reason}; {len(self._ready):,} left")
         if isinstance(lost.error, OutOfMemory):
             self._dispatcher.drain(name)  # no row is to blame
         poison = self._dispatcher.on_lost(name, has_hung=has_hung)

@@ -21,8 +21,8 @@ _SAMPLE_S = 1.0
 _MAX_POINTS = 1000
 _MEANS = ("phase_s", "forward_prefill_s")
 _SERIES = {"steps": ("num_steps",), "tokens": ("num_prefill_tokens", "num_decode_tokens")}
-_SERIES |= {"prefill_tokens": ("num_prefill_tokens",)}
-_LEVELS = ("sequences", "kv_use")
+_SERIES |= {"prefill_tokens": ("num_prefill_tokens",), "sequences": ("sequences_s",), "kv_use": ("kv_use_s",)}
+_LEVELS = ("sequences", "kv_use")  # means over the time and the workers
 _GONE = "gone"  # takes the place of a name
 _SEVERAL = "several machines"
 
@@ -31,23 +31,15 @@ Numbers = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Told:
-    """What a worker has told of its engine, and when; ``levels`` are means of the time since it told before."""
+    """Counts of a worker's engine, as it has told them last, and of its last ``tokens``, with their times."""
 
     worker: WorkerState
     place: str
     stats: Numbers = field(default_factory=dict)
-    told_at: float = 0.0
-    levels: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_LEVELS, 0.0))
     tokens: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_TELLS))
 
     def tell(self, stats: Numbers, now: float) -> None:
-        more = {
-            name: value - self.stats.get(name, 0) for name, value in stats.items() if isinstance(value, int | float)
-        }
-        busy = 1 - min(max(more.get("idle_s", 0.0), 0.0) / max(now - self.told_at, 1e-3), 1.0)
-        for name in _LEVELS if more.get("steps_s") or not busy else ():  # else one long step is under way
-            self.levels[name] = busy * more.get(f"{name}_s", 0.0) / (more.get("steps_s") or 1.0)
-        self.stats, self.told_at = stats, now
+        self.stats = stats
         self.tokens.append((now, stats.get("num_prefill_tokens", 0) + stats.get("num_output_tokens", 0)))
 
     @property
@@ -77,14 +69,14 @@ class WorkersStats:
         self._sums: dict[str, float] = dict.fromkeys(_SERIES, 0)  # of all workers, so far
         self._sampled: dict[str, float] = dict(self._sums)
         self._sampled_at = 0.0
-        self._series: dict[str, list[float]] = {name: [] for name in ("at", "span_s", *_SERIES, *_LEVELS)}
+        self._series: dict[str, list[float]] = {name: [] for name in ("at", "span_s", *_SERIES)}
 
     def join(self, worker: WorkerState, place: str) -> None:
         """A worker has joined."""
         now = self._clock()
         if self._began_at is None:
             self._began_at = self._sampled_at = now
-        self._told[worker.name] = _Told(worker, place, told_at=now)
+        self._told[worker.name] = _Told(worker, place)
         self._most_at_once = max(self._most_at_once, len(self._present()))
 
     def tell(self, name: str, stats: Numbers) -> None:
@@ -155,7 +147,7 @@ class WorkersStats:
         point: dict[str, float] = {"at": self._sampled_at, "span_s": round(now - self._sampled_at, 6)}
         point |= {name: self._sums[name] - self._sampled[name] for name in _SERIES}
         for name in _LEVELS:
-            point[name] = round(sum(one.levels[name] for one in self._present()) / self._most_at_once, 4)
+            point[name] = round(point[name] / max(point["span_s"], 1e-3) / self._most_at_once, 4)
         return point
 
     def _totals(self, told: _Told) -> dict[str, Any]:

@@ -1,27 +1,23 @@
-"""Worker as the dispatcher sees it: its rows in flight and its counters, and how rows are split among several.
-
-Near the end of a run a slow worker has more rows than it will finish in time. Idle ones get copies of them, and the
-first answer counts: cheaper than to wait, and simpler than to take rows back. A copy also covers a row that has begun.
-"""
+"""Worker as the driver sees it: its rows in flight and its counters, and whether it gets anything done."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from batchgen.core.units import format_duration
 from batchgen.executors.messages import HEARTBEAT_S, Task
-
-_LOOK_AHEAD = 8  # times max_num_seqs, shared by all workers: what one engine alone keeps waiting
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """What the dispatcher knows of a worker, and its counters.
+    """Rows that a worker has, and its counters.
 
     ``state`` is "running", "isolated" (its one row must run alone), "leaving" (told to stop), "left" or "lost".
-    ``num_rows`` were answered by it first. ``num_given_back`` were in flight when it was lost or left
-    before the run stopped, and ``num_tokens_taken_over`` of their tokens need not be generated again.
+    ``moved_at`` is when it last made progress. ``num_rows`` were answered by it first. ``num_given_back`` were in
+    flight when it was lost or left before the run stopped, and ``num_tokens_taken_over`` of their tokens need not be
+    generated again.
     """
 
     name: str
@@ -31,33 +27,27 @@ class WorkerState:
     state: str = "running"
     progress: int = 0
     num_rows: int = 0
-    num_tokens: int = 0  # computed, of prompts too
+    round_at: float = 0.0
+    round_rows: int = 0
+    most_in_a_round: float = 0.0
     num_given_back: int = 0
     num_tokens_taken_over: int = 0
     ended_at: float | None = None
     tasks: dict[int, Task] = field(default_factory=dict)  # in flight, in the order of their assignments
-    copies: set[int] = field(default_factory=set)  # of these, given to help another worker, which has them too
-    num_chars: int = 0  # of the tasks
-    num_retried: int = 0  # of the tasks, those that were in flight at a loss
-    round_at: float = 0.0
-    round_rows: int = 0
-    most_in_a_round: float = 0.0
+    copies: set[int] = field(default_factory=set)  # of these, rows of another worker, which has them too
 
-    def margin(self, num_workers: int) -> int:
-        """Rows that should wait in it: as many as finish before more can come, and some to choose from."""
-        shared = _LOOK_AHEAD * self.max_num_seqs // num_workers
-        return max(self._urgent, shared, self.max_num_seqs // 8, 2)
+    @property
+    def num_waiting(self) -> int:
+        """Rows that it cannot run yet; negative for free slots."""
+        return len(self.tasks) - self.max_num_seqs
 
-    def slack(self, num_workers: int) -> int:
-        """How many of these may be missing, so that assignments are long runs."""
-        return (self.margin(num_workers) - self._urgent) // 2
-
-    def window(self, num_workers: int) -> int:
-        """The most rows in flight."""
-        return self.max_num_seqs + self.margin(num_workers)
+    @property
+    def num_ahead(self) -> int:
+        """Rows that should wait in it: more than it finishes before others can come."""
+        return max(round(2 * self.most_in_a_round), self.max_num_seqs // 8, 1)
 
     def count(self, num_finished: int, now: float) -> None:
-        """Book answered rows, and learn how many can finish between two messages: the peak, which fades slowly."""
+        """Book answered rows, and how many come between two heartbeats at most; an old peak fades."""
         self.num_rows += num_finished
         self.round_rows += num_finished
         if now - self.round_at >= HEARTBEAT_S:
@@ -65,43 +55,48 @@ class WorkerState:
             self.round_rows, self.round_at = 0, now
 
     @property
-    def _urgent(self) -> int:
-        return 2 * round(self.most_in_a_round)
+    def has_only_copies(self) -> bool:
+        """Whether it has no row but those that another worker has too."""
+        return len(self.copies) == len(self.tasks)
 
 
-def speeds(workers: Iterable[WorkerState], now: float) -> dict[str, float]:
-    """Tokens per second so far; of one that has computed none yet the mean of the others."""
-    found = {m.name: m.num_tokens / max(now - m.joined_at, HEARTBEAT_S) for m in workers}
-    known = [speed for speed in found.values() if speed]
-    mean = sum(known) / len(known) if known else 1.0
-    return {name: speed or mean for name, speed in found.items()}
+class Liveness:
+    """Judges workers by what they get done, since one that hangs in a step goes on speaking.
 
-
-def even_shares(workers: Sequence[WorkerState], num_waiting: int, now: float) -> dict[str, int]:
-    """How many rows each would have if theirs and those that wait were shared out so that all end together."""
-    num_rows = num_waiting + sum(len(worker.tasks) for worker in workers)
-    found = speeds(workers, now)
-    return {name: math.ceil(num_rows * speed / sum(found.values())) for name, speed in found.items()}
-
-
-def copies(
-    helpers: Sequence[WorkerState], workers: Sequence[WorkerState], may_copy: Callable[[Task], bool], now: float
-) -> Iterator[tuple[WorkerState, list[Task]]]:
-    """Rows that helpers, which have none of their own, should run too: of the worker that has most for its speed.
-
-    They split what that one has left by their speeds, so a single row of a worker that is as fast is left alone. Rows
-    that it got last come first, as they have hardly begun.
+    ``step_timeout_s`` is how long a worker may make no progress, ``load_timeout_s`` how long it may load its model:
+    both as long as a user says. Time in which the driver itself stood still, and so did not ask, does not count.
     """
-    left = {worker.name: [task for task in worker.tasks.values() if may_copy(task)] for worker in workers}
-    speed = speeds(workers, now)
-    for helper in sorted(helpers, key=lambda worker: -speed[worker.name]):
-        others = {name: tasks for name, tasks in left.items() if tasks and name != helper.name}
-        if not others:
-            return
-        slowest = max(others, key=lambda name: len(left[name]) / speed[name])
-        share = speed[helper.name] / (speed[helper.name] + speed[slowest])
-        room = helper.max_num_seqs - len(helper.tasks)
-        rest = len(left[slowest]) - min(round(share * len(left[slowest])), room)
-        found, left[slowest] = left[slowest][rest:], left[slowest][:rest]
-        if found:
-            yield helper, found
+
+    def __init__(
+        self, step_timeout_s: float = 60.0, load_timeout_s: float = 1800.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.step_timeout_s, self.load_timeout_s = step_timeout_s, load_timeout_s
+        self._clock = clock
+        self._known_late: set[str] = set()
+        self._asked_at = clock()
+
+    def late(self, loading: Mapping[str, float]) -> list[str]:
+        """Workers that have been loading for longer than ``step_timeout_s``, each once; ``loading`` says since when."""
+        now = self._clock()
+        late = {name for name, since in loading.items() if now - since > self.step_timeout_s} - self._known_late
+        self._known_late |= late
+        return sorted(late)
+
+    def unresponsive(self, workers: Collection[WorkerState], loading: Mapping[str, float] = {}) -> dict[str, str]:
+        """Workers to be given up, and why; take in first what they have told. ``loading`` are others, as in ``late``.
+
+        Of those that are ready, these have rows or are to stop.
+        """
+        now = self._clock()
+        stood_still, self._asked_at = now - self._asked_at, now
+        if stood_still > self.step_timeout_s / 2:
+            for worker in workers:
+                worker.moved_at = min(now, worker.moved_at + stood_still)
+        owing = [worker for worker in workers if worker.tasks or worker.state == "leaving"]
+        found = {
+            worker.name: f"no step of it has ended in {format_duration(self.step_timeout_s)} (--step-timeout)"
+            for worker in owing
+            if now - worker.moved_at > self.step_timeout_s
+        }
+        too_long = f"it has not loaded the model in {format_duration(self.load_timeout_s)} (--load-timeout)"
+        return found | {name: too_long for name, since in loading.items() if now - since > self.load_timeout_s}

@@ -8,9 +8,9 @@ import pytest
 
 from batchgen.core.records import Request, Result
 from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.liveness import Liveness
 from batchgen.executors.messages import HEARTBEAT_S, Assignment, WorkerUpdate
 from batchgen.executors.poison import PoisonRows
+from batchgen.executors.worker_state import Liveness
 
 
 class Clock:
@@ -51,15 +51,26 @@ def keys_of(assignment: Assignment) -> list[int]:
     return [task.key for task in assignment.tasks]
 
 
-def test_grants_are_runs_of_the_source_and_bounded_by_the_window() -> None:
+def test_leases_are_runs_of_the_source_and_few_rows_wait_in_a_worker() -> None:
     dispatcher = RowDispatcher(clock=Clock())
     for name in "ab":
-        dispatcher.join(name, 2)
+        dispatcher.join(name, 8)
     room = dispatcher.room
     put(dispatcher, rows(*range(room)))
     given = {name: keys_of(assignment) for name, assignment in dispatcher.assignments().items()}
-    assert given == {"a": list(range(10)), "b": list(range(10, 20))}
-    assert dispatcher.room < room and not dispatcher.assignments()
+    assert given["a"][:8] == [0, 1, 2, 3, 8, 9, 10, 11] and given["b"][:8] == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert all(8 < len(keys) <= 8 + 8 for keys in given.values())
+    assert dispatcher.room == sum(map(len, given.values())) and not dispatcher.assignments()
+    dispatcher.check()
+
+
+def test_more_rows_wait_in_a_worker_that_finishes_more_between_two_messages() -> None:
+    dispatcher = begun("a", 64, 1000, clock := Clock())
+    before = dispatcher.workers["a"].num_waiting
+    clock.now += HEARTBEAT_S
+    dispatcher.on_update("a", done(*range(60)))
+    dispatcher.assignments()
+    assert dispatcher.workers["a"].num_waiting >= 120 > before
     dispatcher.check()
 
 
@@ -228,11 +239,11 @@ def test_few_rows_of_a_lost_worker_run_beside_each_other_and_fresh_ones_fill_up(
     dispatcher.on_lost("a")
     dispatcher.join("b", 100)
     keys = keys_of(dispatcher.assignments()["b"])
-    assert keys == [*range(10), *range(900, 1700)]
+    assert keys == [*range(10), *range(150, 200)]
     dispatcher.check()
     dispatcher.on_update("b", done(*range(5)))
     put(dispatcher, rows(*range(10_000, 10_000 + dispatcher.room)))
-    dispatcher.on_update("b", done(*keys[10:800]))
+    dispatcher.on_update("b", done(*keys[10:]))
     assert keys_of(dispatcher.assignments()["b"])[:6] == [*range(10, 15), 10_000]
 
 
@@ -246,40 +257,66 @@ def test_a_leaving_worker_is_told_to_stop_and_its_rows_go_on_from_their_tokens()
     assert [answer.key for answer in first] == [0]
     assignment = dispatcher.assignments()["b"]
     assert [(task.key, task.output_token_ids) for task in assignment.tasks] == [(1, (5, 6)), (2, ())]
-    assert [*dispatcher.workers] == ["b"] and dispatcher.workers["b"].num_retried == 0
+    assert [*dispatcher.workers] == ["b"]
     dispatcher.check()
 
 
-def test_idle_workers_get_copies_of_the_last_rows_of_slow_ones_and_the_first_answer_counts() -> None:
-    dispatcher = begun("ab", 4, 16, clock := Clock())
+def test_idle_workers_get_copies_of_the_last_rows_of_others_and_the_first_answer_counts() -> None:
+    dispatcher = begun("ab", 4, 10, clock := Clock())
+    held = {name: [*worker.tasks] for name, worker in dispatcher.workers.items()}
+    assert held == {"a": [0, 1, 4, 5, 8], "b": [2, 3, 6, 7, 9]}
     clock.now += 10
-    dispatcher.on_update("a", WorkerUpdate((Result(0, 2),), {1: (5, 6)}, {"num_output_tokens": 10}))
-    dispatcher.on_update("b", WorkerUpdate(done(*range(8, 16)).finished, stats={"num_output_tokens": 60}))
+    dispatcher.on_update("a", WorkerUpdate(partials={0: (5, 6)}))
+    dispatcher.on_update("b", done(2, 3, 6, 7, 9))
     assert dispatcher.idle() == []
     given = {name: keys_of(assignment) for name, assignment in dispatcher.assignments().items()}
-    assert given == {"b": [4, 5, 6, 7]}, "as many as it has slots for"
+    assert given == {"b": [1, 4, 5, 8]}, "as many as it has slots for"
     dispatcher.check()
     assert [answer.key for answer in dispatcher.on_update("b", done(4, 5))] == [4, 5]
     assert dispatcher.on_update("a", done(4)) == [] and 4 not in dispatcher.workers["a"].tasks
     dispatcher.check()
     clock.now += 1
     assignment = dispatcher.assignments()["b"]
-    assert [(task.key, task.output_token_ids) for task in assignment.tasks] == [(2, ()), (3, ())]
+    assert [(task.key, task.output_token_ids) for task in assignment.tasks] == [(0, (5, 6))]
     assert dispatcher.on_lost("a") == []
     dispatcher.check()
-    dispatcher.on_update("b", done(2, 3, 6, 7))
-    assert [(task.key, task.output_token_ids) for task in dispatcher.assignments()["b"].tasks] == [(1, (5, 6))]
-    dispatcher.on_update("b", done(1))
+    dispatcher.on_update("b", done(0, 1, 8))
     assert dispatcher.is_done and dispatcher.idle() == ["b"]
     dispatcher.check()
 
 
-def test_of_a_worker_as_fast_a_last_row_is_not_copied_and_an_idle_one_is_given_back() -> None:
+def test_copies_are_shared_out_evenly() -> None:
+    dispatcher = begun("a", 8, 8, clock := Clock())
+    for name in "bc":
+        dispatcher.join(name, 8)
+    clock.now += 1
+    assert {name: keys_of(given) for name, given in dispatcher.assignments().items()} == {
+        "b": [4, 5, 6, 7],
+        "c": [0, 1, 2, 3],
+    }
+
+
+def test_rows_that_run_elsewhere_are_copied_only_by_a_worker_that_has_none_of_its_own() -> None:
+    dispatcher = begun("ab", 4, 10, clock := Clock())
+    clock.now += 1
+    dispatcher.on_update("b", done(2, 3, 6))
+    assert {name: keys_of(given) for name, given in dispatcher.assignments().items()} == {"b": [8]}, "it waits"
+    clock.now += 1
+    dispatcher.on_update("a", done(0, 1))
+    assert not dispatcher.assignments(), "all rows run"
+
+
+def test_a_last_row_runs_twice_and_a_third_worker_is_given_back() -> None:
     dispatcher = begun("ab", 4, 2, clock := Clock())
+    dispatcher.join("c", 4)
     clock.now += 1
     dispatcher.on_update("a", done(0))
-    assert dispatcher.idle() == [] and not dispatcher.assignments()
-    assert dispatcher.idle() == ["a"]
+    assert dispatcher.idle() == []
+    assert {name: keys_of(given) for name, given in dispatcher.assignments().items()} == {"a": [1]}
+    assert dispatcher.idle() == ["c"]
+    clock.now += 1
+    assert not dispatcher.assignments()
+    dispatcher.check()
 
 
 def test_rows_with_a_strike_are_never_copied() -> None:
@@ -289,7 +326,7 @@ def test_rows_with_a_strike_are_never_copied() -> None:
     dispatcher.assignments()
     dispatcher.join("c", 4)
     clock.now += 60
-    assert dispatcher.workers["b"].num_retried and not dispatcher.assignments()
+    assert dispatcher.workers["b"].tasks and not dispatcher.assignments()
 
 
 def test_rows_are_bounded_by_their_characters_too() -> None:
@@ -382,30 +419,14 @@ def test_a_worker_that_was_told_to_stop_and_does_not_is_silent_without_rows_too(
     assert dispatcher.on_lost("a") == [] and not dispatcher.workers
 
 
-def test_a_window_grows_with_the_rows_that_finish_in_a_round() -> None:
-    clock = Clock()
-    dispatcher = RowDispatcher(clock=clock)
-    for number in range(64):
-        dispatcher.join(f"w{number}", 64)
-    before = dispatcher.workers["w0"].window(64)
-    for _ in range(3):
-        put(dispatcher, rows(*range(round(clock.now) * 10_000, round(clock.now) * 10_000 + dispatcher.room)))
-        dispatcher.assignments()
-        clock.now += 1
-        dispatcher.on_update("w0", done(*list(dispatcher.workers["w0"].tasks)[:60]))
-    assert dispatcher.workers["w0"].window(64) == 64 + 2 * 60 > before
-    dispatcher.check()
-
-
-def test_the_first_rows_of_a_source_are_shared_out_evenly() -> None:
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_few_rows_are_shared_out_evenly(has_ended: bool) -> None:
     """Else the workers that come last find that the first have begun them all."""
     dispatcher = RowDispatcher(clock=Clock())
     for name in "abcd":
         dispatcher.join(name, 100)
     put(dispatcher, rows(*range(100)))
-    assert {name: keys_of(assignment) for name, assignment in dispatcher.assignments().items()} == {
-        name: list(range(25 * number, 25 * number + 25)) for number, name in enumerate("abcd")
-    }
-    put(dispatcher, rows(*range(100, 104)))
-    assert [len(assignment.tasks) for assignment in dispatcher.assignments().values()] == [1] * 4
+    if has_ended:
+        dispatcher.end_of_source()
+    assert [len(assignment.tasks) for assignment in dispatcher.assignments().values()] == [25] * 4
     dispatcher.check()

@@ -17,8 +17,8 @@ from simulate_workers import CPU, GPU, Kind, Scene, gsm8k_like, heavy_tailed, si
 
 from batchgen.core.records import Request, Result
 from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.liveness import Liveness
 from batchgen.executors.messages import HEARTBEAT_S, Assignment, WorkerUpdate
+from batchgen.executors.worker_state import Liveness
 
 PATIENCE_S = 5.0
 
@@ -127,7 +127,7 @@ class Storm(RuleBasedStateMachine):
             worker.to_it.append(assignment)
             if assignment.tasks:
                 given = self.dispatcher.workers[name]
-                assert len(given.tasks) <= given.window(len(self.dispatcher.workers))
+                assert given.num_waiting < given.num_ahead + (given.max_num_seqs + 1) // 2
 
     @precondition(lambda self: any(worker.from_it for worker in self.workers.values()))
     @rule(data=st.data())

@@ -13,8 +13,8 @@ from batchgen.core.records import Request, Result
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.driver import NoWorkers, WorkersEngine
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.liveness import Liveness
 from batchgen.executors.messages import Identity, WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.executors.worker_state import Liveness
 
 HELLO = WorkerReady(Identity({}, {}, ""), max_num_seqs=1000, threads=1)
 

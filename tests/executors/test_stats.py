@@ -1,4 +1,4 @@
-"""What is told of workers: their counts as one engine's, their series as one, and few lines when many come and go."""
+"""What is told of workers: their counts as one engine's, their series as one, and of those that are gone a sum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from report_samples import engine, made
 from batchgen.core.records import Request
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.messages import WorkerUpdate
-from batchgen.executors.notes import WorkerNotes
 from batchgen.executors.stats import WorkersStats
 from batchgen.report.facts import joined, outcome, workers
 from batchgen.report.usage import add_up, tail_s, usage_of
@@ -185,38 +184,3 @@ def test_two_devices_cost_and_reach_twice_as_much() -> None:
     assert two[hours]["hours"] == pytest.approx(2 * one[hours]["hours"])
     assert "workers" not in made(engine=engine()), "a report of one process names none"
     assert usage_of(made(engine=engine()))["device_s"] == 10
-
-
-def test_many_losses_are_few_lines() -> None:
-    time, lines = Time(), list[str]()
-    notes = WorkerNotes(lines.append, time)
-    for number in range(200):
-        notes.lost(f"w{number}", "there", "killed")
-        notes.flush(200 - number)
-        time.now += 0.1
-    notes.flush(0, is_end=True)
-    assert 2 <= len(lines) <= 4
-    assert lines[0].startswith("worker w0 on there is lost: killed (and ")
-    assert sum(1 + int(line.split("and ")[1].split()[0]) for line in lines) == 200
-
-
-def test_a_single_event_is_told_within_a_second_or_two_and_once() -> None:
-    time, lines = Time(), list[str]()
-    notes = WorkerNotes(lines.append, time)
-    notes.joined("w1", "there")
-    notes.flush(1)
-    assert lines == []
-    time.now += 1
-    notes.flush(1)
-    notes.flush(1)
-    assert lines == ["worker w1 on there has joined"]
-
-
-def test_joins_together_are_one_line_and_refusals_name_a_reason() -> None:
-    lines: list[str] = []
-    notes = WorkerNotes(lines.append)
-    for name in ("w1", "w2", "w3"):
-        notes.joined(name, "there")
-    notes.refused("w4", "else", "its model is another one")
-    notes.flush(3, is_end=True)
-    assert lines == ["3 workers have joined, 3 are here", "worker w4 on else takes no part: its model is another one"]

@@ -20,9 +20,9 @@ from batchgen.executors.backend import IdentityGate, on_workers
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.driver import WorkersEngine
 from batchgen.executors.handle import WorkerHandle
-from batchgen.executors.liveness import Liveness
 from batchgen.executors.messages import Identity, WorkerReady
 from batchgen.executors.worker import Start
+from batchgen.executors.worker_state import Liveness
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.job import run_job

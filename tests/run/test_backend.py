@@ -15,9 +15,9 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.driver import WorkersEngine
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.liveness import Liveness
 from batchgen.executors.loop import SteppedEngine
 from batchgen.executors.messages import Identity, WorkerReady, WorkerUpdate
+from batchgen.executors.worker_state import Liveness
 from batchgen.run.backend import EngineLike
 
 SIZES: dict[str, int] = {"max_num_seqs": 4, "look_ahead": 8}
