@@ -26,7 +26,6 @@ from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_share, shown
-from batchgen.executors import backend
 from batchgen.input.in_memory import json_lines
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
@@ -37,6 +36,7 @@ from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory
 from batchgen.run.stdin import in_temporary_folder, temporary_folder
 from batchgen.run.stop import Limits
+from batchgen.workers import backend
 
 _LINES_FORMATS = ("auto", "jsonl", "openai-batch")
 _NOT_KEPT = "nothing is kept without an output folder"

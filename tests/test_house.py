@@ -31,7 +31,7 @@ FLOORS = [
     {"config", "text", "model"},
     {"engine", "input", "output", "report"},
     {"run", "bench"},
-    {"plan", "check", "executors"},
+    {"plan", "check", "workers"},
     {"cli"},
 ]
 # The longest chain of imports inside each room: a reader follows no more files than that. Lower it where you can.
@@ -49,7 +49,7 @@ LONGEST_CHAINS = {
     "bench": 2,
     "plan": 4,
     "check": 3,
-    "executors": 5,
+    "workers": 5,
     "cli": 3,
 }
 TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
@@ -62,7 +62,7 @@ READING_PATH = [
 ]
 MAX_PATH_LINES = 1745
 MAX_ARROWS = {"engine": 49}  # imports between files of a room
-MAX_FILES = {"executors": 16}
+MAX_FILES = {"workers": 15}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
 # What a user has to know of: the closed list. A name enters when one leaves.
@@ -331,7 +331,7 @@ FAULTS: list[tuple[Callable[[Tree], list[str]], list[tuple[str, str]]]] = [
     (long_chains, [*CHAIN, ("output.f8", "")]),
     (large_files, [("run.job", "x = 1\n" * 400)]),
     (too_long_a_path, [("core.records", "\n" * MAX_PATH_LINES)]),
-    (crowded_rooms, [(f"executors.f{number}", "") for number in range(MAX_FILES["executors"] + 1)]),
+    (crowded_rooms, [(f"workers.f{number}", "") for number in range(MAX_FILES["workers"] + 1)]),
 ]
 
 

@@ -72,8 +72,8 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
     if job is None and not flags:
         raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
     spec, values["shard"] = load_spec(job, flags, values["shard"])
-    from batchgen.executors.backend import run_job
     from batchgen.run.stop import Limits
+    from batchgen.workers.backend import run_job
 
     limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"])
     keeps_stdin = is_run_folder(job) and "path" not in flags.get("input", {})

@@ -26,10 +26,10 @@ from batchgen.config.record_fields import ANSWER, RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.errors import ExitCode, RowError, RowErrorCode
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.records import BadRow, Cursor, FinishReason, Record, Result, Timings
-from batchgen.executors.driver import _POISON
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.plan.dry_run import make_plan
 from batchgen.report.build import KEYS as REPORT_KEYS
+from batchgen.workers.driver import _POISON
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from batchgen.executors.backend import on_workers
-from batchgen.executors.handle import WorkerHandle
-from batchgen.executors.local import LocalLauncher, LocalWorker
-from batchgen.executors.messages import Assignment
-from batchgen.executors.slices import MachineSlice
-from batchgen.executors.worker import Start
 from batchgen.run.loader import EngineFactory
+from batchgen.workers.backend import on_workers
+from batchgen.workers.handle import WorkerHandle
+from batchgen.workers.local import LocalLauncher, LocalWorker
+from batchgen.workers.messages import Assignment
+from batchgen.workers.slices import MachineSlice
+from batchgen.workers.worker import Start
 
 
 def local_workers(
@@ -67,7 +67,7 @@ def workers_of(driver: int) -> set[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == driver and b"batchgen.executors.worker" in (folder / "cmdline").read_bytes():
+            if parent == driver and b"batchgen.workers.worker" in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
     return found
 

@@ -22,8 +22,8 @@ from typing import cast
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.messages import HEARTBEAT_S, Assignment, WorkerUpdate
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.messages import HEARTBEAT_S, Assignment, WorkerUpdate
 
 
 @dataclass(frozen=True, slots=True)

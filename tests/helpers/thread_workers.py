@@ -10,9 +10,9 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.slices import MachineSlice
-from batchgen.executors.worker import Start, Worker
+from batchgen.workers.handle import WorkerHandle, WorkerLauncher
+from batchgen.workers.slices import MachineSlice
+from batchgen.workers.worker import Start, Worker
 
 
 class ThreadWorker:

@@ -12,13 +12,13 @@ from stub_engine import StubEngine
 from tiny_model import engine_for, tiny_model, tokens_of
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.driver import WorkersEngine
-from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.loop import SteppedEngine
-from batchgen.executors.messages import Identity, WorkerReady, WorkerUpdate
-from batchgen.executors.worker_state import Liveness
 from batchgen.run.backend import EngineLike
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.driver import WorkersEngine
+from batchgen.workers.handle import WorkerHandle, WorkerLauncher
+from batchgen.workers.loop import SteppedEngine
+from batchgen.workers.messages import Identity, WorkerReady, WorkerUpdate
+from batchgen.workers.worker_state import Liveness
 
 SIZES: dict[str, int] = {"max_num_seqs": 4, "look_ahead": 8}
 MOST_PULLED = 600  # of a pool, which takes a head start; the others take ``look_ahead`` and ``max_num_seqs``

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.executors.worker_state import WorkerState
 from batchgen.report.usage import add_up, thin
+from batchgen.workers.worker_state import WorkerState
 
 _RATE_TELLS = 10  # counts of a worker, about a second apart, over which its rate is taken
 _SAMPLE_S = 1.0

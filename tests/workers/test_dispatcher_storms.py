@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulate_workers import CPU, GPU, Kind, Scene, gsm8k_like, heavy_tailed, simulate
 
 from batchgen.core.records import Request, Result
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.messages import HEARTBEAT_S, Assignment, WorkerUpdate
-from batchgen.executors.worker_state import Liveness
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.messages import HEARTBEAT_S, Assignment, WorkerUpdate
+from batchgen.workers.worker_state import Liveness
 
 PATIENCE_S = 5.0
 

@@ -24,10 +24,10 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.machine import memory_errors
 from batchgen.core.units import one_line
 from batchgen.core.version import __version__
-from batchgen.executors.loop import EngineLoop, RowMaker, SteppedEngine
-from batchgen.executors.messages import HEARTBEAT_S, Assignment, Identity, WorkerLost, WorkerReady, WorkerUpdate
-from batchgen.executors.slices import MachineSlice
 from batchgen.run.loader import EngineFactory, load_engine, read_model
+from batchgen.workers.loop import EngineLoop, RowMaker, SteppedEngine
+from batchgen.workers.messages import HEARTBEAT_S, Assignment, Identity, WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.workers.slices import MachineSlice
 
 _PR_SET_PDEATHSIG = 1
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from batchgen.core.errors import BatchgenError, ExitCode, UsageError
 from batchgen.core.machine import total_bytes
-from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.messages import WorkerLost, WorkerReady, WorkerUpdate
-from batchgen.executors.ray_cluster import Cluster, Node, WorkerResources, reason_of
-from batchgen.executors.slices import MachineSlice, useful_workers
-from batchgen.executors.worker import Start, Worker
+from batchgen.workers.handle import WorkerHandle, WorkerLauncher
+from batchgen.workers.messages import WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.workers.ray_cluster import Cluster, Node, WorkerResources, reason_of
+from batchgen.workers.slices import MachineSlice, useful_workers
+from batchgen.workers.worker import Start, Worker
 
 _MOST_LOSSES = 3  # of workers on one machine, none of which finished a row
 _MOST_UNPLACED = 12  # losses in a row before a worker had a place

@@ -16,17 +16,17 @@ from thread_workers import ThreadLauncher
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.version import __version__
-from batchgen.executors.backend import IdentityGate, on_workers
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.driver import WorkersEngine
-from batchgen.executors.handle import WorkerHandle
-from batchgen.executors.messages import Identity, WorkerReady
-from batchgen.executors.worker import Start
-from batchgen.executors.worker_state import Liveness
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
+from batchgen.workers.backend import IdentityGate, on_workers
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.driver import WorkersEngine
+from batchgen.workers.handle import WorkerHandle
+from batchgen.workers.messages import Identity, WorkerReady
+from batchgen.workers.worker import Start
+from batchgen.workers.worker_state import Liveness
 
 WEIGHTS = {"model.safetensors": "ab" * 32}
 NUMERICS = {"dtype": "bfloat16", "device": "cpu", "kernels": "avx512"}

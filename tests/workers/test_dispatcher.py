@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from batchgen.core.records import Request, Result
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.messages import HEARTBEAT_S, Assignment, WorkerUpdate
-from batchgen.executors.poison import PoisonRows
-from batchgen.executors.worker_state import Liveness
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.messages import HEARTBEAT_S, Assignment, WorkerUpdate
+from batchgen.workers.poison import PoisonRows
+from batchgen.workers.worker_state import Liveness
 
 
 class Clock:

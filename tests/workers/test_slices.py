@@ -12,8 +12,8 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core import machine
 from batchgen.core.errors import UsageError
-from batchgen.executors import slices
-from batchgen.executors.slices import MachineSlice, split_machine
+from batchgen.workers import slices
+from batchgen.workers.slices import MachineSlice, split_machine
 
 
 def spec_of(device: str = "auto", **cluster: Any) -> JobSpec:

@@ -13,9 +13,9 @@ from typing import Any
 from batchgen.core.errors import OutOfMemory, RowError, RowErrorCode, RunStopped, UsageError
 from batchgen.core.records import Result
 from batchgen.core.units import counted, format_duration
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.messages import (
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.handle import WorkerHandle, WorkerLauncher
+from batchgen.workers.messages import (
     HEARTBEAT_S,
     Answer,
     Assignment,
@@ -25,8 +25,8 @@ from batchgen.executors.messages import (
     WorkerReady,
     WorkerUpdate,
 )
-from batchgen.executors.stats import WorkersStats
-from batchgen.executors.worker_state import Liveness
+from batchgen.workers.stats import WorkersStats
+from batchgen.workers.worker_state import Liveness
 
 _MOST_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from batchgen.core.units import format_duration
-from batchgen.executors.messages import HEARTBEAT_S, Task
+from batchgen.workers.messages import HEARTBEAT_S, Task
 
 
 @dataclass(slots=True)

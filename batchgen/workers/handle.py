@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from batchgen.executors.messages import Assignment, WorkerEvent, WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.workers.messages import Assignment, WorkerEvent, WorkerLost, WorkerReady, WorkerUpdate
 
 
 class Remote(Protocol):

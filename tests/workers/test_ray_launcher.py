@@ -16,9 +16,9 @@ from batchgen.config.cluster import ClusterSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import ExitCode, ModelError, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
-from batchgen.executors import ray_launcher
-from batchgen.executors.handle import WorkerHandle
-from batchgen.executors.messages import (
+from batchgen.workers import ray_launcher
+from batchgen.workers.handle import WorkerHandle
+from batchgen.workers.messages import (
     Assignment,
     Identity,
     WorkerEvent,
@@ -26,9 +26,9 @@ from batchgen.executors.messages import (
     WorkerReady,
     WorkerUpdate,
 )
-from batchgen.executors.ray_cluster import Cluster, Node, WorkerResources, reason_of
-from batchgen.executors.ray_launcher import RayLauncher
-from batchgen.executors.worker import Start
+from batchgen.workers.ray_cluster import Cluster, Node, WorkerResources, reason_of
+from batchgen.workers.ray_launcher import RayLauncher
+from batchgen.workers.worker import Start
 
 HELLO = WorkerReady(Identity({}, {}, ""), max_num_seqs=8, threads=1)
 ROW = Request(0, (1, 2), SamplingParams())

@@ -20,12 +20,12 @@ from typing import Any, cast
 from batchgen.core.errors import BatchgenError
 from batchgen.core.limited import fresh_python
 from batchgen.core.units import shortened
-from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.slices import MachineSlice
-from batchgen.executors.worker import Start
+from batchgen.workers.handle import WorkerHandle, WorkerLauncher
+from batchgen.workers.slices import MachineSlice
+from batchgen.workers.worker import Start
 
 _PROGRAM = """
-from batchgen.executors.worker import main
+from batchgen.workers.worker import main
 main(*json.loads(sys.argv[2]))
 """
 _REAPED_S = 5.0  # a process that was killed takes as long at most, unless a device holds it

@@ -10,11 +10,11 @@ import pytest
 
 from batchgen.core.errors import OutOfMemory
 from batchgen.core.records import Request, Result
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.driver import NoWorkers, WorkersEngine
-from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.messages import Identity, WorkerLost, WorkerReady, WorkerUpdate
-from batchgen.executors.worker_state import Liveness
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.driver import NoWorkers, WorkersEngine
+from batchgen.workers.handle import WorkerHandle, WorkerLauncher
+from batchgen.workers.messages import Identity, WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.workers.worker_state import Liveness
 
 HELLO = WorkerReady(Identity({}, {}, ""), max_num_seqs=1000, threads=1)
 

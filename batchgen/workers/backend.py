@@ -7,15 +7,6 @@ from dataclasses import replace
 
 from batchgen.config.job import JobSpec
 from batchgen.core.version import __version__
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.driver import WorkersEngine
-from batchgen.executors.handle import WorkerLauncher
-from batchgen.executors.local import LocalLauncher
-from batchgen.executors.messages import WorkerReady
-from batchgen.executors.ray_launcher import RayLauncher
-from batchgen.executors.slices import split_machine
-from batchgen.executors.worker import Start
-from batchgen.executors.worker_state import Liveness
 from batchgen.input.rows import num_chars
 from batchgen.input.validator import Pending
 from batchgen.output.manifest import KERNELS, differences, mix_kernels, without_kernels
@@ -23,6 +14,15 @@ from batchgen.run import job
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, start_kernels
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.driver import WorkersEngine
+from batchgen.workers.handle import WorkerLauncher
+from batchgen.workers.local import LocalLauncher
+from batchgen.workers.messages import WorkerReady
+from batchgen.workers.ray_launcher import RayLauncher
+from batchgen.workers.slices import split_machine
+from batchgen.workers.worker import Start
+from batchgen.workers.worker_state import Liveness
 
 
 def run_job(

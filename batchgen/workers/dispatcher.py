@@ -15,9 +15,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
-from batchgen.executors.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
-from batchgen.executors.poison import PoisonRows
-from batchgen.executors.worker_state import WorkerState
+from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
+from batchgen.workers.poison import PoisonRows
+from batchgen.workers.worker_state import WorkerState
 
 _HEAD_START = 256  # rows taken from the source before a worker has joined
 _MOST, _LEAST = 1 / 2, 1 / 32  # rows of a lease, for each sequence that a worker runs at once

@@ -22,11 +22,6 @@ from thread_workers import ThreadLauncher
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
 from batchgen.core.records import Cursor, Record
-from batchgen.executors.backend import on_workers
-from batchgen.executors.driver import NoWorkers
-from batchgen.executors.handle import WorkerHandle
-from batchgen.executors.messages import Assignment
-from batchgen.executors.worker import Start
 from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.rundir import RunDir
@@ -37,6 +32,11 @@ from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
 from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status
+from batchgen.workers.backend import on_workers
+from batchgen.workers.driver import NoWorkers
+from batchgen.workers.handle import WorkerHandle
+from batchgen.workers.messages import Assignment
+from batchgen.workers.worker import Start
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_step_that_takes_longer_than_its_limit_is_no_hang_while_its_kernels_ar
 def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
     jobs: JobMaker, hanging: Callable[..., Hanging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchgen.executors.loop.PARTIALS_S", 0.0)
+    monkeypatch.setattr("batchgen.workers.loop.PARTIALS_S", 0.0)
     jobs.write(rows_of(40))
     sections = {"sampling": {"max_tokens": 200, "min_tokens": 100}}
     alone = outputs(jobs, "alone", stub_factory(), **sections)

@@ -23,11 +23,11 @@ from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import BatchgenError, ExitCode, ModelError, OutOfMemory
-from batchgen.executors.backend import run_job
-from batchgen.executors.handle import WorkerHandle
 from batchgen.run import job
 from batchgen.run.backend import Backend
 from batchgen.run.loader import ModelInfo
+from batchgen.workers.backend import run_job
+from batchgen.workers.handle import WorkerHandle
 
 SAMPLED = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
 TWO = {"cluster": {"workers": 2}}

@@ -8,11 +8,11 @@ import pytest
 from report_samples import engine, made
 
 from batchgen.core.records import Request
-from batchgen.executors.dispatcher import RowDispatcher
-from batchgen.executors.messages import WorkerUpdate
-from batchgen.executors.stats import WorkersStats
 from batchgen.report.facts import joined, outcome, workers
 from batchgen.report.usage import add_up, tail_s, usage_of
+from batchgen.workers.dispatcher import RowDispatcher
+from batchgen.workers.messages import WorkerUpdate
+from batchgen.workers.stats import WorkersStats
 
 
 class Time:

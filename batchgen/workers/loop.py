@@ -13,12 +13,12 @@ from typing import Any, Protocol, cast
 
 from batchgen.core.errors import RowError
 from batchgen.core.records import BadRow, Request, Result
-from batchgen.executors.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.validator import Pending, build_requests
 from batchgen.output.journal import JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.results import entry_of, failed_entry
+from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
 
 PARTIALS_S = 5.0  # between two reports of half-done rows: what a lost worker's rows have to generate again
 STATS_S = 1.0

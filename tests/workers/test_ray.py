@@ -35,12 +35,12 @@ from batchgen.cli.main import call
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
-from batchgen.executors.backend import on_workers
-from batchgen.executors.ray_launcher import RayLauncher
-from batchgen.executors.worker import Start
 from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
+from batchgen.workers.backend import on_workers
+from batchgen.workers.ray_launcher import RayLauncher
+from batchgen.workers.worker import Start
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly]  # the cluster alone takes 10 s to start
 
