@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def test_its_links_lead_somewhere() -> None:
     for path, anchor in re.findall(r"\]\((batchgen/docs/[^)#]+)#?([^)]*)\)", README):
         titles = re.findall(r"^#+ (.*)$", (REPOSITORY / path).read_text(encoding="utf-8"), re.MULTILINE)
         assert not anchor or anchor in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_the_chart_is_that_of_the_raw_files() -> None:
+    command = [sys.executable, "tests/peers/compare.py", "chart", "tests/peers/raw"]
+    drawn = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    assert (REPOSITORY / "batchgen" / "docs" / "speed.svg").read_text(encoding="utf-8") == drawn
 
 
 @pytest.mark.slow

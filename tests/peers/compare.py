@@ -1,11 +1,12 @@
 """Compares batchgen with other engines on one machine, in turns, and makes the table of ``docs/performance.md``.
 
-Three steps, of which the first needs batchgen, the second an environment for each engine, the third nothing::
+The first step needs batchgen, the second an environment for each engine, the others nothing::
 
     python tests/peers/compare.py prompts --model DIR --chats FILE --out work.jsonl
     python tests/peers/compare.py run --workload work.jsonl --model DIR --out raw/ --rounds 3 \\
         batchgen=.venv/bin/python transformers=.venv/bin/python openvino=ov/bin/python:EXPORTED_DIR
     python tests/peers/compare.py table raw/
+    python tests/peers/compare.py chart raw/ > speed.svg
 
 With ``--texts`` the workload has texts in ``prompt``, and each becomes a vector.
 
@@ -190,6 +191,31 @@ def table(runs: list[Run]) -> Iterator[str]:
     yield from missing
 
 
+def chart(runs: list[Run]) -> str:
+    """Bars of output tokens per second of processor time, the median of each engine, as SVG, light and dark."""
+    rates: dict[str, list[float]] = {}
+    for found in runs:
+        if _is_done(found):
+            name = f"{found['peer'].replace('_', '.')} {found['dtype']}"
+            rates.setdefault(name, []).append(found["output_tokens"] / found["generate_cpu_s"])
+    bars = {name: statistics.median(values) for name, values in rates.items()}
+    width, row, left = 640, 28, 150
+    scale = (width - left - 70) / max(bars.values())
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {row * len(bars) + 8}" role="img" '
+        f'aria-label="Output tokens per second of processor time" font-family="system-ui, sans-serif" font-size="14">',
+        "<style>text { fill: #16191d } rect { fill: #9aa3af } .own { fill: #2563eb } "
+        "@media (prefers-color-scheme: dark) "
+        "{ text { fill: #e8eaed } rect { fill: #5b6470 } .own { fill: #6ea8fe } }</style>",
+    ]
+    for place, (name, value) in enumerate(bars.items()):
+        y, own = 4 + row * place, ' class="own"' if name.startswith("batchgen") else ""
+        lines.append(f'<text x="{left - 8}" y="{y + 18}" text-anchor="end">{name}</text>')
+        lines.append(f'<rect{own} x="{left}" y="{y + 3}" width="{value * scale:.1f}" height="{row - 8}" rx="3"/>')
+        lines.append(f'<text x="{left + value * scale + 6:.1f}" y="{y + 18}">{value:.0f}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def _is_done(found: Run) -> bool:
     return "generate_s" in found
 
@@ -219,8 +245,9 @@ def main() -> None:
     step.add_argument("--max-num-seqs", type=int, default=256)
     step.add_argument("--batch", type=int, default=32, help="rows at once in llama.cpp, and in a batch of others")
     step.add_argument("--ends", default="", help="end tokens, such as 2 [those of the model's folder]")
-    step = steps.add_parser("table", help="the table of the raw files of a run")
-    step.add_argument("raw", type=Path)
+    for name in ("table", "chart"):
+        step = steps.add_parser(name, help=f"the {name} of the raw files of a run")
+        step.add_argument("raw", type=Path)
     given = parser.parse_args()
     if given.step == "prompts":
         make_prompts(given)
@@ -228,7 +255,7 @@ def main() -> None:
         run(given)
     else:
         runs = [json.loads(path.read_text()) for path in sorted(given.raw.glob("*.json"))]
-        sys.stdout.write("\n".join(table(runs)) + "\n")
+        sys.stdout.write(chart(runs) if given.step == "chart" else "\n".join(table(runs)) + "\n")
 
 
 if __name__ == "__main__":
