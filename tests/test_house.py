@@ -86,7 +86,7 @@ CONCEPTS = {
         prompt_token_ids system
     """,
     "[sampling]": """
-        allowed_token_ids bad_words choices columns frequency_penalty ignore_eos logit_bias logprobs max_repeats
+        allowed_token_ids bad_words choices frequency_penalty ignore_eos logit_bias logprobs max_repeats
         max_tokens min_p min_tokens n normalize presence_penalty preset prompt_logprobs repetition_penalty seed stop
         stop_token_ids structured_outputs temperature top_k top_p
     """,

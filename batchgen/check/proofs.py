@@ -71,7 +71,7 @@ def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list
         UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.
     """
     with stdin_as_file(spec.input) as readable:
-        asked = replace(spec, input=readable, sampling=params, sampling_columns=(), fills_context=False)
+        asked = replace(spec, input=readable, sampling=params, fills_context=False)
         builder = info.builder(asked if info.config.has_head else info.resolved(asked))
         source = open_source(readable)
         check_columns(source.read(), spec, builder.finder)

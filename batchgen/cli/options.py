@@ -87,7 +87,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "model": "revision batch_invariant",
     "input": "prompt_token_ids delimiter encoding chat_template_kwargs",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
-    "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize columns",
+    "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize",
     "embed": "prompt_name prefix normalize dimensions truncate",
     "engine": "max_num_batched_tokens kv_cache_dtype block_size prefix_caching share_duplicates "
     "longest_first forecast_memory",

@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.embed import EmbedSpec
-from batchgen.config.sampling import COLUMNS, ROW_KEYS, SAMPLING_KEYS
+from batchgen.config.sampling import ROW_KEYS, SAMPLING_KEYS
 from batchgen.core import keys
 from batchgen.core.answers import check_rule
 from batchgen.core.batch_lines import is_batch_shape
@@ -30,6 +30,16 @@ def _paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
         raise ValueError("must be a string or a list of strings, at least one")
     return paths
+
+
+def _column_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    if "*" in names and len(names) > 1:
+        raise ValueError('must be a list of column names, or "*" alone for all columns')
+    return tuple(dict.fromkeys(names))
+
+
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _delimiter(text: str) -> str:
@@ -85,6 +95,7 @@ def _destination(*schemes: str) -> Kind:
 _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
 _COLUMN = string("COLUMN")
+_COLUMNS = keys.STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
 _FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
 _PATHS = keys.STRINGS.then(_paths, metavar="PATH")
 _SIZE_OR_AUTO = Kind(_size_or_auto, "SIZE|auto", none="auto")
@@ -154,7 +165,7 @@ class InputSpec:
     chat_template_kwargs: Mapping[str, Any] | None = key(
         keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
     )
-    columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output", ("*",))
+    columns: tuple[str, ...] = key(_COLUMNS, "Columns copied to the output", ("*",))
     limit: int | None = key(integer(1), "Take the first N rows only", None)
 
     @property
@@ -275,7 +286,6 @@ class JobSpec:
     engine: EngineConfig = EngineConfig()
     cluster: ClusterSpec = ClusterSpec()
     embed: EmbedSpec = EmbedSpec()
-    sampling_columns: tuple[str, ...] = ()  # "*": every column named like a sampling key that no prompt uses
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
     fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
 
@@ -297,7 +307,7 @@ class JobSpec:
         """Refuse what only text has in a job for vectors. Raises ``UsageError``."""
         if not self.embed.is_on:
             return
-        if self.sampling != SamplingParams() or self.sampling_columns or self.over_preset is not None:
+        if self.sampling != SamplingParams() or self.over_preset is not None:
             raise UsageError("[sampling] and [embed] exclude each other: a job gives text or vectors")
         if self.embed.prompt_name is not None and self.embed.prefix is not None:
             raise UsageError("embed.prompt_name and embed.prefix exclude each other: one text is put before each row's")
@@ -318,7 +328,6 @@ class JobSpec:
             section: {name: item.written(getattr(part, name)) for name, item in keys_of(type(part)).items()}
             for section, part in parts.items()
         }
-        data["sampling"]["columns"] = self.sampling_columns
         if self.fills_context:
             data["sampling"]["max_tokens"] = None
         return data

@@ -142,12 +142,9 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
                     merged[section].pop(key, None)
             merged[section] |= values
     sampling = SamplingParams()
-    columns: tuple[str, ...] = ()
     over_preset: tuple[str, ...] | None = None
     for origin in origins:
         given = {**origin.values.get("sampling", {}), **origin.structured()}
-        if given.pop("columns", None) is not None:
-            columns = origin.parsed("sampling", "columns")
         if given.pop("preset", None) is not None and origin.parsed("sampling", "preset"):
             over_preset = ()
         if over_preset is not None:
@@ -159,7 +156,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
     is_open = all(origin.values.get("sampling", {}).get("max_tokens") is None for origin in origins)
     is_open &= parts["input"].may_have_batch_lines
-    return JobSpec(sampling=sampling, sampling_columns=columns, over_preset=over_preset, fills_context=is_open, **parts)
+    return JobSpec(sampling=sampling, over_preset=over_preset, fills_context=is_open, **parts)
 
 
 def _check_together(spec: JobSpec) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from batchgen.core.errors import ModelError
-from batchgen.core.keys import STRINGS, Key, keys_of, nearest, one_of
+from batchgen.core.keys import Key, keys_of, nearest, one_of
 from batchgen.core.model_files import GENERATION_CONFIG, generation_config
 from batchgen.core.records import SamplingParams
 from batchgen.core.structured import ALIASES, canonical, from_response_format, object_of
@@ -41,33 +41,12 @@ class ParamError(ValueError):
         self.key = key
 
 
-def _column_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    if "*" in names and len(names) > 1:
-        raise ValueError('must be a list of column names, or "*" alone for all columns')
-    return tuple(dict.fromkeys(names))
-
-
-def _sampling_columns(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if name not in ("*", *ROW_KEYS):
-            raise ValueError(f"{name!r} is not a sampling key{nearest(name, PARAM_KEYS)}")
-    return names
-
-
-def _listed(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 _PRESET_HELP = "model: the values of its generation_config.json"
-_COLUMNS_HELP = "Columns with a row's own sampling values; *: all named like a key"
-COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
 _PARAMS = keys_of(SamplingParams)
 SAMPLING_KEYS = {
     **_PARAMS,
     "preset": Key("preset", None, one_of("model"), _PRESET_HELP, "preset", "same"),
-    "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", "same"),
 }
-PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")
 # What asks for structured outputs in a row, under whatever name, and how it says so in the words of the first.
 _WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "structured_outputs": object_of,
@@ -75,13 +54,10 @@ _WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     **{name: lambda value, part=part: {part: value} for name, part in ALIASES.items()},  # type: ignore[misc]
 }
 _IGNORED = "guided_decoding_backend"  # vLLM's: which library, not which text
-ROW_KEYS = tuple(dict.fromkeys((*PARAM_KEYS, *_WAYS, _IGNORED)))
-_TEXTS = ("preset", "normalize", "guided_regex", "guided_grammar", "guided_whitespace_pattern")
-_LISTS = ("stop", "bad_words", "choices")  # of texts, or one text
-_BOOLEANS = {"true": True, "false": False}  # however pandas and spreadsheets write them
+ROW_KEYS = tuple(dict.fromkeys((*SAMPLING_KEYS, *_WAYS, _IGNORED)))
 _GIVES_A_KEY = re.compile(rf"\A\s*\[?\s*{{|\b(?:{'|'.join(ROW_KEYS)})\b[\"']?\s*[:=]")
 _Made = TypeVar("_Made")
-_PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
+_PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in SAMPLING_KEYS}
 
 
 def recommended_values(folder: Path) -> Mapping[str, Any] | None:
@@ -142,23 +118,6 @@ def merge_params(
     return merged
 
 
-def from_cell(key: str, value: Any) -> Any:
-    """The value of a sampling key in a column of its name; None where the cell is empty.
-
-    Text is read as JSON, since a table may hold nothing else, but where the value is a text or may be one.
-    """
-    if not isinstance(value, str) or not value:
-        return None if value == "" else value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        found = _BOOLEANS.get(value.lower(), value)
-    if key in _LISTS:
-        is_list = isinstance(found, list) and found and all(isinstance(item, str) for item in found)
-        return found if is_list else value
-    return value if key in _TEXTS else found
-
-
 def in_object(value: Any) -> Mapping[str, Any] | None:
     """The sampling values in a column ``sampling``: an object, or the JSON text of one; None for data of another kind.
 
@@ -182,7 +141,7 @@ def in_object(value: Any) -> Mapping[str, Any] | None:
 
 def _parsed(key: str, value: Any) -> Any:
     if key not in _PARSE:
-        raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, PARAM_KEYS)}")
+        raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, tuple(SAMPLING_KEYS))}")
     return _checked(key, value, _PARSE[key])
 
 

@@ -130,7 +130,6 @@ def _named(spec: JobSpec, finder: ContentFinder) -> Iterator[tuple[str, str]]:
     yield from (("input.columns", name) for name in spec.input.columns if name != "*")
     if spec.output.expected is not None:
         yield "output.expected", spec.output.expected
-    yield from (("sampling.columns", name) for name in spec.sampling_columns if name != "*")
 
 
 def _listed(found: Collection[str]) -> str:

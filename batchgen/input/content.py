@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.job import InputSpec
-from batchgen.config.sampling import ROW_KEYS, from_cell, in_object
+from batchgen.config.sampling import in_object
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
@@ -64,8 +64,6 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all sampling keys except the names of
-    columns that the prompt or the id is made of.
     ``prompt_columns`` are the columns a prompt may be in, the first choice first; ``template`` takes their place where
     the job has one.
     A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
@@ -80,7 +78,6 @@ class ContentFinder:
         spec: InputSpec,
         tokenizer: Tokenizer | None,
         vocab_size: int,
-        param_columns: Sequence[str] = (),
         embedded: Embedded | None = None,
     ) -> None:
         _check_spec(spec, tokenizer)
@@ -92,10 +89,7 @@ class ContentFinder:
         template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
         self.template = None if spec.format == "openai-batch" else template
         self.prompt_columns = self._column_readers()
-        named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids, *(template.columns if template else ())}
-        takes_all = tuple(param_columns) == ("*",)
         self._embedded = embedded
-        self._param_columns = set(ROW_KEYS) - named if takes_all else set(param_columns)
 
     def named_columns(self) -> Iterator[tuple[str, str]]:
         """The columns that [input] says the prompt is in, each after the key that names it."""
@@ -144,9 +138,8 @@ class ContentFinder:
         return PlainText(text, True)
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        own = {name: from_cell(name, value) for name, value in columns.items() if name in self._param_columns}
         try:
-            return own | dict(in_object(columns.get("sampling")) or {})
+            return in_object(columns.get("sampling")) or {}
         except ValueError as error:
             raise RowProblem(RowErrorCode.BAD_TYPE, f"column 'sampling' {error}") from None
 

@@ -54,10 +54,9 @@ class RequestBuilder:
 
     A row's prompt is the column or template that [input] names; where it names none, the first column present and not
     null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
-    a system message keeps it in place of the job's. Sampling values come from the job, then from those of its
-    ``sampling.columns`` that the row has, then from the row's ``sampling`` object; ``recommended`` are what
-    ``preset`` stands for in a row. A choice is tokenized by itself and its tokens follow the prompt's, white space
-    included: "yes" and " yes" are two choices.
+    a system message keeps it in place of the job's. Sampling values come from the job, then from the row's ``sampling``
+    object; ``recommended`` are what ``preset`` stands for in a row. A choice is tokenized by itself and its tokens
+    follow the prompt's, white space included: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
@@ -77,12 +76,11 @@ class RequestBuilder:
         vocab_size: int,
         grammars: Grammars | None = None,
         recommended: Mapping[str, Any] | None = None,
-        columns: Sequence[str] = (),
     ) -> None:
         self._spec = spec
         self.fills_context = False  # set where the job says no max_tokens
         self._embedded = asked if isinstance(asked, Embedded) else None
-        self.finder = ContentFinder(spec, tokenizer, vocab_size, columns, self._embedded)
+        self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
         self._sampling = sampling = _EMBEDDED if isinstance(asked, Embedded) else asked
         self._recommended = recommended
         self._tokenizer = tokenizer

@@ -164,7 +164,6 @@ class ModelInfo:
             max_model_len=longest,
             vocab_size=self.config.vocab_size,
             recommended=self.recommended,
-            columns=spec.sampling_columns,
         )
         builder.fills_context = spec.fills_context
         return builder
@@ -322,7 +321,7 @@ def _is_plain(spec: JobSpec) -> bool:
     rows = spec.sampling
     others = rows.choices, rows.structured_outputs, rows.logit_bias, rows.allowed_token_ids, rows.bad_words
     is_scored = rows.logprobs is not None or rows.prompt_logprobs is not None
-    return rows.is_greedy and not (rows.has_penalties or is_scored or any(others) or spec.sampling_columns)
+    return rows.is_greedy and not (rows.has_penalties or is_scored or any(others))
 
 
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:

@@ -167,12 +167,6 @@ def test_sampling_flags_come_to_what_a_job_file_would_say(job: JobMaker, capsys:
     assert {name: sampling[name] for name in expected} == expected
 
 
-def test_columns_of_sampling_values_are_named_by_a_flag(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write([{**row, "max_tokens": 1, "choices": ["a", "b"]} for row in rows_of(3)])
-    assert said(capsys, "run", job.toml(), "--sampling-columns", "max_tokens,", "--token-ids")[0] == 0
-    assert [len(row["token_ids"]) for row in job.outputs()] == [1, 1, 1]
-
-
 def test_choices_are_repeated_and_may_hold_commas(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(2))
     code, _, err = said(capsys, "run", job.toml(), "--choices", "yes, please", "--n", "2", "--choices", "no")

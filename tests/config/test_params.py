@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchgen
-from batchgen.config.sampling import PARAM_KEYS, ParamError, merge_params
+from batchgen.config.sampling import SAMPLING_KEYS, ParamError, merge_params
 from batchgen.core.keys import keys_of
 from batchgen.core.records import SamplingParams
 
@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 def test_every_field_of_sampling_params_is_a_declared_key() -> None:
     assert [*keys_of(SamplingParams)] == FIELDS
-    assert (*FIELDS, "preset") == PARAM_KEYS
+    assert [*FIELDS, "preset"] == [*SAMPLING_KEYS]
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -229,7 +229,7 @@ def _value(key: str) -> st.SearchStrategy[Any]:
 
 @settings(deadline=None)
 @given(
-    st.fixed_dictionaries({}, optional={key: _value(key) for key in PARAM_KEYS}),
+    st.fixed_dictionaries({}, optional={key: _value(key) for key in SAMPLING_KEYS}),
     st.dictionaries(st.text(max_size=5), st.none() | st.integers(), max_size=1),
 )
 def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unknown: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unkn
     except ParamError as error:
         assert error.key in overrides and "\n" not in str(error)
         return
-    assert all(overrides[key] is None for key in unknown.keys() - set(PARAM_KEYS))
+    assert all(overrides[key] is None for key in unknown.keys() - set(SAMPLING_KEYS))
     assert 0 <= merged.min_tokens <= merged.max_tokens < 2**31
     assert merged.max_tokens > 0 or merged.prompt_logprobs is not None
     assert merged.temperature == 0 or merged.temperature >= 0.01
@@ -268,4 +268,4 @@ def test_something_acts_on_each_sampling_key() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
     }
-    assert set(PARAM_KEYS) - {"preset"} <= read
+    assert set(SAMPLING_KEYS) - {"preset"} <= read

@@ -169,7 +169,6 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[sampling]\nn = 2\nchoices = ['a', 'b']\n", r"job\.toml:8: sampling\.n: n = 2 does not go with choices"),
         ('[sampling]\nstop = ""\n', r"job\.toml:8: sampling\.stop: stop = '' holds an empty string"),
         ("[sampling\n", r"job\.toml: not valid TOML: .*line 7"),
-        ('[sampling]\ncolumns = ["max_token"]\n', r"sampling\.columns = .*'max_token' is not a .*\"max_tokens\""),
         *(
             (f"[engine]\n{key} = 1_000_000_000\n", rf'engine\.{key} = 1000000000: must be "auto" or an integer from 1')
             for key in ("max_num_batched_tokens", "max_num_seqs", "block_size")
@@ -184,7 +183,6 @@ def test_what_cannot_work_is_refused_by_name_and_line(tmp_path: Path, extra: str
 REFUSED_FLAGS: list[tuple[str, object, str]] = [
     ("input.format", "json", r"^--input-format = 'json'"),
     ("output.format", "xml", "must be one of auto, jsonl, csv, parquet, openai-batch$"),  # each is listed once
-    ("sampling.columns", ["question"], "^--sampling-columns = .*'question' is not a sampling key"),
     *(
         (f"{section}.path", f"{scheme}://bucket/x", f"{scheme}:// is not a local path: copy the file")
         for section in ("model", "output")
@@ -384,13 +382,6 @@ def test_a_spec_survives_json(tmp_path: Path) -> None:
         extra = f'columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_cache_memory = "1GiB"\n'
         spec = from_text(tmp_path, minimal(extra))
         assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-
-
-def test_sampling_columns_are_checked_and_survive_json(tmp_path: Path) -> None:
-    spec = from_text(tmp_path, minimal('[sampling]\ncolumns = ["max_tokens", "seed"]\n'))
-    assert spec.sampling_columns == ("max_tokens", "seed")
-    assert spec.output_keys()["sampling.columns"] == ("max_tokens", "seed")
-    assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 @pytest.mark.parametrize(

@@ -151,13 +151,14 @@ def test_the_right_answer_is_the_likeliest_choice() -> None:
     """Each row's own answer against those of other rows, as a labelling job would ask."""
     spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
     sizes = {"max_model_len": 512, "vocab_size": 65536}
-    builder = RequestBuilder(spec, SamplingParams(), tokenizer(), columns=("choices",), **sizes)
+    builder = RequestBuilder(spec, SamplingParams(), tokenizer(), **sizes)
     some = rows()[:60]
     asked = [
-        {"question": row["question"], "choices": list(dict.fromkeys([other["answer"], row["answer"]]))}
+        {"question": row["question"], "sampling": {"choices": [other["answer"], row["answer"]]}}
         for row, other in zip(some, some[7:] + some[:7], strict=True)
+        if other["answer"] != row["answer"]
     ]
-    records = [Record(i, "", i + 1, row, START) for i, row in enumerate(asked) if len(row["choices"]) == 2]
+    records = [Record(i, "", i + 1, row, START) for i, row in enumerate(asked)]
     requests = [request for request in builder.build(records) if isinstance(request, Request)]
     assert len(requests) == len(records) > 40
     engine = Engine(model(), EngineConfig(kv_cache_memory=16 << 20))

@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def answers_of(spec: InputSpec, tokenizer: Tokenizer) -> list[Request | BadRow]:
     """What the runner would get for every row of an input: id, then prompt."""
     sizes = {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE}
-    builder = RequestBuilder(spec, SamplingParams(), tokenizer, columns=("*",), **sizes)
+    builder = RequestBuilder(spec, SamplingParams(), tokenizer, **sizes)
     answers: list[Request | BadRow] = []
     for row in source_of(spec.path[0], format=spec.format).read():
         if isinstance(row, Record):
@@ -134,19 +134,19 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "negative id": (b'{"prompt_token_ids": [-1]}', "bad_param"),
     "id beyond the vocabulary": (b'{"prompt_token_ids": [1, %d]}' % VOCAB_SIZE, "bad_param"),
     "id beyond 64 bits": (b'{"prompt_token_ids": [%d]}' % 2**70, "bad_param"),
-    "negative temperature": (prompt_row(temperature=-0.5), "bad_param"),
-    "temperature in words": (prompt_row(temperature="hot"), "bad_param"),
-    "temperature NaN": (prompt_row(temperature=float("nan")), "bad_param"),
-    "temperature too large for a float": (b'{"prompt": "hi", "temperature": 1e400}', "bad_param"),
+    "negative temperature": (prompt_row(sampling={"temperature": -0.5}), "bad_param"),
+    "temperature in words": (prompt_row(sampling={"temperature": "hot"}), "bad_param"),
+    "temperature NaN": (prompt_row(sampling={"temperature": float("nan")}), "bad_param"),
+    "temperature too large for a float": (b'{"prompt": "hi", "sampling": {"temperature": 1e400}}', "bad_param"),
     "top_p of 0": (prompt_row(sampling={"top_p": 0}), "bad_param"),
     "top_p above 1": (prompt_row(sampling={"top_p": 1.5}), "bad_param"),
     "top_k of 2.5": (prompt_row(sampling={"top_k": 2.5}), "bad_param"),
-    "max_tokens of 0": (prompt_row(max_tokens=0), "bad_param"),
-    "max_tokens of a billion billion": (prompt_row(max_tokens=10**18), "bad_param"),
-    "min_tokens above max_tokens": (prompt_row(min_tokens=10, max_tokens=9), "bad_param"),
-    "seed of 70 bits": (prompt_row(seed=2**70), "bad_param"),
+    "max_tokens of 0": (prompt_row(sampling={"max_tokens": 0}), "bad_param"),
+    "max_tokens of a billion billion": (prompt_row(sampling={"max_tokens": 10**18}), "bad_param"),
+    "min_tokens above max_tokens": (prompt_row(sampling={"min_tokens": 10, "max_tokens": 9}), "bad_param"),
+    "seed of 70 bits": (prompt_row(sampling={"seed": 2**70}), "bad_param"),
     "unknown sampling key": (prompt_row(sampling={"temprature": 1}), "bad_param"),
-    "stop ids that are text": (prompt_row(stop_token_ids=["7"]), "bad_param"),
+    "stop ids that are text": (prompt_row(sampling={"stop_token_ids": ["7"]}), "bad_param"),
     "prompt of too many tokens": (prompt_row(prompt="word " * 100), "too_long"),
     "chat of 5 MB": (prompt_row(prompt="x" * 5_000_000), "too_long"),
     "too many ids": (b'{"prompt_token_ids": [' + b"8, " * MAX_MODEL_LEN + b"8]}", "too_long"),

@@ -39,10 +39,10 @@ def line(url: str = CHAT_URL, **body: Any) -> dict[str, Any]:
 class Made:
     """Requests made of single rows with a template, which follows the messages in a line of their own."""
 
-    def __init__(self, folder: Path, template: str, columns: tuple[str, ...] = (), **keys: Any) -> None:
+    def __init__(self, folder: Path, template: str, **keys: Any) -> None:
         self.tokenizer = Tokenizer.load(write_tokenizer(folder, chat_template="{{ messages }}\n" + template))
         spec, sizes = InputSpec(path=("rows.jsonl",), **keys), {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
-        self.builder = RequestBuilder(spec, SamplingParams(), self.tokenizer, columns=columns, **sizes)
+        self.builder = RequestBuilder(spec, SamplingParams(), self.tokenizer, **sizes)
 
     def request(self, columns: dict[str, Any]) -> Request | BadRow:
         [found] = self.builder.build([Record(0, "rows.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
@@ -203,11 +203,10 @@ def test_null_is_no_field_of_a_request_for_a_vector() -> None:
 
 @pytest.mark.parametrize("url", [CHAT_URL, COMPLETION_URL])
 def test_values_beside_the_body_count_as_in_any_row_and_the_bodys_win(tmp_path: Path, url: str) -> None:
-    made = Made(tmp_path, "{{ messages }}", columns=("max_tokens",))
+    made = Made(tmp_path, "{{ messages }}")
     for beside, body, expected in (
-        ({"max_tokens": 3}, {}, 3),
         ({"sampling": {"max_tokens": 4}}, {}, 4),
-        ({"max_tokens": 3}, {"max_tokens": 5}, 5),
+        ({"sampling": {"max_tokens": 4}}, {"max_tokens": 5}, 5),
     ):
         found = made.request(line(url, **body) | beside)
         assert isinstance(found, Request) and found.params.max_tokens == expected

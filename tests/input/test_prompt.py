@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,10 @@ def build(
     tokenizer: Tokenizer | None,
     *rows: Mapping[str, Any],
     max_model_len: int = 1000,
-    columns: Sequence[str] = (),
     **keys: Any,
 ) -> list[Request | BadRow]:
     sizes = {"max_model_len": max_model_len, "vocab_size": VOCAB_SIZE}
-    builder = RequestBuilder(spec(**keys), JOB, tokenizer, columns=columns, **sizes)
+    builder = RequestBuilder(spec(**keys), JOB, tokenizer, **sizes)
     return [*builder.build([record(row, index) for index, row in enumerate(rows)])]
 
 
@@ -144,25 +143,14 @@ def test_rows_whose_prompts_are_more_than_is_held_at_once_are_answered_in_order(
     assert texts == [chat(("user", row["prompt"])) for row in rows] and codes(answers[-1:]) == ["bad_type"]
 
 
-def test_sampling_values_come_from_the_job_then_columns_then_the_sampling_object(tokenizer: Tokenizer) -> None:
-    row = {"prompt": "a", "temperature": 0.5, "top_k": 3, "max_tokens": None, "sampling": {"top_k": 4, "seed": None}}
-    [answer] = build(tokenizer, row, columns=["temperature", "top_k", "max_tokens"])
-    assert isinstance(answer, Request)
-    assert answer.params == SamplingParams(max_tokens=32, seed=5, temperature=0.5, top_k=4)
+def test_sampling_values_come_from_the_job_then_the_sampling_object(tokenizer: Tokenizer) -> None:
+    [answer] = build(tokenizer, {"prompt": "a", "sampling": {"top_k": 4, "seed": None}})
+    assert isinstance(answer, Request) and answer.params == SamplingParams(max_tokens=32, seed=5, top_k=4)
 
 
-def test_a_column_named_like_a_sampling_key_is_data_unless_the_job_lists_it(tokenizer: Tokenizer) -> None:
+def test_a_column_named_like_a_sampling_key_is_data(tokenizer: Tokenizer) -> None:
     row = {"prompt": "Which?", "choices": ["a", "b"], "max_tokens": 3, "temperature": "hot"}
     [answer] = build(tokenizer, row)
-    assert isinstance(answer, Request) and answer.params == JOB
-    [answer] = build(tokenizer, row, columns=["max_tokens"])
-    assert isinstance(answer, Request) and answer.params == SamplingParams(max_tokens=3, seed=5)
-
-
-def test_all_columns_so_named_are_taken_but_those_of_the_id_and_the_prompt(tokenizer: Tokenizer) -> None:
-    [answer] = build(tokenizer, {"seed": "s-1", "stop": "hi", "top_k": 2}, id="seed", prompt="stop", columns=["*"])
-    assert isinstance(answer, Request) and answer.params == SamplingParams(max_tokens=32, seed=5, top_k=2)
-    [answer] = build(tokenizer, {"n": 17, "top_k": "hi"}, prompt="{n} {top_k}", columns=["*"])
     assert isinstance(answer, Request) and answer.params == JOB
 
 

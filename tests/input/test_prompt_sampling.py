@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from input_helpers import VOCAB_SIZE
 
 from batchgen.config.job import InputSpec
+from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
 from batchgen.core.structured import canonical
@@ -21,11 +22,14 @@ JOB = SamplingParams(max_tokens=32, seed=5)
 
 
 def builder_of(tokenizer: Tokenizer | None, sampling: SamplingParams = JOB, **keys: Any) -> RequestBuilder:
-    keys = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE, "columns": ("*",)} | keys
+    keys = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE} | keys
     return RequestBuilder(InputSpec(path=("rows.jsonl",), chat=False), sampling, tokenizer, **keys)
 
 
 def record(columns: dict[str, Any], index: int = 0) -> Record:
+    """A row whose values with the names of sampling keys are in its ``sampling`` object."""
+    values = {name: columns[name] for name in columns if name in ROW_KEYS} | columns.get("sampling", {})
+    columns = {name: value for name, value in columns.items() if name not in values} | {"sampling": values}
     return Record(index, "rows.jsonl", index + 1, columns, Cursor(0, 0, index + 1, index + 1))
 
 
@@ -151,9 +155,9 @@ def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
     assert answer.params == SamplingParams(max_tokens=32, seed=5, temperature=0.1, top_k=7)
 
 
-def test_the_first_bad_column_is_the_one_named(tokenizer: Tokenizer) -> None:
+def test_the_first_bad_value_is_the_one_named(tokenizer: Tokenizer) -> None:
     for names in (["n", "top_p", "stop"], ["stop", "n", "top_p"], ["top_p", "stop", "n"]):
-        answer = one(builder_of(tokenizer), prompt="p", **dict.fromkeys(names, -7))
+        answer = one(builder_of(tokenizer), prompt="p", sampling=dict.fromkeys(names, -7))
         assert isinstance(answer, BadRow) and answer.error.message.startswith(f"{names[0]} = -7")
 
 
@@ -187,9 +191,8 @@ LOOKS_BACK = {"regex": "(?<=a)b"}
 
 
 def with_grammars(tokenizer: Tokenizer, sampling: SamplingParams = FREE) -> RequestBuilder:
-    columns = ("structured_outputs", "response_format", "guided_regex")
     grammars = Grammars(tokenizer, VOCAB_SIZE, tokenizer.eos_token_ids)
-    return builder_of(tokenizer, sampling, grammars=grammars, columns=columns)
+    return builder_of(tokenizer, sampling, grammars=grammars)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,6 @@ def with_grammars(tokenizer: Tokenizer, sampling: SamplingParams = FREE) -> Requ
         ({"structured_outputs": '{"regex": "a"}'}, '{"regex": "a"}'),
         ({"response_format": {"type": "json_object"}}, '{"json_object": true}'),
         ({"guided_regex": "a"}, '{"regex": "a"}'),
-        ({"guided_json": {"type": "null"}}, CHOICE),  # no column that the job lists
         ({"sampling": {"guided_json": {"type": "null"}}}, '{"json": {"type": "null"}}'),
         ({"structured_outputs": {"regex": "a"}, "sampling": {"structured_outputs": {"regex": "b"}}}, '{"regex": "b"}'),
         ({"sampling": {"structured_outputs": {}}}, ""),
@@ -208,7 +210,7 @@ def with_grammars(tokenizer: Tokenizer, sampling: SamplingParams = FREE) -> Requ
         ({"structured_outputs": None, "response_format": None, "sampling": {"guided_choice": None}}, CHOICE),
     ],
 )
-def test_a_column_or_sampling_object_replaces_the_job(tokenizer: Tokenizer, row: dict[str, Any], expected: str) -> None:
+def test_a_sampling_object_replaces_the_job(tokenizer: Tokenizer, row: dict[str, Any], expected: str) -> None:
     answer = one(with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE)), prompt="p", **row)
     assert isinstance(answer, Request) and answer.params.structured_outputs == expected
 

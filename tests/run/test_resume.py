@@ -249,13 +249,6 @@ def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
         job.run(spec)
 
 
-def test_a_run_is_refused_where_other_columns_hold_sampling_values(job: JobMaker) -> None:
-    job.write([{**row, "max_tokens": 2} for row in rows_of(3)])
-    job.run()
-    with pytest.raises(ResumeMismatch, match=r'sampling.columns: was \[\], now \["max_tokens"\]'):
-        job.run(job.spec(sampling={"columns": ["max_tokens"]}))
-
-
 @pytest.mark.parametrize("is_done", [True, False])
 def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: JobMaker, is_done: bool) -> None:
     job.write(rows_of(60))

@@ -1,4 +1,4 @@
-"""Sampling values in columns: cells of tables are text, and a column ``sampling`` may be no sampling at all."""
+"""Sampling values of rows: a table holds them as text, and a column ``sampling`` may be no sampling at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB = SamplingParams(max_tokens=32, seed=5)
 def asked(tokenizer: Tokenizer, columns: dict[str, Any]) -> Any:
     """The sampling values that a row asks for, or the code and message of its error."""
     sizes = {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
-    builder = RequestBuilder(InputSpec(path=("a",), prompt="q", chat=False), JOB, tokenizer, columns=("*",), **sizes)
+    builder = RequestBuilder(InputSpec(path=("a",), prompt="q", chat=False), JOB, tokenizer, **sizes)
     [found] = builder.build([Record(0, "a", 1, {"q": "Hi", **columns}, Cursor(0, 0, 1, 1))])
     return found.params if isinstance(found, Request) else f"{found.error.code}: {found.error.message}"
 
@@ -31,49 +31,8 @@ def with_values(**values: Any) -> SamplingParams:
     return replace(JOB, **values)
 
 
-@pytest.mark.parametrize(
-    ("key", "cell", "value"),
-    [
-        ("max_tokens", "3", 3),
-        ("max_tokens", "3.0", 3),
-        ("temperature", "0.7", 0.7),
-        ("temperature", "0", 0.0),
-        ("ignore_eos", "true", True),
-        ("ignore_eos", "True", True),  # of pandas
-        ("ignore_eos", "FALSE", False),  # of a spreadsheet
-        ("n", "1", 1),
-        ("logprobs", "2", 2),
-        ("stop_token_ids", "[2, 7]", (2, 7)),
-        ("logit_bias", '{"9": 1}', ((9, 1.0),)),
-        ("structured_outputs", '{"choice": ["1", "2"]}', '{"choice": ["1", "2"]}'),
-        ("stop", "5", ("5",)),
-        ("stop", "true", ("true",)),
-        ("stop", "[]", ("[]",)),
-        ("stop", "[1]", ("[1]",)),
-        ("stop", '["a", "b"]', ("a", "b")),
-        ("choices", '["yes", "no"]', ("yes", "no")),
-        ("bad_words", "null", ("null",)),
-        ("max_tokens", "null", 32),
-    ],
-)
-def test_a_cell_is_read_as_json_where_its_key_takes_no_text(
-    tokenizer: Tokenizer, key: str, cell: str, value: Any
-) -> None:
-    assert asked(tokenizer, {key: cell}) == with_values(**{key: value})
-
-
-@pytest.mark.parametrize("key", ["max_tokens", "temperature", "stop", "structured_outputs", "guided_regex", "preset"])
-def test_an_empty_cell_is_no_value(tokenizer: Tokenizer, key: str) -> None:
-    assert asked(tokenizer, {key: ""}) == asked(tokenizer, {key: None}) == JOB
-
-
-@pytest.mark.parametrize("cell", ["three", "NaN", "[3]", "1e400", " ", "9" * 5000])
-def test_a_cell_of_another_kind_is_refused_by_its_key(tokenizer: Tokenizer, cell: str) -> None:
-    assert asked(tokenizer, {"max_tokens": cell}).startswith("bad_param: max_tokens = ")
-
-
 def test_a_table_gives_rows_values_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    table = b'q,max_tokens,temperature,stop,n\r\n"a",3,0,5,1\r\nb,,,,\r\n'
+    table = b'q,sampling\r\na,"{""max_tokens"": 3, ""stop"": ""5""}"\r\nb,\r\n'
     rows = [row for row in read_bytes(tmp_path, table, "rows.csv") if isinstance(row, Record)]
     found = [asked(tokenizer, row.columns) for row in rows]
     assert found == [with_values(max_tokens=3, stop=("5",)), JOB]
