@@ -63,7 +63,7 @@ class JournalEntry(FastPickle):
 
     @property
     def key(self) -> int:
-        """What tasks and requests call the row."""
+        """The name of the row in tasks and requests."""
         return self.index
 
 
@@ -121,7 +121,7 @@ class Journal:
 
     @property
     def resume_cursor(self) -> Cursor | None:
-        """Where the first unfinished row can be read from; None means from the start of the input.
+        """The place in the input from which the first unfinished row can be read; None for the start.
 
         Rows of this shard before it are all finished; rows after it may be.
         """
@@ -185,7 +185,7 @@ class Journal:
         return self._line(index).payload
 
     def cursor(self, index: int) -> Cursor:
-        """Where a finished row says that reading goes on after it. Raises as ``payload``."""
+        """The place in the input behind a finished row, as its line says. Raises as ``payload``."""
         return self._line(index).cursor
 
     def _line(self, index: int) -> Line:

@@ -150,7 +150,7 @@ class Comparison:
 
 
 def compare(old: Manifest, new: Manifest) -> Comparison:
-    """What changed between the manifest on disk and a job that wants to resume; it may if ``refused`` is empty."""
+    """The differences between the manifest on disk and a job; the job may resume it if ``refused`` is empty."""
     bound, loose = [], []
     for manifest in (old, new):
         bound.append({"": manifest.output_keys, **manifest.fingerprints, "shard": str(manifest.shard)})
@@ -174,7 +174,7 @@ def with_kernels(manifest: Manifest, kernels: str | None) -> Manifest:
 
 
 def without_kernels(numerics: Mapping[str, str]) -> dict[str, str]:
-    """What of the numerics is equal in all rows of a run; their kernels may differ where that is allowed."""
+    """The numerics that are equal in all rows of a run; their kernels may differ where that is allowed."""
     return {name: value for name, value in numerics.items() if name != KERNELS}
 
 

@@ -49,7 +49,7 @@ class PublishManifest:
 
     @classmethod
     def read(cls, place: Bucket | HubDataset) -> PublishManifest | None:
-        """What is there, None where there is nothing or what no run wrote. Raises RemoteError."""
+        """The manifest at a destination, None where there is none that a run wrote. Raises RemoteError."""
         content = place.read(PUBLISHED) or b""
         try:
             data = json.loads(content)
@@ -127,7 +127,7 @@ class Publication:
         return entry.size == state["bytes"] and published["version"] in ("", entry.version)
 
     def _found(self, *, overwrite: bool) -> PublishManifest | None:
-        """What this run has at the destination, or may replace there; None where nothing is.
+        """The files that this run has at the destination, or may replace there; None where it is empty.
 
         Another run that has published nothing is the rest of a run that was never finished.
         """

@@ -27,8 +27,7 @@ from batchgen.core.records import (
     SamplingParams,
     Timings,
 )
-from batchgen.output.token_scores import TokenScores, perplexity, rounded, softmax
-from batchgen.output.vector_fields import vector_fields
+from batchgen.output.scores import TokenScores, perplexity, rounded, softmax, vector_fields
 from batchgen.text.grammar_source import library
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import Decode, cut_text

@@ -19,7 +19,7 @@ _OFFSET_BITS = 40  # a segment is rotated long before 1 TiB; this leaves 22 bits
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """Where a finished row's record starts, and whether it is an error."""
+    """Place of a finished row's record: its segment, the offset of its line, and its kind."""
 
     segment: int
     offset: int

@@ -45,7 +45,7 @@ class Line(NamedTuple):  # a dataclass takes three times as long to make, and op
 
     @property
     def cursor(self) -> Cursor:
-        """Where reading goes on after this row."""
+        """The place in the input behind this row, from which a resume reads."""
         return Cursor(*map(int, self.raw.split(b" ", 4)[3].split(b":")))
 
 

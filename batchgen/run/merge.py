@@ -36,7 +36,7 @@ _SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes")
 
 
 class Merged(NamedTuple):
-    """What a merge has done: the rows, None where it was done already, and why there is no report."""
+    """Result of a merge: the counts of rows, None where it was done already, and the reasons for having no report."""
 
     counts: Counts | None
     problems: Sequence[str] = ()

@@ -1,1 +1,1 @@
-"""Where engines run: workers on this machine or on a Ray cluster, which one driver feeds with rows."""
+"""Workers on this machine or on a Ray cluster, which one driver feeds with rows."""

@@ -1,4 +1,4 @@
-"""Where the engine of a job runs: in this process, or on workers, as [cluster] says. The job itself goes on as ever."""
+"""Choice of where the engine of a job runs: in this process or on workers, as [cluster] says."""
 
 from __future__ import annotations
 

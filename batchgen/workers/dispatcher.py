@@ -179,7 +179,7 @@ class RowDispatcher:
         return first
 
     def assignments(self) -> dict[str, Assignment]:
-        """What to send to which worker now; it is taken as sent."""
+        """Assignments to send now, by worker; the caller must send them."""
         assignments = {name: Assignment(stop=True) for name in self._to_stop if name in self.workers}
         self._to_stop.clear()
         if self._fresh or self._retried:

@@ -226,12 +226,12 @@ class WorkersEngine:
             yield Result(task.key, 0, error=RowError(RowErrorCode.INTERNAL, _POISON))
 
     def _drop(self, name: str) -> None:
-        """Keep no numbers of a worker that ended, but at the end of the run, when all do."""
+        """Forget the numbers of a worker that ended, unless the run ends, when all do."""
         if not self._stopping and not self._dispatcher.is_done:
             self.stats.drop(name)
 
     def _is_given_up(self, lost: WorkerLost, *, was_ready: bool) -> bool:
-        """Whether another worker in its place would end likewise; where memory is short, fewer may have enough."""
+        """Whether to stop replacing this worker; where memory is short, fewer workers may have enough."""
         if was_ready:
             return isinstance(lost.error, OutOfMemory)
         self._num_false_starts += 1

@@ -63,7 +63,7 @@ class WorkerHandle:
             self._wait_for(self.remote.call("exchange", assignments))
 
     def poll(self) -> list[WorkerEvent]:
-        """What has come since the last call: ready, then updates, and nothing after a loss."""
+        """The events since the last call: ready, then updates, and nothing after a loss."""
         if self._is_over:
             return []
         if self.place is None and (lost := self._launcher.no_place):
@@ -110,9 +110,9 @@ class WorkerHandle:
 class WorkerLauncher(ABC):
     """Starts workers of one kind and waits for them.
 
-    ``num_wanted`` are the fewest that a run goes on with, and the most; it begins with the first. Of ``is_local`` ones,
-    where one does not fit, another in its place would not either. ``woken`` is set when a call has ended. ``no_place``
-    says why workers without a place will not get one, None while they may.
+    ``num_wanted`` are the fewest and the most workers that a run goes on with; the run starts with the first one.
+    ``is_local`` workers are identical: if one cannot load, none can. ``woken`` is set when a call has ended.
+    ``no_place`` says why workers without a place will not get one; it is None while they may.
     """
 
     kind = "local"  # of the names

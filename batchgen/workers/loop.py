@@ -125,7 +125,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def collect(self, timeout_s: float = HEARTBEAT_S) -> WorkerUpdate:
-        """What there is to tell, as soon as that is something, or after the timeout. Raises what the engine raised."""
+        """The news of this worker, as soon as there are any, or after the timeout. Raises what the engine raised."""
         time.sleep(max(self._took_at + _ROUND_S - self._clock(), 0.0))
         with self._changed:
             self._changed.wait_for(self._has_news, timeout_s)

@@ -22,7 +22,7 @@ class Task(Protocol):
 
 
 class Answer(Protocol):
-    """What came of a task."""
+    """Result of a task."""
 
     @property
     def key(self) -> int: ...
@@ -30,7 +30,7 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the driver tells a worker.
+    """Message of the driver to a worker.
 
     ``tasks`` are to be run, after those given before. With ``stop``, the worker ends the step under way and gives back
     all that it has.
@@ -42,7 +42,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must be equal between the workers of a run: its rows must not depend on which of them computed a row.
+    """Identity of a worker, equal for all of a run: its rows must not depend on which of them computed a row.
 
     ``weights`` are the digests of ``ModelInfo.fingerprint``, ``numerics`` those of ``Backend``.
     """
@@ -65,7 +65,7 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUpdate:
-    """What a worker tells the driver, at least every ``HEARTBEAT_S``, so that its silence means something.
+    """Message of a worker to the driver, at least every ``HEARTBEAT_S``, so that its silence means something.
 
     ``progress`` counts steps, launches of kernels and rows made into requests; a worker with rows whose count stands
     still hangs. ``finished`` are answers to tasks. ``partials`` are the tokens so far of tasks that are half done, by

@@ -37,7 +37,7 @@ class NoRoom(BatchgenError):
 
 
 class RayWorker(Worker):
-    """What runs on the cluster, in the main thread of a process of its own."""
+    """Worker on the cluster, in the main thread of a process of its own."""
 
     def place(self) -> str:
         """The machine, as soon as the process has started."""

@@ -18,7 +18,7 @@ _ROWS_PER_SEQ = 4  # with fewer, start and end of a worker take too large a part
 
 @dataclass(frozen=True, slots=True)
 class MachineSlice:
-    """What one worker may use: processors, CUDA devices (None: all that there are), and bytes of memory (None: any)."""
+    """The share of one worker: processors, CUDA devices (None: all that there are), and bytes of memory (None: any)."""
 
     cpus: tuple[int, ...] = ()
     gpus: tuple[str, ...] | None = None

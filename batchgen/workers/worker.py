@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a worker begins with: the job, when its run was begun, and ``Digests.to_plain`` of the driver.
+    """The beginning of a worker: the job, the time at which its run was begun, and ``Digests.to_plain`` of the driver.
 
     A worker whose files are in the states that the digests tell need not read them for its fingerprint.
     """
@@ -89,7 +89,7 @@ class Worker:
 
 
 def lost_to(error: BaseException) -> WorkerLost:
-    """What is told of the error that ends a worker; its traceback is left on stderr."""
+    """The message of the error that ends a worker; its traceback is left on stderr."""
     traceback.print_exception(error)
     return WorkerLost(one_line(error), _portable(error))
 

@@ -164,7 +164,7 @@ def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _by_text(tops: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of tokens with the same text the likeliest counts, which is the one that comes first."""
+    """Log-probabilities by text; of tokens with the same text the likeliest, which comes first, counts."""
     found: dict[str, float] = {}
     for top in tops:
         found.setdefault(_token_text(top), top["logprob"])

@@ -1,12 +1,13 @@
-"""Log-probabilities in an output record: of tokens, of scored choices, and the perplexity of a prompt."""
+"""Numbers of an output record: log-probabilities, perplexity, vectors, and the scores of a classifier."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from batchgen.core.records import TokenLogprob
+from batchgen.core.records import Result, TokenLogprob
 from batchgen.text.stop_strings import Decode
 
 _DIGITS = 6
@@ -55,3 +56,18 @@ def perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
         return None
     mean = math.fsum(token.logprob for token in tokens) / len(tokens)
     return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
+
+
+def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) -> dict[str, Any]:
+    """``embedding``; ``embeddings`` of several texts, or of tokens by ``pooling``; with ``labels`` the best and all."""
+    numbers = [float(f"{number:.9g}") for number in array("f", result.vector)]  # nine digits tell a float32
+    if len(labels) > 1:
+        best = max(numbers)
+        scores = dict(zip(labels, numbers, strict=True))
+        return {"label": labels[numbers.index(best)], "score": best, "scores": scores}
+    if labels:
+        return {"score": numbers[0]}
+    if pooling == "tokens" or result.num_texts > 1:
+        width = len(numbers) // (result.num_prompt_tokens if pooling == "tokens" else result.num_texts)
+        return {"embeddings": [numbers[i : i + width] for i in range(0, len(numbers), width)]}
+    return {"embedding": numbers}
