@@ -65,6 +65,8 @@ MAX_ARROWS = {"engine": 49}  # imports between files of a room
 MAX_FILES = {"workers": 15}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
+RELATIVE_WORDS = {"What", "That", "Whether", "Of", "So", "Where"}
+PLAIN_ROOMS = {"engine", "cli", "check", "bench"}  # whose docstrings begin with a noun or a verb
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
     "commands": "bench cat check help merge plan report run status try",
@@ -253,6 +255,19 @@ def crowded_rooms(tree: Tree) -> list[str]:
     return found + [f"{name}: {arrows[name]} arrows" for name, most in MAX_ARROWS.items() if arrows[name] > most]
 
 
+def docstrings_without_a_noun(tree: Tree) -> list[str]:
+    """Docstrings that begin with a relative clause; of a function that returns a bool, "Whether" is what it tells."""
+    faults = []
+    for name, text in tree.texts.items():
+        for node in ast.walk(ast.parse(text)) if room(name) in PLAIN_ROOMS else ():
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                first = (ast.get_docstring(node) or "").partition(" ")[0]
+                tells = isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "bool"
+                if first in RELATIVE_WORDS and not (tells and first == "Whether"):
+                    faults.append(f"{name}: {getattr(node, 'name', 'the module')}")
+    return faults
+
+
 RULES: list[Callable[[Tree], list[str]]] = [
     outside_rooms,
     upward_imports,
@@ -263,6 +278,7 @@ RULES: list[Callable[[Tree], list[str]]] = [
     large_files,
     too_long_a_path,
     crowded_rooms,
+    docstrings_without_a_noun,
 ]
 
 
@@ -332,6 +348,8 @@ FAULTS: list[tuple[Callable[[Tree], list[str]], list[tuple[str, str]]]] = [
     (large_files, [("run.job", "x = 1\n" * 400)]),
     (too_long_a_path, [("core.records", "\n" * MAX_PATH_LINES)]),
     (crowded_rooms, [(f"workers.f{number}", "") for number in range(MAX_FILES["workers"] + 1)]),
+    (docstrings_without_a_noun, [("engine.sizes", 'def size() -> int:\n    """What a step holds."""')]),
+    (docstrings_without_a_noun, [("engine.sizes", '"""Whether it fits."""')]),
 ]
 
 

@@ -44,7 +44,7 @@ _NOTE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured: a model with the engine's settings; and ``note``, which tells a person how far it is.
+    """Subject of a measurement: a model with the engine's settings; and ``note``, which tells a person how far it is.
 
     ``eos_token_ids`` end answers, by default those that the model's config names.
     """

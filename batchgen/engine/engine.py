@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What decides the tokens beside weights and requests: the model's, and the cache's type if not "auto"."""
+        """Numerics, which decide the tokens beside weights and requests: the model's, and the cache's if not "auto"."""
         kv_cache_dtype = self.config.kv_cache_dtype
         return self.runner.model.numerics | ({} if kv_cache_dtype == "auto" else {"kv_cache_dtype": kv_cache_dtype})
 

@@ -1,4 +1,4 @@
-"""What a sequence generates: the tokens that were chosen, what watches them, why they end, and how likely they were.
+"""Generation of one sequence: the tokens that were chosen, what watches them, why they end, and how likely they were.
 
 The scheduler needs none of it. A new kind of watcher is an observer (see ``observers``), not a field here.
 """
@@ -31,7 +31,7 @@ from batchgen.text.tokenizer import Tokenizer
 
 
 class TextTools(NamedTuple):
-    """What needs a tokenizer: matchers of stop strings, and constraints; each None where there is none."""
+    """Makers of what needs a tokenizer: matchers of stop strings, and constraints; each None where there is none."""
 
     stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
     constraints: Constraints | None = None
@@ -277,7 +277,7 @@ class Generation:
         return self.generates and index >= len(self.request.prompt_token_ids)
 
     def to_sample(self) -> Sample:
-        """What was generated, once it has ended."""
+        """The generated tokens and why they ended, once they have."""
         logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
         tokens = tuple(self.token_ids[len(self.request.prompt_token_ids) :])
         is_complete = self.matched_stop is None and self.constraint.is_complete if self.constraint else None

@@ -221,7 +221,7 @@ class CudaGraphs:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a recording holds fixed beside the model and its state; ``num_threads`` is torch's on the CPU."""
+    """Sizes that a recording holds fixed beside the model and its state; ``num_threads`` is torch's on the CPU."""
 
     num_seqs: int
     max_blocks: int

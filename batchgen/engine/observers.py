@@ -1,4 +1,4 @@
-"""What watches the tokens of one sequence: observers take each in turn and may end it, rules restrict what may come.
+"""Watchers of the tokens of one sequence: observers take each in turn and may end it, rules restrict what may come.
 
 What observers ask for counts from ``min_tokens`` on. A constraint also says which tokens may come next; the engine
 knows no grammar, only ``Constraints``. Tokens that a constraint forces are part of its definition, not a shortcut,
@@ -164,7 +164,7 @@ class HostTokenCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRules:
-    """What ``allowed_token_ids``, ``bad_words`` and ``logit_bias`` ask for.
+    """Rules of ``allowed_token_ids``, ``bad_words`` and ``logit_bias``.
 
     Attributes:
         bits: int32 [ceil(vocab_size / 32)], a bit per token that may come at all; None if all may.

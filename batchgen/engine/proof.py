@@ -53,7 +53,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a proof holds for, beside the kernels themselves."""
+    """Conditions that a proof holds for, beside the kernels themselves."""
 
     config: ModelConfig
     device: torch.device
@@ -136,7 +136,7 @@ def _known_faults(kernels: Kernels, setting: Setting, *, finds: bool) -> Mapping
 
 
 def find_faults(kernels: Kernels, setting: Setting) -> dict[str, str]:
-    """What differs from plain torch, or fails, by operation; ``BATCH`` where a row's bits depend on others."""
+    """Differences from plain torch, and failures, by operation; ``BATCH`` where a row's bits depend on others."""
     plain = _plain(kernels, setting)
     proving = ProvenKernels(kernels, plain)
     model = setting.decoder(proving)
@@ -173,7 +173,7 @@ def _draw(kernels: Kernels, setting: Setting) -> None:
 
 
 def _batch_faults(model: Decoder, setting: Setting) -> dict[str, str]:
-    """Whether greedy rows by themselves have the log-probabilities to the bit that they have among others."""
+    """Fault of greedy rows that by themselves have other log-probabilities, by a bit or more, than among others."""
     requests = setting.requests()
     together = {result.key: result for result in setting.engine(model).run(requests)}
     for request in [request for request in requests if request.params == _GREEDY]:

@@ -1,4 +1,4 @@
-"""What a device can do beyond running a step: run the next one behind it, and repeat one from a recording.
+"""Abilities of a device beyond running a step: to run the next one behind it, and to repeat one from a recording.
 
 A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
 host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording

@@ -152,7 +152,7 @@ def default_sizes(*, is_cuda: bool) -> dict[str, int]:
 
 
 def _step_bytes(tokens: int, max_num_seqs: int, model: ModelConfig, itemsize: int) -> int:
-    """What full steps take on a GPU beside weights and state, launched and recorded.
+    """Bytes that full steps take on a GPU beside weights and state, launched and recorded.
 
     Logits have a float32 copy, and penalties int32 counts of all tokens. A step that scores prompts or choices may be
     asked for the logits of all its tokens.
