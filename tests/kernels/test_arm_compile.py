@@ -38,13 +38,11 @@ def compiled(features: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not has_target(), reason="this LLVM has no target for 64-bit Arm")
 @pytest.mark.parametrize(
     ("features", "has_byte_products"),
-    [
-        pytest.param(f"{FEATURES},+dotprod", True, marks=pytest.mark.slow),
-        pytest.param(FEATURES, False, marks=pytest.mark.nightly),
-    ],
+    [(f"{FEATURES},+dotprod", True), (FEATURES, False)],
     ids=["dotprod", "no dotprod"],
 )
 def test_every_kernel_compiles_for_64_bit_arm(features: str, has_byte_products: bool) -> None:
