@@ -59,7 +59,7 @@ def tokens(setting: Setting, kernels: Kernels) -> Mapping[int, tuple[int, ...]]:
 
 def at_night(family: str, form: str) -> Any:
     """A case on the interpreter, which takes minutes: CI does one of each family or format that differs most."""
-    is_quick = family == "lfm2" or (family, form) in (("gemma3_text", "float32"), ("lfm2_moe", "bfloat16"))
+    is_quick = (family, form) in (("lfm2", "int8"), ("gemma3_text", "float32"), ("lfm2_moe", "bfloat16"))
     return pytest.param(family, form, marks=pytest.mark.slow if is_quick else pytest.mark.nightly)
 
 
@@ -230,7 +230,7 @@ FAULTS: dict[str, tuple[str, str, Planted]] = {
     [
         *((fault, "FusedNorms") for fault in FAULTS),
         *(
-            pytest.param(fault, "CudaKernels", marks=pytest.mark.slow if number % 5 == 0 else pytest.mark.nightly)
+            pytest.param(fault, "CudaKernels", marks=pytest.mark.slow if number % 10 == 0 else pytest.mark.nightly)
             for number, fault in enumerate(FAULTS)
         ),
     ],

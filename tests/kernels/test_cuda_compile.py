@@ -54,13 +54,8 @@ def test_every_kernel_compiles_for_hopper_into_matrix_instructions_and_wide_copi
     assert [b["name"] for b in heavy if not b["matrix"]] == ["matmul_in_parts"], "but for the router's, in float32"
 
 
-@pytest.mark.parametrize(
-    "capability",
-    [
-        pytest.param(90, marks=pytest.mark.slow),
-        *(pytest.param(c, marks=pytest.mark.nightly) for c in (80, 86, 89, 100, 120)),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_every_kernel_compiles_for_every_dtype_and_generation(capability: int, tmp_path: Path) -> None:
     binaries = compiled(capability, "bfloat16", "float16", "float32", cache=tmp_path)
     assert {b["name"] for b in binaries} == KERNELS

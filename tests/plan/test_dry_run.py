@@ -340,7 +340,7 @@ print(json.dumps({"peak_bytes": peak, "rows": plan["rows"], "bad": [row["line"] 
 
 
 @pytest.mark.slow
-def test_a_million_rows_take_little_more_memory_than_ten_thousand_and_every_bad_one_is_found(tmp_path: Path) -> None:
+def test_many_rows_take_little_more_memory_than_ten_thousand_and_every_bad_one_is_found(tmp_path: Path) -> None:
     def peak_bytes(count: int) -> int:
         write_input(tmp_path / "input.jsonl", count)
         command = [sys.executable, "-c", PROGRAM, str(MODEL), str(tmp_path / "input.jsonl")]
@@ -350,7 +350,7 @@ def test_a_million_rows_take_little_more_memory_than_ten_thousand_and_every_bad_
         assert found["bad"] == list(range(1000, count + 1, 1000))
         return int(found["peak_bytes"])
 
-    assert peak_bytes(1_000_000) - peak_bytes(10_000) <= 200 << 20
+    assert peak_bytes(250_000) - peak_bytes(10_000) <= 50 << 20
 
 
 # ---------------------------------------------------------------- structured outputs

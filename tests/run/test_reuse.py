@@ -121,11 +121,11 @@ def test_ten_thousand_rows(job: JobMaker) -> None:
 
 
 @pytest.mark.slow
-def test_a_million_rows_are_found_in_little_memory(job: JobMaker) -> None:
+def test_many_rows_are_found_in_little_memory(job: JobMaker) -> None:
     job.write(rows_of(1))
     job.run()
     (record,) = json_lines(job.output)
-    names = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}{number:016x}" for number in range(1_000_000)]
+    names = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}{number:016x}" for number in range(250_000)]
     with (job.output / "outputs.jsonl").open("w") as file:
         for record["timings"]["fingerprint"] in names:
             file.write(json.dumps(record) + "\n")
@@ -134,9 +134,9 @@ def test_a_million_rows_are_found_in_little_memory(job: JobMaker) -> None:
         with closing(EarlierRows()) as rows:
             rows.add_lines(job.output / "outputs.jsonl")
             rows.seal()
-            for name in random.Random(8).sample(names, 10_000):
+            for name in random.Random(8).sample(names, 2_500):
                 assert [found["timings"]["fingerprint"] for found in rows.find(name)] == [name]
-        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+        assert tracemalloc.get_traced_memory()[1] < 25 << 20
     finally:
         tracemalloc.stop()
 
