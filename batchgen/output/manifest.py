@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -159,28 +159,14 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
 
 
 def kernels_of(manifest: Manifest) -> str | None:
-    """The kernel set that a run was computed with, or several joined by ``mix_kernels``; None where unknown."""
+    """The kernel set that a run was begun with; None where unknown."""
     found = manifest.fingerprints.get("numerics", {}).get(KERNELS)
     return None if found is None else str(found)
-
-
-def with_kernels(manifest: Manifest, kernels: str | None) -> Manifest:
-    """The manifest with another name for its kernels, or with none."""
-    if "numerics" not in manifest.fingerprints:
-        return manifest
-    numerics = without_kernels(manifest.fingerprints["numerics"])
-    named = {} if kernels is None else {KERNELS: kernels}
-    return replace(manifest, fingerprints={**manifest.fingerprints, "numerics": numerics | named})
 
 
 def without_kernels(numerics: Mapping[str, str]) -> dict[str, str]:
     """The numerics that are equal in all rows of a run; their kernels may differ where that is allowed."""
     return {name: value for name, value in numerics.items() if name != KERNELS}
-
-
-def mix_kernels(*kernels: str) -> str:
-    """The names of all kernel sets that a run's rows come from, each once."""
-    return " + ".join(dict.fromkeys(name for names in kernels for name in names.split(" + ")))
 
 
 def differences(old_tree: Mapping[str, Any], new_tree: Mapping[str, Any]) -> tuple[str, ...]:

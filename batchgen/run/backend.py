@@ -69,7 +69,7 @@ class RunContext:
     ``at`` is when it was begun, ``weights`` are the digests of ``ModelInfo.fingerprint``, ``digests`` those of files
     and their states (``Digests.to_plain``), ``numerics`` (see ``Backend``) those of its rows so far, None without any.
     ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to the user.
-    ``takes_kernels`` says whether rows may come from other kernels too; those are then in the manifest before a row is.
+    ``may_mix_kernels`` says whether rows may come from other kernels too.
     """
 
     at: datetime | None = None
@@ -78,7 +78,7 @@ class RunContext:
     numerics: Mapping[str, str] | None = None
     num_rows: int | None = None
     note: Callable[[str], object] = lambda line: None
-    takes_kernels: Callable[[str], bool] = lambda kernels: False
+    may_mix_kernels: bool = False
 
 
 @contextmanager

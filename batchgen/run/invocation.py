@@ -31,7 +31,7 @@ from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
-from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_kernels
+from batchgen.output.manifest import KERNELS, Manifest, without_kernels
 from batchgen.output.publish import Publication, open_destination
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.advice import warnings
@@ -171,7 +171,7 @@ class Invocation(ABC):
             known.get("numerics"),
             self.progress.rows_total,
             self.progress.display.note,
-            self._takes_kernels,
+            self.options.allow_mixed_kernels,
         )
 
     def generate(self, rows: Iterable[Record | BadRow], validator: RowValidator, journal: Journal) -> bool:
@@ -240,25 +240,14 @@ class Invocation(ABC):
                 f"{folder} was begun in {numerics_text(was)}, here the model runs in {numerics_text(now)}, "
                 f"which gives other tokens: go on with {flags}, or start anew with --overwrite"
             )
-        if KERNELS not in begun or KERNELS not in backend.numerics or self._takes_kernels(backend.numerics[KERNELS]):
+        known = {numerics[KERNELS] for numerics in (begun, backend.numerics) if KERNELS in numerics}
+        if len(known) < 2 or self.options.allow_mixed_kernels:
             return backend
         raise ResumeMismatch(
             f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {backend.numerics[KERNELS]}, "
             "which add up in another order, so tokens may differ: go on where it was begun, give "
             "--allow-mixed-kernels, or start anew with --overwrite"
         )
-
-    def _takes_kernels(self, kernels: str) -> bool:
-        """Whether rows may come from these kernels too; if so, the manifest of a run that has begun names them now."""
-        begun = self.manifest.fingerprints.get("numerics", {})
-        mixed = mix_kernels(begun[KERNELS], kernels) if KERNELS in begun else ""
-        if mixed and mixed == begun[KERNELS]:
-            return True
-        if mixed and self.options.allow_mixed_kernels:
-            self.set_numerics({**begun, KERNELS: mixed})
-            self.write_begun(self.manifest)
-            self.progress.display.note(f"rows come from several kernel sets now: {mixed}")
-        return self.options.allow_mixed_kernels
 
     def write_begun(self, manifest: Manifest) -> None:
         """Take a manifest as that of the job under way, and store it with its journal."""

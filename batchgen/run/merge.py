@@ -24,7 +24,7 @@ from batchgen.core.storage import absolute
 from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
-from batchgen.output.manifest import Manifest, OtherVersion, compare, kernels_of, mix_kernels, with_kernels
+from batchgen.output.manifest import Manifest, OtherVersion, compare, kernels_of, without_kernels
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
@@ -203,7 +203,7 @@ def _load_shard(run_dir: RunDir) -> _Shard:
 
 
 def _check_same_job(first: _Shard, other: _Shard) -> None:
-    old, new = (replace(with_kernels(shard.manifest, None), shard=WHOLE) for shard in (first, other))
+    old, new = (_unsharded(shard.manifest) for shard in (first, other))
     differences = compare(old, new).refused
     counts = first.manifest.shard.count, other.manifest.shard.count
     if counts[0] != counts[1]:
@@ -215,6 +215,12 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         differences += (f"output.format: was {forms[0]}, now {forms[1]}",)
     if differences:
         raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
+
+
+def _unsharded(manifest: Manifest) -> Manifest:
+    """What the shards of a job have in common; their kernels are compared by themselves."""
+    numerics = without_kernels(manifest.fingerprints.get("numerics", {}))
+    return replace(manifest, shard=WHOLE, fingerprints={**manifest.fingerprints, "numerics": numerics})
 
 
 def _check_same_kernels(shards: Sequence[_Shard]) -> None:
@@ -229,9 +235,8 @@ def _check_same_kernels(shards: Sequence[_Shard]) -> None:
 
 
 def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
-    """The manifest of the whole job, as if it had run unsharded in ``target``, with the kernels of all shards."""
-    known = [name for shard in shards if (name := kernels_of(shard.manifest))]
-    first = with_kernels(shards[0].manifest, mix_kernels(*known) if known else None)
+    """The manifest of the whole job, as if it had run unsharded in ``target``."""
+    first = shards[0].manifest
     job = {**first.job, "output": {**first.job["output"], "path": str(target), "publish": ""}}
     parts = [sha256(encode_json(shard.manifest.files)).hexdigest() for shard in shards]
     return replace(

@@ -9,7 +9,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.version import __version__
 from batchgen.input.rows import num_chars
 from batchgen.input.validator import Pending
-from batchgen.output.manifest import KERNELS, differences, mix_kernels, without_kernels
+from batchgen.output.manifest import KERNELS, differences, without_kernels
 from batchgen.run import job
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.invocation import Outcome, RunOptions
@@ -93,8 +93,7 @@ def on_workers(
 class IdentityGate:
     """Says which workers may take part in a run.
 
-    ``numerics`` are those of its rows: without any so far, the first worker's. Where the run takes several kernel sets,
-    they name all that have joined.
+    ``numerics`` are those of its rows: without any so far, the first worker's.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -117,13 +116,11 @@ class IdentityGate:
         if kernels is None:
             return ""
         known = self.numerics.setdefault(KERNELS, kernels)
-        mixed = mix_kernels(known, kernels)
-        if mixed != known and not self._context.takes_kernels(kernels):
+        if kernels != known and not self._context.may_mix_kernels:
             return (
                 f"its kernels are {kernels}, the run's {known}, which add up in another order, so tokens may differ "
                 "(--allow-mixed-kernels takes both)"
             )
-        self.numerics[KERNELS] = mixed
         return ""
 
 
