@@ -38,7 +38,7 @@ def report(
     With --compare the figures of OTHER appear next to it and, where it is a folder, which answers changed. Each gate
     counts only where it is given; with either, a larger share of failed rows is a regression too. A gate that finds
     nothing to judge, such as accuracy over other rows, is an error (exit 2). --html writes one file that loads nothing
-    else; its charts need matplotlib.
+    else, with the comparison if there is one; its charts need matplotlib.
 
     \b
     Examples:
@@ -51,16 +51,23 @@ def report(
     """
     from batchgen.output.rundir import RunDir
     from batchgen.report.build import read_report_file
-    from batchgen.report.compare import NO_GATES, Gates, check_gates, compare_reports, render_comparison
+    from batchgen.report.compare import (
+        NO_GATES,
+        Gates,
+        check_gates,
+        compare_reports,
+        comparison_tables,
+        render_comparison,
+    )
     from batchgen.report.text import render_report
     from batchgen.report.usage import cost_of
-    from batchgen.run.reports import compared_answers, read_report, shown_rows
+    from batchgen.run.reports import changed_rows, compared_answers, read_report, shown_rows
 
+    if html is not None:
+        from batchgen.report.html import write_html
     gates = Gates(max_regress_speed, max_regress_accuracy)
     if compare is None and gates != NO_GATES:
         raise UsageError("--max-regress-speed and --max-regress-accuracy need --compare OTHER")
-    if compare is not None and html is not None:
-        raise UsageError("--compare gives text or --json, not a page: leave out --html")
     if compare is not None and price_per_hour is not None:
         raise UsageError("--compare shows no cost: leave out --price-per-hour")
     run_dir = RunDir(folder)
@@ -72,14 +79,17 @@ def report(
         before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
         answers = None if compare.is_file() else compared_answers(run_dir, RunDir(compare))
         comparison = compare_reports(found, before, gates, answers)
-        show(json.dumps(comparison, indent=2) if as_json else render_comparison(comparison))
+        if html is not None:
+            tables = [*comparison_tables(comparison)]
+            tables += [changed_rows(run_dir, RunDir(compare), answers["changed"])] if answers else []
+            write_html(found, html, str(folder.absolute()), [*tables, *shown_rows(run_dir, found)])
+        if as_json or html is None:
+            show(json.dumps(comparison, indent=2) if as_json else render_comparison(comparison))
         check_gates(comparison)
         return ExitCode.OK
     if price_per_hour is not None:
         found["cost"] = cost_of(found, price_per_hour)
     if html is not None:
-        from batchgen.report.html import write_html
-
         write_html(found, html, str(folder.absolute()), shown_rows(run_dir, found))
     if as_json:
         show(json.dumps(found, indent=2))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import counted, format_duration, printable, shortened
 from batchgen.report.advice import BARE_ANSWERS
-from batchgen.report.facts import Report, at, rate
+from batchgen.report.facts import Report, Table, at, rate
 
 _WIDTH = 80
 _SHOWN_IDS = 20
@@ -69,10 +69,10 @@ def _is_regression(name: str, before: float | None, now: float | None, gates: Ga
     return now > before if name == "failed rows" and gates != NO_GATES else None
 
 
-def render_comparison(comparison: Mapping[str, Any]) -> str:
-    """A comparison as a table of at most 80 columns."""
-    lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
-    verdicts = {True: "  REGRESSION", False: "  passes", None: ""}
+def comparison_tables(comparison: Mapping[str, Any]) -> tuple[Table, Table]:
+    """The figures of a comparison, and in words how the answers differ and what should have been alike."""
+    verdicts = {True: "REGRESSION", False: "passes", None: ""}
+    figures = []
     for figure in comparison["figures"]:
         name, before, now = figure["name"], figure["before"], figure["now"]
         change = ""
@@ -80,10 +80,20 @@ def render_comparison(comparison: Mapping[str, Any]) -> str:
             change = f"{100 * (now - before):+.1f} pts"
         elif before and now is not None:
             change = f"{now / before - 1:+.1%}"
-        values = f"{_shown(name, before):>14} {_shown(name, now):>14} {change:>9}"
-        lines.append(f"{name:<18} {values}{verdicts[figure['is_regression']]}".rstrip())
-    lines += [f"{name:<18} {text}" for name, text in _answer_lines(comparison["answers"])]
-    return "\n".join(shortened(printable(line), _WIDTH) for line in [*lines, *comparison["differences"]])
+        figures.append((name, _shown(name, before), _shown(name, now), change, verdicts[figure["is_regression"]]))
+    words = [*_answer_lines(comparison["answers"]), *(("not alike", text) for text in comparison["differences"])]
+    head = ("", "before", "now", "change", "gate")
+    return Table("Compared with the run before", head, figures), Table("Answers of both", (), words, is_prose=True)
+
+
+def render_comparison(comparison: Mapping[str, Any]) -> str:
+    """A comparison as a table of at most 80 columns."""
+    figures, words = comparison_tables(comparison)
+    lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
+    for name, before, now, change, verdict in figures.rows:
+        lines.append(f"{name:<18} {before:>14} {now:>14} {change:>9}  {verdict}".rstrip())
+    lines += [f"{name:<18} {text}" for name, text in words.rows]
+    return "\n".join(shortened(printable(line), _WIDTH) for line in lines)
 
 
 def _shown(name: str, value: float | None) -> str:
@@ -179,7 +189,7 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
         for key in {**before, **now}:
             yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
     elif before != now:
-        yield f"not alike: {name}, before {before}, now {now}"
+        yield f"{name}, before {before}, now {now}"
 
 
 def _number(report: Report, path: str) -> float | None:

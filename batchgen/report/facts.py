@@ -289,6 +289,15 @@ def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected:
     return Table(title, head, found, is_prose=True)
 
 
+def changes(rows: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> Table:
+    """The beginnings of prompts with the answer now and the one before."""
+    cells = [
+        (shortened(str(now["id"]), _ID_WIDTH), _cut(prompt), _cut(_answer(before)), _cut(_answer(now)))
+        for prompt, now, before in rows
+    ]
+    return Table("Answers that changed", ("id", "prompt", "before", "now"), cells, is_prose=True)
+
+
 def failed(errors: Sequence[Mapping[str, Any]]) -> Table:
     """Rows that could not run, each with its place, the reason and its beginning; from ``errors.jsonl``."""
     rows = [

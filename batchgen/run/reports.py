@@ -22,7 +22,7 @@ from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import read_report_file
 from batchgen.report.compare import answer_changes
-from batchgen.report.facts import NUM_ANSWERS, NUM_ERRORS, Table, answers, failed
+from batchgen.report.facts import NUM_ANSWERS, NUM_ERRORS, Table, answers, changes, failed
 from batchgen.report.rows import RowTotals
 from batchgen.text.open_schemas import open_parts
 
@@ -138,6 +138,21 @@ def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:
     with suppress(StorageError, UsageError):
         return answer_changes(_answers(now), _answers(before))
     return None
+
+
+def changed_rows(now: RunDir, before: RunDir, changed: Mapping[str, Any]) -> Table:
+    """Prompts and answers of both runs, of the first rows whose answers changed (``answer_changes``)."""
+    ids = list(map(str, changed["ids"]))
+    found = []
+    for run_dir in (before, now):
+        manifest = run_dir.read_manifest()
+        spec = job_from_dict(manifest.job if manifest else {}, run_dir.manifest)
+        records = ((str(record["id"]), record) for _, record in read_records(run_dir, spec))
+        wanted = islice(((row_id, record) for row_id, record in records if row_id in ids), len(ids))
+        found.append({row_id: (_prompt(spec, record), record) for row_id, record in wanted})
+    was, is_now = found
+    rows = [(*is_now[row_id], was[row_id][1]) for row_id in ids if row_id in was and row_id in is_now]
+    return changes(rows)
 
 
 def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:

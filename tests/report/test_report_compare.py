@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from markupsafe import escape
 from report_samples import ABOUT, made, record
-from run_helpers import JobMaker, rows_of, without_timings
+from run_helpers import JobMaker, read_lines, rows_of, without_timings
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
@@ -173,8 +174,8 @@ def test_another_model_and_each_value_of_the_numerics_that_differs_are_pointed_o
     now, before = ({"dtype": "float32", "device": "cpu", "kernels": name} for name in ("avx2", "avx512"))
     found = compare_reports(report(model="other", numerics=now), report(numerics=before))
     assert found["differences"] == [
-        "not alike: model, before m, now other",
-        "not alike: numerics.kernels, before avx512, now avx2",
+        "model, before m, now other",
+        "numerics.kernels, before avx512, now avx2",
     ]
     assert found["differences"][0] in render_comparison(found)
 
@@ -226,7 +227,7 @@ def test_the_command_exits_2_for_a_gate_over_nothing(job: JobMaker, capsys: pyte
 @pytest.mark.parametrize(
     "flags",
     [
-        *("--max-regress-speed 5%", "--max-regress-accuracy 1", "--compare . --html page.html"),
+        *("--max-regress-speed 5%", "--max-regress-accuracy 1"),
         *("--compare . --max-regress-accuracy nan", "--compare . --max-regress-accuracy 1%"),
     ],
 )
@@ -235,7 +236,27 @@ def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, flags: s
     job.run()
     given = [str(job.output) if flag == "." else flag for flag in flags.split()]
     assert call(["report", str(job.output), *given]) == 2
-    assert not (job.folder / "page.html").exists()
+
+
+def test_a_page_has_the_comparison_and_the_answers_that_changed(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(8))
+    job.run()
+    before, page = job.folder / "before", job.folder / "page.html"
+    job.output.rename(before)
+    job.run(job.spec(sampling={"max_tokens": 2}))
+    assert call(["report", str(job.output), "--compare", str(before), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == ""
+    text = page.read_text(encoding="utf-8")
+    assert "<h2>Compared with the run before</h2>" in text and "tokens out" in text
+    was, now = (
+        {row["id"]: row["text"] for row in read_lines(folder / "outputs.jsonl")} for folder in (before, job.output)
+    )
+    changed = [row_id for row_id in now if now[row_id] != was[row_id]]
+    shown = text[text.index("<h2>Answers that changed</h2>") : text.index("<h2>The first answers</h2>")]
+    assert changed and all(f"<td>{row_id}</td>" in shown for row_id in changed)
+    assert all(str(escape(texts[row_id])) in shown for texts in (was, now) for row_id in changed)
 
 
 def test_a_baseline_that_was_kept_before_a_key_came_still_compares(job: JobMaker) -> None:
