@@ -1,6 +1,7 @@
 """The samples of a run as a pandas table, one line per sample, and the answer that most samples of a row agree on.
 
-With output.answer the answers vote, else whole texts do. How many are right is in the report, where output.expected is.
+With eval.extract the extracted answers vote, else whole texts do. How many are right is in the report, where
+eval.expected is.
 
 python jobs/samples.py runs/samples/outputs.jsonl
 """
@@ -19,8 +20,10 @@ with path.open(encoding="utf-8") as file:
 table = pd.DataFrame(
     {"id": record["id"], **sample} for record in records for sample in record.get("samples") or [record]
 )
-said = "answer" if any("answer" in sample for record in records for sample in record.get("samples", ())) else "text"
-print(table[[name for name in ("id", "text", "answer", "finish_reason") if name in table]])
+said = (
+    "extracted" if any("extracted" in sample for record in records for sample in record.get("samples", ())) else "text"
+)
+print(table[[name for name in ("id", "text", "extracted", "finish_reason") if name in table]])
 
 votes = table.dropna(subset=[said]).groupby("id", sort=False)[said].agg(lambda found: found.value_counts().index[0])
 print(votes.rename("voted"))

@@ -92,13 +92,14 @@ CONCEPTS = {
         max_tokens min_p min_tokens n normalize presence_penalty preset prompt_logprobs repetition_penalty seed stop
         stop_token_ids structured_outputs temperature top_k top_p
     """,
-    "[embed]": "dimensions normalize pooling prefix prompt_name truncate",
+    "[embed]": "dimensions normalize pooling prompt truncate",
+    "[eval]": "expected extract",
     "[engine]": """
         block_size forecast_memory kv_cache_dtype kv_cache_memory longest_first max_model_len
         max_num_batched_tokens max_num_seqs prefix_caching share_duplicates threads
     """,
     "[output]": """
-        answer expected format parse_json parse_tools path publish reuse split_reasoning token_ids
+        format parse path publish reuse token_ids
     """,
     "[cluster]": "cpus_per_worker gpus_per_worker load_timeout ray resources step_timeout workers",
 }

@@ -88,10 +88,10 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "input": "prompt_token_ids delimiter encoding chat_template_kwargs",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize",
-    "embed": "prompt_name prefix normalize dimensions truncate",
+    "embed": "normalize dimensions truncate",
     "engine": "max_num_batched_tokens kv_cache_dtype block_size prefix_caching share_duplicates "
     "longest_first forecast_memory",
-    "output": "token_ids parse_tools",
+    "output": "token_ids",
     "cluster": "cpus_per_worker gpus_per_worker resources step_timeout load_timeout",
 }
 _SHORT = {"model.path": "-m", "input.path": "-i", "input.prompt": "-p", "output.path": "-o"}

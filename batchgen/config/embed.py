@@ -28,14 +28,18 @@ _DIMENSIONS = integer(1, 1 << 20)
 class EmbedSpec:
     """How texts become vectors. ``pooling`` is None for a job that generates text.
 
-    "auto" is what the checkpoint says, of pooling and of ``normalize`` (None). ``prompt_name`` names one of the
-    checkpoint's prompts, which is put before each text, and so is ``prefix``; ``dimensions`` keeps the first numbers
-    of a vector. Texts beyond the longest that the model takes are cut where ``truncate`` is set, or refused.
+    "auto" is what the checkpoint says, of pooling and of ``normalize`` (None). ``prompt`` is put before each
+    text: the name of one of the checkpoint's prompts, else the text itself. ``dimensions`` keeps the first numbers of a
+    vector. Texts beyond the longest that the model takes are cut where ``truncate`` is set, or refused.
     """
 
     pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make a text's vector", None)
-    prompt_name: str | None = key(string(), "Prompt of the checkpoint put before each text, such as query", None)
-    prefix: str | None = key(string(), "Text put before each text, such as 'query: '", None)
+    prompt: str | None = key(
+        string(empty=True),
+        "Put before each text: a name of the checkpoint, else the text itself",
+        None,
+        flag="embed-prompt",
+    )
     normalize: bool | None = key(_BOOL_OR_AUTO, "Divide vectors by their length", None, flag="embed-normalize")
     dimensions: int | None = key(_DIMENSIONS, "Keep the first N numbers of each vector", None)
     truncate: bool = key(BOOL, "Refuse texts that are too long, in place of cutting them", True)

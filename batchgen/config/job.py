@@ -15,14 +15,13 @@ from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.embed import EmbedSpec
+from batchgen.config.output import EvalSpec, OutputSpec, listed
 from batchgen.config.sampling import ROW_KEYS, SAMPLING_KEYS
 from batchgen.core import keys
-from batchgen.core.answers import check_rule
 from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
 from batchgen.core.records import SamplingParams
-from batchgen.core.remote import WRITABLE, check_address, scheme_of
 from batchgen.core.units import parse_size, shown
 
 
@@ -36,10 +35,6 @@ def _column_names(names: tuple[str, ...]) -> tuple[str, ...]:
     if "*" in names and len(names) > 1:
         raise ValueError('must be a list of column names, or "*" alone for all columns')
     return tuple(dict.fromkeys(names))
-
-
-def _listed(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _delimiter(text: str) -> str:
@@ -73,30 +68,10 @@ def _device(value: object) -> str:
     return str(value)
 
 
-def _destination(*schemes: str) -> Kind:
-    """Addresses that files are written to; "" is none."""
-
-    def parse(text: str) -> str:
-        scheme = scheme_of(text)
-        if text and scheme is None:
-            known = ", ".join(f"{name}://" for name in schemes)
-            raise ValueError(f"is not a URL ({known}); leave it out to keep files on this machine only")
-        if text:
-            check_address(text, schemes)
-        if any(mark in text for mark in "*?[]"):
-            raise ValueError("holds a character of patterns (* ? [ ]): name one folder")
-        if scheme == "hf" and "@" in text:
-            raise ValueError("names a revision: files are published to the main branch")
-        return text.rstrip("/")
-
-    return string("URL", empty=True).then(parse)
-
-
 _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
 _COLUMN = string("COLUMN")
-_COLUMNS = keys.STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
-_FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
+_COLUMNS = keys.STRINGS.then(_column_names, metavar="A,B|*", from_text=listed, repeats=False)
 _PATHS = keys.STRINGS.then(_paths, metavar="PATH")
 _SIZE_OR_AUTO = Kind(_size_or_auto, "SIZE|auto", none="auto")
 _POSITIVE_OR_AUTO = integer_or_auto(1)
@@ -228,42 +203,6 @@ class EngineConfig:
                     raise UsageError(f"{item.name} {shown(value)}: {error}") from None
 
 
-@dataclass(frozen=True)
-class OutputSpec:
-    """Where results go and in what form; ``path`` is the run directory, absolute, and "" if a command writes none.
-
-    ``answer`` is a rule of ``core.answers`` that finds the answer in a text. ``expected`` names a column that is kept
-    and compared with it, or with the text: exact match goes into the report. The finished files are copied to
-    ``publish``; "" is none.
-    """
-
-    path: str = key(string("DIR"), "The run directory", "", flag="output", resume="free")
-    format: str = key(
-        one_of("auto", "jsonl", "csv", "parquet", "openai-batch"),
-        "Output format",
-        "auto",
-        flag="output-format",
-        resume="free",
-    )
-    token_ids: bool = key(BOOL, "Add the generated token ids", False)
-    split_reasoning: bool = key(BOOL, "Write the thinking part of an answer into `reasoning`", False)
-    parse_json: bool = key(BOOL, "Add the answer's JSON as `parsed`; typed columns in Parquet", False)
-    answer: str | None = key(string("RULE").then(check_rule), "Find the answer: last_number, or a regex", None)
-    parse_tools: bool = key(BOOL, "Write the answer's tool calls into `tool_calls`", False)
-    expected: str | None = key(_COLUMN, "Column with the right answer, to compare", None)
-    reuse: tuple[str, ...] = key(
-        _FOLDERS, "Run directory whose equal rows are reused; may be repeated", (), resume="free"
-    )
-    publish: str = key(
-        _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", resume="free"
-    )
-
-    @property
-    def has_text_ids(self) -> bool:
-        """Whether rows are known by the text of their ids, so that 5 and "5" are one id: OpenAI's ``custom_id`` is."""
-        return self.format == "openai-batch"
-
-
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelSpec,
     "input": InputSpec,
@@ -271,6 +210,7 @@ SECTIONS: dict[str, type[Any]] = {
     "engine": EngineConfig,
     "cluster": ClusterSpec,
     "embed": EmbedSpec,
+    "eval": EvalSpec,
 }
 KEYS: dict[str, dict[str, Key]] = {name: keys_of(cls) for name, cls in SECTIONS.items()} | {"sampling": SAMPLING_KEYS}
 
@@ -286,6 +226,7 @@ class JobSpec:
     engine: EngineConfig = EngineConfig()
     cluster: ClusterSpec = ClusterSpec()
     embed: EmbedSpec = EmbedSpec()
+    eval: EvalSpec = EvalSpec()
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
     fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
 
@@ -293,7 +234,7 @@ class JobSpec:
         """Whether the tool calls in a row's answer are parsed: the job asks, or it is a Batch request with tools."""
         is_line = self.input.is_batch_line(columns)
         asked = columns["body"] if is_line else columns
-        wants = self.output.parse_tools or (is_line and bool(asked.get("tools")))
+        wants = "tool_calls" in self.output.parse or (is_line and bool(asked.get("tools")))
         return wants and asked.get("tool_choice") != "none"
 
     def check_destination(self) -> None:
@@ -309,14 +250,12 @@ class JobSpec:
             return
         if self.sampling != SamplingParams() or self.over_preset is not None:
             raise UsageError("[sampling] and [embed] exclude each other: a job gives text or vectors")
-        if self.embed.prompt_name is not None and self.embed.prefix is not None:
-            raise UsageError("embed.prompt_name and embed.prefix exclude each other: one text is put before each row's")
         for name in ("messages", "system", "chat_template_kwargs"):
             if getattr(self.input, name) is not None:
                 raise UsageError(f"input.{name} is for chats, and [embed] takes plain texts: give input.prompt")
-        for name in ("split_reasoning", "parse_json", "token_ids", "answer"):
-            if getattr(self.output, name):
-                raise UsageError(f"output.{name} is for text, and [embed] gives vectors: leave it out")
+        asked = {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
+        for name in [name for name, value in (asked | {"eval.extract": self.eval.extract}).items() if value]:
+            raise UsageError(f"{name} is for text, and [embed] gives vectors: leave it out")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back.

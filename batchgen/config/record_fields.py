@@ -12,10 +12,9 @@ from batchgen.config.job import JobSpec
 
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
-    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls"}
+    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # with [embed]
-ANSWER = "answer"  # with output.answer alone: many inputs have such a column
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request, of which only what is named is kept
 # What a response in OpenAI's form says of its request, where RecordBuilder keeps it.
 OF_REQUEST = ("url", "encoding_format", "model")
@@ -23,13 +22,12 @@ OF_REQUEST = ("url", "encoding_format", "model")
 
 def record_keys(spec: JobSpec) -> frozenset[str]:
     """The fields that an output record of this job may have beside kept columns."""
-    more = VECTOR_KEYS if spec.embed.is_on else {ANSWER} if spec.output.answer else frozenset[str]()
-    return RECORD_KEYS | more
+    return RECORD_KEYS | VECTOR_KEYS if spec.embed.is_on else RECORD_KEYS
 
 
 def expected_field(spec: JobSpec) -> str | None:
-    """The field of an output record that holds ``output.expected``."""
-    name = spec.output.expected
+    """The field of an output record that holds ``eval.expected``."""
+    name = spec.eval.expected
     return f"input_{name}" if name in record_keys(spec) else name
 
 
@@ -41,11 +39,11 @@ def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:
         taken |= frozenset(OF_REQUEST)
     if spec.input.columns == ("*",):
         left_out = {*(_REQUEST if is_line else ()), *(["id"] if spec.input.id == "id" else [])}
-        names = [name for name in columns if name not in left_out or name == spec.output.expected]
+        names = [name for name in columns if name not in left_out or name == spec.eval.expected]
     else:
         wanted = dict.fromkeys(spec.input.columns)
-        if spec.output.expected is not None:
-            wanted[spec.output.expected] = None
+        if spec.eval.expected is not None:
+            wanted[spec.eval.expected] = None
         names = [name for name in wanted if name in columns]
     return {name: kept_name(name, columns, taken) for name in names}
 

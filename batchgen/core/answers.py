@@ -92,7 +92,7 @@ def _searching(rule: str) -> LimitedProgram:
     try:
         return LimitedProgram(program)
     except SetupRefused as error:
-        raise UsageError(f"output.answer: the regular expression does not compile: {error}") from None
+        raise UsageError(f"eval.extract: the regular expression does not compile: {error}") from None
 
 
 def is_right(rule: str, answer: str | None, expected: Any) -> bool:

@@ -85,6 +85,7 @@ _TABLE: dict[Synonym, str] = {
     # Vectors
     Synonym("embed.pooling", "--pooling gives vectors"): "embed, embedding, embeddings, vector, encode, task, runner",
     Synonym("Reranking"): "rerank, reranker, cross-encoder, relevance, rag",
+    Synonym("embed.prompt", "a name of the checkpoint or the text itself"): "prompt-name, prefix, instruct",
     Synonym("embed.dimensions"): "truncate-dim, matryoshka, dim, dims",
     # The engine
     Synonym(
@@ -122,12 +123,14 @@ _TABLE: dict[Synonym, str] = {
     Synonym("SLURM"): "sbatch, job array, hpc, srun",
     # The run
     Synonym("output.path"): "out, output-dir, output-file, save-path, destination, result, results",
-    Synonym("output.split_reasoning"): "reasoning-parser, thinking, reasoning, think, enable-reasoning",
-    Synonym("output.parse_tools"): "tool-call-parser, enable-auto-tool-choice, parse-tool-calls",
-    Synonym("output.parse_json"): "parse, json-output, parsed",
-    Synonym("output.expected", "the report counts equal answers"): "gold, reference, target, ground-truth, accuracy, "
+    Synonym(
+        "output.parse", "reasoning, tool_calls and json are taken out of the text"
+    ): "split-reasoning, parse-tools, "
+    "parse-json, json-output, parsed, tool-call-parser, enable-auto-tool-choice, parse-tool-calls, reasoning-parser, "
+    "thinking, reasoning, think, enable-reasoning",
+    Synonym("eval.expected", "the report counts equal answers"): "gold, reference, target, ground-truth, accuracy, "
     "evaluate, eval, metric, score, exact-match",
-    Synonym("output.answer"): "extract, filter, answer-regex, extraction",
+    Synonym("eval.extract"): "answer, filter, answer-regex, extraction",
     Synonym("output.publish"): "push-to-hub, upload, push, hub-id, save-to-hub",
     Synonym("output.reuse"): "cache, skip-completed, cached-results, incremental, skip-existing, deduplicate",
     Synonym("Resume", "the same command goes on"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "

@@ -128,8 +128,8 @@ def _named(spec: JobSpec, finder: ContentFinder) -> Iterator[tuple[str, str]]:
         yield "input.id", spec.input.id
     yield from finder.named_columns()
     yield from (("input.columns", name) for name in spec.input.columns if name != "*")
-    if spec.output.expected is not None:
-        yield "output.expected", spec.output.expected
+    if spec.eval.expected is not None:
+        yield "eval.expected", spec.eval.expected
 
 
 def _listed(found: Collection[str]) -> str:

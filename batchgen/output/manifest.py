@@ -15,7 +15,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from batchgen.config.job import OutputSpec
+from batchgen.config.output import OutputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json, is_count
 from batchgen.core.keys import keys_of

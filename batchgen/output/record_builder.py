@@ -12,7 +12,7 @@ from typing import Any
 
 from batchgen.config.identity import draw_of, fingerprint, limit_of
 from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import ANSWER, VECTOR_KEYS, kept_columns
+from batchgen.config.record_fields import VECTOR_KEYS, kept_columns
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
@@ -36,7 +36,7 @@ from batchgen.text.tool_calls import ToolCalls
 RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))
 # Before usage and timings.
-_OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", ANSWER, "finish_reason", "complete")
+_OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason", "complete")
 _VECTOR = ("label", "score", "scores", "embedding", "embeddings")  # in the order of ``vector_fields``
 _NULLABLE = ("reasoning", "parsed")  # null is a value of these
 _DIGITS = 6  # of times
@@ -85,13 +85,14 @@ class RecordBuilder:
         """The output record of a row; the index is the id of a row without one.
 
         The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, tool_calls,
-        parsed, answer, finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs,
-        perplexity, kept columns. What a sample has is that of the first one; ``samples`` holds all of several.
+        parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices,
+        prompt_logprobs, perplexity, kept columns. What a sample has is that of the first one; ``samples`` holds all of
+        several.
         ``complete`` is whether the text fits its structured outputs and its tool calls are whole. ``parsed`` is its
-        JSON value, null where it has none or is not complete, and ``answer`` what ``output.answer`` finds in it. A row
-        whose ``choices`` were scored has the best of them as its text; ``choices`` holds each text, ``prob`` (softmax
-        over the choices of the score that decides), ``logprob`` (the sum over its tokens) and ``mean_logprob`` (per
-        token). With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it. A kept
+        JSON value, null where it has none or is not complete, and ``extracted`` what ``eval.extract`` finds in it. A
+        row whose ``choices`` were scored has the best of them as its text; ``choices`` holds each text, ``prob``
+        (softmax over the choices of the score that decides), ``logprob`` (the sum over its tokens) and ``mean_logprob``
+        (per token). With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it. A kept
         column with the name of a field of the record is written as ``input_<name>``.
         """
         known = self.fingerprint(record.index, row_id, params, prompt_token_ids)
@@ -107,7 +108,7 @@ class RecordBuilder:
             best = params.choices[scores.index(max(scores))]
             first |= {"text": best, "finish_reason": str(FinishReason.STOP)}
             first |= {"reasoning": None} if self._reasoning is not None else {}
-            first |= {"parsed": _json_or_none(best)} if self._spec.output.parse_json else {}
+            first |= {"parsed": _json_or_none(best)} if "json" in self._spec.output.parse else {}
             first |= self._answer(first)
         payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
         payload |= {name: first[name] for name in _OF_SAMPLE if name in first}
@@ -175,7 +176,7 @@ class RecordBuilder:
             "text": has_text,
             "reasoning": has_text and self._reasoning is not None,
             "tool_calls": has_tools,
-            "parsed": has_text and output.parse_json,
+            "parsed": has_text and "json" in output.parse,
             "finish_reason": True,
             "complete": (bool(params.structured_outputs) and not params.choices)
             or (has_tools and sample.get("complete") is not None),
@@ -225,9 +226,9 @@ class RecordBuilder:
 
     def _answer(self, sample: Mapping[str, Any]) -> dict[str, str | None]:
         """The answer in the text of a sample, if the job asks for it."""
-        if not (rule := self._spec.output.answer) or "text" not in sample:
+        if not (rule := self._spec.eval.extract) or "text" not in sample:
             return {}
-        return {ANSWER: find_answer(rule, sample["text"], self._count_unsearched)}
+        return {"extracted": find_answer(rule, sample["text"], self._count_unsearched)}
 
     def _count_unsearched(self) -> None:
         self.num_unsearched += 1
@@ -252,7 +253,7 @@ class RecordBuilder:
                 shaped["tool_calls"], text, is_whole = tools.read(text)
                 is_complete = is_whole if is_complete is None else is_complete and is_whole is not False
             shaped["text"] = thoughts + text
-            if self._spec.output.parse_json:
+            if "json" in self._spec.output.parse:
                 marker = _marker(params.structured_outputs)
                 if marker and self._text_behind and not tools:
                     text = self._text_behind(marker, prompt_token_ids, sample.token_ids, whole)

@@ -69,7 +69,7 @@ class Accuracy:
     def _verdict(self, answer: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
         """What was found in a record, or in one of its samples, and whether it is right."""
         if self.answer:
-            found = answer.get("answer")
+            found = answer.get("extracted")
             return found, is_right(self.answer, found, expected)
         text = answer.get("text", answer.get("label")) or ""
         return text, text.strip() == str(expected).strip()

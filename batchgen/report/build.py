@@ -92,9 +92,9 @@ KEYS = {
     "open_schema": "lists, strings and values of any type in the job's schema, with the keyword that would limit them",
     "compared": "a digest of the ids and right answers of the rows that accuracy counts, in any order: report "
     "--compare judges accuracy over the same rows alone. null where none was compared",
-    "accuracy": "with output.expected: rows compared (total), those whose whole text or, with output.answer, answer is "
-    "the expected one (correct), their share (exact_match) and its 95% interval; up to five wrong rows; with "
-    "output.answer the rows in whose text none was found (without_answer). With n above 1 these "
+    "accuracy": "with eval.expected: rows compared (total), those whose whole text or, with eval.extract, what it "
+    "finds is the expected one (correct), their share (exact_match) and its 95% interval; up to five wrong rows; with "
+    "eval.extract the rows in whose text none was found (without_answer). With n above 1 these "
     "are of the first sample, and samples has shares over rows: of right samples (mean), of rows whose most frequent "
     "answer is right (majority), of those with a right one (best). Where answers are labels (choices, a classifier): "
     "of up to 96 labels, the most frequent first, rows where it is expected, found, and both "

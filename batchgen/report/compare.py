@@ -137,8 +137,8 @@ def _no_accuracy(before: float | None, now: float | None) -> str:
     """The reason why two shares of right answers cannot be judged; "" where they can."""
     if before is None or now is None:
         which = "the run compared with" if before is None else "this run"
-        return f"{which} compared no row; name the column of right answers as [output] expected"
-    return "" if before else f"no text of the run compared with equals [output] expected; {BARE_ANSWERS}"
+        return f"{which} compared no row; name the column of right answers as [eval] expected"
+    return "" if before else f"no text of the run compared with equals [eval] expected; {BARE_ANSWERS}"
 
 
 Answers = Iterator[tuple[str, str, bool | None]]  # id, the answer, whether it is right (None: not known)

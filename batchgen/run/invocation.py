@@ -215,7 +215,7 @@ class Invocation(ABC):
             if stream.pending:
                 journal.save_partials(engine.unfinished())
         if num_unsearched := record_builder.num_unsearched:
-            which = f"output.answer takes more than {MAX_CPU_S:g} s over {counted(num_unsearched, 'text')}"
+            which = f"eval.extract takes more than {MAX_CPU_S:g} s over {counted(num_unsearched, 'text')}"
             self.progress.display.note(f"{which}, whose answer is null now: give an expression with less repetition")
         journal.commit()
         return stream.is_exhausted and not stream.pending

@@ -152,7 +152,7 @@ class ModelInfo:
             widths = [self.config.hidden_size, *(layer.outputs for layer in self.vectors.dense)]
             kept = embed.dimensions or widths[-1]
             takes_lists = embed.pooling != "tokens" and not self.config.labels
-            asked = Embedded(embed.pooling or "", embed.prefix or "", embed.truncate, kept, takes_lists)
+            asked = Embedded(embed.pooling or "", embed.prompt or "", embed.truncate, kept, takes_lists)
             where = replace(where, chat=False)
             if spec.engine.max_model_len is None:
                 longest = min(longest, self.vectors.max_tokens or longest)
@@ -173,7 +173,7 @@ class ModelInfo:
         longest = self.max_model_len
         if self.tokenizer is None:
             return RecordBuilder(spec, None, labels=self.config.labels, max_model_len=longest)
-        reasoning = Reasoning(self.tokenizer) if spec.output.split_reasoning else None
+        reasoning = Reasoning(self.tokenizer) if "reasoning" in spec.output.parse else None
         form = tool_format(self.tokenizer)
         tools = ToolCalls(self.tokenizer, form) if form else None
         rest = (partial(text_behind, self.tokenizer), tools, self.config.labels, self.tokenizer.token_bytes)
@@ -213,13 +213,13 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         except ModelError:
             if spec.input.prompt_token_ids is None:
                 raise
-    if tokenizer is None and spec.output.split_reasoning:
+    if tokenizer is None and "reasoning" in spec.output.parse:
         raise UsageError(
-            "output.split_reasoning needs a tokenizer and this model has none; name one in model.tokenizer"
+            "output.parse = ['reasoning'] needs a tokenizer and this model has none; name one in model.tokenizer"
         )
-    if spec.output.parse_tools and (tokenizer is None or tool_format(tokenizer) is None):
+    if "tool_calls" in spec.output.parse and (tokenizer is None or tool_format(tokenizer) is None):
         raise UsageError(
-            f"output.parse_tools: neither tokenizer nor chat template shows how this model calls tools ({FAMILIES})"
+            f"output.parse: neither tokenizer nor chat template shows how this model calls tools ({FAMILIES})"
         )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"

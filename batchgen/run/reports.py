@@ -34,7 +34,7 @@ _SAID = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of a 
 
 
 def _totals_of(spec: JobSpec) -> RowTotals:
-    return RowTotals(expected_field(spec), spec.output.answer, "choice" in parsed(spec.sampling.structured_outputs))
+    return RowTotals(expected_field(spec), spec.eval.extract, "choice" in parsed(spec.sampling.structured_outputs))
 
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:

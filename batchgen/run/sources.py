@@ -27,7 +27,7 @@ from batchgen.output.rundir import RunDir
 
 LIBRARY = "llguidance"  # in the fingerprints of the rows that it masks
 # Keys that decide what a record says, whatever its row asks.
-_FORMS = ("model.", "embed.", "output.split_reasoning")
+_FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 
 
 class Sources:
@@ -217,6 +217,7 @@ def _as_usage() -> Iterator[None]:
 def _facts(manifest: Manifest, with_numerics: bool) -> dict[str, Any]:
     """What must be equal for a row to have the same result, whatever the row asks for."""
     keys = {name: value for name, value in manifest.output_keys.items() if name.startswith(_FORMS)}
+    keys["output.parse"] = [part for part in manifest.output_keys.get("output.parse", ()) if part == "reasoning"]
     numerics = manifest.fingerprints.get("numerics", {}) if with_numerics else {}
     alike = {name: value for name, value in numerics.items() if name != LIBRARY}
     return {"": keys, **{name: manifest.fingerprints.get(name, {}) for name in ("model", "code")}, "numerics": alike}

@@ -14,7 +14,6 @@ from batchgen.config.embed import EmbedSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import SamplingParams
-from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.vector_files import VectorFiles
 
@@ -30,8 +29,8 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
         return spec
     if not is_default:
         raise UsageError(f"{path} gives vectors, no text: write [embed] in place of [sampling]")
-    if spec.output.expected and len(config.labels) < 2:
-        raise UsageError("output.expected compares texts or labels, and this job gives neither: leave it out")
+    if spec.eval.expected and len(config.labels) < 2:
+        raise UsageError("eval.expected compares texts or labels, and this job gives neither: leave it out")
     spec = replace(spec, embed=_resolved(spec.embed, config, files, path))
     if spec.output.format == "openai-batch" and (config.labels or spec.embed.pooling == "tokens"):
         what = "scores of labels" if config.labels else "vectors of tokens"
@@ -42,7 +41,7 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
 
 def _resolved(asked: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> EmbedSpec:
     """[embed] with what the checkpoint says where the job says nothing."""
-    pooling, prefix = asked.pooling or "auto", asked.prefix
+    pooling = asked.pooling or "auto"
     if pooling == "auto":
         pooling = files.pooling or ("last" if config.labels and config.is_causal else "")
     if not pooling:
@@ -52,13 +51,9 @@ def _resolved(asked: EmbedSpec, config: ModelConfig, files: VectorFiles, path: s
         )
     if config.labels and (asked.dimensions or asked.normalize or pooling == "tokens"):
         raise UsageError(f"{path} gives scores of labels: dimensions, normalize and tokens are for vectors")
-    name = asked.prompt_name or (files.default_prompt if prefix is None else "")
-    if name and name not in files.prompts:
-        known = ", ".join(files.prompts) or "none"
-        raise UsageError(f"embed.prompt_name = {shown(name)}: the checkpoint has no such prompt (it has: {known})")
-    prefix = files.prompts[name] if name else prefix
+    prompt = files.default_prompt if asked.prompt is None else asked.prompt
     normalize = files.normalize if asked.normalize is None else asked.normalize
-    return replace(asked, pooling=pooling, prefix=prefix or None, prompt_name=None, normalize=normalize)
+    return replace(asked, pooling=pooling, prompt=files.prompts.get(prompt, prompt), normalize=normalize)
 
 
 def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder) -> Callable[..., Pooler]:

@@ -322,7 +322,7 @@ def test_an_interrupt_before_the_run_listens_exits_75(monkeypatch: pytest.Monkey
 
 def test_a_report_is_text_or_json(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(3))
-    job.run(job.spec(output={"expected": "answer"}))
+    job.run(job.spec(eval={"expected": "answer"}))
     code, out, err = said(capsys, "report", job.output)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80

@@ -236,7 +236,7 @@ def test_the_samples_of_a_run_are_a_table() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_answers_that_a_rule_found_vote_in_place_of_whole_texts() -> None:
-    run("samples", "--limit", "6", "--temperature", "1", "--answer", r"(\w)")
+    run("samples", "--limit", "6", "--temperature", "1", "--extract", r"(\w)")
     command = [sys.executable, "jobs/samples.py", "runs/samples/outputs.jsonl"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     shares = json.loads(Path("runs/samples/report.json").read_text())["accuracy"]["samples"]

@@ -59,8 +59,8 @@ FLAGS = {  # typed by habit: what the one line must name
     "--data-parallel-size": "--workers",
     "--tensor-parallel-size": "--workers runs copies",
     "--num-workers": "--workers",
-    "--tool-call-parser": "--parse-tools",
-    "--reasoning-parser": "--split-reasoning",
+    "--tool-call-parser": "--parse",
+    "--reasoning-parser": "--parse",
     "--enable-prefix-caching": "--prefix-caching",
     "--ctx-size": "--max-model-len",
     "--num-return-sequences": "--n",
@@ -96,7 +96,7 @@ def test_a_flag_that_is_misspelt_names_the_nearest(capsys: pytest.CaptureFixture
         ("engine", "batch_size", "engine.max_num_seqs"),
         ("model", "weights", "model.quantization"),
         ("model", "lora_path", "model.adapter"),
-        ("output", "reasoning_parser", "output.split_reasoning"),
+        ("output", "reasoning_parser", "output.parse"),
     ],
 )
 def test_a_key_of_another_tool_names_the_one_here(tmp_path: Path, section: str, key: str, name: str) -> None:

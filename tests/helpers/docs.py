@@ -22,7 +22,7 @@ from batchgen.cli.help import DOCS
 from batchgen.cli.main import cli
 from batchgen.config.job import KEYS, JobSpec
 from batchgen.config.load import load_job
-from batchgen.config.record_fields import ANSWER, RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.errors import ExitCode, RowError, RowErrorCode
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.records import BadRow, Cursor, FinishReason, Record, Result, Timings
@@ -34,7 +34,7 @@ from batchgen.workers.driver import _POISON
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"
 TEXTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-SECTIONS = ("model", "input", "sampling", "embed", "engine", "output", "cluster")
+SECTIONS = ("model", "input", "sampling", "embed", "engine", "output", "eval", "cluster")
 _TITLES = {"job-file": "The job file", "commands": "The commands", "records": "What a run writes"}
 _NOTE = "<!-- generated: change the code or tests/helpers/docs.toml, then run python tests/helpers/docs.py -->"
 
@@ -115,7 +115,7 @@ def records() -> Iterator[str]:
     texts = TEXTS["section"]
     row, bad_row = _example_records()
     yield from ("## Output records", texts["outputs"].strip(), _json(row))
-    yield _table(("field", "meaning"), _complete("outputs", RECORD_KEYS | {ANSWER} | VECTOR_KEYS))
+    yield _table(("field", "meaning"), _complete("outputs", RECORD_KEYS | VECTOR_KEYS))
     yield texts["outputs_formats"].strip()
     yield from ("### timings", _table(("field", "meaning"), _complete("timings", (*row["timings"], "reused"))))
     yield from ("## errors.jsonl", texts["errors"].strip(), _table(("field", "meaning"), _complete("errors", bad_row)))

@@ -111,7 +111,7 @@ _SHARDS: Any = tuple((("run", "job.toml", "--shard", f"{i}/2", "--output", f"par
 _PARQUET: dict[str, Any] = {
     "input": "input.parquet",
     "keys": 'id = "id"\nprompt = "question"\ncolumns = "*"',
-    "output": 'format = "parquet"\ntoken_ids = true\nexpected = "answer"',
+    "output": 'format = "parquet"\ntoken_ids = true\n[eval]\nexpected = "answer"',
 }
 _OPENAI: dict[str, Any] = {
     "input": "batch.jsonl",
@@ -164,7 +164,7 @@ SCENARIOS = {
     "update-parquet": Scenario(
         RUN,
         before=(*_EARLIER, ((*RUN, "--max-total-tokens", "30"), {})),
-        output='format = "parquet"\nexpected = "answer"',
+        output='format = "parquet"\n[eval]\nexpected = "answer"',
     ),
     "update-openai": Scenario((*RUN, "--update"), before=((RUN, {"fails": frozenset({0, 5})}),), **_OPENAI),
     "merge": Scenario(("merge", "part1", "part2", "-o", "whole"), before=_SHARDS),

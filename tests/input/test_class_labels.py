@@ -113,7 +113,8 @@ def test_names_are_expected_and_kept(form: str, job: JobMaker) -> None:
             "prompt": "{question}",
             "columns": ["label"],
         },
-        output={"path": str(job.output), "expected": "label"},
+        output={"path": str(job.output)},
+        eval={"expected": "label"},
         sampling={"choices": NAMES},
     )
     outcome = job.run(spec)

@@ -76,7 +76,7 @@ def test_fewer_rows_that_are_no_json_are_error_rows(job: JobMaker) -> None:
         ({"input": {"prompt": "qestion"}}, "input.prompt names column 'qestion', which none of the first 3 rows has"),
         ({"input": {"id": "nope"}}, "input.id names column 'nope', which"),
         ({"input": {"columns": ["answer", "anser"]}}, "input.columns names column 'anser', which"),
-        ({"output": {"expected": "answr"}}, "output.expected names column 'answr', which"),
+        ({"eval": {"expected": "answr"}}, "eval.expected names column 'answr', which"),
         ({"input": {"prompt": None, "messages": "chat"}}, "input.messages names column 'chat', which"),
         ({"input": {"prompt": None, "prompt_token_ids": "ids"}}, "input.prompt_token_ids names column 'ids', which"),
         ({"input": NO_MAPPING}, "the job names no prompt, and none of the first 3 rows has a column 'messages' or"),

@@ -242,7 +242,7 @@ def table_job(job: JobMaker, content: bytes, **sections: Any) -> tuple[JobMaker,
     job.input = job.folder / "input.csv"
     job.input.write_bytes(content)
     keys = {"path": [str(job.input)], "columns": ["*"], **sections.pop("input", {})}
-    return job, job.spec(input=keys, output={"expected": "answer", **sections.pop("output", {})}, **sections)
+    return job, job.spec(input=keys, eval={"expected": "answer"}, **sections)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

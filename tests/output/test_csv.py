@@ -42,7 +42,7 @@ def test_a_table_has_the_inputs_columns_and_then_the_answers(job: JobMaker, has_
 def test_what_no_cell_can_hold_is_json_text() -> None:
     file = io.BytesIO()
     record = {"id": 1, "index": 0, "text": "", "parsed": {"ü": [1]}, "n": 2.5, "on": True, "l": ["a"], "timings": {}}
-    CsvFormat(has_id=True, has_answer=False, has_bom=False).write(file, [json.dumps(record).encode()])
+    CsvFormat(has_id=True, has_bom=False).write(file, [json.dumps(record).encode()])
     assert file.getvalue().decode() == 'id,n,on,l,text,parsed\r\n1,2.5,true,"[""a""]",,"{""ü"": [1]}"\r\n'
 
 
@@ -82,15 +82,15 @@ def test_a_choice_stands_beside_its_probability_and_no_column_of_that_name_is_lo
     file = io.BytesIO()
     choices = [{"text": "a", "prob": 0.25}, {"text": "b", "prob": 0.75}]
     rows = [{"id": 1, "text": "b", "prob": "own", "choices": choices, "finish_reason": "stop"}]
-    CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [json.dumps(row).encode() for row in rows])
+    CsvFormat(has_id=False, has_bom=False).write(file, [json.dumps(row).encode() for row in rows])
     assert file.getvalue().decode() == "input_prob,text,prob,finish_reason\r\nown,b,0.75,stop\r\n"
     file = io.BytesIO()
     more = json.dumps({"prob": "own", "input_prob": "other", **rows[0]}).encode()
-    CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [more])
+    CsvFormat(has_id=False, has_bom=False).write(file, [more])
     expected = "input_input_prob,input_prob,text,prob,finish_reason\r\nown,other,b,0.75,stop\r\n"
     assert file.getvalue().decode() == expected
     file = io.BytesIO()
-    CsvFormat(has_id=False, has_answer=False, has_bom=False).write(file, [b'{"text": "b", "prob": "own"}'])
+    CsvFormat(has_id=False, has_bom=False).write(file, [b'{"text": "b", "prob": "own"}'])
     assert file.getvalue().decode() == "prob,text\r\nown,b\r\n"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from records import dead_letter, record
 
-from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec
+from batchgen.config.output import OutputSpec
 from batchgen.core.errors import StorageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json

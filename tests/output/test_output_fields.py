@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import records
 
-from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec
+from batchgen.config.output import OutputSpec
 from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
@@ -83,11 +84,11 @@ def test_parquet_has_columns_only_for_what_some_row_asked_for_and_fills_in_what_
     assert row["samples"] == [{**sample, **lacking} for sample in samples]
 
 
-def test_every_field_of_the_record_but_the_id_and_the_parsed_value_has_a_fixed_type() -> None:
-    assert FIXED_TYPES.keys() == (RECORD_KEYS | VECTOR_KEYS) - {"id", "parsed", "scores"}
+def test_every_field_of_the_record_but_the_id_and_what_is_read_in_the_text_has_a_fixed_type() -> None:
+    assert FIXED_TYPES.keys() == (RECORD_KEYS | VECTOR_KEYS) - {"id", "parsed", "extracted", "scores"}
 
 
-PARSED = fixed_types(JobSpec(ModelSpec("m"), InputSpec(("in",)), OutputSpec("", parse_json=True)))
+PARSED = fixed_types(JobSpec(ModelSpec("m"), InputSpec(("in",)), OutputSpec("", parse=("json",))))
 
 
 @pytest.mark.parametrize(

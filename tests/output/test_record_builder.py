@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec
+from batchgen.config.output import OutputSpec
 from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, SamplingParams, TokenLogprob
@@ -19,7 +20,7 @@ from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.record_builder import RecordBuilder
 
 ORDER = [
-    *("id", "index", "text", "reasoning", "tool_calls", "parsed", "answer", "finish_reason", "complete"),
+    *("id", "index", "text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason", "complete"),
     *("usage", "timings", "token_ids", "logprobs", "samples", "choices"),
 ]
 ORDER += ["prompt_logprobs", "perplexity"]
@@ -45,7 +46,7 @@ def payload(
     *,
     normalize: str = "none",
     has_tokenizer: bool = True,
-    **output: bool,
+    **output: Any,
 ) -> dict[str, Any]:
     """The record as a reader of the outputs finds it."""
     spec = replace(SPEC, output=replace(SPEC.output, **output))
@@ -219,14 +220,15 @@ def test_the_order_of_fields_never_changes(
         more_samples=tuple(more),
         prompt_logprobs=prompt_logprobs,
     )
-    record = payload(whole, token_ids=token_ids, parse_json=parse_json, has_tokenizer=has_tokenizer)
+    parse = ("json",) if parse_json else ()
+    record = payload(whole, token_ids=token_ids, parse=parse, has_tokenizer=has_tokenizer)
     assert list(record) == [name for name in ORDER if name in record]
     assert record["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples)
     assert ("samples" in record) == (len(samples) > 1)
     assert ("parsed" in record) == (parse_json and has_tokenizer)
     assert record.get("complete") == first.is_complete
     assert [sample.get("complete") for sample in record.get("samples", [record])] == [s.is_complete for s in samples]
-    assert set(ORDER) == RECORD_KEYS | {"answer"}
+    assert set(ORDER) == RECORD_KEYS
 
 
 DIGITS = '0123456789[]{}:,"nul -.eENa'
@@ -238,7 +240,7 @@ def parsed(text: str, **fields: Any) -> Any:
     def spell(ids: Any, *, skip_special_tokens: bool = True) -> str:
         return "".join(DIGITS[i] for i in ids)
 
-    spec = replace(SPEC, output=replace(SPEC.output, parse_json=True))
+    spec = replace(SPEC, output=replace(SPEC.output, parse=("json",)))
     made = result("", token_ids=tuple(map(DIGITS.index, text)), **fields)
     return json.loads(encode_json(RecordBuilder(spec, spell).result(ROW, None, made)))["parsed"]
 
@@ -260,7 +262,7 @@ def test_a_text_that_was_cut_off_has_no_value(is_complete: bool | None, value: i
 
 def test_the_value_of_a_scored_row_is_that_of_its_likeliest_choice() -> None:
     scores = {"choice_logprobs": (-2.0, -1.0), "choice_means": (-2.0, -1.0)}
-    record = payload(result("ab", finish_reason=None, **scores), ("true", "false"), parse_json=True)
+    record = payload(result("ab", finish_reason=None, **scores), ("true", "false"), parse=("json",))
     assert (record["text"], record["parsed"]) == ("false", False)
 
 

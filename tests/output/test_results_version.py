@@ -34,9 +34,9 @@ from batchgen.run.loader import read_model
 
 # Of RESULTS and of the records of each kind. Where one differs and that is meant, raise RESULTS and write both anew.
 GOLDEN = {
-    "RESULTS": 1,
+    "RESULTS": 2,
     "tokens": "a3c4fbdc6100cd65",
-    "texts": "6c91d4daa98c4e0b",
+    "texts": "7a7ef76add589159",
     "reasoning": "185eaae223a160f6",
     "tools": "474190e0726458e7",
     "vectors": "2a3482cab9915086",
@@ -120,7 +120,7 @@ def texts(folder: Path) -> Iterator[dict[str, Any]]:
     yield plain.of("cut", finish_reason=FinishReason.LENGTH)
     other = Sample(ids_of(plain.tokenizer, "other"), FinishReason.LENGTH)
     yield plain.of("one", SamplingParams(n=2), more_samples=(other,))
-    full = Records(MODEL, folder, output={"parse_json": True, "token_ids": True, "answer": "last_number"})
+    full = Records(MODEL, folder, output={"parse": ["json"], "token_ids": True}, eval={"extract": "last_number"})
     yield full.of('{"a": [1.50, "é"]} ', SamplingParams(structured_outputs='{"json_object":true}'), is_complete=True)
     yield full.of('{"a": ', SamplingParams(structured_outputs='{"json_object":true}'), is_complete=False)
     yield full.of("it is $1,234.50 or 7")
@@ -136,7 +136,7 @@ def texts(folder: Path) -> Iterator[dict[str, Any]]:
 def reasoning(folder: Path) -> Iterator[dict[str, Any]]:
     """Thoughts apart from the answer, whole and cut off."""
     thinking = Records(
-        write_tokenizer(folder / "thinking", chat_template=THINKING), folder, output={"split_reasoning": True}
+        write_tokenizer(folder / "thinking", chat_template=THINKING), folder, output={"parse": ["reasoning"]}
     )
     yield thinking.of("<think>\nIt is a square, é.\n</think>\n\n9")
     yield thinking.of("<think>\nIt is a", finish_reason=FinishReason.LENGTH)
@@ -150,7 +150,7 @@ def tools(folder: Path) -> Iterator[dict[str, Any]]:
     backend = tokenizers.Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     backend.add_tokens([AddedToken(start, special=True), AddedToken(end, special=True)])
     backend.save(str(tokenizer / "tokenizer.json"))
-    records = Records(tokenizer, folder, output={"parse_tools": True})
+    records = Records(tokenizer, folder, output={"parse": ["tool_calls"]})
     row = replace(ROW, columns={**ROW.columns, "tools": TOOLS})
     yield records.of(f'So: {start}[weather(city="Zürich", days=[1, null])]{end}', row=row)
     yield records.of(f"{start}[weather(city=", row=row)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import dead_letter, record
 
-from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec
+from batchgen.config.output import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json

@@ -148,7 +148,7 @@ def test_the_command_exits_2_where_a_third_of_the_rows_was_compared(
     job.run()
     job.write([{**row, "answer": done["text"]} for row, done in zip(rows_of(12), job.outputs(), strict=True)])
     for name, sections in {"whole": {}, "few": {"input": {"limit": 4}}}.items():
-        job.run(job.spec(output={"expected": "answer", "path": str(job.folder / name)}, **sections))
+        job.run(job.spec(output={"path": str(job.folder / name)}, eval={"expected": "answer"}, **sections))
     few, whole = (str(job.folder / name) for name in ("few", "whole"))
     capsys.readouterr()
     assert call(["report", few, "--compare", whole, "--max-regress-accuracy", "30"]) == 2
@@ -214,7 +214,7 @@ def test_the_command_exits_4_on_a_regression_0_without_gate(job: JobMaker, capsy
 
 def test_the_command_exits_2_for_a_gate_over_nothing(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(8))
-    job.run(job.spec(output={"expected": "answer"}))
+    job.run(job.spec(eval={"expected": "answer"}))
     capsys.readouterr()
     command = ["report", str(job.output), "--compare", str(job.output)]
     assert call([*command, "--max-regress-accuracy", "1"]) == 2
@@ -282,12 +282,12 @@ def test_answers_that_changed_or_are_newly_right_or_wrong_are_named_by_their_ids
     texts = [done["text"] for done in job.outputs()]
     rows = [{**row, "answer": texts[index] if index < 5 else "?"} for index, row in enumerate(rows_of(8))]
     job.write(rows[:7])
-    job.run(job.spec(output={"expected": "answer", "path": str(job.folder / "before")}))
+    job.run(job.spec(output={"path": str(job.folder / "before")}, eval={"expected": "answer"}))
     for index, question in ((0, "Other?"), (6, "Another?")):
         rows[index] = {**rows[index], "question": question}
     rows[6]["answer"] = "w"
     job.write(rows[:0:-1] + rows[:1])
-    job.run(job.spec(output={"expected": "answer", "path": str(job.folder / "now"), "format": "parquet"}))
+    job.run(job.spec(output={"path": str(job.folder / "now"), "format": "parquet"}, eval={"expected": "answer"}))
     before, now = (str(job.folder / name) for name in ("before", "now"))
     capsys.readouterr()
     assert call(["report", now, "--compare", before]) == 0

@@ -99,7 +99,7 @@ def test_the_page_says_what_to_do_about_failed_rows() -> None:
 
 def test_the_page_shows_the_run_its_prompts_answers_mistakes_failed_rows_and_job(job: JobMaker) -> None:
     job.write([*rows_of(7), {"id": "bad", "question": ""}])
-    job.run(job.spec(input={"prompt": "Say: {question}"}, output={"expected": "answer"}))
+    job.run(job.spec(input={"prompt": "Say: {question}"}, eval={"expected": "answer"}))
     page = job.folder / "report.html"
     assert call(["report", str(job.output), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")

@@ -12,7 +12,8 @@ import pytest
 import records
 
 from batchgen.cli.main import call
-from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec
+from batchgen.config.output import OutputSpec
 from batchgen.core.errors import BatchgenError, LockedError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json

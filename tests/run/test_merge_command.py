@@ -24,8 +24,10 @@ def run_shards(job: JobMaker, form: str = "jsonl", fails: frozenset[int] = froze
     """The folders of two shards of a job of 12 rows; beside them the whole job's run in ``reference``."""
     job.write(rows_of(12))
     for shard, name in ((WHOLE, "reference"), (Shard(1, 2), "part1"), (Shard(2, 2), "part2")):
-        output = {"path": str(job.folder / name), "format": form, "expected": "answer"}
-        job.run(job.spec(output=output), RunOptions(progress="quiet", shard=shard), fails=fails)
+        output = {"path": str(job.folder / name), "format": form}
+        job.run(
+            job.spec(output=output, eval={"expected": "answer"}), RunOptions(progress="quiet", shard=shard), fails=fails
+        )
     return [str(job.folder / name) for name in ("part1", "part2")]
 
 
@@ -102,7 +104,7 @@ def test_a_merged_run_can_be_updated_and_is_no_merge_then(
 ) -> None:
     folders = run_shards(job, form)
     merge(job, folders)
-    spec = job.spec(output={"format": form, "expected": "answer"})
+    spec = job.spec(output={"format": form}, eval={"expected": "answer"})
     assert job.run(spec, updating()).exit_code == 0
     assert job.engines[0].num_started == 2
     assert len(without_timings(next(job.output.glob("outputs.*")))) == 12
@@ -112,7 +114,7 @@ def test_a_merged_run_can_be_updated_and_is_no_merge_then(
 
 def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     merge(job, run_shards(job))
-    outcome = job.run(job.spec(output={"expected": "answer"}))
+    outcome = job.run(job.spec(eval={"expected": "answer"}))
     assert "already done" in outcome.lines[0]
     assert job.engines == []
 
@@ -122,7 +124,7 @@ def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.C
 
 def openai_run(job: JobMaker) -> list[dict[str, Any]]:
     job.write(rows_of(6))
-    spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
+    spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch"}, eval={"expected": "answer"})
     job.run(spec, fails=frozenset({2}))
     return [json.loads(line) for line in (job.output / "outputs.jsonl").read_bytes().splitlines()]
 
@@ -136,7 +138,7 @@ def test_openai_rows_hold_timings_and_kept_columns_beside_the_response(job: JobM
 
 def test_an_update_of_openai_outputs_has_the_accuracy_of_all_rows(job: JobMaker) -> None:
     openai_run(job)
-    spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
+    spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch"}, eval={"expected": "answer"})
     assert job.run(spec, updating()).exit_code == 0
     report = report_of(job.output)
     assert report["accuracy"]["total"] == 6

@@ -50,7 +50,7 @@ def answers(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(job: JobMaker, asked: Any = None, **sections: Any) -> JobSpec:
-    output = {"path": str(job.output), "parse_json": True, **sections.pop("output", {})}
+    output = {"path": str(job.output), "parse": ["json"], **sections.pop("output", {})}
     asked = {"json": SCHEMA} if asked is None else asked
     sampling = {"max_tokens": 100, "structured_outputs": json.dumps(asked), **sections.pop("sampling", {})}
     return job.spec(model={"tokenizer": str(job.folder / "tokenizer")}, output=output, sampling=sampling, **sections)
@@ -68,14 +68,23 @@ def parsed_of(job: JobMaker, form: str = "jsonl") -> list[Any]:
 def test_the_value_is_that_of_what_follows_the_marker(job: JobMaker, form: str, splits: bool) -> None:
     job.write(rows_of(5))
     asked = {"json": SCHEMA, "after": "</think>"}
-    job.run(spec_of(job, asked, output={"format": form, "split_reasoning": splits}, sampling={"max_tokens": 500}))
+    job.run(
+        spec_of(
+            job,
+            asked,
+            output={"format": form, "parse": ["json", "reasoning"] if splits else ["json"]},
+            sampling={"max_tokens": 500},
+        )
+    )
     assert parsed_of(job, form) == [value(i) for i in range(5)]
 
 
 @pytest.mark.parametrize(("splits", "found"), [(False, None), (True, value(0))])
 def test_the_value_of_a_free_row_is_that_of_its_text(job: JobMaker, splits: bool, found: Any) -> None:
     job.write(rows_of(1))
-    job.run(spec_of(job, {}, output={"split_reasoning": splits}, sampling={"max_tokens": 500}))
+    job.run(
+        spec_of(job, {}, output={"parse": ["json", "reasoning"] if splits else ["json"]}, sampling={"max_tokens": 500})
+    )
     assert parsed_of(job) == [found]
 
 
@@ -105,8 +114,8 @@ def test_a_resumed_and_an_updated_run_have_the_values_of_an_undisturbed_one(job:
     job.output = job.folder / "resumed"
     spec = spec_of(job, output={"format": form})
     assert job.run(spec, quiet(max_total_tokens=800)).exit_code == 75
-    with pytest.raises(ResumeMismatch, match=r"output\.parse_json: was true, now false"):
-        job.run(spec_of(job, output={"format": form, "parse_json": False}))
+    with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["json"\], now \[\]'):
+        job.run(spec_of(job, output={"format": form, "parse": []}))
     assert job.run(spec).exit_code == 0
     assert parsed_of(job, form) == [value(i) for i in range(30)]
 
@@ -133,7 +142,7 @@ def test_samples_have_values_of_their_own(job: JobMaker) -> None:
 
 def test_without_the_key_there_is_no_value(job: JobMaker) -> None:
     job.write(rows_of(2))
-    job.run(spec_of(job, output={"parse_json": False}))
+    job.run(spec_of(job, output={"parse": []}))
     assert [("parsed" in row, row["complete"]) for row in job.outputs()] == [(False, True)] * 2
 
 

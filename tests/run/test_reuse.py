@@ -150,12 +150,12 @@ def json_lines(folder: Path) -> Rows:
     [
         ({"token_ids": True}, {}),
         ({}, {"token_ids": True}),
-        ({"parse_json": True}, {}),
-        ({}, {"parse_json": True}),
+        ({"parse": ["json"]}, {}),
+        ({}, {"parse": ["json"]}),
         ({"format": "parquet"}, {"format": "jsonl"}),
         ({"format": "openai-batch"}, {"format": "jsonl"}),
         ({"format": "jsonl"}, {"format": "openai-batch"}),
-        ({"format": "parquet", "parse_json": True}, {"format": "parquet", "parse_json": True}),
+        ({"format": "parquet", "parse": ["json"]}, {"format": "parquet", "parse": ["json"]}),
     ],
 )
 def test_a_record_that_lacks_what_is_asked_for_is_computed(
@@ -165,7 +165,7 @@ def test_a_record_that_lacks_what_is_asked_for_is_computed(
     job.write(rows_of(20))
     job.run(job.spec(output=before, **sections))
     second(job, rows_of(20), output=now, **sections)
-    lacking = any(now.get(name) and not before.get(name) for name in ("token_ids", "parse_json"))
+    lacking = any(now.get(name) and not before.get(name) for name in ("token_ids", "parse"))
     assert computed(job) == (20 if lacking else 0)
     assert_as_fresh(job, output=now, **sections)
 

@@ -85,7 +85,7 @@ def test_a_finished_run_directory_holds_just_the_documented_files(job: JobMaker)
 
 def test_kept_columns_are_copied_and_the_expected_one_with_them(job: JobMaker) -> None:
     job.write([{**row, "topic": {"deep": [i]}} for i, row in enumerate(rows_of(3))])
-    job.run(job.spec(input={"columns": ["topic"]}, output={"expected": "answer"}))
+    job.run(job.spec(input={"columns": ["topic"]}, eval={"expected": "answer"}))
     assert [(row["topic"], row["answer"]) for row in job.outputs()] == [({"deep": [i]}, str(i * i)) for i in range(3)]
 
 
@@ -145,7 +145,7 @@ def test_an_empty_input_is_a_job_of_no_rows(job: JobMaker) -> None:
 
 def test_an_expected_column_named_as_a_field_of_the_record_is_compared_all_the_same(job: JobMaker) -> None:
     job.write([row | {"text": "nothing that is generated"} for row in rows_of(4)])
-    report = job.run(job.spec(output={"expected": "text"})).report
+    report = job.run(job.spec(eval={"expected": "text"})).report
     assert report is not None
     assert (report["accuracy"]["correct"], report["accuracy"]["total"]) == (0, 4)
 
@@ -563,7 +563,7 @@ def test_accuracy_counts_exact_matches(job: JobMaker, tmp_path: Path) -> None:
     texts = [row["text"] for row in undisturbed(job, tmp_path)]
     answers = ["wrong", *(f" {text}\n" for text in texts[1:])]
     job.write([{**row, "answer": answer} for row, answer in zip(rows_of(4), answers, strict=True)])
-    outcome = job.run(job.spec(output={"expected": "answer"}))
+    outcome = job.run(job.spec(eval={"expected": "answer"}))
     assert outcome.report is not None
     wanted = {"correct": 3, "total": 4, "exact_match": 0.75}
     assert outcome.report["accuracy"] == outcome.report["accuracy"] | wanted

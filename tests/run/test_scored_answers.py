@@ -1,4 +1,4 @@
-"""``output.answer`` in whole runs: in the records of every format, in the report, and in its hints."""
+"""``eval.extract`` in whole runs: in the records of every format, in the report, and in its hints."""
 
 from __future__ import annotations
 
@@ -26,36 +26,33 @@ RULE = r"(\w+)"  # the last word of what the stub says
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
-def test_every_format_keeps_the_answer_beside_the_column_of_that_name(form: str, job: JobMaker) -> None:
+def test_every_format_has_what_was_extracted_beside_the_column_of_right_answers(form: str, job: JobMaker) -> None:
     job.write(rows_of(6))
-    spec = job.spec(output={"answer": RULE, "expected": "answer", "format": form}, sampling={"n": 2, "temperature": 1})
+    spec = job.spec(
+        output={"format": form}, eval={"extract": RULE, "expected": "answer"}, sampling={"n": 2, "temperature": 1}
+    )
     report = job.run(spec).report
     assert report is not None and report["accuracy"]["total"] == 6
     path = job.output / ("outputs.parquet" if form == "parquet" else "outputs.jsonl")
     for index, whole in enumerate(without_timings(path)):
-        row = whole.get("kept_columns", whole)
-        assert row["input_answer"] == str(index**2)
-        assert isinstance(row["answer"], str)
-        assert "samples" not in row or row["samples"][0]["answer"] == row["answer"]
+        row = whole | whole.get("kept_columns", {})
+        row |= whole["response"]["body"]["choices"][0] if form == "openai-batch" else {}
+        assert row["answer"] == str(index**2)
+        assert isinstance(row["extracted"], str)
+        assert "samples" not in row or row["samples"][0]["extracted"] == row["extracted"]
     if form == "parquet":
-        assert pq.read_schema(path).names[:4] == ["id", "index", "text", "answer"]
-
-
-def test_without_the_rule_a_column_of_that_name_stays(job: JobMaker) -> None:
-    job.write(rows_of(2))
-    job.run(job.spec(output={"expected": "answer"}))
-    assert [row["answer"] for row in job.outputs()] == ["0", "1"]
+        assert pq.read_schema(path).names[:4] == ["id", "index", "text", "extracted"]
 
 
 def test_stopped_sharded_and_retried_runs_score_as_a_whole_one(job: JobMaker) -> None:
     job.write([*rows_of(20), {"id": "q-20", "answer": "5"}])
-    output = {"answer": RULE, "expected": "answer"}
-    whole = job.run(job.spec(output={**output, "path": str(job.folder / "whole")})).report
+    asked = {"extract": RULE, "expected": "answer"}
+    whole = job.run(job.spec(eval=asked, output={"path": str(job.folder / "whole")})).report
     assert whole is not None
-    while job.run(job.spec(output=output), quiet(max_total_tokens=40)).exit_code == ExitCode.STOPPED:
+    while job.run(job.spec(eval=asked), quiet(max_total_tokens=40)).exit_code == ExitCode.STOPPED:
         pass
     for number in (1, 2):
-        part = job.spec(output={**output, "path": str(job.folder / f"part{number}")})
+        part = job.spec(eval=asked, output={"path": str(job.folder / f"part{number}")})
         job.run(part, RunOptions(shard=Shard(number, 2), progress="quiet"))
     call(["merge", *(str(job.folder / f"part{number}") for number in (1, 2)), "-o", str(job.folder / "merged")])
     for name in ("out", "merged"):
@@ -68,26 +65,26 @@ def test_stopped_sharded_and_retried_runs_score_as_a_whole_one(job: JobMaker) ->
     (letter,) = job.errors()
     rows[letter["index"]]["question"] = "What?"
     job.write(rows)
-    retried = job.run(job.spec(output=output)).report
+    retried = job.run(job.spec(eval=asked)).report
     assert retried is not None and retried["accuracy"]["total"] == 21
-    assert "answer" in job.outputs()[20]
+    assert "extracted" in job.outputs()[20]
 
 
 def test_another_rule_makes_other_records_so_a_resume_refuses_it(job: JobMaker) -> None:
     job.write(rows_of(3))
-    job.run(job.spec(output={"answer": RULE}))
-    with pytest.raises(ResumeMismatch, match=r"output\.answer"):
-        job.run(job.spec(output={"answer": "last_number"}))
+    job.run(job.spec(eval={"extract": RULE}))
+    with pytest.raises(ResumeMismatch, match=r"eval\.extract"):
+        job.run(job.spec(eval={"extract": "last_number"}))
 
 
 def test_with_reuse_a_run_gets_answers_and_computes_nothing(job: JobMaker) -> None:
     job.write(rows_of(6))
     earlier, fresh = str(job.folder / "earlier"), str(job.folder / "fresh")
-    output = {"answer": RULE, "expected": "answer"}
+    asked = {"extract": RULE, "expected": "answer"}
     sampling = {"n": 2, "temperature": 1}
     job.run(job.spec(output={"path": earlier}, sampling=sampling))
-    job.run(job.spec(output={**output, "path": fresh}, sampling=sampling))
-    job.run(job.spec(output={**output, "reuse": [earlier]}, sampling=sampling))
+    job.run(job.spec(eval=asked, output={"path": fresh}, sampling=sampling))
+    job.run(job.spec(eval=asked, output={"reuse": [earlier]}, sampling=sampling))
     assert sum(engine.num_started for engine in job.engines) == 0
     lines = [(folder / "outputs.jsonl").read_text() for folder in (job.output, job.folder / "fresh")]
     assert len({re.sub(r'"timings": {.*?}', "", text) for text in lines}) == 1
@@ -96,8 +93,8 @@ def test_with_reuse_a_run_gets_answers_and_computes_nothing(job: JobMaker) -> No
 @pytest.mark.parametrize("rule", ["parsed.n", "lastnumber"])
 def test_a_rule_that_cannot_work_is_refused_before_anything_runs(rule: str, job: JobMaker) -> None:
     job.write(rows_of(1))
-    with pytest.raises(UsageError, match=f"--answer = '{rule}': must be last_number"):
-        job.run(job.spec(output={"answer": rule}))
+    with pytest.raises(UsageError, match=f"--extract = '{rule}': must be last_number"):
+        job.run(job.spec(eval={"extract": rule}))
     assert not job.output.exists()
 
 
@@ -108,14 +105,14 @@ def scored(pairs: list[tuple[str, Any]], answer: str | None = None) -> dict[str,
     """The report over rows of a text, or answer, and what is expected."""
     totals = RowTotals("wanted", answer)
     for index, (text, wanted) in enumerate(pairs):
-        totals.add_result(record(index, text=text, answer=text or None, wanted=wanted))
+        totals.add_result(record(index, text=text, extracted=text or None, wanted=wanted))
     return build_report(totals, {"wall_s": 1.0}, ABOUT)
 
 
 def test_where_no_answer_is_right_the_settings_that_help_are_named() -> None:
     pairs = [("It costs $1,234.", "1234")] * 3
     (text,) = [text for text in advice(scored(pairs)) if "expected" in text]
-    assert text.startswith("no answer equals [output] expected (0 of 3); ") and "[output] answer" in text
+    assert text.startswith("no answer equals [eval] expected (0 of 3); ") and "[eval] extract" in text
     assert not any("expected" in text for text in advice(scored([*pairs, ("x", "x")])))
 
 
@@ -147,8 +144,8 @@ def test_of_several_samples_the_report_says_which_one_counts_and_what_the_others
     totals = RowTotals("wanted", "last_number")
     answers = [("7", "8", "8", "8"), ("8", "8", "7", "6"), ("1", "2", "3", None), ("8,", "9", "$8", "9"), (None,) * 4]
     for index, found in enumerate(answers):
-        samples = [{"finish_reason": "stop", "answer": answer, "text": "?"} for answer in found]
-        totals.add_result(record(index, text="?", answer=found[0], samples=samples, wanted="8"))
+        samples = [{"finish_reason": "stop", "extracted": answer, "text": "?"} for answer in found]
+        totals.add_result(record(index, text="?", extracted=found[0], samples=samples, wanted="8"))
     report = build_report(totals, {"wall_s": 1.0}, ABOUT)
     shares = {"n": 4, "mean": round((3 + 2 + 0 + 2 + 0) / 20, 6), "majority": 0.6, "best": 0.6}
     assert report["accuracy"]["samples"] == shares
@@ -215,7 +212,7 @@ def test_free_texts_and_numbers_are_no_labels_and_a_structured_choice_is(job: Jo
     assert "labels" not in scored([("7", "8")], "last_number")["accuracy"]
     job.write(rows_of(4))
     report = job.run(
-        job.spec(output={"expected": "answer"}, sampling={"structured_outputs": {"choice": ["0", "1"]}})
+        job.spec(eval={"expected": "answer"}, sampling={"structured_outputs": {"choice": ["0", "1"]}})
     ).report
     assert report is not None and report["accuracy"]["num_labels"] >= 4
 
@@ -226,10 +223,10 @@ def test_an_answer_over_which_the_rule_takes_too_long_is_null_and_a_line_says_so
     monkeypatch.setattr(answers, "MAX_CPU_S", 0.2)
     asked = {"choices": ["a" * 50 + "!", "a" * 50 + "?"]}
     job.write([{"id": 0, "sampling": {}, "q": "x"}, {"id": 1, "sampling": asked, "q": "x"}])
-    spec = job.spec(input={"prompt": "{q}"}, output={"answer": r"((?:a+)+)$"})
+    spec = job.spec(input={"prompt": "{q}"}, eval={"extract": r"((?:a+)+)$"})
     options = RunOptions(progress="auto")
     assert job.run(spec, options).exit_code == ExitCode.OK
-    assert [row["answer"] for row in job.outputs()] == [None, None]
+    assert [row["extracted"] for row in job.outputs()] == [None, None]
     assert len(job.outputs()[1]["text"]) == 51
-    line = r"output.answer takes more than 2 s over \d texts?, whose answer is null"
+    line = r"eval.extract takes more than 2 s over \d texts?, whose answer is null"
     assert re.search(line, capsys.readouterr().err)

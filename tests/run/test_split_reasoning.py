@@ -49,7 +49,7 @@ def spec(request: pytest.FixtureRequest, job: JobMaker, monkeypatch: pytest.Monk
 
 
 def spec_of(job: JobMaker, **sections: Any) -> JobSpec:
-    output = {"path": str(job.output), "split_reasoning": True, **sections.pop("output", {})}
+    output = {"path": str(job.output), "parse": ["reasoning"], **sections.pop("output", {})}
     sampling = {"max_tokens": 500, **sections.pop("sampling", {})}
     return job.spec(model={"tokenizer": str(job.folder / "tokenizer")}, output=output, sampling=sampling, **sections)
 
@@ -73,7 +73,7 @@ def test_the_field_follows_the_text_and_is_there_only_when_asked_for(job: JobMak
     job.run(spec)
     assert list(job.outputs()[0])[:5] == ["id", "index", "text", "reasoning", "finish_reason"]
     job.output = job.folder / "plain"
-    job.run(spec_of(job, input={"id": None}, output={"split_reasoning": False}))
+    job.run(spec_of(job, input={"id": None}, output={"parse": []}))
     [row] = job.outputs()
     assert "reasoning" not in row and row["text"].endswith(f"{thought(0)}\n</think>\n\n{answer(0)}")
 
@@ -111,7 +111,7 @@ def test_a_scored_row_has_no_reasoning(job: JobMaker) -> None:
 @pytest.mark.usefixtures("spec")
 def test_accuracy_counts_the_text_alone(job: JobMaker) -> None:
     job.write(rows_of(6))
-    outcome = job.run(spec_of(job, output={"expected": "answer"}))
+    outcome = job.run(spec_of(job, eval={"expected": "answer"}))
     assert outcome.report is not None and outcome.report["accuracy"]["exact_match"] == 1.0
 
 
@@ -122,8 +122,8 @@ def test_a_resumed_and_an_updated_run_split_as_an_undisturbed_one(job: JobMaker)
     expected, job.output = job.outputs(), job.folder / "resumed"
     spec = spec_of(job)
     assert job.run(spec, quiet(max_total_tokens=1500)).exit_code == 75
-    with pytest.raises(ResumeMismatch, match=r"output\.split_reasoning: was true, now false"):
-        job.run(spec_of(job, output={"split_reasoning": False}))
+    with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["reasoning"\], now \[\]'):
+        job.run(spec_of(job, output={"parse": []}))
     assert job.run(spec, fails=frozenset({28})).exit_code == 3
     assert job.run(spec, updating()).exit_code == 0
     assert job.outputs() == expected
@@ -139,10 +139,8 @@ def test_a_kept_column_of_that_name_makes_way(job: JobMaker) -> None:
 
 def test_a_model_without_a_tokenizer_cannot_split(job: JobMaker) -> None:
     job.write([{"prompt_token_ids": [8]}])
-    with pytest.raises(UsageError, match=r"^output\.split_reasoning needs a tokenizer"):
-        read_model(
-            job.spec(model={"path": "dummy:LFM2-350M"}, input={"prompt": None}, output={"split_reasoning": True})
-        )
+    with pytest.raises(UsageError, match=r"^output\.parse = \['reasoning'\] needs a tokenizer"):
+        read_model(job.spec(model={"path": "dummy:LFM2-350M"}, input={"prompt": None}, output={"parse": ["reasoning"]}))
 
 
 def test_openai_completions_hold_it_beside_the_text(job: JobMaker, spec: JobSpec) -> None:

@@ -84,7 +84,7 @@ def test_a_record_has_the_calls_and_the_rest_of_the_text(job: JobMaker, says: An
         says(
             [f"Wait. {CALL}", "It is warm.", f"So: {START}[weather(city=", f"{START}[]{END}"],
             form=form,
-            parse_tools=True,
+            parse=["tool_calls"],
         )
     )
     path = job.output / f"outputs.{form}"
@@ -133,7 +133,11 @@ def test_a_call_that_is_only_thought_of_is_none(job: JobMaker, says: Any, splits
     thought = f"<think>\nShall I write {call}?\n</think>\n\n"
     job.write(rows(3))
     job.run(
-        says([f"{thought}No.", f"{thought}{call}", thought[:30]], THINKING, parse_tools=True, split_reasoning=splits)
+        says(
+            [f"{thought}No.", f"{thought}{call}", thought[:30]],
+            THINKING,
+            parse=["tool_calls", *(["reasoning"] if splits else [])],
+        )
     )
     found = job.outputs()
     now = [{"name": "now", "arguments": {}}]
@@ -147,13 +151,13 @@ def test_a_resumed_and_an_updated_run_have_the_calls_of_an_undisturbed_one(job: 
     asked = [[{"role": "user", "content": f"How is the weather in {number}?"}] for number in range(12)]
     job.write([{**row, "messages": messages} for row, messages in zip(rows(12), asked, strict=True)])
     texts = [f"{number} {CALL}" if number % 3 else f"{number} {START}[" for number in range(12)]
-    spec = says(texts, form=form, parse_tools=True)
+    spec = says(texts, form=form, parse=["tool_calls"])
     job.run(spec)
     name = f"outputs.{FORMATS[form]}"
     expected, job.output = without_timings(job.output / name), job.folder / "resumed"
-    spec = says(texts, form=form, parse_tools=True)
+    spec = says(texts, form=form, parse=["tool_calls"])
     assert job.run(spec, quiet(max_total_tokens=400)).exit_code == 75
-    with pytest.raises(ResumeMismatch, match=r"output\.parse_tools: was true, now false"):
+    with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["tool_calls"\], now \[\]'):
         job.run(says(texts, form=form))
     assert job.run(spec, fails=frozenset({8})).exit_code == 3
     assert job.run(spec, updating()).exit_code == 0
@@ -162,20 +166,20 @@ def test_a_resumed_and_an_updated_run_have_the_calls_of_an_undisturbed_one(job: 
 
 def test_a_model_whose_format_is_not_known_is_refused(job: JobMaker, says: Any) -> None:
     job.write(rows(1))
-    with pytest.raises(UsageError, match=r"^output\.parse_tools: neither tokenizer nor chat template .*LFM2, Mistral"):
-        read_model(says([CALL], "{{ tools }}{{ messages }}", parse_tools=True))
+    with pytest.raises(UsageError, match=r"^output\.parse: neither tokenizer nor chat template .*LFM2, Mistral"):
+        read_model(says([CALL], "{{ tools }}{{ messages }}", parse=["tool_calls"]))
 
 
 def test_a_bare_call_is_read_where_llamas_template_asks_for_it(job: JobMaker, says: Any) -> None:
     job.write(rows(1))
-    job.run(says(['{"name": "now", "parameters": {}}'], DATED, parse_tools=True))
+    job.run(says(['{"name": "now", "parameters": {}}'], DATED, parse=["tool_calls"]))
     assert job.outputs()[0]["tool_calls"] == [{"name": "now", "arguments": {}}]
 
 
 def test_an_escape_that_no_character_has_makes_a_malformed_call_not_a_failed_job(job: JobMaker, says: Any) -> None:
     texts = [f'{START}[f(a="{escape}")]{END}' for escape in (r"\U0001F600", r"\U00110000", r"\UFFFFFFFF")]
     job.write(rows(3))
-    assert job.run(says(texts, parse_tools=True)).exit_code == 0
+    assert job.run(says(texts, parse=["tool_calls"])).exit_code == 0
     found = [(row["tool_calls"], row["text"], row["complete"]) for row in job.outputs()]
     assert found[0] == ([{"name": "f", "arguments": {"a": "\U0001f600"}}], "", True)
     assert found[1:] == [([], text, False) for text in texts[1:]]
@@ -186,7 +190,7 @@ def test_whatever_goes_wrong_over_an_answer_fails_its_row_and_never_the_job(
     job: JobMaker, says: Any, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
     job.write(rows(3))
-    spec, read = says(["one", "two", "three"], parse_tools=True), ToolCalls.read
+    spec, read = says(["one", "two", "three"], parse=["tool_calls"]), ToolCalls.read
 
     def fails(self: ToolCalls, text: str) -> Any:
         if text == "two":
@@ -205,7 +209,7 @@ def test_memory_and_the_disk_are_no_fault_of_a_row(
     job: JobMaker, says: Any, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
     job.write(rows(1))
-    spec = says(["one"], parse_tools=True)
+    spec = says(["one"], parse=["tool_calls"])
 
     def fails(self: ToolCalls, text: str) -> Any:
         raise problem

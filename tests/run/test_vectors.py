@@ -77,8 +77,8 @@ def test_each_row_gets_a_vector_of_length_one(folder: Path) -> None:
 
 def test_a_prompt_is_put_before_each_text(folder: Path) -> None:
     by_name, by_prefix = (
-        run(folder, "--prompt-name", "query", output="a"),
-        run(folder, "--prefix", "query: ", output="b"),
+        run(folder, "--embed-prompt", "query", output="a"),
+        run(folder, "--embed-prompt", "query: ", output="b"),
     )
     none = run(folder, output="c")
     assert np.array_equal(matrix(by_name[1]), matrix(by_prefix[1]))
@@ -187,7 +187,7 @@ def answers(place: Path) -> list[Any]:
 
 
 def test_a_list_gets_a_vector_for_each_text_as_if_it_stood_alone(folder: Path) -> None:
-    openai = ("--output-format", "openai-batch", "--prefix", "query: ")
+    openai = ("--output-format", "openai-batch", "--embed-prompt", "query: ")
     lists(folder, TEXTS[0], TEXTS[1], [9, 10, 11], [TEXTS[0], TEXTS[1]], [[9, 10, 11], TEXTS[1], TEXTS[1]], [TEXTS[0]])
     _, place = run(folder, *openai, rows="lists.jsonl")
     one, two, ids, pair, three, single = answers(place)
@@ -319,10 +319,9 @@ def test_other_settings_are_not_resumed(folder: Path, capsys: pytest.CaptureFixt
         (["--temperature", "0.5"], "write [embed] in place of [sampling]"),
         (["--pooling", "cls", "--max-tokens", "3"], "exclude each other"),
         (["--dimensions", "1000"], "192"),
-        (["--prompt-name", "nope"], "it has: query, document"),
-        (["--prompt-name", "query", "--prefix", "x"], "exclude each other"),
+        (["--extract", "last_number"], "eval.extract is for text"),
         (["--expected", "answer"], "neither"),
-        (["--parse-json"], "output.parse_json is for text"),
+        (["--parse", "json"], "output.parse is for text"),
         (["--pooling", "max"], "must be one of"),
         (["--pooling", "tokens", "--output-format", "openai-batch"], "has no place for vectors of tokens"),
         (["--embed-normalize", "perhaps"], "true or false"),

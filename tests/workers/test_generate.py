@@ -177,7 +177,7 @@ def test_an_index_with_the_numbers_of_other_rows_is_told_of(labels: list[Any], i
 
 
 def test_what_a_notebook_shows_of_a_run_has_its_time_speed_and_accuracy() -> None:
-    run = generated(ROWS[:4], output={"expected": "answer"})
+    run = generated(ROWS[:4], eval={"expected": "answer"})
     assert re.fullmatch(r"<Run: 4 rows done, 0 failed; [\d.]+ s, [\d,]+ tokens/s out, exact match 0\.0%>", repr(run)), (
         repr(run)
     )

@@ -35,8 +35,7 @@ def output_format(spec: JobSpec, begun_at: datetime | None = None) -> OutputForm
 
 def csv_format(spec: JobSpec, columns: Sequence[str] = ()) -> CsvFormat:
     """The CSV of a job's outputs, with ``columns`` alone where they are given."""
-    has_id, has_answer = spec.input.id is not None, bool(spec.output.answer)
-    return CsvFormat(has_id=has_id, has_answer=has_answer, has_bom=_has_bom(spec.input), columns=columns)
+    return CsvFormat(has_id=spec.input.id is not None, has_bom=_has_bom(spec.input), columns=columns)
 
 
 def _has_bom(spec: InputSpec) -> bool:

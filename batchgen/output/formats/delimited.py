@@ -12,12 +12,24 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
-from batchgen.config.record_fields import ANSWER, RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
 _GIVEN = (  # what the model gave, in this order, behind the columns of the input
-    *("text", "label", "score", "parsed", "reasoning", "tool_calls", "prob", "scores", "samples", "perplexity"),
+    *(
+        "text",
+        "extracted",
+        "label",
+        "score",
+        "parsed",
+        "reasoning",
+        "tool_calls",
+        "prob",
+        "scores",
+        "samples",
+        "perplexity",
+    ),
     *("embedding", "embeddings", "complete", "finish_reason", "token_ids"),
     *("logprobs", "prompt_logprobs"),
 )
@@ -31,10 +43,9 @@ class CsvFormat(OutputFormat):
     ``columns`` are those to write, in their order; without them, those that some row has.
     """
 
-    def __init__(self, *, has_id: bool, has_answer: bool, has_bom: bool, columns: Sequence[str] = ()) -> None:
+    def __init__(self, *, has_id: bool, has_bom: bool, columns: Sequence[str] = ()) -> None:
         self._columns = columns
         self._has_id = has_id
-        self._has_answer = has_answer
         self._has_bom = has_bom
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
@@ -55,13 +66,13 @@ class CsvFormat(OutputFormat):
     def _names(self, rows: Iterable[bytes]) -> list[str]:
         """The columns that some row has: the id, those of the input in the order of their first row, and the answer."""
         found: dict[str, None] = {}
-        own = RECORD_KEYS | VECTOR_KEYS | ({ANSWER} if self._has_answer else frozenset())
+        own = RECORD_KEYS | VECTOR_KEYS
         for row in rows:
             record = json.loads(row)
             own |= {_PROB} if record.get("choices") else frozenset()
             found |= dict.fromkeys(_flat(record))
         kept = [name for name in found if name not in own]
-        given = [name for name in ("text", ANSWER, *_GIVEN[1:]) if name in found and name in own]
+        given = [name for name in _GIVEN if name in found and name in own]
         return [*(["id"] if self._has_id else []), *kept, *(given or ["text", "finish_reason"])]
 
 

@@ -4,10 +4,10 @@ Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`
 the run was begun, so a resumed run writes the same bytes: ids come from the row's index, ``created`` is the run's. A
 kept ``url`` says per row whether a chat or a text completion was asked for, and a kept ``model`` of which. Fields that
 OpenAI lacks are added beside its own, where readers of its format ignore them: ``timings`` and ``kept_columns`` in the
-line; ``prompt_logprobs`` and ``perplexity`` in the body; ``reasoning_content``, where vLLM has it, and ``parsed``,
-where OpenAI's SDK has it, in the message of a chat or the choice of a completion, and there ``tool_calls``;
-``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has no such reason,
-``stop_reason`` in a choice.
+line; ``prompt_logprobs`` and ``perplexity`` in the body; ``reasoning_content``, where vLLM has it, ``parsed``,
+where OpenAI's SDK has it, and ``extracted`` in the message of a chat or the choice of a completion, and there
+``tool_calls``; ``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has no such
+reason, ``stop_reason`` in a choice.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _choice(index: int, sample: Mapping[str, Any], chat: bool, row: int) -> dict
     text, reason, calls = sample.get("text"), sample["finish_reason"], sample.get("tool_calls")
     choice: dict[str, Any] = {"index": index}
     more = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
-    more |= {"parsed": sample["parsed"]} if "parsed" in sample else {}
+    more |= {name: sample[name] for name in ("parsed", "extracted") if name in sample}
     if chat:
         called = {"tool_calls": _tool_calls(calls, f"call_{row:012d}_{index}")} if calls else {}
         choice["message"] = {"role": "assistant", "content": (text or None) if calls else text, **called, **more}

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import ANSWER, VECTOR_KEYS
+from batchgen.config.record_fields import VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.jsonl import OutputFormat
 
@@ -68,8 +68,8 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "label": pa.string(),
     "score": pa.float64(),
 }
-# Columns of every file, in this order; ``parsed`` and the answer where the job asks for them.
-_ALWAYS = ("id", "index", "text", "parsed", ANSWER, "finish_reason", "usage", "timings")
+# Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
+_ALWAYS = ("id", "index", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
 _OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples", "choices")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
@@ -78,10 +78,10 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have."""
     left_out = _OF_TEXT if spec.embed.is_on else VECTOR_KEYS
     found, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
-    if spec.output.answer:
-        found[ANSWER] = pa.string()
-        more.append(pa.field(ANSWER, pa.string()))
-    if spec.output.parse_json:
+    if spec.eval.extract:
+        found["extracted"] = pa.string()
+        more.append(pa.field("extracted", pa.string()))
+    if "json" in spec.output.parse:
         found["parsed"] = _INFERRED
         more.append(field_of("parsed", None))
     if more:

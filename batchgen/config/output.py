@@ -1,0 +1,86 @@
+"""The sections [output] and [eval] of a job: where results go, in what form, and how right answers are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchgen.core import keys
+from batchgen.core.answers import check_rule
+from batchgen.core.keys import BOOL, Kind, key, one_of, string
+from batchgen.core.remote import WRITABLE, check_address, scheme_of
+
+
+def listed(text: str) -> list[str]:
+    """The names that a flag lists, with commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _parts(names: tuple[str, ...]) -> tuple[str, ...]:
+    asked = {_PART.parse(name) for name in names}
+    return tuple(name for name in _PART.choices if name in asked)
+
+
+def _destination(*schemes: str) -> Kind:
+    """Addresses that files are written to; "" is none."""
+
+    def parse(text: str) -> str:
+        scheme = scheme_of(text)
+        if text and scheme is None:
+            known = ", ".join(f"{name}://" for name in schemes)
+            raise ValueError(f"is not a URL ({known}); leave it out to keep files on this machine only")
+        if text:
+            check_address(text, schemes)
+        if any(mark in text for mark in "*?[]"):
+            raise ValueError("holds a character of patterns (* ? [ ]): name one folder")
+        if scheme == "hf" and "@" in text:
+            raise ValueError("names a revision: files are published to the main branch")
+        return text.rstrip("/")
+
+    return string("URL", empty=True).then(parse)
+
+
+_PART = one_of("reasoning", "tool_calls", "json")
+_PARTS = keys.STRINGS.then(_parts, metavar="A,B", from_text=listed, repeats=False)
+_FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Where results go and in what form; ``path`` is the run directory, absolute, and "" if a command writes none.
+
+    ``parse`` names what is taken out of a text or read in it. The finished files are copied to ``publish``; "" is none.
+    """
+
+    path: str = key(string("DIR"), "The run directory", "", flag="output", resume="free")
+    format: str = key(
+        one_of("auto", "jsonl", "csv", "parquet", "openai-batch"),
+        "Output format",
+        "auto",
+        flag="output-format",
+        resume="free",
+    )
+    token_ids: bool = key(BOOL, "Add the generated token ids", False)
+    parse: tuple[str, ...] = key(_PARTS, "What is taken out of the text: reasoning, tool_calls, json", ())
+    reuse: tuple[str, ...] = key(
+        _FOLDERS, "Run directory whose equal rows are reused; may be repeated", (), resume="free"
+    )
+    publish: str = key(
+        _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", resume="free"
+    )
+
+    @property
+    def has_text_ids(self) -> bool:
+        """Whether rows are known by the text of their ids, so that 5 and "5" are one id: OpenAI's ``custom_id`` is."""
+        return self.format == "openai-batch"
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """How right answers are counted.
+
+    ``expected`` names a column that is kept and compared with the text, or with what the rule ``extract`` of
+    ``core.answers`` finds in it: exact match goes into the report.
+    """
+
+    expected: str | None = key(string("COLUMN"), "Column with the right answer, to compare", None)
+    extract: str | None = key(string("RULE").then(check_rule), "Find the answer: last_number, or a regex", None)
