@@ -39,7 +39,7 @@ from batchgen.report.facts import numerics_text, pace, samples_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
-from batchgen.run.progress import GENERATING, Progress, row_counts
+from batchgen.run.progress import Progress
 from batchgen.run.reports import last_report
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
@@ -125,21 +125,13 @@ class Invocation(ABC):
                 try:
                     with self.progress, self.stopper.interruptible():
                         outcome = self.work()
-                        self._conclude(outcome.report or last_report(self.run_dir))
+                        self.progress.finish(outcome.report or last_report(self.run_dir))
                 except StopRequested:
                     outcome = self.stopped()
                 finally:
                     if self.backend is not None:
                         self.backend.close()
         return replace(outcome, stop_reason=self.stopper.reason)
-
-    def _conclude(self, report: Mapping[str, Any] | None) -> None:
-        """The work has ended well: unless it was stopped, the run is finished, and its rows are those of its report."""
-        if self.progress.state == "running":
-            self.progress.state = "finished"
-        if self.progress.state == "finished" and report is not None:
-            rows, num_reused = report["rows"], report.get("reused", {}).get("rows", 0)
-            self.progress.final_rows = row_counts(rows["total"], rows["done"], rows["failed"], num_reused)
 
     @abstractmethod
     def work(self) -> Outcome:
@@ -183,7 +175,8 @@ class Invocation(ABC):
         record_builder = self.model.record_builder(self.spec)
         charge = self.progress.clock.on
         before, limit, template = self.progress.sink, self.options.max_error_rate, validator.builder.finder.template
-        sink = self.progress.sink = ResultSink(journal, record_builder, limit, charge, template)
+        sink = ResultSink(journal, record_builder, limit, charge, template)
+        self.progress.follow(sink)
         if before is not None:  # of rows that were taken over
             sink.empty_fields += before.empty_fields
         stream = RequestStream(sink, validator, self.stopper, charge)
@@ -193,13 +186,12 @@ class Invocation(ABC):
             first = next(tasks, None)
         if first is not None:
             backend = self._agreed_backend()
-            engine = self.progress.engine = backend.engine
-            self.progress.workers = backend.workers
+            engine = backend.engine
             if backend.takes_rows:
                 stream.gives_rows = True
                 first = replace(stream.pending[first.key], output_token_ids=first.output_token_ids)
             try:
-                with self.progress.phase(GENERATING, "generate"), self.stopper.drain_with(engine.stop):
+                with self.progress.generating(backend), self.stopper.drain_with(engine.stop):
                     for result in engine.run(chain([first], tasks)):
                         sink.finish(stream.pending.pop(result.key), result)
                         self.stopper.check_limits(self.progress.computed_tokens)
@@ -261,8 +253,8 @@ class Invocation(ABC):
 
     def finished(self, report: Mapping[str, Any]) -> Outcome:
         """The outcome of a finished run."""
-        self.progress.state = "finished"
-        self.progress.keeps_file = False
+        self.progress.finish(report)
+        self.progress.keep_file(False)
         rows, num_copies = report["rows"], report["duplicates"]
         copies = f" ({num_copies:,} as copies)" if num_copies else ""
         lines = [f"{counted(rows['done'], 'row')} done{copies}, {pace(report)}"]
@@ -307,7 +299,7 @@ class Invocation(ABC):
 
     def stopped(self) -> Outcome:
         """The outcome of an early stop, by request or because too many rows failed."""
-        self.progress.state = "stopped"
+        self.progress.stop()
         sink, reason, advice = self.progress.sink, self.stopper.reason or "", self.stopper.advice
         if sink is None:
             lines: tuple[str, ...] = (f"stopped ({reason}) before the first row; {advice}",)

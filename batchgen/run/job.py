@@ -169,7 +169,7 @@ class _Job(Invocation):
         """Complete what a kill just after the outputs appeared has left undone."""
         changed = self.jobs.edited(self.digests)
         self.manifest = last
-        self.progress.keeps_file = self.progress.is_idle = bool(self.run_dir.unfinished())
+        self.progress.keep_file(bool(self.run_dir.unfinished()), is_idle=True)
         with suppress(StorageError):  # the disk may be full by now
             self._keep_file_states(last)
         outputs = short(self.run_dir.outputs(self.spec.output.format))
@@ -247,7 +247,7 @@ class _Job(Invocation):
         if num_rows is not None and journal.done.covers(num_rows):  # but for damage, it held them all
             return self._finish(journal, num_rows)
         progress = self.progress
-        progress.keeps_file = True
+        progress.keep_file(True)
         source = self._reopened(source)
         rows = self._rows(source, journal)
         with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
@@ -284,7 +284,7 @@ class _Job(Invocation):
             if not self.options.update and (why := self.jobs.losses(counts, self.manifest, self.spec)):
                 journal.close()
                 self.run_dir.remove_begun(self.begun)
-                self.progress.keeps_file = False
+                self.progress.keep_file(False)
                 raise UsageError(f"{self.run_dir.path}: {why}: --update goes on, or mend the input")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
             self.progress.display.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
@@ -293,7 +293,7 @@ class _Job(Invocation):
     def _count(self, rows: RowRange) -> None:
         if self.progress.rows_total is None:
             with self.progress.phase("counting the rows", "read"):
-                self.progress.rows_total = rows.count()
+                self.progress.expect(rows.count())
 
     def _restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
         """Make all rows up to the last finished one claim their ids again: they are not kept across invocations."""

@@ -11,10 +11,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from operator import index
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,12 @@ from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.machine import peak_bytes
 from batchgen.core.storage import read_regular, temporary_name
 from batchgen.output.rundir import PROGRESS_NAME
-from batchgen.report.build import build_report
-from batchgen.report.rows import RowTotals
 from batchgen.report.usage import MALFORMED, follow, since
 from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
 if TYPE_CHECKING:  # slow to import, and ``status`` needs neither
-    from batchgen.run.backend import EngineLike
+    from batchgen.run.backend import Backend
     from batchgen.run.results import ResultSink
 
 GENERATING = "generating"
@@ -38,6 +36,7 @@ NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 _TICK_S = 0.5
 _SAVE_EVERY_S = 2.0
 _RATE_WINDOW_S = 30.0
+_VERSION = 1  # of ``progress.json``
 _BLOCK_BYTES = 512  # the unit of st_blocks, on any file system
 
 
@@ -78,26 +77,24 @@ class Clock:
 class Progress:
     """The counters of one invocation; a context manager that runs the thread.
 
-    ``rows_total`` counts the rows of this shard, None while unknown. ``sink`` and ``engine`` are set once they exist.
-    Earlier invocations of the run have left their counts in ``progress.json``, which is removed at the end unless
-    ``keeps_file`` is set or the run was stopped.
+    ``rows_total`` counts the rows of this shard, None while unknown. ``sink`` is what counts finished rows, None before
+    there is one. Earlier invocations of the run have left their counts in ``progress.json``, which is removed at the
+    end unless there is something to resume.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
-        self.display = display
+        self.display, self.stopper, self.clock = display, stopper, Clock()
         self.rows_total: int | None = None
         self.sink: ResultSink | None = None
-        self.engine: EngineLike | None = None
-        self.workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # see ``Backend``
         self.state = "running"
-        self.keeps_file = self.is_idle = False  # set once there is something to resume; where another job has that
-        self.num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
+        self._backend: Backend | None = None
+        self._keeps_file = self._is_idle = False
+        self._num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
         self._path = folder / PROGRESS_NAME
-        self.stopper, self.clock = stopper, Clock()
         self._engine_counts: dict[str, Any] = {}
         self._mean_workers = 1.0
-        self.final_rows: dict[str, Any] | None = None  # those of a finished run's report
+        self._final_rows: dict[str, Any] | None = None  # those of a finished run's report
         self._failure, self._phase = "", "starting"
         self._phase_at = time.monotonic()
         self._began, self._saved_at = _now(), 0.0
@@ -106,8 +103,9 @@ class Progress:
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        with suppress(OSError):
-            self._resume(read_regular(self._path))
+        if (before := read_progress(self._path.parent)) is not None:
+            self._before, self._keeps_file = before, True
+            self.rows_total, self._num_reused = before["rows"]["total"], before["rows"].get("reused", 0)
         self._thread.start()
         return self
 
@@ -121,33 +119,59 @@ class Progress:
             if isinstance(error, BatchgenError):  # which says what to do
                 self._failure = str(error)
         self.display.close(self.snapshot())
-        if not self.keeps_file and self.state != "stopped":
+        if not self._keeps_file and self.state != "stopped":
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
-        elif self.is_idle or (kind is not None and issubclass(kind, UsageError)):
+        elif self._is_idle or (kind is not None and issubclass(kind, UsageError)):
             self._save(self._before or self._content(self.snapshot()))  # as before: this invocation was refused
         else:
             self._save(self._content(self.snapshot()))
 
-    def _resume(self, content: bytes) -> None:
-        """Go on from the ``progress.json`` of earlier invocations; other content has no effect but a note."""
-        before = parse_progress(content)
-        if before is None and content.strip(b"\0"):
-            self.display.note(f"{self._path} is damaged: the report leaves out the time of earlier invocations")
-        if before is not None:
-            rows = before["rows"]
-            self._before, self.keeps_file = before, True
-            self.rows_total, self.num_reused = rows["total"], rows.get("reused", 0)
-
     def begin_anew(self) -> None:
         """Forget earlier invocations: this run starts from nothing."""
-        self._before, self.keeps_file, self.rows_total, self.num_reused = {}, False, None, 0
+        self._before, self._keeps_file, self.rows_total, self._num_reused = {}, False, None, 0
 
     def go_on(self, journal: str) -> None:
         """Count for the job of that journal: what invocations for another one have left counts for nothing."""
         if self._before.get("journal", journal) != journal:
             self.begin_anew()
         self._journal = journal
+
+    def keep_file(self, keeps: bool, *, is_idle: bool = False) -> None:
+        """Leave ``progress.json`` behind, since there is something to resume, or not; if idle, as it was before."""
+        self._keeps_file, self._is_idle = keeps, is_idle
+
+    def expect(self, rows_total: int | None) -> None:
+        """Take the number of rows of this shard."""
+        self.rows_total = rows_total
+
+    def follow(self, sink: ResultSink) -> None:
+        """Count the rows that a sink is given from now on."""
+        self.sink = sink
+
+    def add_reused(self, num_rows: int) -> None:
+        """Count rows that were kept from earlier results."""
+        self._num_reused += num_rows
+
+    @contextmanager
+    def generating(self, backend: Backend) -> Iterator[None]:
+        """Count the tokens of an engine, and show its workers, from now on; its time counts while inside."""
+        self._backend = backend
+        with self.phase(GENERATING, "generate"):
+            yield
+
+    def stop(self) -> None:
+        """The run has been stopped early."""
+        self.state = "stopped"
+
+    def finish(self, report: Mapping[str, Any] | None) -> None:
+        """The run is finished, unless it was stopped; its rows are those of its report, where there is one."""
+        if self.state == "stopped":
+            return
+        self.state = "finished"
+        if report is not None:
+            rows, num_reused = report["rows"], report.get("reused", {}).get("rows", 0)
+            self._final_rows = row_counts(rows["total"], rows["done"], rows["failed"], num_reused)
 
     @contextmanager
     def phase(self, name: str, account: str) -> Iterator[None]:
@@ -160,9 +184,9 @@ class Progress:
 
     def usage(self) -> dict[str, Any]:
         """Time and counts of this and earlier invocations together; see ``report.build_report``."""
-        if self.engine is not None:
+        if self._backend is not None:
             with suppress(RuntimeError):  # the main thread may add a kind of work while they are copied
-                counts = since(self.engine.stats.to_dict(), self.clock.started_at)
+                counts = since(self._backend.engine.stats.to_dict(), self.clock.started_at)
                 self._mean_workers = counts.pop("mean_workers", 1.0)
                 self._engine_counts = counts
         mine = {
@@ -187,7 +211,8 @@ class Progress:
     @property
     def computed_tokens(self) -> int:
         """Tokens that the engine has computed in this invocation, of prompts and of unfinished rows too."""
-        return self.engine.stats.num_prefill_tokens + self.engine.stats.num_output_tokens if self.engine else 0
+        stats = self._backend.engine.stats if self._backend else None
+        return stats.num_prefill_tokens + stats.num_output_tokens if stats else 0
 
     def snapshot(self) -> dict[str, Any]:
         """State, counts and estimates for the display and ``progress.json``; tokens are those of all invocations."""
@@ -196,12 +221,12 @@ class Progress:
         done, failed = rows_before.get("done", 0), rows_before.get("failed", 0)
         if self.sink is not None:
             done, failed = self.sink.num_done, self.sink.num_failed
-        rows = self.final_rows or row_counts(self.rows_total, done, failed, self.num_reused)
+        rows = self._final_rows or row_counts(self.rows_total, done, failed, self._num_reused)
         rate = self._rate()
         tokens_left = None if rows["left"] is None else self._tokens_left(rows["left"])
         eta_s = tokens_left / rate if tokens_left is not None and rate > 0 else None
         return {
-            "version": 1,
+            "version": _VERSION,
             "state": self.state,
             "phase": "done" if self.state == "finished" else self._phase,
             "phase_s": round(time.monotonic() - self._phase_at, 1),
@@ -220,19 +245,23 @@ class Progress:
             },
             "tokens_per_s": round(rate, 1),
             "eta_s": None if eta_s is None else round(eta_s, 1),
-            "num_workers": len(self.workers()),
+            "num_workers": len(self._workers()),
         }
+
+    def _workers(self) -> Sequence[Mapping[str, Any]]:
+        return self._backend.workers() if self._backend else ()
 
     def _content(self, snapshot: dict[str, Any]) -> dict[str, Any]:
         """What ``progress.json`` holds; a killed invocation's counts miss its last two seconds."""
-        return {**snapshot, "workers": list(self.workers()), "spent": self.usage(), "journal": self._journal}
+        return {**snapshot, "workers": list(self._workers()), "spent": self.usage(), "journal": self._journal}
 
     def _save(self, content: dict[str, Any]) -> None:
         """Replace ``progress.json``; errors are left to the journal, which meets the same disk.
 
         On a full disk the new content takes the place of the old, if it fits there: it says why the run has ended.
         """
-        text, temporary = json.dumps(content).encode() + b"\n", temporary_name(self._path)
+        text = json.dumps({**content, "digest": _digest(content)}).encode() + b"\n"
+        temporary = temporary_name(self._path)
         try:
             temporary.unlink(missing_ok=True)
             with temporary.open("xb") as file:
@@ -288,36 +317,16 @@ class Progress:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """The content of ``progress.json``; None if there is none that can be read."""
-    try:
-        return parse_progress(read_regular(folder / PROGRESS_NAME))
-    except OSError:
-        return None
-
-
-def parse_progress(content: bytes) -> dict[str, Any] | None:
-    """The content of a ``progress.json``; None for what is none, or holds values that no run writes."""
-    with suppress(*MALFORMED):
-        found = json.loads(content)
-        if found["version"] == 1:
-            _check(found)
-            return dict(found)
+    """The content of ``progress.json``; None if there is none, or it is not as a run of this version wrote it."""
+    with suppress(OSError, *MALFORMED):
+        progress = dict(json.loads(read_regular(folder / PROGRESS_NAME)))
+        if progress.pop("digest") == _digest(progress) and progress["version"] == _VERSION:
+            return progress
     return None
 
 
-def _check(found: Mapping[str, Any]) -> None:
-    """Raises one of ``MALFORMED`` unless what ``status`` shows and what a report counts are texts and numbers."""
-    rows, tokens, spent = found["rows"], found["tokens"], found["spent"]
-    counts = [rows["done"], rows["failed"], *(tokens[name] for name in ("prompt", "completion", "computed"))]
-    counts.append(rows.get("reused", 0))
-    counts += [spent[f"{name}_tokens"] for name in ("prompt", "completion", "computed")]
-    maybe = [rows["total"], rows["left"], tokens["estimated"]]
-    for count in [*counts, *(count for count in maybe if count is not None)]:
-        index(count)
-    sum((found["tokens_per_s"], found["phase_s"], found["eta_s"] or 0.0))
-    "".join(found[name] or "" for name in ("state", "phase", "reason", "advice", "started_at", "updated_at"))
-    build_report(RowTotals(), follow(spent, spent), {"numerics": {}, "threads": None})
-    list(zip(*spent["engine"].get("series", {}).values(), strict=True))
+def _digest(progress: Mapping[str, Any]) -> str:
+    return blake2b(json.dumps(progress).encode(), digest_size=8).hexdigest()
 
 
 def row_counts(total: int | None, done: int, failed: int, reused: int = 0) -> dict[str, Any]:

@@ -190,7 +190,8 @@ def take_over(
 
     What was recorded by a pass that was killed counts as kept now. A stop ends it early. Raises StorageError.
     """
-    progress.sink, journal, num_begun = sink, sink.journal, 0
+    progress.follow(sink)
+    journal, num_begun = sink.journal, 0
     num_good = num_before = journal.counts.results
     with progress.phase("keeping results that are there", "read"), progress.stopper.drain_with(lambda: None):
         for chunk in _requested(rows.read(), validator):
@@ -207,7 +208,7 @@ def take_over(
             if progress.stopper.requested:
                 break
     journal.commit()
-    progress.num_reused += journal.counts.results - num_before
+    progress.add_reused(journal.counts.results - num_before)
     rows.start = journal.resume_cursor
     return Counts(sources.num_old, journal.counts.results, num_good, (sources.files_before, sources.files_now))
 
