@@ -199,7 +199,7 @@ def run_job(
 
 def plan_job(job: str | os.PathLike[str] | None = None, *, calibrates: bool = False, **keys: Any) -> dict[str, Any]:
     """What ``batchgen plan JOB --json`` prints: rows, bad rows, tokens, memory and time of a job, computing none."""
-    options = _take_options(keys)
+    options = _take_options({name: keys.pop(name) for name in ("shard", "overwrite") if name in keys})
     name = None if job is None else os.fspath(job)
     shard = None if options.shard == WHOLE else options.shard
     spec, shard = load_spec(name, sections_of(keys, "plan_job"), shard, ("model", "input"))
@@ -211,11 +211,13 @@ def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return dict(reports.read_report(RunDir(Path(folder))))
 
 
-_OPTIONS: dict[str, Callable[[str], Any]] = {  # of the command ``run``, and how their texts are read
-    "overwrite": bool,
-    "update": bool,
-    "allow_mixed_kernels": bool,
-    "quiet": bool,
+_SWITCHES = (
+    "overwrite",
+    "update",
+    "allow_mixed_kernels",
+    "quiet",
+)  # options of the command ``run``
+_OPTIONS: dict[str, Callable[[str], Any]] = {  # those that take a value, and how it is read
     "max_error_rate": parse_share,
     "shard": Shard.parse,
     "deadline": lambda text: parse_clock(text, datetime.now().astimezone()),
@@ -224,13 +226,23 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {  # of the command ``run``, and how
 }
 
 
+def _option(name: str, value: Any) -> Any:
+    """The value of an option. Raises ValueError for one that the command would refuse."""
+    if name in _SWITCHES:
+        if not isinstance(value, bool):
+            raise ValueError("must be True or False")
+        return value
+    return _OPTIONS[name](value.isoformat() if isinstance(value, datetime) else str(value))
+
+
 def _take_options(keys: dict[str, Any]) -> RunOptions:
     """The options of the command among the arguments of a call, which they leave. Raises UsageError."""
     given: dict[str, Any] = {}
-    for name in [name for name in _OPTIONS if name in keys]:
+    for name in [name for name in (*_SWITCHES, *_OPTIONS) if name in keys]:
         value = keys.pop(name)
         try:
-            given[name] = _OPTIONS[name](value) if isinstance(value, str) else value
+            if value is not None:
+                given[name] = _option(name, value)
         except ValueError as error:
             raise UsageError(f"{name} = {shown(value, 60)}: {error}") from None
     limits = Limits(given.pop("deadline", None), given.pop("max_runtime", None), given.pop("max_total_tokens", None))

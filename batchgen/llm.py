@@ -1,7 +1,7 @@
 """A loaded model for Python programs: ``LLM`` answers lists of prompts, chats and texts, and batches of a table.
 
 Nothing is journalled here: pipelines that repeat what they lose (Ray Data, Spark, Daft) call it, and so do notebooks.
-``batchgen.run`` and ``batchgen.generate`` never lose or repeat a row. Methods and arguments have the names of
+``batchgen.run_job`` and ``batchgen.generate`` never lose or repeat a row. Methods and arguments have the names of
 ``vllm.LLM``.
 """
 
@@ -41,6 +41,10 @@ from batchgen.run.results import entry_of, failed_entry
 _NOWHERE = Cursor(0, 0, 0, 0)
 _NEEDS_ID = 'draws at random need an id in tables: name a column of unique values, as id="..."'
 _PLACES = ("id", "index")  # of a record within its batch: they mean nothing in a table
+_OF_JOBS = {  # keys of a job that say nothing of how a row is answered
+    "input": ("path", "format", "delimiter", "encoding", "limit"),
+    "output": ("path", "format", "expected", "reuse", "publish"),
+}
 
 
 class LLM:
@@ -69,11 +73,13 @@ class LLM:
         ``prompt`` is the column or template of the rows of tables; ``sampling`` the default of all calls.
 
         Raises:
-            UsageError: a key that is unknown or impossible.
+            UsageError: a key that is unknown, impossible, or has an effect on jobs alone.
             ModelError: the model cannot be used.
             OutOfMemory: its weights and state do not fit.
         """
-        spec = job_from_values(sections_of({"model": model, "prompt": prompt, **keys}, "LLM"), "LLM")
+        sections = sections_of({"model": model, "prompt": prompt, **keys}, "LLM")
+        _refuse_jobs(sections)
+        spec = job_from_values(sections, "LLM")
         self._model = read_model(spec)
         if self._model.tokenizer is None:
             raise UsageError("LLM: the model has no tokenizer: name one as tokenizer=")
@@ -110,8 +116,8 @@ class LLM:
         ``sampling_params``; a row's own values stand in its column ``sampling``. Raises UsageError for impossible
         values.
         """
-        spec = replace(self._with(sampling_params, sampling), input=replace(self._spec.input, chat=False))
-        return self._answered(prompts, spec, use_tqdm)
+        spec = self._with(sampling_params, sampling)
+        return self._answered(prompts, replace(spec, input=replace(spec.input, chat=False, system=None)), use_tqdm)
 
     def chat(
         self,
@@ -124,13 +130,13 @@ class LLM:
         **sampling: Any,
     ) -> list[dict[str, Any]]:
         """A record per chat, in order; ``messages`` is one chat or a list of them."""
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if isinstance(messages, str):
+            raise UsageError("LLM.chat: messages is a string: a chat is a list of messages")
+        chats = [messages] if len(messages) and isinstance(messages[0], Mapping) else messages
         more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         given = {name: value for name, value in more.items() if value is not None}
         rows = [{"messages": [*chat], **given} for chat in chats]
-        where = replace(self._spec.input, prompt=None, messages="messages")
-        spec = replace(self._with(sampling_params, sampling), input=where)
-        return self._answered(rows, spec, use_tqdm)
+        return self._answered(rows, _asks(self._with(sampling_params, sampling), messages="messages"), use_tqdm)
 
     def embed(self, prompts: Any, *, use_tqdm: bool = True) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The embeddings of texts, float32 ``[n, d]``.
@@ -144,7 +150,8 @@ class LLM:
         if failed := next((record for record in records if "code" in record), None):
             raise UsageError(f"LLM.embed: prompts[{failed['index']}]: {failed['code']}: {failed['message']}")
         vectors = [record["embedding"] for record in records]
-        return np.array(vectors, np.float32).reshape(len(vectors), -1)
+        size = spec.embed.dimensions or self._model.config.hidden_size
+        return np.array(vectors, np.float32).reshape(len(vectors), -1 if vectors else size)
 
     def classify(
         self, prompts: Any, labels: Sequence[str] | None = None, *, use_tqdm: bool = True
@@ -153,11 +160,14 @@ class LLM:
 
         Raises UsageError for ``labels`` where the checkpoint has its own, and for none where it has not.
         """
+        if isinstance(labels, str):
+            raise UsageError(f"LLM.classify: labels is one string: give a list, [{labels!r}, ...]")
         own = self._model.config.labels if self._spec.embed.is_on else ()
-        if bool(own) == bool(labels):
+        choices = [] if labels is None else [str(label) for label in labels]
+        if bool(own) == bool(choices):
             what = f"has labels of its own: {', '.join(own)}" if own else "has no labels of its own: give labels=[...]"
             raise UsageError(f"LLM.classify: {self._spec.model.path} {what}")
-        spec = self._with(None, {"choices": [*labels]}) if labels else self._spec
+        spec = self._with(None, {"choices": choices}) if choices else self._spec
         return self._answered(prompts, spec, use_tqdm)
 
     def __call__(self, batch: Any) -> pa.Table:
@@ -184,7 +194,7 @@ class LLM:
         if self._spec.embed.is_on:
             raise UsageError(f"LLM: {self._spec.model.path} gives vectors, no text: use embed or classify")
         if not isinstance(params, SamplingParams | None):
-            what = f"sampling_params is a {type(params).__name__}, not SamplingParams"
+            what = f"sampling_params is of type {type(params).__name__}, not SamplingParams"
             raise UsageError(f"LLM: {what}: a row's own values go into its column sampling")
         given = {} if params is None else values_of(params)
         base = self._spec.sampling if params is None else SamplingParams()
@@ -194,11 +204,14 @@ class LLM:
             raise UsageError(f"LLM: {error}") from None
 
     def _answered(self, rows: Any, spec: JobSpec, shows: bool, *, warns: bool = True) -> list[dict[str, Any]]:
-        """The records of rows in memory, or of one string; strings are prompts whatever the columns of tables are."""
+        """The records of rows in memory, or of one string.
+
+        Rows of a column ``prompt`` alone, which strings are, are prompts whatever the columns of tables are.
+        """
         rows = [rows] if isinstance(rows, str) else rows
-        if isinstance(rows, list | tuple) and rows and isinstance(rows[0], str):
-            spec = replace(spec, input=replace(spec.input, prompt="prompt"))
         parsed = [_parsed(line) for line in json_lines(rows, spec.input.request_columns)]
+        if all(error is not None or [*columns] == ["prompt"] for columns, error in parsed):
+            spec = _asks(spec, prompt="prompt")
         records = self._records(parsed, spec, shows=shows)
         if warns and (num_failed := sum("code" in record for record in records)):
             what = f"{num_failed:,} of {counted(len(records), 'row')} failed: their records have a code and a message"
@@ -251,6 +264,21 @@ class LLM:
             backend.close()
 
 
+def _refuse_jobs(sections: Mapping[str, Any]) -> None:
+    """Raises UsageError for keys that would have no effect here."""
+    given = [f"cluster.{name}" for name in sections.get("cluster", {})]
+    for section, names in _OF_JOBS.items():
+        found = sections.get(section, {})
+        given += [f"{section}.{name}" for name in names if isinstance(found, Mapping) and name in found]
+    if given:
+        raise UsageError(f"LLM: {given[0]} is a key of jobs: batchgen.generate takes it")
+
+
+def _asks(spec: JobSpec, prompt: str | None = None, messages: str | None = None) -> JobSpec:
+    """The job whose rows have their prompt in another column."""
+    return replace(spec, input=replace(spec.input, prompt=prompt, messages=messages, prompt_token_ids=None))
+
+
 def _parsed(line: bytes) -> tuple[Any, RowError | None]:
     """The columns of a line of JSON, or what is wrong with it."""
     text = line.decode(errors="replace")
@@ -285,6 +313,11 @@ def _as_table(batch: Any) -> pa.Table:
         return batch
     if isinstance(batch, Mapping):
         return pa.table({name: [_plain(value) for value in values] for name, values in batch.items()})
+    if not hasattr(batch, "iloc"):
+        what = "an Arrow table, a DataFrame or a dict of arrays"
+        raise UsageError(
+            f"LLM: the batch is of type {type(batch).__name__}, not {what}; lists are for generate and chat"
+        )
     return pa.Table.from_pandas(batch, preserve_index=False)
 
 
@@ -295,9 +328,11 @@ def _plain(value: Any) -> Any:
 
 def _columns(records: Sequence[Mapping[str, Any]], spec: JobSpec) -> pa.Table:
     """The fields of records as columns, with the types of ``outputs.parquet``."""
-    fixed = {name: kind for name, kind in fixed_types(spec).items() if name not in _PLACES} | {"error": pa.string()}
-    lines = [encode_json({name: value for name, value in record.items() if name not in _PLACES}) for record in records]
+    fixed = {name: kind for name, kind in fixed_types(spec).items() if name not in _PLACES}
+    left_out = (*_PLACES, "error")
+    lines = [encode_json({name: value for name, value in record.items() if name not in left_out}) for record in records]
     file = BytesIO()
     ParquetFormat(fixed).write(file, lines)
     table = pq.read_table(file).drop_columns("id")
-    return table if "error" in table.column_names else table.append_column("error", pa.array([], pa.string()))
+    errors = pa.array([record["error"] for record in records], pa.string())
+    return table.append_column("error", errors)

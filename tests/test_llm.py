@@ -71,6 +71,19 @@ def test_prompts_and_chats_get_the_records_of_a_run() -> None:
     assert without_timings(of_chats) == without_timings(run.rows)
 
 
+@pytest.mark.parametrize(
+    "keys", [{"prompt": "q"}, {"messages": "m"}, {"prompt_token_ids": "ids"}, {"prompt": None, "system": "S"}]
+)
+def test_strings_are_prompts_and_chats_are_chats_wherever_tables_have_them(keys: dict[str, Any]) -> None:
+    texts = ["one", "two"]
+    wanted = without_timings(llm(prompt=None).generate(texts))
+    model = llm(**{"prompt": None, **keys})
+    pandas = pytest.importorskip("pandas")
+    for prompts in (texts, np.array(texts), pandas.Series(texts), iter(texts), [texts[0], {"prompt": texts[1]}]):
+        assert without_timings(model.generate(prompts)) == wanted
+    assert len(model.chat([{"role": "user", "content": "one"}])[0]["text"]) > 0
+
+
 def test_a_row_that_cannot_run_has_its_error_in_its_place() -> None:
     with pytest.warns(UserWarning, match="1 of 3 rows failed"):
         records = llm(prompt=None).generate(["a", "", "b"])
@@ -106,7 +119,7 @@ def test_tables_of_each_kind_are_taken_and_keep_their_columns(kind: str) -> None
     found = llm(sampling={"max_tokens": 3})(batch[kind]())
     assert found.column_names[:5] == ["input_text", "question", "text", "finish_reason", "usage"]
     assert found["input_text"].to_pylist() == ["own", "own"]
-    assert found["error"].to_pylist() == [None, None]
+    assert (found["error"].to_pylist(), found.column_names[-1]) == ([None, None], "error")
     assert llm(sampling={"max_tokens": 3})(table.slice(0, 0)).schema.names == found.schema.names
 
 
@@ -118,6 +131,7 @@ def test_random_draws_of_a_table_need_an_id() -> None:
 def test_labels_are_scored() -> None:
     records = llm().classify(["Is it?", "Is it not?"], ["yes", "no"])
     assert {record["text"] for record in records} <= {"yes", "no"}
+    assert without_timings(llm().classify(["Is it?"], np.array(["yes", "no"]))) == without_timings(records[:1])
     with pytest.raises(UsageError, match="has no labels of its own"):
         llm().classify(["Is it?"])
 
@@ -127,6 +141,7 @@ def test_texts_become_an_array() -> None:
         vectors = model.embed(["one", "two", "three"])
         assert (vectors.shape, vectors.dtype) == ((3, model._model.config.hidden_size), np.float32)
         assert np.array_equal(vectors[1:2], model.embed("two"))
+        assert model.embed([]).shape == (0, vectors.shape[1])
         with pytest.raises(UsageError, match=r"prompts\[1\]: empty_prompt"):
             model.embed(["a", ""])
         with pytest.raises(UsageError, match="use embed or classify"):
@@ -193,7 +208,15 @@ def test_a_closed_model_says_so_and_is_closed_by_with() -> None:
         (lambda: llm(format="csv"), "a key of several sections.*input=.*output="),
         (lambda: llm(sampling={"max_tokens": -1}), "max_tokens = -1"),
         (lambda: llm().generate("a", max_new_tokens=5), "max_new_tokens.*max_tokens"),
-        (lambda: llm().generate("a", {"max_tokens": 5}), "is a dict, not SamplingParams"),
+        (lambda: llm().generate("a", {"max_tokens": 5}), "of type dict, not SamplingParams"),
+        (lambda: llm().chat("hi"), "messages is a string"),
+        (lambda: llm().classify(["a"], "yes"), r"give a list, \['yes', ...\]"),
+        (lambda: llm()([1]), "the batch is of type list"),
+        (lambda: llm().generate([1]), r"rows\[0\] is of type int"),
+        (lambda: llm(limit=1), "input.limit is a key of jobs"),
+        (lambda: llm(workers=2), "cluster.workers is a key of jobs"),
+        (lambda: llm(output="runs/a"), "output.path is a key of jobs"),
+        (lambda: llm(expected="gold"), "output.expected is a key of jobs"),
         (lambda: llm().generate("a", lora_request=1), "lora_request"),
         (lambda: batchgen.LLM("dummy:LFM2-350M"), "no tokenizer"),
     ],

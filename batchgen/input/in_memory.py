@@ -39,8 +39,8 @@ def json_lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
         elif isinstance(row, Mapping):
             columns = row
         else:
-            what = f"rows[{number}] is a {type(row).__name__}"
-            raise UsageError(f"generate: {what}; a row is a string, a mapping of columns or a chat, a list of messages")
+            what = f"rows[{number}] is of type {type(row).__name__}"
+            raise UsageError(f"{what}; a row is a string, a mapping of columns or a chat, a list of messages")
         try:
             yield encode_json(dict(columns)) + b"\n"
         except (RecursionError, ValueError) as error:  # of too many levels, or of an integer of thousands of digits
@@ -75,17 +75,17 @@ def _rows(rows: Any, request_columns: Collection[str]) -> Iterator[Any]:
         yield from rows
     elif isinstance(rows, dict) and rows and all(isinstance(column, list) for column in rows.values()):
         if len({*map(len, rows.values())}) > 1:
-            raise UsageError("generate: rows is a dict of columns of several lengths")
+            raise UsageError("rows is a dict of columns of several lengths")
         yield from (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
     else:
         hint = "; choose one split of it" if isinstance(rows, Mapping) and hasattr(rows, "num_rows") else ""
-        raise UsageError(f"generate: rows is a {type(rows).__name__}, not a list, table or path{hint}")
+        raise UsageError(f"rows is of type {type(rows).__name__}, not a list, table or path{hint}")
 
 
 def _pandas_rows(frame: Any, request_columns: Collection[str]) -> Iterator[_Row]:
     """The rows of a DataFrame, whose holes are null. Raises UsageError for two columns of one name."""
     if not frame.columns.is_unique:
-        raise UsageError("generate: rows is a DataFrame with several columns of one name")
+        raise UsageError("rows is a DataFrame with several columns of one name")
     for first in range(0, len(frame), _PIECE_ROWS):
         piece = frame.iloc[first : first + _PIECE_ROWS].astype(object)
         for row in piece.where(piece.notna(), None).to_dict("records"):
@@ -132,7 +132,7 @@ class _Contents:
         """Raises UsageError where the type was lost."""
         if self._has_parts and not self._has_text:
             what = "each content of the chats is JSON text: a type of the file was lost when the table was read"
-            raise UsageError(f"generate: {what}; give the path of the file, or rows read by datasets")
+            raise UsageError(f"{what}; give the path of the file, or rows read by datasets")
 
 
 def _json_content(text: str) -> str | list[Any] | None:
