@@ -76,9 +76,10 @@ class RequestBuilder:
         vocab_size: int,
         grammars: Grammars | None = None,
         recommended: Mapping[str, Any] | None = None,
+        fills_context: bool = False,
     ) -> None:
         self._spec = spec
-        self.fills_context = False  # set where the job says no max_tokens
+        self._fills_context = fills_context
         self._embedded = asked if isinstance(asked, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
         self._sampling = sampling = _EMBEDDED if isinstance(asked, Embedded) else asked
@@ -145,7 +146,7 @@ class RequestBuilder:
         if self._embedded is not None:
             return self._embedded_draft(record, [prompt, *content.more], self._embedded)
         try:
-            base, is_open = self._sampling, self.fills_context and self._spec.is_batch_line(record.columns)
+            base, is_open = self._sampling, self._fills_context and self._spec.is_batch_line(record.columns)
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
             params = merge_params(base, content.overrides, self._recommended)
         except ParamError as error:

@@ -55,16 +55,19 @@ def run_job(
     and SIGTERM meanwhile, if called from the main thread. Raises UsageError before anything is written, LockedError if
     another process holds the run directory, StorageError and other BatchgenErrors for what goes wrong later.
     """
-    job = _Job(spec, options or RunOptions(), RunDir(Path(spec.output.path)), engine_factory)
-    job.lines = lines
-    return job.execute()
+    return _Job(spec, options or RunOptions(), engine_factory, lines).execute()
 
 
 class _Job(Invocation):
     builder: RequestBuilder
-    lines: Iterable[bytes] | None = None
-    stdin: StdinCopy | None = None
     jobs: FolderJobs  # those of the run directory before this one
+
+    def __init__(
+        self, spec: JobSpec, options: RunOptions, engine_factory: EngineFactory | None, lines: Iterable[bytes] | None
+    ) -> None:
+        super().__init__(spec, options, RunDir(Path(spec.output.path)), engine_factory)
+        self.lines = lines
+        self.stdin: StdinCopy | None = None
 
     def work(self) -> Outcome:
         """Run what is left of the job; see ``run_job``."""

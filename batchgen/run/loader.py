@@ -156,7 +156,7 @@ class ModelInfo:
             where = replace(where, chat=False)
             if spec.engine.max_model_len is None:
                 longest = min(longest, self.vectors.max_tokens or longest)
-        builder = RequestBuilder(
+        return RequestBuilder(
             where,
             asked,
             self.tokenizer,
@@ -164,9 +164,8 @@ class ModelInfo:
             max_model_len=longest,
             vocab_size=self.config.vocab_size,
             recommended=self.recommended,
+            fills_context=spec.fills_context,
         )
-        builder.fills_context = spec.fills_context
-        return builder
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
         """What makes output records of this model's results."""
