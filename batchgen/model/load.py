@@ -55,8 +55,9 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
     shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows. Where a GPU has no
     kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back end of the device;
-    ``prove`` gives those to use in place of the device's own, before weights are read. Without ``has_head`` it gives
-    hidden states. Raises ModelError for an unusable folder, config, or weights.
+    ``prove`` gives those to use in place of the device's own, before weights are read. Without it kernels are used
+    unproven on a device that their tests do not run on; commands, ``LLM`` and ``generate`` pass one. Without
+    ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
