@@ -105,20 +105,20 @@ class IdentityGate:
         identity = ready.identity
         if identity.version != __version__:
             return f"it runs batchgen {identity.version}, this process {__version__}"
-        if found := differences(self._context.weights, identity.weights):
-            return f"its model is another one: {found[0]}"
+        if changes := differences(self._context.weights, identity.weights):
+            return f"its model is another one: {changes[0]}"
         self.numerics = self.numerics or dict(identity.numerics)
-        if found := differences(without_kernels(self.numerics), without_kernels(identity.numerics)):
-            return f"it would compute other tokens: {', '.join(found)}"
+        if changes := differences(without_kernels(self.numerics), without_kernels(identity.numerics)):
+            return f"it would compute other tokens: {', '.join(changes)}"
         return self._refusal_of_kernels(identity.numerics.get(KERNELS))
 
     def _refusal_of_kernels(self, kernels: str | None) -> str:
         if kernels is None:
             return ""
-        known = self.numerics.setdefault(KERNELS, kernels)
-        if kernels != known and not self._context.may_mix_kernels:
+        agreed = self.numerics.setdefault(KERNELS, kernels)
+        if kernels != agreed and not self._context.may_mix_kernels:
             return (
-                f"its kernels are {kernels}, the run's {known}, which add up in another order, so tokens may differ "
+                f"its kernels are {kernels}, the run's {agreed}, which add up in another order, so tokens may differ "
                 "(--allow-mixed-kernels takes both)"
             )
         return ""

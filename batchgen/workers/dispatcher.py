@@ -198,17 +198,17 @@ class RowDispatcher:
 
     def _deal(self) -> dict[str, Assignment]:
         """Leases for all workers in which few rows wait, the emptiest first."""
-        given: dict[str, list[Task]] = {}
+        leases: dict[str, list[Task]] = {}
         hungry = self._takers()
         while hungry:
             num_left, fed = len(self._fresh) + len(self._retried), []
             for worker in sorted(hungry, key=lambda w: len(w.tasks) / w.max_num_seqs):
                 if worker.num_waiting < worker.num_ahead and (tasks := self._pop(worker, num_left)):
                     self._give(worker, tasks)
-                    given.setdefault(worker.name, []).extend(tasks)
+                    leases.setdefault(worker.name, []).extend(tasks)
                     fed.append(worker)
             hungry = fed
-        return {name: Assignment(tuple(tasks)) for name, tasks in given.items()}
+        return {name: Assignment(tuple(tasks)) for name, tasks in leases.items()}
 
     def _pop(self, worker: WorkerState, num_left: int) -> list[Task]:
         """The next lease of a worker: half its share of what is left, within bounds.

@@ -70,18 +70,18 @@ class WorkerHandle:
             return [self.give_up(lost)]
         if self._call is None or not self._call.done():
             return []
-        told, self._call = self._result(self._call), None
-        if isinstance(told, str):
-            self.place, self.loading_since = told, time.monotonic()
+        event, self._call = self._result(self._call), None
+        if isinstance(event, str):
+            self.place, self.loading_since = event, time.monotonic()
             self._wait_for(self._launcher.begin(self))
             return []
         self.loading_since = None
-        if isinstance(told, WorkerUpdate):
-            self._launcher.note(self, told)
-        elif isinstance(told, WorkerLost):
-            self.give_up(told)
-        self._is_ready |= isinstance(told, WorkerReady)
-        return [told]
+        if isinstance(event, WorkerUpdate):
+            self._launcher.note(self, event)
+        elif isinstance(event, WorkerLost):
+            self.give_up(event)
+        self._is_ready |= isinstance(event, WorkerReady)
+        return [event]
 
     def give_up(self, lost: WorkerLost) -> WorkerLost:
         """End a worker that is lost or as good as that, or may not take part."""
@@ -162,5 +162,5 @@ class WorkerLauncher(ABC):
         """Why a call has no result, in a few words."""
         return str(error)
 
-    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:  # noqa: B027 - one kind learns
+    def note(self, handle: WorkerHandle, event: WorkerUpdate | WorkerLost) -> None:  # noqa: B027 - one kind learns
         """Learn from what a worker tells, or that it is lost."""

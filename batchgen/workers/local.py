@@ -89,8 +89,8 @@ class LocalWorker:
         code = self.process.returncode
         if code is not None and code < 0:
             names = {number.value: number.name for number in signal.Signals}  # which lack most real-time signals
-            found = f"it was ended by {names.get(-code, f'signal {-code}')}"
-            return f"{found}, as the system does when memory is short" if code == -signal.SIGKILL else found
+            ending = f"it was ended by {names.get(-code, f'signal {-code}')}"
+            return f"{ending}, as the system does when memory is short" if code == -signal.SIGKILL else ending
         self._said.seek(max(0, os.fstat(self._said.fileno()).st_size - 4096))
         lines = self._said.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")

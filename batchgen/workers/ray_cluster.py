@@ -150,14 +150,14 @@ class Cluster:
     def _look(self) -> None:
         import ray
 
-        alive = [found for found in ray.nodes() if found["Alive"]]
-        self.nodes = tuple(Node(found["NodeID"], found["Resources"]) for found in alive)
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        self.nodes = tuple(Node(node["NodeID"], node["Resources"]) for node in alive)
 
 
 def reason_of(error: Exception) -> str:
     """Why an actor's call has no result, in a few words."""
     text = str(error)
-    return next((reason for said, reason in _REASONS.items() if said in text), text.strip().partition("\n")[0])
+    return next((reason for phrase, reason in _REASONS.items() if phrase in text), text.strip().partition("\n")[0])
 
 
 def _connect(address: str) -> bool:

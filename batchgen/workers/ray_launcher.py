@@ -128,17 +128,17 @@ class RayLauncher(WorkerLauncher):
     def reason_of(self, error: Exception) -> str:
         return reason_of(error)
 
-    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
+    def note(self, handle: WorkerHandle, event: WorkerUpdate | WorkerLost) -> None:
         node_id = handle.place or ""
-        if isinstance(told, WorkerUpdate):
-            if told.finished:
+        if isinstance(event, WorkerUpdate):
+            if event.finished:
                 self._losses.pop(node_id, None)
             return
-        self._error = told.error or self._error
+        self._error = event.error or self._error
         self._losses[node_id] += 1
         if node_id:
             self._unplaced_since = self._clock()
-            if isinstance(told.error, UsageError) or self._losses[node_id] >= _MOST_LOSSES:
+            if isinstance(event.error, UsageError) or self._losses[node_id] >= _MOST_LOSSES:
                 self._exclude(node_id)
 
     def _exclude(self, node_id: str) -> None:

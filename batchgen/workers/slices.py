@@ -82,5 +82,5 @@ def _slice(cpus: Sequence[int], i: int, number: int, size: int | None) -> tuple[
         first, end = i * len(cpus) // number, (i + 1) * len(cpus) // number
     else:
         first, end = i * size, (i + 1) * size
-    found = islice(cycle(cpus), first % len(cpus), first % len(cpus) + min(max(1, end - first), len(cpus)))
-    return tuple(sorted(found))
+    chosen = islice(cycle(cpus), first % len(cpus), first % len(cpus) + min(max(1, end - first), len(cpus)))
+    return tuple(sorted(chosen))

@@ -30,8 +30,8 @@ Numbers = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class _Told:
-    """Counts of a worker's engine, as it has told them last, and of its last ``tokens``, with their times."""
+class _Entry:
+    """Counts of a worker's engine, as it reported them last, and of its last ``tokens``, with their times."""
 
     worker: WorkerState
     place: str
@@ -61,7 +61,7 @@ class WorkersStats:
         self.num_prefill_tokens = 0
         self.num_output_tokens = 0
         self._clock = clock
-        self._told: dict[str, _Told] = {}
+        self._entries: dict[str, _Entry] = {}
         self._gone: dict[str, Any] = {}  # what ``to_dict`` has of them, but for the series
         self._began_at: float | None = None
         self._ended_at = 0.0  # of those that are gone
@@ -76,17 +76,17 @@ class WorkersStats:
         now = self._clock()
         if self._began_at is None:
             self._began_at = self._sampled_at = now
-        self._told[worker.name] = _Told(worker, place)
+        self._entries[worker.name] = _Entry(worker, place)
         self._most_at_once = max(self._most_at_once, len(self._present()))
 
     def tell(self, name: str, stats: Numbers) -> None:
         """Take in the newest counts of a worker that has joined."""
-        told, now = self._told[name], self._clock()
+        entry, now = self._entries[name], self._clock()
         for count in ("num_prefill_tokens", "num_output_tokens"):
-            setattr(self, count, getattr(self, count) + stats.get(count, 0) - told.stats.get(count, 0))
+            setattr(self, count, getattr(self, count) + stats.get(count, 0) - entry.stats.get(count, 0))
         for column, counts in _SERIES.items():
-            self._sums[column] += sum(stats.get(count, 0) - told.stats.get(count, 0) for count in counts)
-        told.tell(stats, now)
+            self._sums[column] += sum(stats.get(count, 0) - entry.stats.get(count, 0) for count in counts)
+        entry.tell(stats, now)
         if "steps_s" in stats and now - self._sampled_at >= _SAMPLE_S:
             point = self._sample(now)  # a reader sees the series with it or without it
             self._series = thin({name: [*column, point[name]] for name, column in self._series.items()}, _MAX_POINTS)
@@ -94,32 +94,32 @@ class WorkersStats:
 
     def drop(self, name: str) -> None:
         """Add a worker that has ended to the sum of those that are gone."""
-        told = self._told.pop(name)
-        place = told.place if self._gone.get("place", told.place) == told.place else _SEVERAL
-        self._ended_at = max(self._ended_at, told.worker.ended_at or 0.0)
-        worker = {**self._totals(told), "name": _GONE, "place": place}
-        self._gone = add_up(self._gone, {"counts": told.stats, "worker": worker, "place": place})
+        entry = self._entries.pop(name)
+        place = entry.place if self._gone.get("place", entry.place) == entry.place else _SEVERAL
+        self._ended_at = max(self._ended_at, entry.worker.ended_at or 0.0)
+        worker = {**self._totals(entry), "name": _GONE, "place": place}
+        self._gone = add_up(self._gone, {"counts": entry.stats, "worker": worker, "place": place})
 
     def to_dict(self) -> dict[str, Any]:
         """Sums over workers, the largest of ``max_*``, means of times; also ``workers`` and ``mean_workers``.
 
         ``workers`` has the numbers of each under its name and place: those of a later run add up with them.
         """
-        told = list(self._told.values())
+        entries = list(self._entries.values())
         total: dict[str, Any] = dict(self._gone.get("counts", {}))
-        for one in told:
-            total = add_up(total, one.stats)
+        for entry in entries:
+            total = add_up(total, entry.stats)
         for name in ("idle_s", "series"):
             total.pop(name, None)
-        found = [self._totals(one) for one in told]
-        found += [self._gone["worker"]] if self._gone else []
-        ends = [self._ended_at, *(one.worker.ended_at or self._clock() for one in told)]
+        totals = [self._totals(entry) for entry in entries]
+        totals += [self._gone["worker"]] if self._gone else []
+        ends = [self._ended_at, *(entry.worker.ended_at or self._clock() for entry in entries)]
         span_s = max(ends) - (self._began_at or 0.0)
-        mean_workers = sum(worker["present_s"] for worker in found) / span_s if found and span_s > 0 else 1.0
+        mean_workers = sum(worker["present_s"] for worker in totals) / span_s if totals and span_s > 0 else 1.0
         for name in _MEANS:
             if name in total:
                 total[name] = _divided(total[name], mean_workers)
-        workers = {f"{worker['name']}@{worker['place']}": worker for worker in found}
+        workers = {f"{worker['name']}@{worker['place']}": worker for worker in totals}
         if "steps_s" in total:
             rest, series = self._sample(self._clock()), self._series
             total["series"] = {name: [*column, rest[name]] for name, column in series.items()}
@@ -129,18 +129,18 @@ class WorkersStats:
         """Those that are here: name, place, state, rows, tokens_per_s, in_flight."""
         return [
             {
-                "name": one.worker.name,
-                "place": one.place,
-                "state": one.worker.state,
-                "rows": one.worker.num_rows,
-                "tokens_per_s": round(one.tokens_per_s, 1),
-                "in_flight": len(one.worker.tasks),
+                "name": entry.worker.name,
+                "place": entry.place,
+                "state": entry.worker.state,
+                "rows": entry.worker.num_rows,
+                "tokens_per_s": round(entry.tokens_per_s, 1),
+                "in_flight": len(entry.worker.tasks),
             }
-            for one in self._present()
+            for entry in self._present()
         ]
 
-    def _present(self) -> list[_Told]:
-        return [one for one in list(self._told.values()) if one.worker.ended_at is None]
+    def _present(self) -> list[_Entry]:
+        return [entry for entry in list(self._entries.values()) if entry.worker.ended_at is None]
 
     def _sample(self, now: float) -> dict[str, float]:
         """A point of the series: what was done since the last one, and how full workers are; a gone one is empty."""
@@ -150,12 +150,12 @@ class WorkersStats:
             point[name] = round(point[name] / max(point["span_s"], 1e-3) / self._most_at_once, 4)
         return point
 
-    def _totals(self, told: _Told) -> dict[str, Any]:
-        worker, stats = told.worker, told.stats
+    def _totals(self, entry: _Entry) -> dict[str, Any]:
+        worker, stats = entry.worker, entry.stats
         present_s = (self._clock() if worker.ended_at is None else worker.ended_at) - worker.joined_at
         return {
             "name": worker.name,
-            "place": told.place,
+            "place": entry.place,
             "rows": worker.num_rows,
             "tokens": stats.get("num_output_tokens", 0),
             "present_s": present_s,

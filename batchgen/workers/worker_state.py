@@ -93,10 +93,10 @@ class Liveness:
             for worker in workers:
                 worker.moved_at = min(now, worker.moved_at + stood_still)
         owing = [worker for worker in workers if worker.tasks or worker.state == "leaving"]
-        found = {
+        silent = {
             worker.name: f"no step of it has ended in {format_duration(self.step_timeout_s)} (--step-timeout)"
             for worker in owing
             if now - worker.moved_at > self.step_timeout_s
         }
         too_long = f"it has not loaded the model in {format_duration(self.load_timeout_s)} (--load-timeout)"
-        return found | {name: too_long for name, since in loading.items() if now - since > self.load_timeout_s}
+        return silent | {name: too_long for name, since in loading.items() if now - since > self.load_timeout_s}
