@@ -165,7 +165,6 @@ def job(**sampling: Any) -> JobSpec:
         ({"logit_bias": {"7": 1}}, True),
         ({"allowed_token_ids": [7]}, True),
         ({"bad_words": "a"}, True),
-        ({"columns": ["temperature"]}, True),
     ],
 )
 def test_a_job_has_compiled_beside_it_what_its_rows_need(

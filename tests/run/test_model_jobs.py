@@ -88,16 +88,16 @@ def choosing(spec: JobSpec, model: ModelInfo) -> Backend:
 
 
 def test_the_choices_of_the_job_or_of_the_row_come_back_with_their_scores(job: JobMaker) -> None:
-    rows: list[dict[str, Any]] = [{**row, "sampling": {}} for row in rows_of(3)]
-    rows[1]["choices"] = ["zzzzzz", "q"]
-    rows[2]["choices"] = ["only one"]
+    rows: list[dict[str, Any]] = [{**row, "choices": "mine", "sampling": {}} for row in rows_of(3)]
+    rows[1]["sampling"]["choices"] = ["zzzzzz", "q"]
+    rows[2]["sampling"]["choices"] = ["only one"]
     job.write(rows)
-    spec = job.spec(sampling={"choices": ["a", "zzzz"], "columns": ["choices"]}, input={"columns": ["choices"]})
+    spec = job.spec(sampling={"choices": ["a", "zzzz"]}, input={"columns": ["choices"]})
     run_job(spec, engine_factory=choosing)
     first, second = job.outputs()
     assert (first["text"], [choice["text"] for choice in first["choices"]]) == ("a", ["a", "zzzz"])
     assert (second["text"], [choice["text"] for choice in second["choices"]]) == ("q", ["zzzzzz", "q"])
     assert second["choices"][1]["logprob"] > second["choices"][0]["logprob"]
-    assert second["input_choices"] == ["zzzzzz", "q"]
+    assert second["input_choices"] == "mine"
     (error,) = job.errors()
     assert error["code"] == "bad_param" and error["message"].startswith("choices = ['only one'] must be a list of 2")
