@@ -17,7 +17,7 @@ from batchgen.core.errors import ModelError
 from batchgen.core.keys import Key, keys_of, nearest, one_of
 from batchgen.core.model_files import GENERATION_CONFIG, generation_config
 from batchgen.core.records import SamplingParams
-from batchgen.core.structured import ALIASES, canonical, from_response_format, object_of
+from batchgen.core.structured import OLD_NAMES, canonical, from_response_format, object_of
 from batchgen.core.units import shown
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
@@ -47,14 +47,12 @@ SAMPLING_KEYS = {
     **_PARAMS,
     "preset": Key("preset", None, one_of("model"), _PRESET_HELP, "preset", "same"),
 }
-# What asks for structured outputs in a row, under whatever name, and how it says so in the words of the first.
+# What asks for structured outputs in a row, and how it says so in the words of the first.
 _WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "structured_outputs": object_of,
     "response_format": from_response_format,
-    **{name: lambda value, part=part: {part: value} for name, part in ALIASES.items()},  # type: ignore[misc]
 }
-_IGNORED = "guided_decoding_backend"  # vLLM's: which library, not which text
-ROW_KEYS = tuple(dict.fromkeys((*SAMPLING_KEYS, *_WAYS, _IGNORED)))
+ROW_KEYS = tuple(dict.fromkeys((*SAMPLING_KEYS, *_WAYS)))
 _GIVES_A_KEY = re.compile(rf"\A\s*\[?\s*{{|\b(?:{'|'.join(ROW_KEYS)})\b[\"']?\s*[:=]")
 _Made = TypeVar("_Made")
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in SAMPLING_KEYS}
@@ -104,7 +102,7 @@ def merge_params(
     replace them. All ``ROW_KEYS`` may be given. Raises ParamError on an unknown key, a wrong type, a value out of
     range, a preset that this model does not have, or values that contradict each other.
     """
-    said = {key: value for key, value in overrides.items() if value is not None and key != _IGNORED}
+    said = {key: value for key, value in overrides.items() if value is not None}
     given = {key: _parsed(key, value) for key, value in _translated(said).items()}
     if (preset := given.pop("preset", None)) is not None:
         if recommended is None:
@@ -140,6 +138,8 @@ def in_object(value: Any) -> Mapping[str, Any] | None:
 
 
 def _parsed(key: str, value: Any) -> Any:
+    if key in OLD_NAMES:
+        raise ParamError(key, f'{key} is structured_outputs = {{"{OLD_NAMES[key]}": ...}} here, as in vLLM since 0.12')
     if key not in _PARSE:
         raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, tuple(SAMPLING_KEYS))}")
     return _checked(key, value, _PARSE[key])
@@ -154,7 +154,7 @@ def _checked(key: str, value: object, parse: Callable[[Any], _Made]) -> _Made:
 
 
 def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``overrides`` with all that asks for structured outputs under that one name; what vLLM's old names say adds up.
+    """``overrides`` with all that asks for structured outputs under that one name.
 
     Raises ParamError where two of them ask for a form each.
     """
@@ -165,7 +165,7 @@ def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     asking = ""
     for name in names:
         parts = _checked(name, overrides[name], _WAYS[name])
-        if name != "guided_whitespace_pattern" and any(part not in (None, False) for part in parts.values()):
+        if any(part not in (None, False) for part in parts.values()):
             if asking:
                 raise ParamError(name, f"{asking} and {name} both say what the text must look like: give one of them")
             asking = name

@@ -20,7 +20,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
 from batchgen.core.remote import READABLE, check_address, redacted, refusal_of_variable, scheme_of
 from batchgen.core.storage import absolute, check_path, read_text
-from batchgen.core.structured import ALIASES, canonical
+from batchgen.core.structured import OLD_NAMES, canonical
 from batchgen.core.units import shown
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -151,8 +151,8 @@ def check_names(settings: RawSettings) -> None:
 
 def _hint(section: str, key: str) -> str:
     """A hint at what to write in place of an unknown key."""
-    if section == "sampling" and key in ("response_format", *ALIASES):
-        return f" (in a job it is structured_outputs = {{ {ALIASES.get(key, 'json')} = ... }})"
+    if section == "sampling" and key in ("response_format", *OLD_NAMES):
+        return f" (in a job it is structured_outputs = {{ {OLD_NAMES.get(key, 'json')} = ... }})"
     return nearest(key, [*KEYS[section]])
 
 

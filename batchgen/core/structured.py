@@ -15,8 +15,8 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar")  # exactly one of 
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "after")
 _OF_JSON = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 _IGNORED = ("_backend", "_backend_was_auto", "disable_fallback", "backend")  # of vLLM: which library, not which text
-# Names of vLLM before 0.12, as sampling keys of their own.
-ALIASES = {
+# Names of vLLM before 0.12, which are refused, and what they are called since.
+OLD_NAMES = {
     "guided_json": "json",
     "guided_json_object": "json_object",
     "guided_regex": "regex",

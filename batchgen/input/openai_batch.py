@@ -15,6 +15,7 @@ from typing import Any
 from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.batch_lines import CHAT_URL, COMPLETION_URL, EMBEDDING_URL, url_of
 from batchgen.core.errors import RowErrorCode
+from batchgen.core.structured import OLD_NAMES
 from batchgen.core.units import shown
 from batchgen.input.rows import Embedded, RowProblem, type_name, wrong_type
 
@@ -167,7 +168,7 @@ def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
     neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}  # the best n of n are all of them
     neutral["top_logprobs"] = ()  # read from a chat only
     for name, value in body.items():
-        if name in ROW_KEYS:
+        if name in (*ROW_KEYS, *OLD_NAMES):
             sampling[name] = value
         elif value is None or name in read or name in _SERVICE:
             continue

@@ -35,7 +35,6 @@ _REASONS = (
     (r"(recursion limit exceeded|maximum recursion depth).*", "it is nested too deeply"),
 )
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_GBNF_CODE = re.compile(r"\\(?:u(0[0-9a-fA-F]{3})|.)", re.DOTALL)
 
 
 class GrammarError(Exception):
@@ -61,21 +60,9 @@ def source(llguidance: Any, text: str) -> str:
         return str(matcher.grammar_from_regex(portable(asked["regex"])))
     if "choice" in asked:
         return str(matcher.grammar_from_regex(any_of(asked["choice"])))
-    return str(matcher.grammar_from_lark(_lark(asked["grammar"])))
-
-
-def _lark(grammar: str) -> str:
-    """A Lark grammar as it is; one in the GBNF of llama.cpp and xgrammar (``root ::= ...``) as Lark."""
-    if not _GBNF_RULE.search(grammar):
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    def coded(match: re.Match[str]) -> str:  # the library takes leading zeros off
-        code = int(match[1] or "0", 16)
-        return match[0] if not match[1] else chr(code) if code > 0x7F else f"\\x{code:02x}"
-
-    joined = re.sub(r"\s*\n\s*\|", " |", grammar)
-    return str(gbnf_to_lark(_GBNF_CODE.sub(coded, joined)))
+    if _GBNF_RULE.search(asked["grammar"]):
+        raise ValueError("the grammar is GBNF (root ::= ...): write it in Lark (start: ...)")
+    return str(matcher.grammar_from_lark(asked["grammar"]))
 
 
 def _json_options(asked: Mapping[str, Any]) -> dict[str, Any]:

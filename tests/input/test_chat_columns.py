@@ -236,10 +236,9 @@ def asked(url: str, **body: Any) -> Mapping[str, Any]:
         (COMPLETION_URL, {"logit_bias": None}, {}),
         (COMPLETION_URL, {"bad_words": ["a"]}, {"bad_words": ("a",)}),
         (CHAT_URL, {"allowed_token_ids": [3]}, {"allowed_token_ids": (3,)}),
-        (CHAT_URL, {"response_format": {"type": "text"}, "guided_decoding_backend": "x"}, {}),
+        (CHAT_URL, {"response_format": {"type": "text"}}, {}),
         (CHAT_URL, {"response_format": {"type": "json_object"}}, {"structured_outputs": '{"json_object": true}'}),
         (CHAT_URL, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": '{"regex": "a"}'}),
-        (COMPLETION_URL, {"guided_choice": ["a"]}, {"structured_outputs": '{"choice": ["a"]}'}),
         (
             CHAT_URL,
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}}},
@@ -279,8 +278,13 @@ def test_a_field_about_openais_service_costs_no_row(field: str) -> None:
         (COMPLETION_URL, {"tool_choice": "required"}, "body field 'tool_choice' is not supported with this value"),
         (
             CHAT_URL,
-            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
-            "response_format and guided_regex both say what the text must look like: give one of them",
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs and response_format both say what the text must look like: give one of them",
+        ),
+        (
+            COMPLETION_URL,
+            {"guided_choice": ["a"]},
+            'guided_choice is structured_outputs = {"choice": ...} here, as in vLLM since 0.12',
         ),
         (COMPLETION_URL, {"n": 0}, "n = 0 must be an integer from 1 to 128"),
     ],

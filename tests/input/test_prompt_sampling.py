@@ -202,12 +202,11 @@ def with_grammars(tokenizer: Tokenizer, sampling: SamplingParams = FREE) -> Requ
         ({"structured_outputs": {"regex": "a"}}, '{"regex": "a"}'),
         ({"structured_outputs": '{"regex": "a"}'}, '{"regex": "a"}'),
         ({"response_format": {"type": "json_object"}}, '{"json_object": true}'),
-        ({"guided_regex": "a"}, '{"regex": "a"}'),
-        ({"sampling": {"guided_json": {"type": "null"}}}, '{"json": {"type": "null"}}'),
+        ({"structured_outputs": {"json": {"type": "null"}}}, '{"json": {"type": "null"}}'),
         ({"structured_outputs": {"regex": "a"}, "sampling": {"structured_outputs": {"regex": "b"}}}, '{"regex": "b"}'),
         ({"sampling": {"structured_outputs": {}}}, ""),
         ({"response_format": {"type": "text"}}, ""),
-        ({"structured_outputs": None, "response_format": None, "sampling": {"guided_choice": None}}, CHOICE),
+        ({"structured_outputs": None, "response_format": None}, CHOICE),
     ],
 )
 def test_a_sampling_object_replaces_the_job(tokenizer: Tokenizer, row: dict[str, Any], expected: str) -> None:
@@ -235,7 +234,7 @@ def test_what_cannot_be_compiled_is_a_bad_row_or_a_refused_job(tokenizer: Tokeni
 
 
 def test_a_row_needs_a_tokenizer_to_ask(tokenizer: Tokenizer) -> None:
-    answer = one(builder_of(None), prompt_token_ids=[8], sampling={"guided_regex": "a"})
+    answer = one(builder_of(None), prompt_token_ids=[8], sampling={"structured_outputs": {"regex": "a"}})
     assert isinstance(answer, BadRow)
     said = "structured_outputs needs a tokenizer and this model has none; name one in model.tokenizer"
     assert answer.error.message == said

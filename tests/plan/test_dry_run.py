@@ -24,8 +24,6 @@ from batchgen.plan.survey import RepeatCounter, Reservoir
 from batchgen.plan.text import render_plan
 from batchgen.run.job import run_job
 
-MAX_TOKENS_COLUMN = {"columns": ["max_tokens"]}
-
 
 def plan_of(job: JobMaker, **sections: Any) -> dict[str, Any]:
     """The plan of a run that keeps nothing of what is there."""
@@ -179,8 +177,13 @@ def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyP
 
 
 def test_output_tokens_are_bounded_by_max_tokens_and_the_context(job: JobMaker) -> None:
-    job.write([{"id": 1, "prompt_token_ids": [5] * 50}, {"id": 2, "prompt_token_ids": [5] * 10, "max_tokens": 3}])
-    outputs = plan_of_ids(job, engine={"max_model_len": 60}, sampling=MAX_TOKENS_COLUMN)["output_tokens"]
+    job.write(
+        [
+            {"id": 1, "prompt_token_ids": [5] * 50},
+            {"id": 2, "prompt_token_ids": [5] * 10, "sampling": {"max_tokens": 3}},
+        ]
+    )
+    outputs = plan_of_ids(job, engine={"max_model_len": 60})["output_tokens"]
     assert (outputs["at_most"], outputs["expected"]) == (13, 13)
     assert "upper bound" in outputs["basis"]
 
@@ -194,8 +197,8 @@ def test_rows_that_ignore_end_tokens_have_a_fixed_output(job: JobMaker) -> None:
 
 
 def test_an_expected_output_is_taken_but_not_beyond_each_rows_limit(job: JobMaker) -> None:
-    job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "max_tokens": 3}])
-    plan = make_plan(job.spec(sampling=MAX_TOKENS_COLUMN), output_tokens=5)
+    job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "sampling": {"max_tokens": 3}}])
+    plan = make_plan(job.spec(), output_tokens=5)
     assert plan["output_tokens"]["expected"] == 8
 
 
@@ -359,9 +362,9 @@ def test_many_rows_take_little_more_memory_than_ten_thousand_and_every_bad_one_i
 ASKED: dict[int, Any] = {
     0: {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}}},
     1: {"structured_outputs": {"regex": "[ab]+"}},
-    2: {"guided_regex": "[ab]+"},
+    2: {"structured_outputs": {"regex": "[ab]+"}},
     4: {"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
-    5: {"guided_json": {"$ref": "#/$defs/missing"}},
+    5: {"structured_outputs": {"json": {"$ref": "#/$defs/missing"}}},
     7: {"structured_outputs": {"regex": "(?=a)b"}},
     8: {"structured_outputs": {"regex": "a", "choice": ["b"]}},
 }

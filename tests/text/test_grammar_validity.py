@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -65,28 +66,15 @@ def test_each_choice_can_come(grammars: Grammars) -> None:
     assert set(complete_texts(grammars, {"choice": choice}, range(120))) == set(choice)
 
 
-GRAMMARS = {
-    "Lark": 'start: "a" (B | "c")+\nB: /b{2,3}/',
-    "GBNF": 'root ::= "a" (b | "c")+\nb ::= "b"{2,3}',
-    "GBNF over lines": '# a comment\nroot ::=\n  "a" (b\n  | "c"\n  | [\\u0063])+\nb ::= "bb"\n  | "bbb" # another\n',
-}
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_a_grammar_is_lark_or_gbnf(grammars: Grammars, name: str) -> None:
-    import re
-
-    texts = complete_texts(grammars, {"grammar": GRAMMARS[name]}, range(20))
+def test_a_grammar_is_lark(grammars: Grammars) -> None:
+    texts = complete_texts(grammars, {"grammar": 'start: "a" (B | "c")+\nB: /b{2,3}/'}, range(20))
     assert len(set(texts)) > 5
     assert all(re.fullmatch("a(?:b{2,3}|c)+", text) for text in texts)
 
 
-def test_codes_in_gbnf_are_characters(grammars: Grammars) -> None:
-    grammar = r'root ::= "\u00e9\u0041\x42\\u00e9" [\u0430-\u0432] [^\u0000-\uffff]'
-    texts = complete_texts(grammars, {"grammar": grammar}, range(10))
-    assert {text[:-2] for text in texts} == {"éAB\\u00e9"}
-    assert {text[-2] for text in texts} <= set("абв")
-    assert all(text[-1] > "\uffff" for text in texts)
+def test_gbnf_is_refused_by_its_name(grammars: Grammars) -> None:
+    with pytest.raises(GrammarError, match=r"the grammar is GBNF \(root ::= \.\.\.\): write it in Lark"):
+        grammars.check(canonical({"grammar": 'root ::= "a"'}))
 
 
 def test_what_an_engine_writes_fits(grammars: Grammars) -> None:
