@@ -74,14 +74,19 @@ def _chosen(record: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 class _Stdout(io.RawIOBase):
-    """Standard output as a file; a terminal gets no control characters."""
+    """Standard output as a file of whole lines; a terminal gets no control characters."""
+
+    def __init__(self) -> None:
+        self._begun = b""  # the line that the next bytes go on with
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         if sys.stdout.isatty():
-            show(bytes(data).decode(errors="replace").replace("\r\n", "\n").removesuffix("\n"))
+            *lines, self._begun = (self._begun + bytes(data)).split(b"\n")
+            for line in lines:
+                show(line.decode(errors="replace").removesuffix("\r"))
         else:
             click.echo(bytes(data), nl=False)
         return len(data)

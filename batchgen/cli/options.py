@@ -178,24 +178,21 @@ def progress_options(command: F) -> F:
     return command
 
 
-def job_options(*sections: str, without: tuple[str, ...] = (), of_job: bool = False) -> Callable[[F], F]:
-    """Options for the keys of some sections of the job file; see ``take_job_flags``.
-
-    Their help names the defaults, except for a command whose defaults are those ``of_job``.
-    """
+def job_options(*sections: str, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Options for the keys of some sections of the job file; see ``take_job_flags``."""
 
     def decorate(command: F) -> F:
         for section in reversed(sections):
             for item in reversed(KEYS[section].values()):
                 if item.name not in without:
-                    command = _job_option(section, item, of_job)(command)
+                    command = _job_option(section, item)(command)
         return command
 
     return decorate
 
 
-def _job_option(section: str, item: Key, of_job: bool) -> Callable[[F], F]:
-    default = None if of_job else item.written(item.default)
+def _job_option(section: str, item: Key) -> Callable[[F], F]:
+    default = item.written(item.default)
     shown = f"{default:g}" if isinstance(default, float) else "" if item.kind is BOOL else default
     shown = ",".join(shown) if isinstance(shown, tuple) else shown
     short = _SHORT.get(f"{section}.{item.name}")

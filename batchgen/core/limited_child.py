@@ -4,7 +4,7 @@ Python cannot bound the time or memory of what runs in C, such as a regular expr
 an item that exceeds a limit ends this process, not the run.
 
 Each message is one line. In: the setup, a JSON object, then items. Out, in JSON: an answer ``[text, problem]`` when the
-program has started, after the setup, and per item; where there is a problem, the text is empty.
+program has started, after the setup, and per item, which alone has a text.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ def _serve(start: Start, setup: dict[str, Any]) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     started: list[Callable[[bytes], str]] = []
 
-    def begin() -> str:
+    def begin() -> None:
         started.append(start(**setup))
-        return ""
 
     _answer(begin, max_cpu_s)
     while item := sys.stdin.buffer.readline():
@@ -65,7 +64,7 @@ def _limit(kind: int, soft: int) -> None:
         resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
+def _answer(work: Callable[[], str | None], max_cpu_s: float) -> None:
     """Write what ``work`` returns or raises, within a limit of processor time, which a busy machine does not use up."""
     signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
     try:

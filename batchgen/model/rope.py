@@ -53,7 +53,7 @@ class Rotary:
     def upto(self, num_positions: int) -> Sequence[Tensor]:
         """The tables with at least ``num_positions`` positions, in the order of ``ModelConfig.ropes``.
 
-        Safe in several threads, whose engines may share a model: nobody is given tables shorter than asked for.
+        Safe in several threads, whose engines may share a model: no call returns tables shorter than asked for.
         """
         known, tables = self._known
         if num_positions > known:

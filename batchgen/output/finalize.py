@@ -99,7 +99,10 @@ def _lines_of(run_dir: RunDir, spec: JobSpec) -> Iterator[IndexedRow]:
         return
     kept = run_dir.kept_journal()
     if kept is None:
-        raise StorageError(f"the records of {run_dir.path} were in {run_dir.journal}, which was removed")
+        removed = f"the records of {run_dir.path} were in {run_dir.journal}, which was removed"
+        raise StorageError(
+            f"{removed}: read {run_dir.outputs(spec.output.format).name} itself, or run with --overwrite"
+        )
     journal = Journal.read(kept.folder, kept.manifest.shard)
     try:
         yield from _results(journal, OutputFormat())

@@ -63,17 +63,11 @@ class Manifest:
     num_rows: int | None = None
     taken: bool = False
     created_at: str = ""
-    rendered_at: str = ""
+    rendered_at: datetime | None = None
     parts: list[str] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     journal: str = ""
     file_states: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def begun_at(self) -> datetime | None:
-        """``rendered_at``, if it is known."""
-        found = self.rendered_at or self.created_at
-        return datetime.fromisoformat(found) if found else None
 
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""
@@ -94,6 +88,11 @@ class Manifest:
         if not _is_shard(data.get("shard", [1, 1])):
             raise ValueError("shard is not [i, n] with 1 <= i <= n")
         data["shard"] = Shard(*data.get("shard", ()))
+        try:
+            at = [datetime.fromisoformat(text) for name in ("rendered_at", "created_at") if (text := data.get(name))]
+        except (TypeError, ValueError):
+            raise ValueError("created_at or rendered_at is no date and time") from None
+        data["rendered_at"] = at[0] if at else None
         try:
             manifest = cls(**data)
         except TypeError as error:
@@ -123,11 +122,6 @@ class Manifest:
             raise ValueError("files has one without bytes and sha256")
         if not isinstance(self.journal, str):
             raise ValueError("journal is no name of a folder")
-        try:
-            for at in (self.created_at, self.rendered_at):
-                datetime.fromisoformat(at or "2026-01-01")
-        except (TypeError, ValueError):
-            raise ValueError("created_at or rendered_at is no date and time") from None
 
 
 def _check_object(key: str, value: object) -> None:

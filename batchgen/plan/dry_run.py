@@ -66,8 +66,8 @@ def make_plan(
     """
     run_dir = RunDir(Path(spec.output.path))
     with stdin_as_file(spec.input, run_dir.spool) as where:
-        earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).first
-        at = earlier.begun_at if earlier else rendered_at(spec)
+        earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).current
+        at = earlier.rendered_at if earlier else rendered_at(spec)
         model = read_model(spec, at)
         spec = model.resolved(spec)
         source = open_source(where, run_dir.owns)
@@ -99,7 +99,7 @@ def _sources(
     known: dict[str, Any] = {"model": model.fingerprint(digests) if runs else {}, "code": {"results": RESULTS}}
     if earlier and (numerics := inherited_numerics(earlier, spec)):
         known["numerics"] = numerics
-    manifest = Manifest(spec.to_dict(), spec.output_keys(), known, rendered_at=at.isoformat() if at else "")
+    manifest = Manifest(spec.to_dict(), spec.output_keys(), known, rendered_at=at)
     builder, own = model.record_builder(spec), run_dir if earlier else None
     return Sources(spec, manifest, builder, own, digests, prints_date=model.prints_date)
 

@@ -216,7 +216,7 @@ def read_report_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} {was}; this batchgen reads version {REPORT_VERSION}")
     if missing := sorted(KEYS.keys() - _OPTIONAL_KEYS - report.keys()):
         raise UsageError(f"{path} is not whole: it lacks {', '.join(missing[:3])}")
-    try:  # whoever reads a report does one or the other
+    try:  # each reader of a report does one or the other
         render_report(report)
         sum(report["rows"][name] for name in ("total", "done", "failed"))
         build_report(RowTotals(), usage_of(report), report)

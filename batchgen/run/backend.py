@@ -66,13 +66,13 @@ class Backend:
 class RunContext:
     """What is known of a run when its engine is loaded, so that workers elsewhere can load the same.
 
-    ``at`` is when it was begun, ``weights`` are the digests of ``ModelInfo.fingerprint``, ``digests`` those of files
-    and their states (``Digests.to_plain``), ``numerics`` (see ``Backend``) those of its rows so far, None without any.
-    ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to the user.
-    ``may_mix_kernels`` says whether rows may come from other kernels too.
+    ``rendered_at`` is the time that chat templates print, ``weights`` are the digests of ``ModelInfo.fingerprint``,
+    ``digests`` those of files and their states (``Digests.to_plain``), ``numerics`` (see ``Backend``) those of its rows
+    so far, None without any. ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to
+    the user. ``may_mix_kernels`` says whether rows may come from other kernels too.
     """
 
-    at: datetime | None = None
+    rendered_at: datetime | None = None
     weights: Mapping[str, Any] = field(default_factory=dict)
     digests: Mapping[str, Any] = field(default_factory=dict)
     numerics: Mapping[str, str] | None = None
@@ -85,7 +85,7 @@ class RunContext:
 def lasting_imports() -> Iterator[None]:
     """Import torch without a search for garbage in its hundred thousands of objects, meanwhile or ever after.
 
-    That takes a tenth of a short run. Nothing is done where torch is imported already, by whoever calls this package.
+    That takes a tenth of a short run. Nothing is done where the program that calls this package has imported torch.
     """
     is_first, was_enabled = "torch" not in sys.modules, gc.isenabled()
     if is_first:

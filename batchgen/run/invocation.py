@@ -157,7 +157,7 @@ class Invocation(ABC):
     def _context(self) -> RunContext:
         known = self.manifest.fingerprints
         return RunContext(
-            self.manifest.begun_at,
+            self.manifest.rendered_at,
             known["model"],
             self.digests.to_plain(),
             known.get("numerics"),

@@ -111,7 +111,7 @@ class _Job(Invocation):
         """The rows; None if they came on standard input once and are not given again. Raises UsageError."""
         if self.stdin is None:
             source = self._open_source()
-            for item in self.spec.input.path if self.jobs.first is None else ():
+            for item in self.spec.input.path if self.jobs.current is None else ():
                 if item.startswith("hf:/"):
                     self.progress.display.note(
                         f"the input {item} is a folder on this machine, not a dataset of the Hub"
@@ -139,19 +139,19 @@ class _Job(Invocation):
 
     def _identify(self, source: Source | None) -> None:
         """Find the model and set the manifest, which those of the folder are compared with. Raises UsageError."""
-        first = self.jobs.first
+        current = self.jobs.current
         if self.spec.output.format == "auto":
-            form = source.output_format if source else first.job["output"]["format"] if first else "jsonl"
+            form = source.output_format if source else current.job["output"]["format"] if current else "jsonl"
             self.spec = replace(self.spec, output=replace(self.spec.output, format=form))
         now = datetime.now().astimezone()
-        begun_at = (first.begun_at if first else rendered_at(self.spec)) or now
+        printed_at = (current.rendered_at if current else rendered_at(self.spec)) or now
         with self.progress.phase("finding the model", "load"):
-            self.model = read_model(self.spec, begun_at)
-        if first is None and (hint := self.model.preset_hint(self.spec)):
+            self.model = read_model(self.spec, printed_at)
+        if current is None and (hint := self.model.preset_hint(self.spec)):
             self.progress.display.note(hint)
         self.spec = self.model.resolved(self.spec)
         with self.progress.phase("checking the input", "read"):
-            rows: dict[str, Any] = first.fingerprints["input"] if first is not None and source is None else {}
+            rows: dict[str, Any] = current.fingerprints["input"] if current is not None and source is None else {}
             if source is not None:
                 rows = source.fingerprint(self.digests)
                 if self.stdin is not None:
@@ -163,8 +163,8 @@ class _Job(Invocation):
             output_keys=self.spec.output_keys(),
             fingerprints={"input": rows, "model": model, "code": {"results": RESULTS}},
             shard=self.options.shard,
-            created_at=first.created_at if first else now.isoformat(),
-            rendered_at=begun_at.isoformat(),
+            created_at=current.created_at if current else now.isoformat(),
+            rendered_at=printed_at,
             file_states=self.digests.to_plain(),
         )
 
@@ -196,7 +196,7 @@ class _Job(Invocation):
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
             self._count(self._rows(source, None))
         earlier_runs(self.spec)
-        known = self.jobs.first
+        known = self.jobs.current
         numerics = inherited_numerics(known, self.spec) if known else None
         self.set_numerics(self.load().numerics if numerics is None else numerics)
         if known is None:
@@ -234,7 +234,7 @@ class _Job(Invocation):
 
     def _sources(self) -> Sources:
         """The results that rows can be taken from; those of a folder that starts anew were dropped."""
-        own = self.run_dir if self.jobs.first else None
+        own = self.run_dir if self.jobs.current else None
         builder, prints_date = self.model.record_builder(self.spec), self.model.prints_date
         with self.progress.phase("reading earlier results", "read"):
             sources = Sources(

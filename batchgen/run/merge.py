@@ -64,7 +64,8 @@ class _Shard:
             return
         kept = self.run_dir.kept_journal()
         if kept is None:
-            raise UsageError(f"{self}: its records were in {self.run_dir.journal}, which was removed")
+            removed = f"{self}: its records were in {self.run_dir.journal}, which was removed"
+            raise UsageError(f"{removed}: run this shard again with --overwrite")
         with closing(Journal.read(kept.folder, self.manifest.shard)) as journal:
             for index in journal.done.indexes(errors=False):
                 yield _entry(index, "result", journal.payload(index))

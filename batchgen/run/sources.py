@@ -56,7 +56,7 @@ class Sources:
         self.num_old = self.files_before = 0
         self.files_now = num_files(manifest)
         self._manifest, self._mine = manifest, mine
-        self._printed_at = manifest.begun_at if prints_date and spec.input.chat else None
+        self._printed_at = manifest.rendered_at if prints_date and spec.input.chat else None
         self._builder = builder
         self._rows = EarlierRows()
         if run_dir is not None:
@@ -129,8 +129,8 @@ class Sources:
     def _tell_changes(self, run_dir: RunDir, earlier: Manifest, added: Sequence[object]) -> None:
         if not added:
             return
-        if self._printed_at and earlier.begun_at:
-            its, own = (f"{at:%Y-%m-%d}" for at in (earlier.begun_at, self._printed_at))
+        if self._printed_at and earlier.rendered_at:
+            its, own = (f"{at:%Y-%m-%d}" for at in (earlier.rendered_at, self._printed_at))
             more = f"that of {run_dir.path}" if its == own else f"and {its} in {run_dir.path}, whose chats differ"
             self.lines.append(f"the chat template prints a date: {own}, {more}")
         others = differences({"": earlier.output_keys}, {"": self._manifest.output_keys})
@@ -144,7 +144,7 @@ def rendered_at(spec: JobSpec) -> datetime | None:
     A new folder that reuses rows prints it too: else no prompt of another day would be equal. Raises as
     ``earlier_runs``.
     """
-    times = [earlier.begun_at for _, earlier in earlier_runs(spec) if isinstance(earlier, Manifest)]
+    times = [earlier.rendered_at for _, earlier in earlier_runs(spec) if isinstance(earlier, Manifest)]
     return max(filter(None, times), key=datetime.timestamp, default=None)
 
 

@@ -1,8 +1,8 @@
 """What a folder keeps when its job or its input has changed: each row whose result cannot differ, and no other.
 
 Whether a job that was begun is this one, whether another may take its place unasked, the pass over the input that takes
-rows over from sources, and how much it may cost: a start that nobody watches may lose little of what is there. A pass
-that is killed is gone on with: what it has kept lies in the journal.
+rows over from sources, and how much it may cost: a start by itself may lose little. A pass that is killed is gone on
+with: what it has kept lies in the journal.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class FolderJobs:
         self.manifests = [*([self.last] if self.last else []), *newest]
 
     @property
-    def first(self) -> Manifest | None:
-        """The job whose date the others have inherited; None in a new folder."""
+    def current(self) -> Manifest | None:
+        """The job of the outputs, else the one that was begun last; None in a new folder."""
         return self.manifests[0] if self.manifests else None
 
     def digests(self) -> Digests:
@@ -147,11 +147,11 @@ class FolderJobs:
 
     def what_changed(self, now: Manifest, spec: JobSpec) -> str:
         """Why rows are kept, as the beginning of a line."""
-        if self.first is None:
+        if self.current is None:
             return ""
         if self.is_of_outputs(now, spec):
             return "failed rows run again: " if self.has_failed else ""
-        same = self.first.fingerprints.get("input") == now.fingerprints.get("input")
+        same = self.current.fingerprints.get("input") == now.fingerprints.get("input")
         return "job changed: " if same else "input changed: "
 
 

@@ -68,7 +68,7 @@ def on_workers(
     def load(spec: JobSpec, model: ModelInfo) -> Backend:
         """Returns when the first worker is ready. Raises as ``WorkersEngine.begin``."""
         context, gate = model.context, IdentityGate(model.context)
-        launcher = make_launcher(Start(spec, context.at, context.digests))
+        launcher = make_launcher(Start(spec, context.rendered_at, context.digests))
         liveness = Liveness(step_timeout_s, load_timeout_s)
         engine = WorkersEngine(launcher, RowDispatcher(num_chars=_num_chars), liveness, gate.refusal, context.note)
         try:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from batchgen.core.errors import RowError
 from batchgen.core.records import BadRow, Request, Result
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.validator import Pending, build_requests
@@ -45,18 +44,11 @@ class SteppedEngine(Protocol):
 class RowMaker:
     """A worker's part of the work on a row beside its engine's: template, tokenizer, and the output record as JSON.
 
-    It is done where there are as many cores as workers. Rows are built by one thread and finished by another. ``check``
-    says why a request cannot run all the same.
+    It is done where there are as many cores as workers. Rows are built by one thread and finished by another.
     """
 
-    def __init__(
-        self,
-        builder: RequestBuilder,
-        record_builder: RecordBuilder,
-        check: Callable[[Request], RowError | None] = lambda request: None,
-    ) -> None:
+    def __init__(self, builder: RequestBuilder, record_builder: RecordBuilder) -> None:
         self._builder = builder
-        self._check = check
         self._record_builder = record_builder
         self._rows: dict[int, Pending] = {}  # whose requests are with the engine
 
@@ -67,11 +59,8 @@ class RowMaker:
                 yield failed_entry(answer, self._record_builder)
                 continue
             row, request = answer
-            if error := self._check(request):
-                yield entry_of(row, Result(request.key, 0, error=error), self._record_builder)
-            else:
-                self._rows[request.key] = row
-                yield request
+            self._rows[request.key] = row
+            yield request
 
     def finish(self, result: Result) -> JournalEntry:
         """The row of a result, ready for the journal."""

@@ -34,13 +34,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The beginning of a worker: the job, the time at which its run was begun, and ``Digests.to_plain`` of the driver.
+    """The beginning of a worker: the job, the time that chat templates print, and ``Digests.to_plain`` of the driver.
 
     A worker whose files are in the states that the digests tell need not read them for its fingerprint.
     """
 
     spec: JobSpec
-    begun_at: datetime | None
+    rendered_at: datetime | None
     digests: Mapping[str, Any]
     engine_factory: EngineFactory = load_engine
 
@@ -70,7 +70,7 @@ class Worker:
 
     def _load(self, start: Start) -> WorkerReady:
         spec, digests = start.spec, Digests(start.digests)
-        model = read_model(spec, start.begun_at)
+        model = read_model(spec, start.rendered_at)
         weights = model.fingerprint(digests)
         backend = start.engine_factory(spec, model)
         model.check_unchanged(digests)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -148,6 +150,25 @@ def test_cat_prints_the_fields_asked_for_in_their_order(job: JobMaker, capsys: p
     assert rows.startswith("text,usage,id\r\n") and '"{""prompt_tokens"": ' in rows
     assert call(["cat", str(job.output), "--columns", "txt"]) == 2
     assert "--columns: no record has a field 'txt' (did you mean \"text\"?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_cat_shows_lines_of_any_length_whole_on_a_terminal(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    job.write([{"id": f"q-{i}", "question": "Why?", "note": "€" * num} for i, num in enumerate((50_000, *[9000] * 9))])
+    job.run(job.spec(output={"format": form}))
+    plain = printed(capsys, job.output)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert printed(capsys, job.output) == plain.replace("\r\n", "\n")
+
+
+def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(ROWS)
+    job.run(job.spec(output={"format": "parquet"}))
+    shutil.rmtree(job.output / "journal")
+    assert call(["cat", str(job.output)]) == 1
+    assert "which was removed: read outputs.parquet itself, or run with --overwrite" in capsys.readouterr().err
 
 
 def test_cat_says_where_there_is_nothing_to_print(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,7 +261,7 @@ def test_a_merge_that_was_killed_is_done_anew(tmp_path: Path, monkeypatch: pytes
 def test_records_of_a_table_whose_journal_was_removed_cannot_be_merged(tmp_path: Path) -> None:
     folders = shards(tmp_path, output_format="parquet")
     shutil.rmtree(folders[1] / "journal")
-    with pytest.raises(UsageError, match=r"shard 2/2 .*: its records were in .*journal, which was removed"):
+    with pytest.raises(UsageError, match=r"shard 2/2 .*: its records were in .*journal, which was removed: run this"):
         merge(folders, tmp_path / "merged")
     assert not (tmp_path / "merged" / "outputs.parquet").exists()
 

@@ -54,7 +54,7 @@ def workers(
     """A dispatcher of threads; their engines are stubs by default."""
 
     def make_launcher(start: Start) -> ThreadLauncher:
-        made = Start(start.spec, start.begun_at, start.digests, engine or stub_factory(step_s=0.001))
+        made = Start(start.spec, start.rendered_at, start.digests, engine or stub_factory(step_s=0.001))
         return ThreadLauncher(made, number, on_launch)
 
     return on_workers(make_launcher, **{"step_timeout_s": 5.0, **timeouts})

@@ -1,7 +1,7 @@
 """How compiled kernels share their items, and how the threads of a pool run programs: launches of kernels in order.
 
 Where another process takes a core, a thread of the pool stands still for milliseconds. The others wait only for the
-items that it holds. Whoever has taken the last item of a launch and finds nobody else in it begins the next one, and a
+items that it holds. A thread that has taken the last item of a launch and finds no other in it begins the next one; a
 thread that comes late joins whatever launch is current, or none. A thread that waits spins for as long as launches
 usually leave it without work, then sleeps: the system moves a thread that was ready to the core that falls free.
 
