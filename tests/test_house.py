@@ -69,7 +69,7 @@ RELATIVE_WORDS = {"What", "That", "Whether", "Of", "So", "Where"}
 PLAIN_ROOMS = {"engine", "cli", "check", "bench"}  # whose docstrings begin with a noun or a verb
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
-    "commands": "bench cat check help merge plan report run status try",
+    "commands": "bench cat check env help merge plan report run status try",
     "switches of run": """
         allow-mixed-kernels deadline heartbeat-s help-all json-progress max-error-rate max-runtime
         max-total-tokens overwrite quiet shard update

@@ -18,6 +18,7 @@ import click
 from batchgen.cli.bench import bench
 from batchgen.cli.cat import cat
 from batchgen.cli.check import check
+from batchgen.cli.env import env
 from batchgen.cli.help import help_command
 from batchgen.cli.options import RunOption, usage_error
 from batchgen.cli.plan import plan
@@ -58,7 +59,7 @@ def cli() -> None:
     """
 
 
-for command in (run, try_command, plan, status, report, cat, merge, check, bench, help_command):
+for command in (run, try_command, plan, status, report, cat, merge, check, bench, env, help_command):
     cli.add_command(command)
 for option in run.params:  # those of the run itself: where a command line says "run", "plan" can be written
     if isinstance(option, RunOption) and option.name not in {own.name for own in plan.params}:

@@ -144,7 +144,7 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
         "device_hours_per_million_prompt_tokens": _device_hours(job_facts, devices_s, computed["prompt"]),
         "max_rss_bytes": usage.get("max_rss_bytes", 0),
         "empty_fields": dict(sorted(usage.get("empty_fields", {}).items())),
-        **_machine(),
+        **machine_facts(),
     }
     if workers:
         report["workers"] = workers
@@ -186,7 +186,8 @@ def _device_hours(job_facts: Mapping[str, Any], devices_s: float, num_tokens: in
 
 
 @lru_cache(maxsize=1)
-def _machine() -> Mapping[str, Any]:
+def machine_facts() -> Mapping[str, Any]:
+    """The platform, processor and Python, and versions of the package and of what it computes with."""
     versions = {"batchgen": __version__}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

@@ -342,3 +342,22 @@ def test_a_report_says_that_a_job_under_way_is_not_in_it(job: JobMaker, capsys: 
     assert (
         err.startswith(f"batchgen: another job was begun in {job.output} and is not finished") and err.count("\n") == 1
     )
+
+
+# ---------------------------------------------------------------- env
+
+
+def test_env_shows_versions_and_machine_and_no_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    code, text, _ = said(capsys, "env")
+    assert code == 0 and max(map(len, text.splitlines())) <= 80
+    code, out, _ = said(capsys, "env", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["cpus"] >= 1 and 0 < found["available_bytes"] <= found["memory_bytes"]
+    assert found["variables"]["OMP_NUM_THREADS"] == "3"
+    assert found["versions"].keys() >= {"batchgen", "torch"}
+    assert all(value in text for value in (found["processor"].split()[0], found["kernels"], found["versions"]["torch"]))
+    assert "hf_secret" not in text + out
