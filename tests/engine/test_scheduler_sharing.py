@@ -55,6 +55,15 @@ def test_a_beginning_computed_in_chunks_is_waited_for_to_its_end() -> None:
     assert sum(sum(counts.values()) for counts in computed) == 13 + 1
 
 
+def test_blocks_are_found_once_the_token_behind_the_prompt_is_known() -> None:
+    scheduler = make(budget=8)
+    first = add(scheduler, 0, (*STEM, 50))
+    step(scheduler)
+    assert scheduler.pool.find(first.block_hashes) == [], "two are full, but the prompt's logits may not be finite"
+    step(scheduler)
+    assert len(scheduler.pool.find(first.block_hashes)) == 3
+
+
 def test_a_partly_common_beginning_is_shared_as_far_as_it_goes() -> None:
     scheduler = make()
     add(scheduler, 0, (*STEM, 50))

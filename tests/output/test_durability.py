@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from power_loss import Disk
 from records import dead_letter, record
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
@@ -89,6 +90,25 @@ def test_a_disk_full_at_any_byte_loses_no_committed_row(fast_folder: Path, monke
         assert [final.payload(index) for index in final.done] == [whole.payload(index) for index in range(6)]
         final.close()
     whole.close()
+
+
+def test_committed_rows_survive_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a later segment, whose name must be on the disk too."""
+    disk, fsync = Disk(tmp_path), os.fsync
+
+    def synced(fd: int) -> None:
+        fsync(fd)
+        disk.sync(fd)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 500)
+    journal = Journal.open(tmp_path / "journal")
+    fill(journal, 6)
+    assert len([*(tmp_path / "journal").glob("*.seg")]) > 1
+    disk.lose()
+    again = Journal.open(tmp_path / "journal")
+    assert list(again.done) == list(range(6))
+    again.close()
 
 
 def test_a_journal_that_failed_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
