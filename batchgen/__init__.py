@@ -34,64 +34,25 @@ if TYPE_CHECKING:
     from batchgen.text.tokenizer import Tokenizer
 
 
-_HOME = {
-    "LLM": "batchgen.llm",
-    "BatchgenError": "batchgen.core.errors",
-    "Engine": "batchgen.engine",
-    "EngineConfig": "batchgen.engine",
-    "GateFailed": "batchgen.core.errors",
-    "InputError": "batchgen.core.errors",
-    "JobSpec": "batchgen.config.job",
-    "LockedError": "batchgen.core.errors",
-    "ModelError": "batchgen.core.errors",
-    "OutOfMemory": "batchgen.core.errors",
-    "RemoteError": "batchgen.core.errors",
-    "Request": "batchgen.core.records",
-    "Result": "batchgen.core.records",
-    "ResumeMismatch": "batchgen.core.errors",
-    "Run": "batchgen.api",
-    "RunStopped": "batchgen.core.errors",
-    "SamplingParams": "batchgen.core.records",
-    "StorageError": "batchgen.core.errors",
-    "Tokenizer": "batchgen.text.tokenizer",
-    "UsageError": "batchgen.core.errors",
-    "generate": "batchgen.api",
-    "load_job": "batchgen.config.load",
-    "load_model": "batchgen.model.load",
-    "plan_job": "batchgen.api",
-    "read_report": "batchgen.api",
-    "run_job": "batchgen.api",
+_NAMES = {  # public names by their module
+    "api": "Run generate plan_job read_report run_job",
+    "config.job": "JobSpec",
+    "config.load": "load_job",
+    "core.errors": "BatchgenError GateFailed InputError LockedError ModelError OutOfMemory RemoteError ResumeMismatch "
+    "RunStopped StorageError UsageError",
+    "core.records": "Request Result SamplingParams",
+    "engine": "Engine EngineConfig",
+    "llm": "LLM",
+    "model.load": "load_model",
+    "text.tokenizer": "Tokenizer",
 }
-
-__all__ = [
-    "LLM",
-    "BatchgenError",
-    "Engine",
-    "EngineConfig",
-    "GateFailed",
-    "InputError",
-    "JobSpec",
-    "LockedError",
-    "ModelError",
-    "OutOfMemory",
-    "RemoteError",
-    "Request",
-    "Result",
-    "ResumeMismatch",
-    "Run",
-    "RunStopped",
-    "SamplingParams",
-    "StorageError",
-    "Tokenizer",
-    "UsageError",
-    "__version__",
-    "generate",
-    "load_job",
-    "load_model",
-    "plan_job",
-    "read_report",
-    "run_job",
-]
+_MODULES = {name: f"batchgen.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = [  # of the same names, as texts that type checkers read
+    "LLM", "BatchgenError", "Engine", "EngineConfig", "GateFailed", "InputError", "JobSpec", "LockedError",
+    "ModelError", "OutOfMemory", "RemoteError", "Request", "Result", "ResumeMismatch", "Run", "RunStopped",
+    "SamplingParams", "StorageError", "Tokenizer", "UsageError", "__version__", "generate", "load_job",
+    "load_model", "plan_job", "read_report", "run_job",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -99,8 +60,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -105,7 +105,7 @@ def test_a_backslash_and_an_n_in_a_prompt_are_pointed_out(
 
 
 def test_the_public_names_are_listed() -> None:
-    assert {*batchgen.__all__} <= {*dir(batchgen)}
+    assert {*batchgen.__all__} == {"__version__", *batchgen._MODULES} <= {*dir(batchgen)}
 
 
 def test_an_outcome_is_shown_briefly(job: JobMaker) -> None:
