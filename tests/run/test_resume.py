@@ -129,13 +129,15 @@ def test_naming_another_dtype_is_refused_before_the_weights_are_loaded(job: JobM
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-@pytest.mark.parametrize(("was", "now"), [("auto", "int8"), ("int8", "auto")])
-def test_other_weights_are_refused_before_they_are_loaded(job: JobMaker, is_done: bool, was: str, now: str) -> None:
+@pytest.mark.parametrize(("was", "now"), [("none", "w8a16"), ("w8a16", "w8a8")])
+def test_another_quantization_is_refused_before_weights_are_loaded(
+    job: JobMaker, is_done: bool, was: str, now: str
+) -> None:
     job.write(rows_of(60))
-    begun = job.spec(model={"weights": was})
+    begun = job.spec(model={"quantization": was})
     assert job.run(begun, quiet() if is_done else quiet(max_total_tokens=400)).exit_code == (0 if is_done else 75)
-    with pytest.raises(ResumeMismatch, match=rf'model\.weights: was "{was}", now "{now}"'):
-        job.run(job.spec(model={"weights": now}))
+    with pytest.raises(ResumeMismatch, match=rf'model\.quantization: was "{was}", now "{now}"'):
+        job.run(job.spec(model={"quantization": now}))
     assert job.engines == []
     assert job.run(begun).exit_code == 0
 
