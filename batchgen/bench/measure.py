@@ -64,7 +64,7 @@ def load_tokenizer(where: ModelSpec) -> Tokenizer | None:
 
 
 def pooling_of(where: ModelSpec) -> str:
-    """How the model's checkpoint makes vectors, "mean" where it does not say so. Raises ModelError."""
+    """Pooling that the model's checkpoint names, "mean" where it names none. Raises ModelError."""
     if is_dummy(where.path):
         return "mean"
     return read_vector_files(resolve_model(where.path, where.revision, ("*.json",))).pooling or "mean"

@@ -186,7 +186,7 @@ def _prompt_tokens(survey: Survey) -> dict[str, Any]:
 
 
 def _repeats(survey: Survey) -> dict[str, Any]:
-    """What prompts have in common; the engine computes it once while it fits in memory."""
+    """Beginnings that prompts share, which the engine computes once while they fit in memory."""
     prompts, blocks = survey.prompts, survey.blocks
     return {
         "is_exact": prompts.is_exact and blocks.is_exact,

@@ -84,7 +84,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """How many engines compute at once, each as fast as one here, and the most that have full batches for most of it.
+    """Number of engines that compute at once, each as fast as one here, and the most that have full batches.
 
     ``number`` is None for a Ray cluster whose nodes are not known here.
     """

@@ -67,7 +67,7 @@ class Accuracy:
         return None if expected is None else self._verdict(record, expected)[1]
 
     def _verdict(self, answer: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
-        """What was found in a record, or in one of its samples, and whether it is right."""
+        """The answer of a record, or of one of its samples, and whether it is right."""
         if self.answer:
             found = answer.get("extracted")
             return found, is_right(self.answer, found, expected)
@@ -101,7 +101,7 @@ class Accuracy:
             self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
 
     def _compared(self, expected: Any) -> str:
-        """What of the expected answer is compared: of a whole solution what the rule finds in it."""
+        """The part of an expected answer that is compared: in a whole solution, the answer that the rule finds."""
         text = str(expected)
         found = find_answer(self.answer, text) if self.answer else None
         return text if found is None else found

@@ -1,4 +1,4 @@
-"""What limited a run and what its user can change, one sentence each, derived from the numbers of its report.
+"""Advice on a run: its bound, and one sentence for each thing to change, derived from the numbers of its report.
 
 Plain rules with their thresholds. Where no rule applies, the model's arithmetic was the limit.
 """
@@ -33,7 +33,7 @@ _BATCH_LIMITS = {"sequences_share": "max_num_seqs", "tokens_share": "the token b
 
 
 def bound_by(report: Mapping[str, Any]) -> str:
-    """What most of the time went into, in a few words; of the model's own work, what kept a step from being larger."""
+    """The work that took most of the time; for the model's own work also the limit that kept its steps small."""
     seconds = report["seconds"]
     if not report["wall_s"]:
         return "nothing was run"
@@ -56,7 +56,7 @@ def bound_by(report: Mapping[str, Any]) -> str:
 
 
 def advice(report: Mapping[str, Any]) -> list[str]:
-    """What to change, the most effective first."""
+    """Changes that would help, the most effective first."""
     settings = []
     if _lacks_kv_cache_memory(report):
         settings.append("KV memory bound: raise --kv-cache-memory, or lower --max-num-seqs")
@@ -66,7 +66,7 @@ def advice(report: Mapping[str, Any]) -> list[str]:
 
 
 def warnings(report: Mapping[str, Any]) -> Iterator[str]:
-    """What makes answers, or the count of right ones, not what was asked for."""
+    """Reasons why answers, or the count of right ones, are not those that the job meant."""
     for name, count in report.get("empty_fields", {}).items():
         yield f"{counted(count, 'row')} ran with an empty {name} in the prompt"
     found = report.get("structured") or {"incomplete": 0}

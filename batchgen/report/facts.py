@@ -127,7 +127,7 @@ def tiles(report: Report) -> Facts:
 
 
 def outcome(report: Report) -> Facts:
-    """How long a run took, how fast it was, what failed, and what it was bound by."""
+    """Duration and speed of a run, its failures, and its bound."""
     figure = dict(figures(report))
     over = f" over {report['sessions']} invocations" if report["sessions"] > 1 else ""
     yield "took", f"{figure['wall time']}{over}: {figure['rows done']} done, {figure['rows failed']} failed"
@@ -166,7 +166,7 @@ def exact_match(accuracy: Mapping[str, Any]) -> str:
 
 
 def samples_text(accuracy: Mapping[str, Any]) -> Iterator[str]:
-    """Of several samples per row: which one the share is of, and the shares of all, of majorities and of the best."""
+    """The sample that the share is of, where a row has several; shares of all, of majorities and of the best."""
     if found := accuracy.get("samples"):
         yield "of the first sample"
         yield f"mean of all {found['mean']:.2%}"
@@ -187,7 +187,7 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
 
 
 def workers(report: Report) -> Table:
-    """What each worker did, those that did most first."""
+    """Work of each worker, most first."""
     head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
     found = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
     rows = [
@@ -205,7 +205,7 @@ def workers(report: Report) -> Table:
 
 
 def details(report: Report) -> Table:
-    """What a run computed and was spared, and what it got out of its machine."""
+    """Work that a run did and was spared, and the resources it took."""
     rows = [*joined([*_work(report), *_resources(report)]).items()]
     return Table("Work and machine", (), rows, is_prose=True)
 
@@ -317,7 +317,7 @@ def _cut(text: str) -> str:
 
 
 def _answer(record: Mapping[str, Any]) -> str:
-    """What a row got, in short."""
+    """The answer of a record in short."""
     for name in ("embedding", "embeddings"):
         if name in record and "text" not in record:
             return f"{name[:9]} of {len(record[name]):,} {'numbers' if name == 'embedding' else 'tokens'}"
@@ -343,6 +343,6 @@ def numerics_text(numerics: Mapping[str, str]) -> str:
 
 
 def integers_text(numerics: Mapping[str, Any]) -> str:
-    """What is kept in another type than it is computed in, and what is multiplied as integers; empty if nothing is."""
+    """Tensors that are kept or multiplied in another type than the dtype; empty if none is."""
     words = {"weights": "weights", "activations": "activations", "kv_cache_dtype": "keys and values"}
     return ", ".join(f"{numerics[key]} {name}" for key, name in words.items() if numerics.get(key, "auto") != "auto")

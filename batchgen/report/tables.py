@@ -32,7 +32,7 @@ def failures(report: Report) -> Table:
 
 
 def labels(report: Report) -> Table:
-    """Of each label how many rows it is expected in and found in, precision and recall; the most frequent ones."""
+    """Rows of each label by expected and found answer, its precision and recall; the most frequent labels."""
     accuracy = report.get("accuracy") or {}
     found = accuracy.get("labels", ())[:SHOWN_LABELS]
     rows = [

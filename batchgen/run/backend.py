@@ -64,7 +64,7 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What is known of a run when its engine is loaded, so that workers elsewhere can load the same.
+    """Facts of a run at the time when its engine is loaded, so that workers elsewhere can load the same.
 
     ``rendered_at`` is the time that chat templates print, ``weights`` are the digests of ``ModelInfo.fingerprint``,
     ``digests`` those of files and their states (``Digests.to_plain``), ``numerics`` (see ``Backend``) those of its rows

@@ -182,7 +182,7 @@ def describe_rows(rows: Mapping[str, Any]) -> str:
 
 
 def _others(snapshot: Snapshot) -> list[str]:
-    """How many rows failed, and how many workers there are."""
+    """Numbers of failed rows and of workers, where there are any."""
     num_failed, num_workers = snapshot["rows"]["failed"], snapshot["num_workers"]
     failed = [f"{num_failed:,} failed"] if num_failed else []
     return [*failed, counted(num_workers, "worker")] if num_workers else failed

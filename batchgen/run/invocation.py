@@ -78,7 +78,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an invocation ended: the exit code of the process, lines for the user, the report of a finished run.
+    """End of an invocation: the exit code of the process, lines for the user, the report of a finished run.
 
     ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect:
     ``is_finished`` says whether the outputs are there.

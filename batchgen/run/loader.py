@@ -68,7 +68,7 @@ class ModelInfo:
 
     @property
     def parts(self) -> list[tuple[str, Path, tuple[str, ...]]]:
-        """What is read, from which folder, and the patterns of its files; what is the model's own has no name."""
+        """Parts of the model, each with its folder and the patterns of its files; the model's own has no name."""
         parts = [
             ("", self.folder, _MODEL_PATTERNS),
             ("tokenizer", self.tokenizer_folder, _TOKENIZER_PATTERNS),
@@ -128,7 +128,7 @@ class ModelInfo:
         return replace(spec, sampling=sampling, over_preset=None)
 
     def preset_hint(self, spec: JobSpec) -> str | None:
-        """That the model recommends sampling where the job does not ask for any."""
+        """A line for a model that recommends sampling where the job does not ask for any."""
         values = self.recommended or {}
         if not values.get("temperature") or not spec.sampling.is_greedy or spec.over_preset is not None:
             return None
@@ -168,7 +168,7 @@ class ModelInfo:
         )
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
-        """What makes output records of this model's results."""
+        """Builder of output records from this model's results."""
         longest = self.max_model_len
         if self.tokenizer is None:
             return RecordBuilder(spec, None, labels=self.config.labels, max_model_len=longest)
@@ -303,7 +303,7 @@ def start_kernels(spec: JobSpec, config: ModelConfig) -> None:
 
 
 def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
-    """What kernels depend on beside the dtype that is computed in."""
+    """Forms of weights and caches that kernels depend on, beside the dtype."""
     settings = (spec.model.weights, spec.model.activations, spec.engine.kv_cache_dtype)
     return (config.saved_dtype, *settings, config.parts)
 

@@ -219,7 +219,7 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
 
 
 def _unsharded(manifest: Manifest) -> Manifest:
-    """What the shards of a job have in common; their kernels are compared by themselves."""
+    """Values that the shards of a job have in common; their kernels are compared by themselves."""
     numerics = without_kernels(manifest.fingerprints.get("numerics", {}))
     return replace(manifest, shard=WHOLE, fingerprints={**manifest.fingerprints, "numerics": numerics})
 

@@ -252,7 +252,7 @@ class Progress:
         return self._backend.workers() if self._backend else ()
 
     def _content(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """What ``progress.json`` holds; a killed invocation's counts miss its last two seconds."""
+        """Content of ``progress.json``; a killed invocation's counts miss its last two seconds."""
         return {**snapshot, "workers": list(self._workers()), "spent": self.usage(), "journal": self._journal}
 
     def _save(self, content: dict[str, Any]) -> None:

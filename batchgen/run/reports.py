@@ -134,7 +134,7 @@ def _job(spec: JobSpec) -> Table:
 
 
 def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:
-    """How the answers of two finished runs differ, see ``answer_changes``; None where the rows of one are not there."""
+    """Differences of the answers of two finished runs, see ``answer_changes``; None without the rows of both."""
     with suppress(StorageError, UsageError):
         return answer_changes(_answers(now), _answers(before))
     return None

@@ -21,7 +21,7 @@ MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows
 
 
 def entry_of(row: Pending, result: Result, record_builder: RecordBuilder) -> JournalEntry:
-    """What the engine's result, which may be an error, comes to for a row.
+    """The journal entry for the engine's result of a row, which may be an error.
 
     A text that a model wrote can fail its own row only: whatever goes wrong over it would do so again at each resume.
     Memory, the disk and processes that do not start are no fault of the row, and are raised.

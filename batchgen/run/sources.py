@@ -215,7 +215,7 @@ def _as_usage() -> Iterator[None]:
 
 
 def _facts(manifest: Manifest, with_numerics: bool) -> dict[str, Any]:
-    """What must be equal for a row to have the same result, whatever the row asks for."""
+    """Values that must be equal for a row to have the same result, whatever the row asks for."""
     keys = {name: value for name, value in manifest.output_keys.items() if name.startswith(_FORMS)}
     keys["output.parse"] = [part for part in manifest.output_keys.get("output.parse", ()) if part == "reasoning"]
     numerics = manifest.fingerprints.get("numerics", {}) if with_numerics else {}

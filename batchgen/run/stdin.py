@@ -31,7 +31,7 @@ class StdinCopy:
 
     @property
     def path(self) -> Path:
-        """Where the rows are now."""
+        """The file that holds the rows now."""
         return self._staged or self._path
 
     def read(self, *, is_resumed: bool) -> Path | None:

@@ -39,7 +39,7 @@ _SLOW_CHUNK_S = 1.0  # a stop waits for the chunk under way
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a pass has found: results before, rows that are kept, and rows that can run, those that are kept included.
+    """Counts of a pass: results before, rows that are kept, and rows that can run, those that are kept included.
 
     ``files`` are the numbers of the input's files before and now.
     """
@@ -55,7 +55,7 @@ class Counts:
         return self.num_good - self.num_kept
 
     def losses(self) -> str:
-        """Why a start should not go on by itself: much of what is there would be lost; empty if it may."""
+        """Reason not to go on by itself: much of what is there would be lost; empty if there is none."""
         before, now = self.files
         if self.num_old and now < before:
             return f"the input has {counted(now, 'file')}, was {before:,}"
@@ -84,7 +84,7 @@ class FolderJobs:
         return self.manifests[0] if self.manifests else None
 
     def digests(self) -> Digests:
-        """What is known of files that these jobs have read."""
+        """Digests of files that these jobs have read."""
         states: dict[str, Any] = {}
         for manifest in reversed(self.manifests):
             states |= manifest.file_states
@@ -140,13 +140,13 @@ class FolderJobs:
             raise ResumeMismatch(f"{what}, and would be replaced: --update goes on")
 
     def losses(self, counts: Counts, now: Manifest, spec: JobSpec) -> str:
-        """What a change of the input would cost, if that is much; a job that is gone back to has not changed."""
+        """Losses by a change of the input, if they are large; a job that is gone back to has not changed."""
         why = "" if self.is_of_outputs(now, spec) else counts.losses()
         kept = min(counts.num_kept, counts.num_old)
         return why and f"{why}; {kept:,} of {counts.num_old:,} results would be left"
 
     def what_changed(self, now: Manifest, spec: JobSpec) -> str:
-        """Why rows are kept, as the beginning of a line."""
+        """Reason why rows are kept, as the beginning of a line."""
         if self.current is None:
             return ""
         if self.is_of_outputs(now, spec):
@@ -164,7 +164,7 @@ def is_same(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
 
 
 def changes_of_job(begun: Manifest, now: Manifest, spec: JobSpec) -> tuple[str, ...]:
-    """What is another than in a job that was begun, but for its input, of which the limit may be higher now."""
+    """Differences from a job that was begun, but for its input, of which the limit may be higher now."""
     inputs = {"input": begun.fingerprints.get("input", {})}
     now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun, spec)
     was, limit = (manifest.output_keys.get("input.limit") for manifest in (begun, now))
@@ -174,7 +174,7 @@ def changes_of_job(begun: Manifest, now: Manifest, spec: JobSpec) -> tuple[str, 
 
 
 def inherited_numerics(begun: Manifest, spec: JobSpec) -> dict[str, str] | None:
-    """How a job that goes on in a folder computes, if it need not be asked: as before, unless it names another way."""
+    """Numerics of a job that goes on in a folder, where they are those of before: it names no others."""
     numerics = begun.fingerprints.get("numerics")
     if numerics is None or _expected(numerics, spec) != numerics:
         return None

@@ -57,7 +57,7 @@ def _resolved(asked: EmbedSpec, config: ModelConfig, files: VectorFiles, path: s
 
 
 def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder) -> Callable[..., Pooler]:
-    """What makes vectors of hidden states in the place of a sampler; imports torch. Raises ModelError."""
+    """Pooler that makes vectors of hidden states in the place of a sampler; imports torch. Raises ModelError."""
     from batchgen.engine.pooler import Pooler
     from batchgen.model.vectors import VectorHead, VectorSettings
 
