@@ -154,5 +154,5 @@ def test_a_regular_expression_that_does_not_compile_within_the_limits_is_refused
 ) -> None:
     monkeypatch.setattr(answers, "MAX_CPU_S", 0.02)
     rule = f"({'|'.join(map(str, range(20_000)))})"
-    with pytest.raises(UsageError, match=r"^output\.answer: the regular expression does not compile: it takes more"):
+    with pytest.raises(UsageError, match=r"^eval\.extract: the regular expression does not compile: it takes more"):
         find_answer(rule, "1")

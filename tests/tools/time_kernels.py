@@ -194,12 +194,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(
             flag, type=lambda text: LengthRange.parse(text, "the length"), default=LengthRange(100, 100)
         )
-    for flag in ("--dtype", "--weights", "--activations"):
-        parser.add_argument(flag, default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--threads", type=int)
     options = parser.parse_args(arguments)
-    model = {"path": options.model, "device": "cpu"}
-    model |= {name: getattr(options, name) for name in ("dtype", "weights", "activations")}
+    model = {"path": options.model, "device": "cpu", "dtype": options.dtype, "quantization": options.quantization}
     where = load_job(None, {"model": model}, needs=("model",)).model
     config = load_config(where.path, where.revision)
     use_threads(options.threads, config)
