@@ -84,6 +84,14 @@ def test_strings_are_prompts_and_chats_are_chats_wherever_tables_have_them(keys:
     assert len(model.chat([{"role": "user", "content": "one"}])[0]["text"]) > 0
 
 
+def test_sampling_params_replace_the_models_own_and_keywords_go_over_them() -> None:
+    model, sampling_params = llm(prompt=None), batchgen.SamplingParams(max_tokens=9, temperature=0.8)
+    greedy = without_timings(llm(prompt=None, sampling={}).generate("a", max_tokens=5))
+    assert without_timings(model.generate("a", batchgen.SamplingParams(max_tokens=5))) == greedy
+    assert without_timings(model.generate("a", sampling_params, max_tokens=5, temperature=0)) == greedy
+    assert without_timings(model.generate("a", max_tokens=5)) != greedy
+
+
 def test_a_row_that_cannot_run_has_its_error_in_its_place() -> None:
     with pytest.warns(UserWarning, match="1 of 3 rows failed"):
         records = llm(prompt=None).generate(["a", "", "b"])
