@@ -43,7 +43,8 @@ _NEEDS_ID = 'draws at random need an id in tables: name a column of unique value
 _PLACES = ("id", "index")  # of a record within its batch: they mean nothing in a table
 _OF_JOBS = {  # keys of a job that say nothing of how a row is answered
     "input": ("path", "format", "delimiter", "encoding", "limit"),
-    "output": ("path", "format", "expected", "reuse", "publish"),
+    "output": ("path", "format", "reuse", "publish"),
+    "eval": ("expected",),
 }
 
 

@@ -224,7 +224,7 @@ def test_a_closed_model_says_so_and_is_closed_by_with() -> None:
         (lambda: llm(limit=1), "input.limit is a key of jobs"),
         (lambda: llm(workers=2), "cluster.workers is a key of jobs"),
         (lambda: llm(output="runs/a"), "output.path is a key of jobs"),
-        (lambda: llm(expected="gold"), "output.expected is a key of jobs"),
+        (lambda: llm(expected="gold"), "eval.expected is a key of jobs"),
         (lambda: llm().generate("a", lora_request=1), "lora_request"),
         (lambda: batchgen.LLM("dummy:LFM2-350M"), "no tokenizer"),
     ],
