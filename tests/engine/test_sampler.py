@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from tiny_model import BACK_ENDS
 from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.sampler import Sampler, uniforms
+from batchgen.engine.observers import rules_for
+from batchgen.engine.sampler import Sampler, build_mask, uniforms
 from batchgen.engine.sequence import RequestState, Sequence
 
 EOS = frozenset({7})
@@ -27,6 +30,21 @@ def sequence(key: int = 0, output: int = 0, params: SamplingParams = SAMPLED) ->
 
 def logits_of(rows: int, width: int = 50, seed: int = 0) -> Tensor:
     return 2 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_row_with_a_constraint_and_allowed_tokens_may_take_what_both_allow() -> None:
+    made, free = sequence(params=replace(SAMPLED, allowed_token_ids=(1, 2))), sequence(1)
+    guided: Any = SimpleNamespace(is_active=True)
+    made.generation.constraint = guided
+    made.generation.rules = rules_for(made.request.params, (), vocab_size=40)
+
+    def fill(_: object, bits: np.ndarray) -> None:
+        bits[:] = [[0b1100, 0]]  # tokens 2 and 3
+
+    constraints: Any = SimpleNamespace(fill=fill)
+    mask = build_mask(constraints, [free, made], 40, torch.device("cpu"))
+    assert mask is not None
+    assert (mask.rows.tolist(), mask.bits.tolist()) == ([1], [[0b100, 0]])
 
 
 def test_uniforms_never_change() -> None:
