@@ -115,6 +115,16 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
     assert (first.num_output_tokens, second.num_output_tokens) == (8, 7)
 
 
+def test_a_newcomer_leaves_each_running_sequence_the_block_that_it_needs_next() -> None:
+    scheduler = make(budget=100, block_size=1, num_blocks=10)
+    add(scheduler, 0, prompt=4, max_tokens=5)
+    step(scheduler)
+    add(scheduler, 1, prompt=5, max_tokens=2)
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
 def place(scheduler: Scheduler, key: int, prompt: int, computed: int) -> None:
     """Let a sequence run with so many tokens computed, in an order that today's admission would never make."""
     sequence = RequestState(Request(key, (1,) * prompt, SamplingParams(max_tokens=2))).sequences[0]
