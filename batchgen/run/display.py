@@ -10,16 +10,15 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime
 from typing import Any, Literal, TextIO
 
 from batchgen.core.units import counted, format_duration, printable
 
 Snapshot = Mapping[str, Any]
 _WAITING = "batchgen: {desc} [{elapsed}]"
-_RUNNING = (
-    "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tok computed [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-)
-_NO_TOTAL = "{desc} {n_fmt} tok computed [{elapsed}, {rate_fmt}{postfix}]"
+_RUNNING = "{desc} {percentage:3.0f}%|{bar}| [{elapsed}{postfix}]"
+_NO_TOTAL = "{desc} [{elapsed}{postfix}]"
 
 
 class Display:
@@ -63,7 +62,7 @@ class _Tolerant:
 
 
 class LineDisplay(Display):
-    """A line every ``interval_s`` seconds: the rows done, or what the run is waiting for."""
+    """A line every ``interval_s`` seconds with the time of day: the rows done, or what the run is waiting for."""
 
     def __init__(self, interval_s: float, file: TextIO) -> None:
         self._interval_s = interval_s
@@ -74,7 +73,7 @@ class LineDisplay(Display):
         """A line, if one is due."""
         if self._is_due():
             self._shown_at = time.monotonic()
-            self.note(describe(snapshot))
+            self.note(f"{datetime.now():%H:%M:%S} {describe(snapshot)}")
 
     def _is_due(self) -> bool:
         return time.monotonic() - self._shown_at >= self._interval_s
@@ -106,7 +105,7 @@ class JsonDisplay(LineDisplay):
 
 
 class BarDisplay(Display):
-    """A tqdm bar that counts tokens; their total is estimated from the rows finished so far.
+    """A tqdm bar that counts rows; how long they take is estimated from their tokens.
 
     In a notebook it is a widget, or text where ipywidgets is not installed.
     """
@@ -125,21 +124,21 @@ class BarDisplay(Display):
 
     def show(self, snapshot: Snapshot) -> None:
         """Redraw the bar."""
-        rows, tokens = snapshot["rows"], snapshot["tokens"]
-        is_running = is_generating(snapshot)
-        layout = (_RUNNING if tokens["estimated"] else _NO_TOTAL) if is_running else _WAITING
+        rows, is_running = snapshot["rows"], is_generating(snapshot)
+        finished, total = rows["done"] + rows["failed"], rows["total"]
+        layout = (_RUNNING if total else _NO_TOTAL) if is_running else _WAITING
         if self._bar is None or is_running != self._is_running:  # a new bar counts its time and rate from now
             self.close(snapshot)
-            options = {"leave": False, "dynamic_ncols": True, "mininterval": 0, "unit": "tok", "unit_scale": True}
-            options |= {"total": tokens["estimated"] or 1}  # a widget without one stays small
-            self._bar = self._tqdm(file=self._file, bar_format=layout, initial=tokens["computed"], **options)
+            options = {"leave": False, "dynamic_ncols": True, "mininterval": 0}
+            options |= {"total": total or 1}  # a widget without one stays small
+            self._bar = self._tqdm(file=self._file, bar_format=layout, initial=finished, **options)
             self._is_running = is_running
         self._bar.bar_format = layout
-        self._bar.total, self._bar.n = tokens["estimated"], tokens["computed"]
+        self._bar.total, self._bar.n = total, finished
         if hasattr(self._bar, "container"):  # of a widget
-            self._bar.container.children[1].max = tokens["estimated"] or 1
+            self._bar.container.children[1].max = total or 1
         self._bar.set_description_str(describe_rows(rows) if is_running else snapshot["phase"], refresh=False)
-        self._bar.set_postfix_str(", ".join(_others(snapshot)), refresh=False)
+        self._bar.set_postfix_str(", ".join(_figures(snapshot)) if is_running else "", refresh=False)
         self._bar.refresh()
 
     def note(self, text: str) -> None:
@@ -147,7 +146,7 @@ class BarDisplay(Display):
 
     def close(self, snapshot: Snapshot) -> None:
         if self._bar is not None:
-            self._bar.total = self._bar.n  # an estimate that was not reached would leave a red widget
+            self._bar.total = self._bar.n  # rows that were not reached would leave a red widget
             self._bar.close()
 
 
@@ -181,20 +180,20 @@ def describe_rows(rows: Mapping[str, Any]) -> str:
     return f"{finished:,} rows" if rows["total"] is None else f"{finished:,}/{rows['total']:,} rows"
 
 
-def _others(snapshot: Snapshot) -> list[str]:
-    """Numbers of failed rows and of workers, where there are any."""
+def _figures(snapshot: Snapshot) -> list[str]:
+    """Numbers of failed rows and of workers, their speed, and the time that is left, where there are any."""
     num_failed, num_workers = snapshot["rows"]["failed"], snapshot["num_workers"]
-    failed = [f"{num_failed:,} failed"] if num_failed else []
-    return [*failed, counted(num_workers, "worker")] if num_workers else failed
+    parts = [f"{num_failed:,} failed"] if num_failed else []
+    parts += [counted(num_workers, "worker")] if num_workers else []
+    if snapshot["tokens_per_s"]:
+        parts.append(f"{snapshot['tokens_per_s']:,.0f} tok/s computed")
+    if snapshot["eta_s"] is not None:
+        parts.append(f"about {format_duration(snapshot['eta_s'])} left")
+    return parts
 
 
 def describe(snapshot: Snapshot) -> str:
     """The snapshot as one line."""
     if not is_generating(snapshot):
         return f"{snapshot['phase']} ({format_duration(snapshot['phase_s'])})"
-    parts = [describe_rows(snapshot["rows"]), *_others(snapshot)]
-    if snapshot["tokens_per_s"]:
-        parts.append(f"{snapshot['tokens_per_s']:,.0f} tok/s computed")
-    if snapshot["eta_s"] is not None:
-        parts.append(f"about {format_duration(snapshot['eta_s'])} left")
-    return ", ".join(parts)
+    return ", ".join([describe_rows(snapshot["rows"]), *_figures(snapshot)])

@@ -204,7 +204,7 @@ def test_heartbeat_lines_come_by_time_when_not_on_a_terminal(job: JobMaker, caps
     job.write(rows_of(60))
     code, _, err = said(capsys, "run", job.toml(), "--heartbeat", "0.1s", step_s=0.02)
     assert code == 0
-    assert re.search(r"batchgen: \d+/60 rows, [\d,]+ tok/s computed, about .* left", err)
+    assert re.search(r"batchgen: \d\d:\d\d:\d\d \d+/60 rows, [\d,]+ tok/s computed, about .* left", err)
     assert "\r" not in err
 
 

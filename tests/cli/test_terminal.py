@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,18 @@ def test_a_note_is_one_plain_line(kind: type[Any], capsys: pytest.CaptureFixture
     display.note(HOSTILE)
     said = capsys.readouterr().err
     assert (said.count("\n"), is_plain(said)) == (1, True)
+
+
+def test_the_bar_counts_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"done": 11, "failed": 1, "total": 60}
+    snapshot = {"phase": "generating", "rows": rows, "tokens": {"computed": 800, "estimated": 900}, "num_workers": 0}
+    display = BarDisplay(sys.stderr)
+    display.show(snapshot | {"tokens_per_s": 1103.2, "eta_s": 25.0})
+    display.show(snapshot | {"tokens_per_s": 1103.2, "eta_s": None, "rows": rows | {"total": None}})
+    display.close(snapshot)
+    said = capsys.readouterr().err
+    assert re.search(r"12/60 rows +20%\|.+\| \[00:00, 1 failed, 1,103 tok/s computed, about 25\.0 s left\]", said)
+    assert re.search(r"12 rows \[00:00, 1 failed, 1,103 tok/s computed\]", said), "of a total that is not known"
 
 
 # ---------------------------------------------------------------- signals
