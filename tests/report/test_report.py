@@ -87,6 +87,7 @@ def test_cpu_hours_count_threads_and_gpu_hours_do_not() -> None:
 def test_the_cost_is_the_gpu_hours_of_all_workers_at_the_price(rows: dict[str, Any], kind: str) -> None:
     totals = RowTotals()
     totals.add_result(record(0, **rows))
+    totals.add_result(record(1, timings={"prefill_s": 0.0, "cached_tokens": 10}, **rows))  # a copy, which cost nothing
     usage = {"wall_s": 3600.0, "device_s": 3 * 3600.0}
     report = build_report(totals, usage, ABOUT | {"numerics": {"device": "cuda"}})
     report["cost"] = cost_of(report, 2.1)
