@@ -5,7 +5,8 @@ Fields of the record take precedence: a column of such a name is kept under anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchgen.config.job import JobSpec
@@ -18,6 +19,8 @@ VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request, of which only what is named is kept
 # What a response in OpenAI's form says of its request, where RecordBuilder keeps it.
 OF_REQUEST = ("url", "encoding_format", "model")
+_PREFIX = "input_"
+_PREFIXES = re.compile(f"^(?:{_PREFIX})+")
 
 
 def record_keys(spec: JobSpec) -> frozenset[str]:
@@ -25,18 +28,10 @@ def record_keys(spec: JobSpec) -> frozenset[str]:
     return RECORD_KEYS | VECTOR_KEYS if spec.embed.is_on else RECORD_KEYS
 
 
-def expected_field(spec: JobSpec) -> str | None:
-    """The field of an output record that holds ``eval.expected``."""
-    name = spec.eval.expected
-    return f"input_{name}" if name in record_keys(spec) else name
-
-
 def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:
     """The columns of a row that its record keeps, each with the name of its field there."""
     is_line = spec.input.is_batch_line(columns)
-    taken = record_keys(spec)
-    if spec.output.format == "openai-batch" and not is_line:
-        taken |= frozenset(OF_REQUEST)
+    taken = _taken(spec, is_line=is_line)
     if spec.input.columns == ("*",):
         left_out = {*(_REQUEST if is_line else ()), *(["id"] if spec.input.id == "id" else [])}
         names = [name for name in columns if name not in left_out or name == spec.eval.expected]
@@ -48,10 +43,26 @@ def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:
     return {name: kept_name(name, columns, taken) for name in names}
 
 
-def kept_name(name: str, columns: Mapping[str, Any], taken: frozenset[str] = RECORD_KEYS) -> str:
-    """The name of a kept column in the output record, whose own fields have those that are ``taken``."""
-    if name in taken:
-        name = f"input_{name}"
-        while name in columns:
-            name = f"input_{name}"
-    return name
+def kept_name(name: str, columns: Iterable[str], taken: frozenset[str] = RECORD_KEYS) -> str:
+    """The name of a kept column in the output record, whose own fields have those that are ``taken``.
+
+    It is longer than those of all columns that are ``name`` behind the same prefix, which keep theirs.
+    """
+    if name not in taken:
+        return name
+    return _PREFIX + max((column for column in columns if _PREFIXES.sub("", column) == name), key=len, default=name)
+
+
+def columns_of(spec: JobSpec, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The kept columns of an output record by their names in the input, which ``kept_columns`` may have changed."""
+    taken = _taken(spec, is_line="url" in record)
+    fields = sorted((field for field in record if field.startswith(_PREFIX)), key=len)
+    renamed = {name: field for field in fields if (name := _PREFIXES.sub("", field)) in taken}
+    columns = {name: value for name, value in record.items() if name not in taken or name == spec.input.id}
+    return columns | {name: columns.pop(field) for name, field in renamed.items()}
+
+
+def _taken(spec: JobSpec, *, is_line: bool) -> frozenset[str]:
+    """The names that no kept column has; a response says of its request what a line of OpenAI's Batch API says."""
+    is_renamed = spec.output.format == "openai-batch" and not is_line
+    return record_keys(spec) | (frozenset(OF_REQUEST) if is_renamed else frozenset())

@@ -25,6 +25,7 @@ MAX_CPU_S = 2.0  # processor time per text of a regular expression
 _MAX_BYTES = 512 << 20
 _SEARCH_LOCK = threading.Lock()  # a process answers one thread at a time
 LAST_NUMBER = "last_number"
+_MOST_EXACT = 1 << 53  # whole floats below are written without an exponent
 _NUMBER = re.compile(r"(-?[$0-9.,]{2,}|-?[0-9]+)")
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)")
 
@@ -101,8 +102,8 @@ def is_right(rule: str, answer: str | None, expected: Any) -> bool:
     """
     if answer is None:
         return False
-    found = find_answer(rule, _text(expected))
-    return normal(answer) == normal(_text(expected) if found is None else found)
+    found = find_answer(rule, text_of(expected))
+    return normal(answer) == normal(text_of(expected) if found is None else found)
 
 
 def normal(text: str) -> str:
@@ -110,5 +111,8 @@ def normal(text: str) -> str:
     return text.strip().casefold().replace(",", "").replace("$", "").removesuffix(".").strip()
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """The text of a right answer that an input may have typed: JSON, and a whole float as an integer."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MOST_EXACT:
+        value = int(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import itemgetter
 from typing import Any
 
-from batchgen.core.answers import find_answer, is_right, normal
+from batchgen.core.answers import find_answer, is_right, normal, text_of
 from batchgen.core.units import shortened
 
+Finder = Callable[[Mapping[str, Any]], Any]  # of the right answer in an output record
 SHOWN_LABELS = 12  # in a table of expected against found; of more labels the most frequent mistakes are shown
 _MOST_LABELS = 1000  # with more, answers are no labels: each row has choices of its own
 _NUM_WRONG = 5
@@ -27,13 +28,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass
 class Accuracy:
-    """Counts of rows whose answer was compared with the field ``expected`` of their record.
+    """Counts of rows whose answer was compared with the one that ``expected`` finds in their record.
 
     ``answer`` is the rule by which the answer was found; without it whole texts are compared. ``has_labels`` says that
     all answers are from a closed set; scored choices and classifiers' labels are in any case.
     """
 
-    expected: str | None = None
+    expected: Finder | None = None
     answer: str | None = None
     has_labels: bool = False
     correct: int = 0
@@ -46,8 +47,8 @@ class Accuracy:
     digest: int = 0  # of ids and expected answers, in any order of the rows
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in an output record; one without a value in the field is not compared."""
-        expected = None if self.expected is None else record.get(self.expected)
+        """Take in an output record; one without an expected value is not compared."""
+        expected = None if self.expected is None else self.expected(record)
         if expected is None:
             return
         found, right = self._verdict(record, expected)
@@ -57,13 +58,13 @@ class Accuracy:
         self.without_answer += found is None
         self._add_samples(record, expected, right=right)
         if self.has_labels or record.get("choices") is not None or "label" in record:
-            self._add_label(str(expected).strip(), found, right=right)
+            self._add_label(text_of(expected).strip(), found, right=right)
         if not right:
             self._add_wrong(record, found, expected)
 
     def verdict(self, record: Mapping[str, Any]) -> bool | None:
         """Whether a record is right; None where it is not compared."""
-        expected = None if self.expected is None else record.get(self.expected)
+        expected = None if self.expected is None else self.expected(record)
         return None if expected is None else self._verdict(record, expected)[1]
 
     def _verdict(self, answer: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
@@ -72,7 +73,7 @@ class Accuracy:
             found = answer.get("extracted")
             return found, is_right(self.answer, found, expected)
         text = answer.get("text", answer.get("label")) or ""
-        return text, text.strip() == str(expected).strip()
+        return text, text.strip() == text_of(expected).strip()
 
     def _add_samples(self, record: Mapping[str, Any], expected: Any, *, right: bool) -> None:
         """Count how good the samples of a row are: each by itself, the answer that most agree on, the best of them."""
@@ -102,7 +103,7 @@ class Accuracy:
 
     def _compared(self, expected: Any) -> str:
         """The part of an expected answer that is compared: in a whole solution, the answer that the rule finds."""
-        text = str(expected)
+        text = text_of(expected)
         found = find_answer(self.answer, text) if self.answer else None
         return text if found is None else found
 
@@ -153,5 +154,5 @@ def interval(correct: int, total: int) -> list[float]:
 
 
 def _digest(row_id: object, expected: object) -> int:
-    said = f"{row_id}\0{str(expected).strip()}".encode(errors="backslashreplace")
+    said = f"{row_id}\0{text_of(expected).strip()}".encode(errors="backslashreplace")
     return int.from_bytes(blake2b(said, digest_size=8).digest())

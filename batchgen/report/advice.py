@@ -28,7 +28,6 @@ _WORK = {  # words for the accounts of the time; those with the same words are o
     "prefill": "the model's own work",
     "decode": "the model's own work",
 }
-BARE_ANSWERS = "get bare answers by choices, structured_outputs or a system prompt, or set [eval] extract"
 _BATCH_LIMITS = {"sequences_share": "max_num_seqs", "tokens_share": "the token budget"}
 
 
@@ -82,7 +81,10 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     if accuracy and not accuracy["total"]:
         yield "nothing was compared: no row that is done has a value in the column that [eval] expected names"
     elif accuracy and not accuracy["correct"]:
-        yield f"no answer equals [eval] expected (0 of {accuracy['total']:,}); {BARE_ANSWERS}"
+        remedy = "get bare answers by choices, structured_outputs or a system prompt, or set [eval] extract"
+        if "without_answer" in accuracy or "num_labels" in accuracy or "structured" in report:  # one of these is set
+            remedy = "its wrong rows show both"
+        yield f"no answer equals [eval] expected (0 of {accuracy['total']:,}); {remedy}"
     num_cut = report["finish_reasons"].get("length", 0) - found["incomplete"]
     num_answers = sum(report["finish_reasons"].values())
     generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import counted, format_duration, printable, shortened
-from batchgen.report.advice import BARE_ANSWERS
 from batchgen.report.facts import Report, Table, at, rate
 
 _WIDTH = 80
@@ -138,7 +137,7 @@ def _no_accuracy(before: float | None, now: float | None) -> str:
     if before is None or now is None:
         which = "the run compared with" if before is None else "this run"
         return f"{which} compared no row; name the column of right answers as [eval] expected"
-    return "" if before else f"no text of the run compared with equals [eval] expected; {BARE_ANSWERS}"
+    return "" if before else "no text of the run compared with equals [eval] expected; its own report says more"
 
 
 Answers = Iterator[tuple[str, str, bool | None]]  # id, the answer, whether it is right (None: not known)

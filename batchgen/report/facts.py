@@ -7,9 +7,10 @@ out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from batchgen.core.answers import text_of
 from batchgen.core.units import counted, format_amount, format_duration, shortened
 
 Report = Mapping[str, Any]
@@ -271,7 +272,7 @@ def _resources(report: Report) -> Facts:
     yield "versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())
 
 
-def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected: str | None) -> Table:
+def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected: Callable[..., Any] | None) -> Table:
     """The beginnings of prompts and answers of records, with the probability of a choice, and what was expected.
 
     Prompts that are not known are "".
@@ -283,7 +284,7 @@ def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected:
         probs = [choice["prob"] for choice in record.get("choices") or () if choice["text"] == text]
         more = f" ({probs[0]:.0%})" if probs else ""
         cells = [shortened(str(record["id"]), _ID_WIDTH)] + ([_cut(prompt)] if has_prompts else [])
-        wanted = [] if expected is None else [_cut(str(record.get(expected)))]
+        wanted = [] if expected is None else [_cut(text_of(expected(record)))]
         found.append((*cells, _cut(text) + more, *wanted))
     head = ["id", *(["prompt"] if has_prompts else []), "answer", *([] if expected is None else ["expected"])]
     return Table(title, head, found, is_prose=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from batchgen.report.accuracy import Accuracy
+from batchgen.report.accuracy import Accuracy, Finder
 from batchgen.report.distribution import Distribution
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
@@ -30,7 +30,7 @@ class RowTotals:
     ``reused_tokens`` of the ``num_reused`` rows that an earlier run has computed.
     """
 
-    expected: str | None = None
+    expected: Finder | None = None
     answer: str | None = None
     has_labels: bool = False
     num_results: int = 0

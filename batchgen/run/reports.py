@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import KEYS, JobSpec
 from batchgen.config.load import job_from_dict
-from batchgen.config.record_fields import expected_field
+from batchgen.config.record_fields import columns_of
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.structured import parsed, schema_of
@@ -20,6 +20,7 @@ from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
+from batchgen.report.accuracy import Finder
 from batchgen.report.build import read_report_file
 from batchgen.report.compare import answer_changes
 from batchgen.report.facts import NUM_ANSWERS, NUM_ERRORS, Table, answers, changes, failed
@@ -33,8 +34,14 @@ if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
 _SAID = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of a record or sample is its answer
 
 
+def _expected(spec: JobSpec) -> Finder | None:
+    """The function that finds the right answer in an output record; None where the job names no column of them."""
+    name = spec.eval.expected
+    return None if name is None else lambda record: columns_of(spec, record).get(name)
+
+
 def _totals_of(spec: JobSpec) -> RowTotals:
-    return RowTotals(expected_field(spec), spec.eval.extract, "choice" in parsed(spec.sampling.structured_outputs))
+    return RowTotals(_expected(spec), spec.eval.extract, "choice" in parsed(spec.sampling.structured_outputs))
 
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
@@ -88,13 +95,12 @@ def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
     with suppress(StorageError, UsageError, KeyError, TypeError):
         if manifest := run_dir.read_manifest():
             spec = job_from_dict(manifest.job, run_dir.manifest)
-            expected = expected_field(spec)
             first = [record for _, record in islice(read_records(run_dir, spec), NUM_ANSWERS)]
             wrong = _wrong(run_dir, spec, report)
             errors = [json.loads(line) for _, line in islice(read_errors(run_dir), NUM_ERRORS)]
             listed = {"Wrong answers": wrong, "The first answers": first}
             shown = [
-                answers(title, [(_prompt(spec, record), record) for record in records], expected)
+                answers(title, [(_prompt(spec, record), record) for record in records], _expected(spec))
                 for title, records in listed.items()
             ]
             return [*shown, failed(errors), _job(spec)]
@@ -110,12 +116,11 @@ def _wrong(run_dir: RunDir, spec: JobSpec, report: Mapping[str, Any]) -> list[di
 
 def _prompt(spec: JobSpec, record: Mapping[str, Any]) -> str:
     """The prompt of a record before the chat template, as far as its columns tell; else ""."""
-    renamed = {name.removeprefix("input_"): value for name, value in record.items() if name.startswith("input_")}
-    columns = {**record, **renamed}
+    columns = columns_of(spec, record)
     if (template := spec.input.prompt) and "{" in template:
         with suppress(RowProblem):
             return Template.parse(template).render(columns)
-    names = (template,) if template else (spec.input.messages or "messages", "prompt", *renamed)
+    names = (template,) if template else (spec.input.messages or "messages", "prompt", "text")
     value = next((columns[name] for name in names if columns.get(name)), "")
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         value = value[-1].get("content")

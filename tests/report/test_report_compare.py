@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def test_the_wall_time_does_not_count() -> None:
         (report(), report(exact=None), ACCURACY, "the run compared with compared no row"),
         (report(exact=None), report(), ACCURACY, "this run compared no row"),
         (report(exact=0.5), report(exact=0.0), ACCURACY, "no text of the run compared with equals"),
-        (report(exact=0.0), report(exact=0.0), ACCURACY, "structured_outputs"),
+        (report(exact=0.0), report(exact=0.0), ACCURACY, "its own report says"),
         (report(), report(rate=0.0), SPEED, "computed no tokens"),
         (report(), report(tokens_per_s=None), SPEED, "computed no tokens"),
         (report(tokens_per_s=None), report(), SPEED, "this run has no rate"),
@@ -100,7 +101,7 @@ def test_a_gate_over_nothing_is_an_error_and_no_pass(
 
 def scored(rows: list[tuple[str, str | None]], model: str = "m") -> dict[str, Any]:
     """The report over rows, by id and right answer, that all have the text "a"."""
-    totals = RowTotals("wanted")
+    totals = RowTotals(itemgetter("wanted"))
     for index, (row_id, wanted) in enumerate(rows):
         totals.add_result(record(index, text="a", wanted=wanted) | {"id": row_id})
     return build_report(totals, {"wall_s": 1.0}, {**ABOUT, "model": model})

@@ -23,6 +23,7 @@ from batchgen.report.facts import answers
 from batchgen.report.html import render_html as render_page
 from batchgen.report.plots import _series
 from batchgen.report.plots import _ticks as log_ticks
+from batchgen.run.invocation import RunOptions
 
 
 def render_html(report: dict[str, Any]) -> str:
@@ -114,13 +115,24 @@ def test_the_page_shows_the_run_its_prompts_answers_mistakes_failed_rows_and_job
     assert "The first answers" not in page.read_text(encoding="utf-8")
 
 
+def test_prompts_are_made_of_the_columns_of_the_input_and_of_no_answer(job: JobMaker) -> None:
+    job.write([{"id": "a", "topic": "tea", "input_topic": "none", "text": "mine", "input_text": "other"}])
+    page = job.folder / "report.html"
+    for prompt, columns in (("Say {topic}", ["*"]), ("Say {text}", ["*"]), ("Say {text}", [])):
+        job.run(job.spec(input={"prompt": prompt, "columns": columns}), RunOptions(progress="quiet", overwrite=True))
+        assert call(["report", str(job.output), "--html", str(page)]) == 0
+        text = page.read_text(encoding="utf-8")
+        assert ("Say tea" in text, "Say mine" in text) == ("topic" in prompt, columns != [] and "{text}" in prompt)
+        assert text.count("Say ") == 1 + bool(columns)
+
+
 def test_texts_of_the_job_are_escaped_and_answers_cut_with_the_probability_of_a_choice() -> None:
     records = [
         {"id": "a", "text": "<b>" + "x" * 900, "answer": "y"},
         {"id": "b", "text": "yes", "choices": [{"text": "yes", "prob": 0.75}, {"text": "no", "prob": 0.25}]},
         {"id": "c", "token_ids": [1, 2]},
     ]
-    table = answers("The first answers", [("", record) for record in records], "answer")
+    table = answers("The first answers", [("", record) for record in records], lambda record: record.get("answer"))
     assert [row[1] for row in table.rows[1:]] == ["yes (75%)", "[1, 2]"]
     assert len(table.rows[0][1]) == 400
     report = with_series(model="<script>alert(1)</script>", input=["<img src=x>"])

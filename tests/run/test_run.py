@@ -21,8 +21,8 @@ from repeats import slow
 from run_helpers import MODEL, JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine
 
-from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import RECORD_KEYS, kept_name
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.config.record_fields import OF_REQUEST, RECORD_KEYS, columns_of, kept_columns
 from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.records import Cursor, Record, Request, Result
 from batchgen.core.shard import WHOLE, Shard
@@ -103,12 +103,18 @@ def test_all_columns_are_kept_and_a_line_says_which_are_renamed_since_their_name
     assert "kept as" not in capsys.readouterr().err
 
 
-@given(st.sets(st.sampled_from(sorted(RECORD_KEYS) + [f"input_{name}" for name in RECORD_KEYS]), min_size=1))
-def test_kept_columns_never_collide(names: set[str]) -> None:
-    columns = dict.fromkeys(names)
-    kept = [kept_name(name, columns) for name in names]
-    assert len(set(kept)) == len(kept)
-    assert not RECORD_KEYS & set(kept)
+KEPT = sorted({*RECORD_KEYS, *OF_REQUEST, "topic"} - {"id"})
+
+
+@given(st.sets(st.sampled_from([f"{'input_' * depth}{name}" for name in KEPT for depth in (1, 2, 3)])))
+def test_kept_columns_never_collide_and_have_their_own_names_again(names: set[str]) -> None:
+    columns = {name: f"its {name}" for name in names} | {name: f"its {name}" for name in KEPT}
+    spec = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), output=OutputSpec(format="openai-batch"))
+    kept = kept_columns(spec, columns)
+    assert len(set(kept.values())) == len(kept)
+    assert not RECORD_KEYS & set(kept.values())
+    record = {**dict.fromkeys(RECORD_KEYS), **{field: columns[name] for name, field in kept.items()}}
+    assert columns_of(spec, record) == columns
 
 
 def test_rows_without_an_id_column_are_known_by_their_position(job: JobMaker) -> None:

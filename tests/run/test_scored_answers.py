@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -103,7 +105,7 @@ def test_a_rule_that_cannot_work_is_refused_before_anything_runs(rule: str, job:
 
 def scored(pairs: list[tuple[str, Any]], answer: str | None = None) -> dict[str, Any]:
     """The report over rows of a text, or answer, and what is expected."""
-    totals = RowTotals("wanted", answer)
+    totals = RowTotals(itemgetter("wanted"), answer)
     for index, (text, wanted) in enumerate(pairs):
         totals.add_result(record(index, text=text, extracted=text or None, wanted=wanted))
     return build_report(totals, {"wall_s": 1.0}, ABOUT)
@@ -114,6 +116,33 @@ def test_where_no_answer_is_right_the_settings_that_help_are_named() -> None:
     (text,) = [text for text in advice(scored(pairs)) if "expected" in text]
     assert text.startswith("no answer equals [eval] expected (0 of 3); ") and "[eval] extract" in text
     assert not any("expected" in text for text in advice(scored([*pairs, ("x", "x")])))
+
+
+def test_where_answers_are_bare_already_the_advice_names_no_setting_for_it() -> None:
+    for report in (scored([("4", "5")], "last_number"), labelled([("good", "bad")])):
+        (text,) = [text for text in advice(report) if "expected" in text]
+        assert text == "no answer equals [eval] expected (0 of 1); its wrong rows show both"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("true", True), ("5", 5.0), ("-0.5", -0.5), ('{"a": "é"}', {"a": "é"}), ("1e+300", 1e300)]
+)
+def test_a_right_answer_that_is_no_text_is_compared_as_json_writes_it(text: str, wanted: object) -> None:
+    for report in (scored([(text, wanted)]), labelled([(wanted, text)]), scored([(text, wanted)], "(.+)")):
+        assert report["accuracy"]["exact_match"] == 1
+    assert labelled([(wanted, "x")])["accuracy"]["wrong"][0]["expected"] == text
+
+
+@pytest.mark.parametrize("form", ["jsonl", "openai-batch"])
+@pytest.mark.parametrize("name", ["text", "model", "input_text"])
+def test_the_right_answer_is_that_of_its_column_however_the_record_names_it(
+    job: JobMaker, form: str, name: str
+) -> None:
+    columns = {"text": "SHADOW", "model": "T-Ford", "input_text": "zzz"}
+    job.write([{"id": "a", "question": "Why?", **columns}])
+    report = job.run(job.spec(output={"format": form}, eval={"expected": name})).report
+    assert report is not None
+    assert [row["expected"] for row in report["accuracy"]["wrong"]] == [columns[name]]
 
 
 def test_the_report_shows_the_interval_and_five_wrong_rows() -> None:
@@ -141,7 +170,7 @@ def test_a_wrong_row_shows_what_was_compared_of_a_whole_solution() -> None:
 
 
 def test_of_several_samples_the_report_says_which_one_counts_and_what_the_others_are_good_for() -> None:
-    totals = RowTotals("wanted", "last_number")
+    totals = RowTotals(itemgetter("wanted"), "last_number")
     answers = [("7", "8", "8", "8"), ("8", "8", "7", "6"), ("1", "2", "3", None), ("8,", "9", "$8", "9"), (None,) * 4]
     for index, found in enumerate(answers):
         samples = [{"finish_reason": "stop", "extracted": answer, "text": "?"} for answer in found]
@@ -159,9 +188,9 @@ def test_of_several_samples_the_report_says_which_one_counts_and_what_the_others
 # ---------------------------------------------------------------- labels
 
 
-def labelled(pairs: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
+def labelled(pairs: Sequence[tuple[object, str]], **more: Any) -> dict[str, Any]:
     """The report over scored choices: expected label, found one."""
-    totals = RowTotals("wanted")
+    totals = RowTotals(itemgetter("wanted"))
     for index, (wanted, found) in enumerate(pairs):
         totals.add_result(record(index, text=found, choices=[{"text": found}], wanted=wanted, **more))
     return build_report(totals, {"wall_s": 1.0}, ABOUT)
