@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
+from batchgen.output.manifest import Manifest
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
+from batchgen.run.update import is_same
 from batchgen.text.tokenizer import Tokenizer
 
 
@@ -357,3 +360,10 @@ def test_the_version_of_torch_counts_where_its_products_are_taken() -> None:
     version = f"torch{torch.__version__.partition('+')[0]}"
     kernels = tiny_model(torch.float32, ReferenceKernels()).numerics["kernels"]
     assert kernels.endswith(f"plain-{version}")
+
+
+def test_a_merged_job_is_no_job_that_was_begun(job: JobMaker) -> None:
+    spec = job.spec()
+    manifest = Manifest(spec.to_dict(), spec.output_keys())
+    assert is_same(manifest, manifest, spec)
+    assert not is_same(replace(manifest, parts=["digest of a shard"]), manifest, spec)
