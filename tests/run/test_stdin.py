@@ -78,6 +78,8 @@ def test_rows_that_are_not_piped_in_again_keep_their_format(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(table.encode())))
     assert job.run(spec, quiet(max_total_tokens=100)).exit_code == 75
     for rows_left in (True, False):  # in the copy that an unfinished run has, and in none
+        if not rows_left:
+            (job.output / "input.spool").unlink()
         stdin.give([])
         outcome = job.run(spec)
         assert outcome.exit_code == 0
