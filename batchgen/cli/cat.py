@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ _BUFFER_BYTES = 1 << 16
 @click.option(
     "--format", "form", type=click.Choice(["csv", "jsonl"]), help="[csv of a run that wrote CSV, else jsonl]."
 )
-@click.option("--columns", metavar="A,B", help="Fields of the records to print, in this order [all].")
+@click.option("--columns", metavar="A,B", help="Fields, or the CSV's columns, to print in this order [all].")
 def cat(folder: Path, form: str | None, columns: str | None) -> int:
     """Print the outputs of a finished run, whatever their format.
 
@@ -37,6 +36,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     from batchgen.core.json_line import encode_json
     from batchgen.output.finalize import Rows, read_records
     from batchgen.output.formats import csv_format
+    from batchgen.output.formats.delimited import flat
     from batchgen.output.formats.jsonl import write_lines
     from batchgen.output.rundir import RunDir
 
@@ -47,17 +47,18 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
         raise UsageError(f"no outputs in {folder} ({began})")
     spec = job_from_dict(manifest.job, run_dir.manifest)
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    form = form or ("csv" if spec.output.format == "csv" else "jsonl")
     if names:
-        _check(names, {name for _, record in read_records(run_dir, spec) for name in record})
+        shape = flat if form == "csv" else dict
+        _check(names, {name for _, record in read_records(run_dir, spec) for name in shape(record)})
 
     def rows() -> Iterator[tuple[int, bytes]]:
         for index, record in read_records(run_dir, spec):
             yield index, encode_json(record if form == "csv" else _chosen(record, names))
 
-    form = form or ("csv" if spec.output.format == "csv" else "jsonl")
     with io.BufferedWriter(_Stdout(), _BUFFER_BYTES) as file:
         if form == "csv":
-            csv_format(replace(spec, output=replace(spec.output, format="csv")), names).write(file, Rows(rows))
+            csv_format(spec, manifest, names).write(file, Rows(rows))
         else:
             write_lines(file, Rows(rows))
     return ExitCode.OK

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from batchgen.config.job import JobSpec
@@ -56,8 +55,7 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
     if begun.manifest.num_rows != num_rows:
         begun = begun._replace(manifest=replace(begun.manifest, num_rows=num_rows))
         run_dir.write_begun(begun)
-    created_at = begun.manifest.created_at
-    form, output = output_format(spec, datetime.fromisoformat(created_at) if created_at else None), spec.output
+    form, output = output_format(spec, begun.manifest), spec.output
     with staged_file(run_dir.outputs(output.format)) as file:
         form.write(file, Rows(lambda: _results(journal, form)))
     counts = _stage_errors(run_dir, form, journal)
@@ -67,9 +65,9 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
     return begun
 
 
-def write_errors(run_dir: RunDir, spec: JobSpec, journal: Journal) -> None:
+def write_errors(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal) -> None:
     """Write ``errors.jsonl`` of an unfinished run: the rows that have failed so far. Raises StorageError."""
-    _stage_errors(run_dir, output_format(spec), journal)
+    _stage_errors(run_dir, output_format(spec, begun.manifest), journal)
     commit_staged(run_dir.errors)
 
 

@@ -270,7 +270,7 @@ class _Job(Invocation):
             progress.display.note(self._announcement(journal))
             if not self.generate(rows.read(), validator, journal):
                 if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
-                    write_errors(self.run_dir, self.spec, journal)
+                    write_errors(self.run_dir, self.begun, self.spec, journal)
                 return self.stopped()
         source.check_unchanged()
         self.manifest = replace(self.manifest, file_states=self.digests.to_plain())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import shutil
@@ -120,6 +121,20 @@ def test_outputs_are_what_came_in_unless_the_job_says(job: JobMaker) -> None:
     assert json.loads((job.output / "job.json").read_text())["job"]["output"]["format"] == "jsonl"
 
 
+@pytest.mark.parametrize("name", ["sheet.csv", "sheet.*", "sheet.csv.gz"])
+def test_a_table_has_the_mark_of_utf_8_of_its_input_once_that_is_gone_too(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    content = "\ufeffquestion\nWhy?\n".encode()
+    sheet = job.folder / name.replace("*", "csv")
+    sheet.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert written(job, job.folder / name) == "outputs.csv"
+    whole = (job.output / "outputs.csv").read_bytes()
+    assert whole.startswith("\ufeffquestion,".encode())
+    sheet.unlink()
+    assert printed(capsys, job.output).encode() == whole
+
+
 def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     capsys.readouterr()
     assert call(["cat", *map(str, words)]) == 0
@@ -169,6 +184,19 @@ def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, caps
     shutil.rmtree(job.output / "journal")
     assert call(["cat", str(job.output)]) == 1
     assert "which was removed: read outputs.parquet itself, or run with --overwrite" in capsys.readouterr().err
+
+
+def test_cat_prints_the_columns_of_a_table_as_its_file_names_them(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write([{"id": "a", "question": "Why?", "prob": "mine"}])
+    job.run(job.spec(sampling={"choices": ["yes", "no"]}, output={"format": "csv"}))
+    (row,) = table(job.output / "outputs.csv")
+    lines = printed(capsys, job.output, "--columns", "prob,input_prob,usage").splitlines()
+    assert lines[0] == "prob,input_prob,usage"
+    assert lines[1].startswith(f'{row["prob"]},mine,"{{')
+    kept = printed(capsys, job.output, "--columns", "prob", "--format", "jsonl")
+    assert json.loads(kept) == {"prob": "mine"}
 
 
 def test_cat_says_where_there_is_nothing_to_print(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import counted, shown
 from batchgen.input.formats import Rows, Wanted
@@ -45,6 +46,10 @@ class DelimitedFile(LinesFile):
         self._delimiter = delimiter
         self._read_header()
 
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
+        """As of any file, and whether it begins with a byte order mark: a table of answers is written as it is."""
+        return super().fingerprint(digests) | ({"bom": True} if self._has_bom else {})
+
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         header = self._read_header()
         if not at.offset:
@@ -67,6 +72,7 @@ class DelimitedFile(LinesFile):
         is_tsv = ".tsv" in (suffix.lower() for suffix in self.content.suffixes[-2:])
         self._dialect = _dialect(self._delimiter or ("\t" if is_tsv else ","))
         header, _ = self._first_records()
+        self._has_bom = header.content.startswith(BOM)
         signs = "" if self._delimiter or is_tsv or b"," in header.content else _OTHER_DELIMITERS
         for sign in signs:
             if sign.encode() in header.content and (found := self._split_by(sign)):

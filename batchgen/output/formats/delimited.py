@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
-from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS, kept_name
 from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
@@ -56,8 +56,7 @@ class CsvFormat(OutputFormat):
         text.write(BOM if self._has_bom else "")
         writer.writerow(names)
         for row in rows:
-            record = json.loads(row)
-            record |= _flat({**record})
+            record = flat(json.loads(row))
             writer.writerow([_cell(record.get(name)) for name in names])
             if text.tell() > _BUFFER_CHARS:
                 _flush(text, file)
@@ -70,24 +69,22 @@ class CsvFormat(OutputFormat):
         for row in rows:
             record = json.loads(row)
             own |= {_PROB} if record.get("choices") else frozenset()
-            found |= dict.fromkeys(_flat(record))
+            found |= dict.fromkeys(flat(record))
         kept = [name for name in found if name not in own]
         given = [name for name in _GIVEN if name in found and name in own]
         return [*(["id"] if self._has_id else []), *kept, *(given or ["text", "finish_reason"])]
 
 
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the probability of the choice that was made in place of those of all choices.
+def flat(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the probability of the choice that was made beside those of all choices.
 
     A kept column of that name gives way as one does that is named like a field of the record.
     """
-    choices = record.pop("choices", None)
+    choices = record.get("choices")
     if not choices:
         return record
     prob = next((choice["prob"] for choice in choices if choice["text"] == record["text"]), None)
-    own = f"input_{_PROB}"
-    while own in record:
-        own = f"input_{own}"
+    own = kept_name(_PROB, record, frozenset({_PROB}))
     return {own if name == _PROB else name: value for name, value in record.items()} | {_PROB: prob}
 
 
