@@ -7,7 +7,7 @@ torch only to calibrate.
 from __future__ import annotations
 
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -72,16 +72,14 @@ def make_plan(
         spec = model.resolved(spec)
         source = open_source(where, run_dir.owns)
         rows = RowRange(source, shard, has_ids=may_have_ids(where))
-        ids = UniqueIds(as_text=spec.output.has_text_ids)
         builder = model.builder(replace(spec, input=where))
         check_columns(source.read(), spec, builder.finder)
-        try:
-            with closing(_sources(spec, model, run_dir, earlier, at)) as sources:
-                validator = RowValidator(where, builder, ids, shard)
-                survey = Survey(validator, model.max_model_len, lambda row: sources.find(row)[0] is not None)
-                survey.take(rows.read())
-        finally:
-            ids.close()
+        with ExitStack() as stack:
+            ids = stack.enter_context(closing(UniqueIds(as_text=spec.output.has_text_ids)))
+            sources = stack.enter_context(closing(_sources(spec, model, run_dir, earlier, at)))
+            validator = RowValidator(where, builder, ids, shard)
+            survey = Survey(validator, model.max_model_len, lambda row: sources.find(row)[0] is not None)
+            survey.take(rows.read())
     given = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     plan = _content(spec, model, survey, _forecast(spec, model, survey, given, calibrates=calibrates))
     if spec.output.reuse or earlier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +47,9 @@ def surveyed(job: JobMaker, rows: list[dict[str, Any]]) -> Survey:
     where = replace(spec.input, prompt=None, prompt_token_ids="prompt_token_ids")
     info = read_model(spec)
     selected = RowRange(open_source(where), WHOLE)
-    survey = Survey(RowValidator(where, info.builder(replace(spec, input=where)), UniqueIds()), 512)
-    survey.take(selected.read())
+    with closing(UniqueIds()) as ids:
+        survey = Survey(RowValidator(where, info.builder(replace(spec, input=where)), ids), 512)
+        survey.take(selected.read())
     return survey
 
 
@@ -76,8 +78,9 @@ def calibrated(spec: JobSpec, seconds: float) -> Forecast:
     info = read_model(spec)
     spec = info.resolved(spec)
     rows = RowRange(open_source(spec.input), WHOLE)
-    survey = Survey(RowValidator(spec.input, info.builder(spec), UniqueIds()), 512)
-    survey.take(rows.read())
+    with closing(UniqueIds()) as ids:
+        survey = Survey(RowValidator(spec.input, info.builder(spec), ids), 512)
+        survey.take(rows.read())
     return calibrate(spec, info, survey, began=time.monotonic(), seconds=seconds)
 
 
