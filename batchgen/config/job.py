@@ -21,6 +21,7 @@ from batchgen.core import keys
 from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
+from batchgen.core.machine import UNTRIED_DEVICES
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import parse_size, shown
 
@@ -68,8 +69,8 @@ def _device(value: object) -> str:
     return str(value)
 
 
-_DEVICES = ("auto", "cpu", "cuda")
-_DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
+_DEVICES = ("auto", "cpu", "cuda", *UNTRIED_DEVICES)
+_DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N|mps|xpu", choices=_DEVICES)
 _COLUMN = string("COLUMN")
 _COLUMNS = keys.STRINGS.then(_column_names, metavar="A,B|*", from_text=listed, repeats=False)
 _PATHS = keys.STRINGS.then(_paths, metavar="PATH")

@@ -186,6 +186,9 @@ def cpus_by_node() -> list[list[int]]:
     return [[cpu for _, cpu in sorted(found)] for found in nodes.values()]
 
 
+UNTRIED_DEVICES = ("mps", "xpu")  # torch's names of the GPUs of Apple and Intel, on which batchgen has never run
+
+
 def visible_gpus(device: str) -> list[str]:
     """The CUDA devices that a job may share out, by their names in CUDA_VISIBLE_DEVICES; none if it names one itself.
 

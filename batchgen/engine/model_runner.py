@@ -72,4 +72,6 @@ class ModelRunner:
         inputs = inputs.to(self.model.device)
         if pending is not None:
             pending.into(inputs.token_ids)
-        return StepOutput(self.model.forward(inputs, self.state, max_position))
+        logits = self.model.forward(inputs, self.state, max_position)
+        # A GPU that runs no step behind another may lack float64, in which tokens are drawn.
+        return StepOutput(logits if runs_behind(self.model.device) else logits.cpu())

@@ -3,16 +3,18 @@
 It has each kind of layer that the model has, twice, with its widths, heads, vocabulary and number formats, and random
 weights. On ``ProvenKernels`` it runs made-up requests in chunks, decode steps and reused prefixes. Then it runs again
 on what is left of the kernels: a row by itself must have the bits that it has in a batch. The verdict is kept, so that
-a machine proves each shape once for each version of the kernels, the libraries and the driver.
+a machine proves each shape once for each version of the kernels, the libraries and the driver. On a device that the
+authors have not tried plain torch is compared with itself on the CPU, at each start.
 """
 
 from __future__ import annotations
 
 import platform
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,11 +24,16 @@ import torch
 
 from batchgen import kernels as kernels_room
 from batchgen.config.job import EngineConfig
+from batchgen.core.errors import ModelError
 from batchgen.core.kept import cache_folder, keep, kept
-from batchgen.core.machine import processor_name
+from batchgen.core.machine import UNTRIED_DEVICES, processor_name
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine.engine import Engine
+from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.sampler import Sampler
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sizes import SchedulerConfig
+from batchgen.kernels.inputs import PendingTokens, StepOutput
 from batchgen.kernels.interface import Kernels, SamplingRows
 from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.processor import target
@@ -45,6 +52,8 @@ _GREEDY = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)
 _DRAWN = replace(_GREEDY, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1, logprobs=None)
 _PENALIZED = replace(_DRAWN, repetition_penalty=1.05, presence_penalty=0.2)
 _NUM_ALLOWED = 50
+_MOST_COLUMNS = 4096  # of logits that are kept to be compared
+_MOST_APART = {torch.float32: 2**-7, torch.float16: 2**-5, torch.bfloat16: 2**-2}  # a share of all numbers' length
 _NUM_DRAWS = 64  # for each filter of tokens: few of them decide
 _TESTED = ("x86_64", "amd64")  # processors on which the tests of the kernels run
 _LIBRARIES = ("torch", "triton", "numba", "llvmlite")
@@ -73,7 +82,7 @@ class Setting:
         with torch.inference_mode():
             return Decoder(config, source, kernels)
 
-    def engine(self, model: Decoder) -> Engine:
+    def engine(self, model: Decoder, runner: Callable[[Decoder, SchedulerConfig], ModelRunner] = ModelRunner) -> Engine:
         """With memory for all requests."""
         num_blocks = sum(-(-len(r.prompt_token_ids) // _MOST_IN_A_BLOCK) + 1 for r in self.requests())
         memory = num_blocks * model.config.kv_block_bytes(_MOST_IN_A_BLOCK, self.dtype.itemsize, self.kv_cache_dtype)
@@ -85,7 +94,7 @@ class Setting:
             share_duplicates=False,
             forecast_memory=False,
         )
-        return Engine(model, config, sampler=Sampler if model.config.has_head else _NoVectors)
+        return Engine(model, config, sampler=Sampler if model.config.has_head else _NoVectors, runner=runner)
 
     def requests(self) -> list[Request]:
         """Prompts of random tokens, answered in every way of choosing tokens; without a head, texts."""
@@ -111,7 +120,12 @@ def proven(kernels: Kernels, setting: Setting, *, always: bool = False) -> Kerne
 
     It is made now unless the verdict is known, the kernels are plain torch themselves or, without ``always``, the
     device is one on which their own tests run.
+
+    Raises:
+        ModelError: the device is one that the authors have not tried, and it computes something else than the CPU.
     """
+    if setting.device.type in UNTRIED_DEVICES and (why := device_fault(kernels, setting)):
+        raise ModelError(f"device {setting.device.type!r}: {why}; use --device cpu")
     if kernels.name not in ("cpu", "cuda"):
         return kernels
     device = setting.device
@@ -148,6 +162,36 @@ def find_faults(kernels: Kernels, setting: Setting) -> dict[str, str]:
     if kernels.batch_invariant and not faults and model.config.has_head:
         faults |= _batch_faults(setting.decoder(kernels), setting)
     return faults
+
+
+def device_fault(kernels: Kernels, setting: Setting) -> str:
+    """How a small model's numbers differ from those of plain torch on the CPU, or why it fails; empty if they agree."""
+    saved = replace(setting.config, dtype=str(setting.dtype).removeprefix("torch."))  # as weights are held elsewhere
+    on_cpu = replace(setting, config=saved, device=torch.device("cpu"))
+    try:
+        found = _numbers(kernels, setting)
+    except Exception as error:  # torch has many for operations that a device lacks
+        return f"a small model fails there ({' '.join(str(error).split())[:200] or type(error).__name__})"
+    expected = _numbers(_plain(kernels, on_cpu), on_cpu)
+    apart = torch.inf  # numbers that are not finite end a row, so that others follow
+    if found.shape == expected.shape:
+        apart = float((found - expected).norm() / expected.norm())
+    is_near = apart <= _MOST_APART[setting.dtype]
+    return "" if is_near else f"the numbers of a small model differ from the CPU's, by {apart:.2g} of their length"
+
+
+def _numbers(kernels: Kernels, setting: Setting) -> torch.Tensor:
+    """Logits, or hidden states, of prompts and of outputs that are the same on any device."""
+    numbers: list[torch.Tensor] = []
+    given = setting.requests()
+    if setting.shrunk.has_head:
+        forced = (min(_FIRST_TOKEN, setting.config.vocab_size - 1),)
+        params = replace(_GREEDY, allowed_token_ids=forced)
+        scored = replace(params, prompt_logprobs=0)  # which takes no prefix from others
+        given = [replace(r, params=scored if r.key < len(_LENGTHS) else params) for r in given]
+    for _ in setting.engine(setting.decoder(kernels), partial(_KeepingRunner, numbers)).run(given):
+        pass
+    return torch.cat(numbers)
 
 
 def _plain(kernels: Kernels, setting: Setting) -> PlainKernels:
@@ -211,6 +255,20 @@ def _version(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return "none"
+
+
+class _KeepingRunner(ModelRunner):
+    """Keeps what the model gives, of large vocabularies some columns, in the order of the steps."""
+
+    def __init__(self, numbers: list[torch.Tensor], model: Decoder, config: SchedulerConfig) -> None:
+        super().__init__(model, config)
+        self.numbers = numbers
+
+    def run(self, schedule: Schedule, pending: PendingTokens | None = None) -> StepOutput:
+        output = super().run(schedule, pending)
+        step = max(output.logits.shape[1] // _MOST_COLUMNS, 1)
+        self.numbers.append(output.logits[:, ::step].float().clone())
+        return output
 
 
 class _NoVectors(Sampler):

@@ -189,10 +189,13 @@ def _memory(model: Decoder) -> tuple[int, int]:
 
     On a GPU torch keeps freed memory for itself, so what earlier engines had is given back, or counted, first.
     """
-    if model.device.type != "cuda":
+    if model.device.type not in ("cuda", "xpu"):  # the memory of "mps" is the processor's
         return available_bytes(), total_bytes()
     import torch
 
+    if model.device.type == "xpu":
+        free, total = torch.xpu.mem_get_info(model.device)
+        return int(free), int(total)
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)

@@ -138,9 +138,11 @@ class ReferenceKernels(interface.Kernels):
 
     @property
     def variant(self) -> str:
-        """A GPU that the model runs on is named, since its cuBLAS computes the products."""
+        """A GPU that the model runs on is named, since its libraries compute the products."""
         if self._device is None or self._device.type == "cpu":
             return processor_variant("plain")
+        if self._device.type != "cuda":
+            return f"{processor_variant('plain')}-{self._device.type}"
         return "-".join((processor_variant("plain"), "cublas", *torch.cuda.get_device_name(self._device).split()))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:

@@ -10,6 +10,7 @@ import torch
 from batchgen.kernels.interface import Kernels
 
 _LEAST_CAPABILITY = (8, 0)  # of a GPU that the kernels are compiled for in tests: it multiplies bfloat16
+_UNTRIED = "batchgen's authors have not tried it, so each start compares a small model there with the CPU"
 
 
 def select(
@@ -24,15 +25,15 @@ def select(
     """The fastest back end for a device and dtype; on CUDA the one whose rows are independent if ``batch_invariant``.
 
     Without it CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both are the same. Plain
-    torch is for float16 on the CPU, and on CUDA for models that are not causal and where ``triton_obstacle`` finds one.
-    ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter. On the CPU
+    torch is for float16 on the CPU, on CUDA for models that are not causal and where ``triton_obstacle`` finds one, and
+    for all other devices. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter. On the CPU
     ``processor.cpu_obstacle`` must find none.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels
 
         return CpuKernels(dtype, weights=weights, activations=activations)
-    why = ""
+    why = "" if device.type == "cpu" else _UNTRIED
     if device.type == "cuda":
         why = triton_obstacle(device) if is_causal else "its kernels let no token see its whole text"
         if not why:

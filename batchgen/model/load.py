@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from batchgen.core.errors import ModelError
-from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
+from batchgen.core.machine import SMALLER_SIZES, UNTRIED_DEVICES, memory_errors, physical_bytes
 from batchgen.core.model_files import is_gguf
 from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
@@ -52,12 +52,12 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     else float32. ``weights`` "int8" rounds those of linears to 8-bit integers with a scale per 32 inputs (128 with
     ``activations`` "int8", which rounds their inputs too, on the CPU only); "auto" leaves both as they are. ``adapter``
     is the folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
-    "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
-    shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows. Where a GPU has no
-    kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back end of the device;
-    ``prove`` gives those to use in place of the device's own, before weights are read. Without it kernels are used
-    unproven on a device that their tests do not run on; commands, ``LLM`` and ``generate`` pass one. Without
-    ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
+    "auto" is CUDA if there is one, never "mps" or "xpu". ``batch_invariant`` makes matrix products on a GPU add up in
+    one order whatever shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows.
+    Where a GPU has no kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back
+    end of the device; ``prove`` gives those to use in place of the device's own, before weights are read. Without it
+    kernels are used unproven on a device that their tests do not run on; commands, ``LLM`` and ``generate`` pass one.
+    Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
@@ -138,12 +138,16 @@ def _require_memory(path: str, config: ModelConfig, dtype: str, weights: str, ac
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu", "cuda" or "cuda:N" means on this machine; a CUDA device has its index.
+    """The device that "auto", "cpu", "cuda", "cuda:N", "mps" or "xpu" means on this machine; a GPU has its index.
 
-    Raises ModelError for another name, or a CUDA device that this machine lacks.
+    Raises ModelError for another name, or a GPU that this machine lacks.
     """
+    if device in UNTRIED_DEVICES:
+        if not (torch.backends.mps.is_available() if device == "mps" else torch.xpu.is_available()):
+            raise ModelError(f"device {device!r}: this torch sees no such GPU; use --device cpu")
+        return torch.device(device, 0)
     if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d{1,4})?", device, re.ASCII):
-        raise ModelError(f"device {shown(device)} is not one of auto, cpu, cuda, cuda:N")
+        raise ModelError(f"device {shown(device)} is not one of auto, cpu, cuda, cuda:N, mps, xpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -10,9 +10,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from batchgen.core.machine import UNTRIED_DEVICES
 from batchgen.model.decoder import Decoder
 from batchgen.model.roofline import Ceilings
 
@@ -68,16 +70,18 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device, confi
 def _times_s(work: Callable[[], object], device: torch.device, repeats: int, least_s: float) -> list[float]:
     """Durations of at least ``repeats`` calls that took at least ``least_s`` together, after one that warms up."""
     work()
-    time_once = _device_s if device.type == "cuda" else _host_s
+    time_once = _device_s if device.type == "cuda" else partial(_host_s, device)
     times: list[float] = []
     while len(times) < repeats or sum(times) < least_s:
         times.append(time_once(work))
     return times
 
 
-def _host_s(work: Callable[[], object]) -> float:
+def _host_s(device: torch.device, work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
+    if device.type in UNTRIED_DEVICES:
+        torch.get_device_module(device).synchronize()
     return time.perf_counter() - start
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.machine import available_bytes, visible_gpus
+from batchgen.core.machine import UNTRIED_DEVICES, available_bytes, visible_gpus
 from batchgen.engine.sizes import SchedulerConfig, sizes_for
 from batchgen.model.config import ModelConfig, item_bytes
 from batchgen.plan.survey import Survey
@@ -153,13 +153,14 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     The engine's own arithmetic over the memory that is free now, less what the weights will take. The free memory of a
     GPU is known only from a calibration. Raises UsageError for sizes that cannot work.
     """
+    is_cpu = not _is_cuda(spec) and spec.model.device not in UNTRIED_DEVICES
     dtype = forecast.numerics.get("dtype") or spec.model.dtype
     if dtype == "auto":
-        dtype = config.auto_dtype(is_cpu=not _is_cuda(spec))
+        dtype = config.auto_dtype(is_cpu=is_cpu)
     itemsize = item_bytes(dtype)
     is_auto = spec.engine.kv_cache_memory is None
     is_known = forecast.sizes is not None or not is_auto or not _is_cuda(spec)
-    weights = config.model_bytes(dtype, spec.model.weights, spec.model.activations, is_cpu=not _is_cuda(spec))
+    weights = config.model_bytes(dtype, spec.model.weights, spec.model.activations, is_cpu=is_cpu)
     free_bytes = max(0, available_bytes() - weights)  # once they are loaded
     if is_auto and forecast.sizes is None and not _is_cuda(spec) and not free_bytes:
         has = f"the weights take {weights / 1e9:,.1f} GB, this machine has {available_bytes() / 1e9:,.1f} GB free"

@@ -179,7 +179,7 @@ def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _device_hours(job_facts: Mapping[str, Any], devices_s: float, num_tokens: int) -> dict[str, Any]:
-    is_gpu = job_facts.get("numerics", {}).get("device") == "cuda"
+    is_gpu = job_facts.get("numerics", {}).get("device", "cpu") != "cpu"
     devices = 1 if is_gpu else job_facts.get("threads")
     hours = round(devices * devices_s / 3600 * 1e6 / num_tokens, 4) if devices and num_tokens else None
     return {"unit": "gpu" if is_gpu else "cpu", "hours": hours}

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.machine import available_bytes, cpus_by_node, limit_memory, visible_gpus
+from batchgen.core.machine import UNTRIED_DEVICES, available_bytes, cpus_by_node, limit_memory, visible_gpus
 from batchgen.core.units import counted
 from batchgen.engine.sizes import default_sizes
 
@@ -49,7 +49,8 @@ def split_machine(spec: JobSpec, num_rows: int | None) -> list[MachineSlice]:
         number = cluster.bounds[1]
     else:
         is_cuda = bool(gpus) or spec.model.device.startswith("cuda")
-        places = len(gpus) // gpus_each if gpus_each else 1 if is_cuda else len(nodes)
+        is_gpu = is_cuda or spec.model.device in UNTRIED_DEVICES
+        places = len(gpus) // gpus_each if gpus_each else 1 if is_gpu else len(nodes)
         number = useful_workers(places, spec, num_rows, is_cuda=is_cuda)
     if gpus_each and number * gpus_each > len(gpus):
         raise UsageError(

@@ -196,8 +196,8 @@ REFUSED_FLAGS: list[tuple[str, object, str]] = [
         for form in ("int4", "bfloat16", 8)
     ),
     *(
-        ("model.device", device, r"^--device = '.*': must be one of auto, cpu, cuda or cuda:N")
-        for device in ("cuda:", "gpu", "cuda:-1", "cuda:x", "cpu:0", "cuda:0\n", "cuda:99999", "cuda:\u0661")
+        ("model.device", device, r"^--device = '.*': must be one of auto, cpu, cuda, mps, xpu or cuda:N")
+        for device in ("cuda:", "gpu", "cuda:-1", "cuda:x", "cpu:0", "cuda:0\n", "xpu:1", "cuda:99999", "cuda:\u0661")
     ),
     *(
         ("cluster.workers", value, "^--workers = .*must be a number of workers")
@@ -431,7 +431,7 @@ def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:
     assert not {"model.dtype", "model.device"} & load_job(None, NEEDED).output_keys().keys()
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15", "mps", "xpu"])
 def test_a_device_may_carry_a_number(device: str) -> None:
     assert load_job(None, with_flags("model", "device", device)).model.device == device
 

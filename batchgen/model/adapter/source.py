@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.errors import ModelError
+from batchgen.core.machine import UNTRIED_DEVICES
 from batchgen.core.model_files import ADAPTER_WEIGHTS
 from batchgen.core.units import shown
 from batchgen.model.adapter.settings import USE_MERGED, Lora
@@ -92,7 +93,9 @@ class LoraTensors:
             raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
         found = self._matrices[module]
         a, b = self._read(found.a, found.rank, shape[1]), self._read(found.b, shape[0], found.rank)
-        tensor = _sum(self._exact.take(name, shape, init), a, b, found.scale, dtype or self.dtype)
+        weight = self._exact.take(name, shape, init)
+        exact = weight.cpu() if weight.device.type in UNTRIED_DEVICES else weight  # these may lack float64
+        tensor = _sum(exact, a, b, found.scale, dtype or self.dtype).to(weight.device)
         if not is_finite(tensor):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise self._error(f"gives {module!r} values that {kind} cannot hold", "it is damaged: download it again")
