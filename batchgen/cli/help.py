@@ -7,6 +7,7 @@ understood: headings, paragraphs, lists, tables, code blocks and links.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import click
 
+from batchgen.config.job import KEYS
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
 from batchgen.core.synonyms import synonym_of
@@ -58,7 +60,8 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
     group = ctx.find_root().command
     commands = group.commands if isinstance(group, click.Group) else {}
     name, about = " ".join(topic), ""
-    if name not in commands and not is_heading(name) and (synonym := synonym_of(name)):
+    section, _, key = name.partition(".")
+    if name not in commands and not is_heading(name) and (synonym := synonym_of(key if section in KEYS else name)):
         about, name = f"{name}: {synonym.note}." if synonym.note else "", synonym.topic
     if name in commands:
         text = commands[name].get_help(click.Context(commands[name], info_name=name, parent=ctx.parent))
@@ -99,11 +102,17 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
     best = min(known, key=distance)
     if distance(best) < (3, 0):
         return best
-    places = [s.name for s in known if s.level == 2 and set(wanted) <= set(_words(" ".join(s.lines)))]
-    if places:
-        return Section(topic, 1, [f"# {topic} is found in", "", *(f"* `batchgen help {name}`" for name in places)])
+    if places := [shlex.quote(s.name) for s in known if s.level == 2 and _stands_in(topic, s)]:
+        title = f"# {' and '.join(topic.split())} {'are' if ' ' in topic else 'is'} found in"
+        return Section(topic, 1, [title, "", *(f"* `batchgen help {name}`" for name in places)])
     hint = resembling(topic, [*pages, *commands, *(section.name for section in known)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
+
+
+def _stands_in(topic: str, section: Section) -> bool:
+    """Whether a section holds each word of the topic; of a name such as max_tokens, all parts next to each other."""
+    text = f" {' '.join(_words(' '.join(section.lines)))} "
+    return all(f" {' '.join(_words(word))} " in text for word in topic.split())
 
 
 def is_heading(topic: str) -> bool:

@@ -6,6 +6,7 @@ Modules that are slow to import are imported by the command that needs them, so 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
         show(error.format_message())
         return ExitCode.USAGE
     except click.ClickException as error:
-        return _fail(usage_error(error), ExitCode.USAGE)
+        return _fail(usage_error(error, sys.argv[1:] if argv is None else argv), ExitCode.USAGE)
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", ExitCode.STOPPED)
     except BatchgenError as error:

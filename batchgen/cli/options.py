@@ -5,7 +5,7 @@ Flags of job keys become the raw values that a job file would hold; ``config.loa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import datetime
 from functools import partial
@@ -16,7 +16,7 @@ import click
 
 from batchgen.config import cluster
 from batchgen.config.job import KEYS
-from batchgen.core.keys import BOOL, Key
+from batchgen.core.keys import BOOL, Key, resembling
 from batchgen.core.remote import redacted
 from batchgen.core.shard import Shard
 from batchgen.core.storage import check_path
@@ -146,16 +146,21 @@ class GroupedCommand(click.Command):
             formatter.write_text(f"{num_hidden} more options, for experts: {ctx.command_path} --help-all")
 
 
-def usage_error(error: click.ClickException) -> str:
+def usage_error(error: click.ClickException, argv: Sequence[str]) -> str:
     """The line for arguments that click refuses, with the option here that is meant by the field's word for it."""
     ctx = getattr(error, "ctx", None)
     read = f"; try '{ctx.command_path} --help'" if ctx else ""
-    synonym = synonym_of(error.option_name) if isinstance(error, click.NoSuchOption) else None
-    if not isinstance(error, click.NoSuchOption) or synonym is None:
+    if not isinstance(error, click.NoSuchOption):
         return f"{error.format_message().rstrip('.')}{read}"
+    name = error.option_name
+    if not name.startswith("--"):  # click reads -ngl as -n -g -l
+        name = next((word for word in argv if word.startswith(name)), name)
+    if (synonym := synonym_of(name)) is None:
+        hint = resembling(name.replace("_", "-"), error.possibilities or ())
+        return f"No such option {name!r}{hint or read}"
     section, _, key = synonym.topic.partition(".")
     flag = f"--{KEYS[section][key].flag}" if synonym.is_key else ""
-    return f"No such option {error.option_name!r}{synonym.hint(flag)}"
+    return f"No such option {name!r}{synonym.hint(flag)}"
 
 
 def json_option(text: str = "One JSON object instead of text.") -> Callable[[F], F]:

@@ -231,7 +231,8 @@ def _at_most(limit: int) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
 
 def _choices(texts: tuple[str, ...]) -> tuple[str, ...]:
     if texts and not 2 <= len(texts) <= MAX_CHOICES:  # a row may have none in a job whose other rows are scored
-        raise ValueError(f"must be a list of 2 to {MAX_CHOICES} strings, not of {len(texts)}")
+        more = "; give --choices once per label" if len(texts) == 1 else ""
+        raise ValueError(f"must be a list of 2 to {MAX_CHOICES} strings, not of {len(texts)}{more}")
     if len(set(texts)) < len(texts):
         raise ValueError("holds the same choice twice")
     return _encodable(texts)

@@ -36,7 +36,8 @@ def canonical(value: object) -> str:
     if "structural_tag" in given:
         raise ValueError("asks for a structural_tag, which is not supported; a Lark grammar can say the same")
     if unknown := [name for name in given if name not in (*FORMS, *OPTIONS)]:
-        raise ValueError(f"has an unknown key {str(unknown[0])[:40]!r} (known: {', '.join((*FORMS, *OPTIONS))})")
+        more = '; a schema goes under "json", or into a file' if {"type", "properties", "$schema"} & {*given} else ""
+        raise ValueError(f"has an unknown key {str(unknown[0])[:40]!r} (known: {', '.join((*FORMS, *OPTIONS))}){more}")
     if given.get("json_object") is False:
         del given["json_object"]
     forms = [name for name in FORMS if name in given]

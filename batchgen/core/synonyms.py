@@ -40,6 +40,13 @@ _TABLE: dict[Synonym, str] = {
     Synonym("model.revision"): "branch, commit, tag, model-revision, tokenizer-revision",
     Synonym("model.device"): "gpu, cuda-device, device-map, accelerator",
     Synonym("GPUs", "GPUs are chosen by --device"): "cuda, nvidia, rocm, amd",
+    Synonym(
+        "GPUs", "batchgen has not run on a GPU yet, and a model is not split between devices"
+    ): "ngl, n-gpu-layers, gpu-layers, num-gpu, offload",
+    Synonym(
+        "GPUs", "the kernels, those of attention too, are chosen by the device"
+    ): "flash-attn, fa, flash-attention, attn-implementation, attention-backend",
+    Synonym("Memory", "the whole model must fit into the memory"): "ram, mmap, no-mmap, mlock",
     Synonym("GGUF"): "llama.cpp, gguf-file, ollama",
     Synonym("Models"): "huggingface, hub, trust-remote-code, supported models, architectures, download",
     Synonym("Credentials"): "hf-token, token, gated, login, api-key, proxy, https-proxy, auth",
@@ -49,18 +56,26 @@ _TABLE: dict[Synonym, str] = {
         "A dataset of the Hub", 'a dataset is --input "hf:NAME?split=S&config=C"'
     ): "dataset, hf-dataset, dataset-name, split, config, subset, datasets, streaming, dataset-split",
     Synonym("input.prompt"): "template, prompt-template, prompt-column, text-column, column, field, text, instruction",
+    Synonym(
+        "input.prompt", "the prompt asks for it, as in jobs/summarize.toml"
+    ): "summary, summaries, summarize, summarization, translate, translation",
     Synonym("input.messages"): "conversation, conversations, chat-column, sharegpt",
     Synonym("input.system"): "system-prompt, system-message, persona",
     Synonym("input.chat"): "apply-chat-template, chat-template, no-chat-template, raw, completion",
     Synonym("input.columns"): "keep-columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
     Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",
-    Synonym("input.encoding"): "charset, latin-1, cp1252, windows-1252, utf-16, iso-8859-1, ansi",
-    Synonym("input.delimiter"): "sep, separator, tsv, delim",
-    Synonym("CSV"): "excel, xlsx, xls, spreadsheet",
     Synonym(
-        "Memory", "prompts that begin alike are computed once: put first what all share"
+        "input.encoding"
+    ): "charset, latin-1, cp1252, windows-1252, utf-16, iso-8859-1, ansi, umlaut, umlauts, mojibake",
+    Synonym("input.delimiter"): "sep, separator, tsv, delim",
+    Synonym("CSV"): "excel, xlsx, xls, spreadsheet, libreoffice, calc",
+    Synonym(
+        "engine.prefix_caching", "prompts that begin alike are computed once: put first what all share"
     ): "few-shot, shared prefix, prompt caching, prefix-cache, radix, num-fewshot",
+    Synonym(
+        "too_long", "a prompt is never cut, but texts for vectors are"
+    ): "truncation, truncate-prompt-tokens, truncation-side",
     Synonym("Tool calls"): "function calling, functions, tools, tool-choice, tool use, mcp, agents",
     # Sampling
     Synonym(
@@ -79,7 +94,9 @@ _TABLE: dict[Synonym, str] = {
         "sampling.structured_outputs"
     ): "guided-json, guided-regex, guided-choice, guided-grammar, json-schema, schema, response-format, json mode, "
     "json, pydantic, guided decoding, grammar, regex, constrained, outlines, structured-output, xgrammar",
-    Synonym("sampling.choices"): "labels, classes, classification, zero-shot, classify, label, multiple choice, choice",
+    Synonym(
+        "sampling.choices", 'the recipe is "Labels (classification)"'
+    ): "labels, classes, classification, zero-shot, classify, label, multiple choice, choice",
     Synonym("sampling.allowed_token_ids"): "logits-processors, logits-processor, allowed-tokens",
     Synonym("exactness"): "deterministic, determinism, reproducible, reproducibility, batch-invariance, random-seed",
     # Vectors
@@ -90,19 +107,20 @@ _TABLE: dict[Synonym, str] = {
     # The engine
     Synonym(
         "engine.max_num_seqs", "batches form by themselves, and this bounds them"
-    ): "batch-size, max-batch-size, concurrency, max-concurrent-requests, num-seqs, per-device-batch-size, bs",
+    ): "batch-size, max-batch-size, concurrency, max-concurrent-requests, num-seqs, per-device-batch-size, bs, "
+    "batch, size",
     Synonym("engine.max_num_batched_tokens", "prompts are prefilled in parts of this size"): "chunked-prefill, "
     "enable-chunked-prefill, prefill-chunk-size, max-prefill-tokens, max-batch-tokens, token-budget",
+    Synonym("engine.kv_cache_memory"): "kv-memory, kv-cache-memory-bytes, oom, out of memory, swap-space, kv-cache",
     Synonym(
-        "engine.kv_cache_memory"
-    ): "gpu-memory-utilization, kv-memory, kv-cache-memory-bytes, oom, out of memory, mem-fraction-static, "
-    "swap-space, kv-cache",
+        "engine.kv_cache_memory", "it takes a size such as 4GiB, not a share"
+    ): "gpu-memory-utilization, mem-fraction-static",
     Synonym("engine.kv_cache_dtype"): "kv-dtype, kv-cache-quantization, cache-type-k",
     Synonym(
         "engine.max_model_len"
-    ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length",
+    ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length, num-ctx, c",
     Synonym("engine.prefix_caching", "on by default"): "enable-prefix-caching, apc, automatic-prefix-caching",
-    Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads",
+    Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads, t",
     Synonym(
         "slow", "speculative decoding is not done"
     ): "speculative decoding, speculate, speculative-config, draft-model, spec-decode, mtp, eagle",
@@ -125,9 +143,14 @@ _TABLE: dict[Synonym, str] = {
     Synonym("output.path"): "out, output-dir, output-file, save-path, destination, result, results",
     Synonym(
         "output.parse", "reasoning, tool_calls and json are taken out of the text"
-    ): "split-reasoning, parse-tools, "
-    "parse-json, json-output, parsed, tool-call-parser, enable-auto-tool-choice, parse-tool-calls, reasoning-parser, "
-    "thinking, reasoning, think, enable-reasoning",
+    ): "parse-tools, parse-json, json-output, parsed, tool-call-parser, enable-auto-tool-choice, parse-tool-calls",
+    Synonym(
+        "output.parse", 'it takes the thoughts out of the text; the recipe is "Thinking models"'
+    ): "split-reasoning, reasoning-parser, thinking, reasoning, think, enable-reasoning, thoughts",
+    Synonym(
+        "Thinking models", "max_tokens counts the thoughts too; there is no cap on the thoughts alone"
+    ): "thinking budget, limit thoughts, limit thinking, thinking-token-budget, thinking-tokens, max-thinking, "
+    "max-thinking-tokens, reasoning-budget, reasoning-tokens, max-reasoning-tokens, budget-tokens",
     Synonym("eval.expected", "the report counts equal answers"): "gold, reference, target, ground-truth, accuracy, "
     "evaluate, eval, metric, score, exact-match",
     Synonym("eval.extract"): "answer, filter, answer-regex, extraction",
@@ -135,6 +158,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym("output.reuse"): "cache, skip-completed, cached-results, incremental, skip-existing, deduplicate",
     Synonym("Resume", "the same command goes on"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "
     "crash, retry, resume-from-checkpoint, kill",
+    Synonym("A row that failed"): "error rows, rerun failed, retry failed, failed rows",
     Synonym("run", "--overwrite starts anew"): "force, yes, overwrite-output, clean, start over, overwrite-output-dir",
     Synonym("plan"): "dry-run, strict, validate, estimate, eta, how long",
     Synonym(
@@ -144,11 +168,13 @@ _TABLE: dict[Synonym, str] = {
     Synonym("Watching"): "verbose, debug, log-level, logging, log, progress, tqdm, monitor",
     Synonym("Prometheus"): "metrics, metrics-file, grafana, textfile collector, node exporter",
     Synonym("Stopping early", "--max-runtime and --deadline stop a run"): "timeout, time-limit, interrupt, ctrl-c, "
-    "sigterm, cancel, stop-after, walltime, max-time",
+    "sigterm, cancel, stop-after, walltime, max-time, time, runtime, max-runtime",
     Synonym("What a run costs", "report --price-per-hour shows it"): "cost, price, dollars, money, max-cost, budget, "
     "price-per-hour",
     Synonym("S3 and other stores"): "gcs, google cloud, gs, bucket, azure, abfs, az, blob, minio, aws, object store",
     Synonym("Parquet in and out"): "arrow, polars, duckdb, pandas output",
+    Synonym("Parquet in and out", "dates and times become text"): "date32, timestamp, timestamps, datetime, dates",
+    Synonym("What the report says", "what most of the time went into"): "bound, bound-by, bottleneck",
     Synonym("python"): "from python, python api, library, sdk, notebook, jupyter, api, import, pandas, dataframe, llm, "
     "map-batches, ray data, spark",
     Synonym("OpenAI Batch files"): "openai, batch api, run-batch, requests, chat completions, server, serve",

@@ -33,6 +33,64 @@ def test_a_word_of_the_field_leads_somewhere(capsys: pytest.CaptureFixture[str],
     assert len(capsys.readouterr().out) > 100
 
 
+TOPICS = {  # what the answer must say
+    "thinking budget": "no cap on the thoughts alone",
+    "limit thoughts": "no cap on the thoughts alone",
+    "thinking_token_budget": "Thinking models",
+    "max_thinking": "Thinking models",
+    "output.max_thinking_tokens": "Thinking models",
+    "thinking": '"Thinking models"',
+    "reasoning": '"Thinking models"',
+    "ngl": "has not run on a GPU yet",
+    "gpu-layers": "has not run on a GPU yet",
+    "n-gpu-layers": "has not run on a GPU yet",
+    "num_ctx": "engine.max_model_len",
+    "flash-attn": "are chosen by the device",
+    "mmap": "The whole model must fit into the memory",
+    "ram": "The whole model must fit into the memory",
+    "gpu_memory_utilization": "a size such as 4GiB",
+    "size": "engine.max_num_seqs",
+    "batch": "engine.max_num_seqs",
+    "time": "--max-runtime",
+    "max runtime": "--max-runtime",
+    "summary": "jobs/summarize.toml",
+    "translate": "input.prompt",
+    "truncation": "too_long",
+    "preview": "Usage: batchgen try",
+    "libreoffice": "CSV",
+    "umlaut": "input.encoding",
+    "few-shot": "engine.prefix_caching",
+    "encoding": "input.encoding",
+    "labels": '"Labels (classification)"',
+    "classify": '"Labels (classification)"',
+    "compare": "batchgen report A --compare B",
+    "failed": "A row that failed",
+    "error rows": "A row that failed",
+    "rerun failed": "A row that failed",
+    "bound": "What the report says",
+    "date32": "dates and times become text",
+    "timestamp": "dates and times become text",
+    "parquet": "first the fields of the record",
+}
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_word_of_the_field_leads_to_what_is_meant(capsys: pytest.CaptureFixture[str], topic: str) -> None:
+    assert call(["help", *topic.split()]) == 0
+    assert TOPICS[topic] in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_name_is_found_only_where_it_stands_and_words_wherever_all_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["help", "output_tokens_max"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith('batchgen: error: no page, section or command is named "output_tokens_ma')
+    assert call(["help", "--heartbeat", "bar"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "--heartbeat and bar are found in",
+        "",
+        "  * `batchgen help Watching`",
+    ]
+
+
 FLAGS = {  # typed by habit: what the one line must name
     "--weights": "--quantization",
     "--load-in-8bit": "--quantization",
@@ -70,6 +128,16 @@ FLAGS = {  # typed by habit: what the one line must name
     "--system-prompt": "--system",
     "--input-file": "--input",
     "--output-dir": "--output",
+    "--reasoning-budget": "no cap on the thoughts alone; see batchgen help Thinking models",
+    "--thinking-token-budget": "no cap on the thoughts alone; see batchgen help Thinking models",
+    "--max-thinking-tokens": "no cap on the thoughts alone; see batchgen help Thinking models",
+    "--n-gpu-layers": "has not run on a GPU yet",
+    "-ngl": "has not run on a GPU yet",
+    "-c": "--max-model-len",
+    "--flash-attn": "are chosen by the device",
+    "--mmap": "batchgen help Memory",
+    "--mem-fraction-static": "a size such as 4GiB",
+    "--labels": "--choices",
 }
 
 
@@ -81,9 +149,25 @@ def test_a_flag_typed_by_habit_names_the_one_that_is_meant(capsys: pytest.Captur
     assert "id you mean" not in line
 
 
-def test_a_flag_that_is_misspelt_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["run", "--max-tokns", "3"]) == ExitCode.USAGE
-    assert "--max-tokens" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--max-tokns", "--max-tokens"),
+        ("--max-token", "--max-tokens"),
+        ("--max_tokens", "--max-tokens"),
+        ("--kv_cache_memory", "--kv-cache-memory"),
+    ],
+)
+def test_a_flag_that_is_misspelt_names_the_nearest_alone(
+    capsys: pytest.CaptureFixture[str], flag: str, meant: str
+) -> None:
+    assert call(["run", flag, "3"]) == ExitCode.USAGE
+    assert capsys.readouterr().err == f"batchgen: error: No such option '{flag}' (did you mean \"{meant}\"?)\n"
+
+
+def test_one_choice_says_how_to_give_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["run", "--choices", "positiv,negativ"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith("not of 1; give --choices once per label\n")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ for _ in range(3000):
         ({"json": {}, "regex": "a"}, "must have exactly one of .* not json and regex"),
         ({"disable_any_whitespace": True}, "must have exactly one of .* not none"),
         ({"jsn": {}}, r"has an unknown key 'jsn' \(known: json, "),
+        ({"type": "object"}, r"unknown key 'type' \(.*\); a schema goes under \"json\", or into a file$"),
         ({5: {}}, "has an unknown key '5'"),
         ({"structural_tag": {}}, "not supported; a Lark grammar"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern, which only goes with json"),
