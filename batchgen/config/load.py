@@ -15,8 +15,9 @@ from batchgen.config.job import KEYS, SECTIONS, JobSpec
 from batchgen.config.sampling import ParamError, merge_params, values_of
 from batchgen.config.settings import RawSettings, check_names, read_settings
 from batchgen.core.errors import UsageError
-from batchgen.core.keys import nearest
+from batchgen.core.keys import resembling
 from batchgen.core.records import SamplingParams
+from batchgen.core.synonyms import synonym_of
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 PLACES = ("model", "input", "output")  # sections whose path a job needs
@@ -103,7 +104,8 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
             raise UsageError(f"{source}: {name} is a key of several sections: give it as {places}")
         else:
             known = [*KEYS, *(key for keys in KEYS.values() for key in keys)]
-            raise UsageError(f"{source}: unknown argument {name!r}{nearest(name, known)}")
+            hint = synonym.hint() if (synonym := synonym_of(name)) else resembling(name, known)
+            raise UsageError(f"{source}: unknown argument {name!r}{hint or ' (its keys: batchgen help job-file)'}")
     for section, name, value in single:
         found = sections.setdefault(section, {})
         sections[section] = {**found, name: value} if isinstance(found, Mapping) else found  # which is refused later

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from batchgen.core.keys import nearest, resembling
 from batchgen.core.remote import READABLE, check_address, redacted, refusal_of_variable, scheme_of
 from batchgen.core.storage import absolute, check_path, read_text
 from batchgen.core.structured import OLD_NAMES, canonical
+from batchgen.core.synonyms import synonym_of
 from batchgen.core.units import shown
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -136,9 +138,10 @@ def check_names(settings: RawSettings) -> None:
     for section, values in settings.values.items():
         if section not in KEYS:
             home = next((name for name, keys in KEYS.items() if section in keys), "")
-            hint = f" (it belongs in [{home}])" if home else nearest(section, [*KEYS])
             what = f"section [{section}]" if isinstance(values, Mapping) else f"key {section}"
-            raise UsageError(f"{where}: unknown {what}{hint}")
+            line = _line_of(settings.text, section)
+            hint = f" (it belongs in [{home}])" if home else _hint_outside(section)
+            raise UsageError(f"{where}{f':{line}' if line else ''}: unknown {what}{hint}")
         if not isinstance(values, Mapping):
             raise UsageError(f"{where}: {section} = {shown(values, 60)}: must be a section, [{section}]")
         for key in values:
@@ -147,6 +150,15 @@ def check_names(settings: RawSettings) -> None:
                 hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else _hint(section, key)
                 place = settings.place(section, key) if settings.file else f"flags: {section}.{key}"
                 raise UsageError(f"{place}: unknown key{hint}")
+
+
+def _hint_outside(name: str) -> str:
+    """A hint at what to write in place of an unknown name that stands in no section."""
+    if synonym_of(name) or resembling(name, [*KEYS, *_SHORT]):
+        return nearest(name, [*KEYS, *_SHORT])
+    homes = {key: section for section, keys in KEYS.items() for key in keys}
+    close = get_close_matches(name, homes, n=1)
+    return f' (did you mean "{close[0]}" in [{homes[close[0]]}]?)' if close else nearest(name, [*KEYS])
 
 
 def _hint(section: str, key: str) -> str:
@@ -193,7 +205,7 @@ def _line_of(text: str, dotted: str) -> int | None:
         elif is_assigned:
             parts = (table, _plain(name)) if table else _SHORT.get(_plain(name), (_plain(name),))
             lines.append((".".join((*parts, "")), number))
-    while "." in dotted:
+    while dotted:
         for name, number in lines:
             if name.startswith(f"{dotted}."):
                 return number
