@@ -13,7 +13,7 @@ import click
 from batchgen.cli.options import PATH
 from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode, UsageError
-from batchgen.core.keys import nearest
+from batchgen.core.keys import resembling
 
 _BUFFER_BYTES = 1 << 16
 
@@ -43,7 +43,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     run_dir = RunDir(folder)
     manifest = run_dir.read_manifest()
     if manifest is None or not run_dir.has_outputs():
-        began = "the run is not finished: see batchgen status" if run_dir.journals() else "not a run directory"
+        began = "the run is not finished: see batchgen status" if run_dir.is_begun() else "not a run directory"
         raise UsageError(f"no outputs in {folder} ({began})")
     spec = job_from_dict(manifest.job, run_dir.manifest)
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
@@ -67,7 +67,8 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
 def _check(names: list[str], known: set[str]) -> None:
     for name in names:
         if name not in known:
-            raise UsageError(f"--columns: no record has a field {name!r}{nearest(name, sorted(known))}")
+            hint = resembling(name, sorted(known)) or f" (known: {', '.join(sorted(known))})"
+            raise UsageError(f"--columns: no record has a field {name!r}{hint}")
 
 
 def _chosen(record: dict[str, Any], names: list[str]) -> dict[str, Any]:

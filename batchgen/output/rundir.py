@@ -185,6 +185,10 @@ class RunDir:
         read = [(path, RunDir(path).read_manifest()) for path in sorted(found, key=lambda path: (_number(path), path))]
         return [Begun(path, manifest) for path, manifest in read if manifest is not None]
 
+    def is_begun(self) -> bool:
+        """Whether a run has written here, be it its progress alone. Raises as ``read_manifest``."""
+        return self.manifest.exists() or bool(self.journals()) or _is_progress(self._progress)
+
     def unfinished(self) -> list[Begun]:
         """The jobs that were begun since the outputs appeared, the earliest first. Raises as ``read_manifest``."""
         return [begun for begun in self.journals() if _number(begun.folder) > self._num_finished()]

@@ -55,10 +55,15 @@ class Clock:
     def wall_s(self) -> float:
         return time.monotonic() - self.started_at
 
+    @property
+    def account(self) -> str:
+        """The one that runs now."""
+        return self._running[0]
+
     @contextmanager
     def on(self, account: str) -> Iterator[None]:
         """Charge the time inside to ``account`` instead of to the one outside."""
-        outer = self._running[0]
+        outer = self.account
         self._running = (account, *self._now())
         try:
             yield
@@ -308,7 +313,8 @@ class Progress:
     def _watch(self) -> None:
         while not self._end.wait(_TICK_S):
             self._sample()
-            self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
+            num_tokens = self.computed_tokens if self._phase == GENERATING else 0
+            self.stopper.check_limits(num_tokens, is_loading=self.clock.account == "load")
             if self.sink is not None and self._phase == GENERATING:
                 self.sink.tick()
             self.display.show(snapshot := self.snapshot())

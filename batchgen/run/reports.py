@@ -74,7 +74,7 @@ def read_report(run_dir: RunDir) -> dict[str, Any]:
         hint = "not a run directory"
         if run_dir.is_complete():
             hint = "its outputs are there: the command that made them writes it when run again"
-        elif run_dir.manifest.exists() or run_dir.journals():
+        elif run_dir.is_begun():
             hint = "the run is not finished: see batchgen status"
         raise UsageError(f"no report.json in {run_dir.path} ({hint})")
     return read_report_file(run_dir.report)

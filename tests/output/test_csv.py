@@ -42,6 +42,13 @@ def test_a_table_has_the_inputs_columns_and_then_the_answers(job: JobMaker, has_
         assert row == {name: "" if record[name] is None else str(record[name]) for name in row}
 
 
+def test_columns_named_like_fields_of_vectors_and_of_records_stay_in_their_places(job: JobMaker) -> None:
+    job.write([{"label": "a", "question": "Why?", "score": 2, "text": "t", "zz": 3}])
+    job.run(job.spec(input={"id": None, "columns": ["*"]}, output={"format": "csv"}))
+    header = (job.output / "outputs.csv").read_text().splitlines()[0]
+    assert header == "label,question,score,input_text,zz,text,finish_reason"
+
+
 def test_what_no_cell_can_hold_is_json_text() -> None:
     file = io.BytesIO()
     record = {"id": 1, "index": 0, "text": "", "parsed": {"ü": [1]}, "n": 2.5, "on": True, "l": ["a"], "timings": {}}
@@ -165,6 +172,8 @@ def test_cat_prints_the_fields_asked_for_in_their_order(job: JobMaker, capsys: p
     assert rows.startswith("text,usage,id\r\n") and '"{""prompt_tokens"": ' in rows
     assert call(["cat", str(job.output), "--columns", "txt"]) == 2
     assert "--columns: no record has a field 'txt' (did you mean \"text\"?)" in capsys.readouterr().err
+    assert call(["cat", str(job.output), "--columns", "label"]) == 2  # the word that the field has for choices
+    assert "no record has a field 'label' (known: answer, finish_reason, id, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])

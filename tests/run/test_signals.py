@@ -22,6 +22,7 @@ from run_helpers import (
     without_timings,
 )
 
+from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.run import stop
 
@@ -50,7 +51,9 @@ def test_a_signal_drains_and_a_second_run_ends_to_the_byte(
     assert job.outputs() == without_timings(tmp_path / "reference" / "outputs.jsonl")
 
 
-def test_a_signal_while_the_model_loads_stops_at_once_and_leaves_its_state_alone(job: JobMaker) -> None:
+def test_a_signal_while_the_model_loads_stops_at_once_and_leaves_its_state_alone(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.write(rows_of(5))
     process = start(["run", job.toml()], load_s=600)
     until_phase(process, job.output, "loading the model")
@@ -59,6 +62,9 @@ def test_a_signal_while_the_model_loads_stops_at_once_and_leaves_its_state_alone
     assert code == ExitCode.STOPPED
     assert "before the first row" in said
     assert {path.name for path in job.output.glob("*")} == {"progress.json"}
+    for command in ("cat", "report"):
+        assert call([command, str(job.output)]) == 2
+        assert "the run is not finished: see batchgen status" in capsys.readouterr().err
 
 
 def test_a_second_interrupt_stops_at_once_and_the_journal_stays_sound(job: JobMaker) -> None:
@@ -98,6 +104,8 @@ def test_max_runtime_stops_whatever_the_run_is_doing(job: JobMaker, phase_s: dic
     code, said = finish(start(["run", job.toml(), "--max-runtime", "1.5s"], **phase_s))
     assert code == ExitCode.STOPPED
     assert "max runtime of 1.5 s" in said
+    assert ("the model was not loaded yet: give it more time" in said) == ("load_s" in phase_s)
+    assert ("run again" in said) == ("step_s" in phase_s)
 
 
 @pytest.mark.slow  # in this process, every interrupted run of the tests shows it

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import record_keys
 from batchgen.core.errors import UsageError
 from batchgen.output.formats.delimited import CsvFormat
 from batchgen.output.formats.jsonl import OutputFormat
@@ -43,4 +44,5 @@ def csv_format(spec: JobSpec, manifest: Manifest, columns: Sequence[str] = ()) -
     was no UTF-8.
     """
     has_bom = any(file.get("bom") for file in manifest.fingerprints.get("input", {}).get("files", []))
-    return CsvFormat(has_id=spec.input.id is not None, has_bom=has_bom or bool(spec.input.encoding), columns=columns)
+    has_bom = has_bom or bool(spec.input.encoding)
+    return CsvFormat(has_id=spec.input.id is not None, has_bom=has_bom, columns=columns, own=record_keys(spec))

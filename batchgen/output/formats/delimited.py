@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
-from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS, kept_name
+from batchgen.config.record_fields import RECORD_KEYS, kept_name
 from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
@@ -40,11 +40,15 @@ _BUFFER_CHARS = 1 << 20
 class CsvFormat(OutputFormat):
     """``outputs.csv``. ``has_id``: the input has ids; ``has_bom``: the file begins with a mark that says UTF-8.
 
-    ``columns`` are those to write, in their order; without them, those that some row has.
+    ``columns`` are those to write, in their order; without them, those that some row has. ``own`` are the fields of
+    the job's records, of which no kept column has the name.
     """
 
-    def __init__(self, *, has_id: bool, has_bom: bool, columns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *, has_id: bool, has_bom: bool, columns: Sequence[str] = (), own: frozenset[str] = RECORD_KEYS
+    ) -> None:
         self._columns = columns
+        self._own = own
         self._has_id = has_id
         self._has_bom = has_bom
 
@@ -65,7 +69,7 @@ class CsvFormat(OutputFormat):
     def _names(self, rows: Iterable[bytes]) -> list[str]:
         """The columns that some row has: the id, those of the input in the order of their first row, and the answer."""
         found: dict[str, None] = {}
-        own = RECORD_KEYS | VECTOR_KEYS
+        own = self._own
         for row in rows:
             record = json.loads(row)
             own |= {_PROB} if record.get("choices") else frozenset()
