@@ -69,7 +69,7 @@ def rate(report: Report, kind: str) -> float | None:
 
 
 def pace(report: Report) -> str:
-    """Tokens, the time they took, their rate, and the other work that took long, in one line."""
+    """Tokens without those of kept rows, the time they took, their rate, and other work that took long, in one line."""
     tokens = report["tokens"]
     what, kind = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
     wall_s, generate_s = report["wall_s"], report["generate_s"]
@@ -81,7 +81,8 @@ def pace(report: Report) -> str:
         for name, seconds in report["seconds"].items()
         if name == "load" or (name in ("read", "write") and seconds > max(_LONG_SHARE * wall_s, _LONG_S))
     ]
-    took = f"{tokens[kind]:,} {what} in {format_duration(generate_s or wall_s)}{speed}"
+    num_tokens = tokens[kind] - report.get("reused", {}).get(kind, 0)
+    took = f"{num_tokens:,} {what} in {format_duration(generate_s or wall_s)}{speed}"
     return "; ".join([took, *others]) if generate_s else took
 
 

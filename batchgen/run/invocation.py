@@ -257,9 +257,12 @@ class Invocation(ABC):
         self.progress.keep_file(False)
         rows, num_copies = report["rows"], report["duplicates"]
         copies = f" ({num_copies:,} as copies)" if num_copies else ""
-        lines = [f"{counted(rows['done'], 'row')} done{copies}, {pace(report)}"]
-        if reused := report.get("reused"):
-            lines.append(f"{reused['rows']:,} kept, {rows['done'] - reused['rows']:,} computed")
+        if num_kept := report.get("reused", {}).get("rows", 0):
+            computed = f"{counted(rows['done'] - num_kept, 'row')} computed"
+            lines = [f"{counted(rows['done'], 'row')} done, {num_kept:,} of them kept"]
+        else:
+            computed, lines = f"{counted(rows['done'], 'row')} done", []
+        lines.append(f"{computed}{copies}, {pace(report)}")
         if rows["failed"]:
             codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
             lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(self.run_dir.errors)}")

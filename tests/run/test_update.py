@@ -17,6 +17,7 @@ from run_helpers import JobMaker, read_lines, rows_of, timeless, without_timings
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
+from batchgen.core.units import counted
 from batchgen.run.job import run_job
 
 Rows = list[dict[str, Any]]
@@ -134,6 +135,10 @@ def test_a_changed_input_is_taken_up_and_only_what_is_new_is_computed(folder: Fo
     code, computed, said = folder.run()
     assert (code, computed) == (0, num_new), said
     assert f"input changed: {len(rows) - num_new} rows kept, {num_new} to compute" in said
+    records = map(json.loads, (folder.path / "outputs.jsonl").read_text().splitlines())
+    num_tokens = sum(row["usage"]["completion_tokens"] for row in records if "reused" not in row["timings"])
+    assert f"{len(rows)} rows done, {len(rows) - num_new} of them kept\n" in said
+    assert f"{counted(num_new, 'row')} computed, {num_tokens} tokens out in " in said
     folder.assert_fresh()
 
 
