@@ -130,7 +130,9 @@ class InputSpec:
         "auto",
         flag="input-format",
     )
-    delimiter: str | None = key(string("CHARACTER").then(_delimiter), "What separates cells [comma or tab]", None)
+    delimiter: str | None = key(
+        string("CHARACTER").then(_delimiter), "What separates cells [comma or tab]", None, resume="compared"
+    )
     encoding: str | None = key(string("NAME").then(_encoding), "Encoding of text files, such as cp1252 [UTF-8]", None)
     id: str | None = key(_COLUMN, "Column that identifies a row [its number]", None)
     prompt: str | None = key(string(), "Column name, or template such as '{question}'", None)

@@ -142,6 +142,17 @@ def test_a_changed_input_is_taken_up_and_only_what_is_new_is_computed(folder: Fo
     folder.assert_fresh()
 
 
+def test_the_delimiter_that_was_found_may_be_named(job: JobMaker) -> None:
+    sheet = job.folder / "rows.csv"
+    sheet.write_text("question;note\nWhy?;1\nWho?;2\n", encoding="utf-8")
+    keys = {"path": [str(sheet)], "id": None}
+    assert job.run(job.spec(input=keys)).exit_code == 0
+    outcome = job.run(job.spec(input={**keys, "delimiter": ";"}))
+    assert outcome.exit_code == 0 and "already done" in outcome.lines[0]
+    manifest = json.loads((job.output / "job.json").read_text())
+    assert manifest["fingerprints"]["input"]["files"][0]["delimiter"] == ";", "by which another one is another input"
+
+
 def test_files_may_come_and_a_limit_may_rise(folder: Folder) -> None:
     folder.write_job(input={"limit": 30})
     assert folder.run("--update")[:2] == (0, 0)

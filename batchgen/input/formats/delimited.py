@@ -47,8 +47,12 @@ class DelimitedFile(LinesFile):
         self._read_header()
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """As of any file, and whether it begins with a byte order mark: a table of answers is written as it is."""
-        return super().fingerprint(digests) | ({"bom": True} if self._has_bom else {})
+        """As of any file, what separates its cells, and whether it begins with a byte order mark.
+
+        A table of answers has such a mark too.
+        """
+        mark = {"bom": True} if self._has_bom else {}
+        return super().fingerprint(digests) | {"delimiter": self._dialect.delimiter} | mark
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         header = self._read_header()
