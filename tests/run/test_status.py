@@ -126,7 +126,7 @@ def test_a_run_stopped_before_its_first_row_says_so(job: JobMaker) -> None:
     process = start(["run", job.toml(), "--max-runtime", "1s"], load_s=30)
     assert finish(process)[0] == 75
     said = render_status(read_status(job.output))
-    assert "stopped (max runtime of 1.0 s); run again to resume" in said
+    assert "stopped (max runtime of 1.0 s); the model was not loaded yet: give it more time" in said
     assert job.run().exit_code == 0
 
 
