@@ -38,7 +38,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym("model.dtype"): "torch-dtype, precision, bf16, fp16, half, data-type",
     Synonym("model.tokenizer"): "tokenizer-path, tokenizer-name, tokenizer-mode",
     Synonym("model.revision"): "branch, commit, tag, model-revision, tokenizer-revision",
-    Synonym("model.device"): "gpu, cuda-device, device-map, accelerator, n-gpu-layers, ngl",
+    Synonym("model.device"): "gpu, cuda-device, device-map, accelerator",
     Synonym("GPUs", "GPUs are chosen by --device"): "cuda, nvidia, rocm, amd",
     Synonym(
         "GPUs", "batchgen has not run on a GPU yet, and a model is not split between devices"
