@@ -8,6 +8,7 @@ documented, a traceback, a row that is lost or there twice, too much time or mem
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import shutil
@@ -95,7 +96,9 @@ def check(case: Case, folder: Path, code: int, said: str, rss_bytes: int) -> Non
     if case.num_rows is not None:
         assert code in (DONE, FAILED_ROWS), f"a job with a sound row was refused: {said[-_SHOWN_CHARS:]}"
     if code in (DONE, FAILED_ROWS):
-        check_rows(case, folder / "out", code)
+        # Where the job says, which may be spoilt too; that of a journal is a folder deeper.
+        run_dir = min((path.parent for path in folder.rglob("job.json")), key=lambda path: len(path.parts))
+        check_rows(case, run_dir, code)
 
 
 def check_rows(case: Case, out: Path, code: int) -> None:
@@ -103,6 +106,12 @@ def check_rows(case: Case, out: Path, code: int) -> None:
     errors = out / "errors.jsonl"
     letters = _lines(errors) if errors.exists() else []
     assert (code == FAILED_ROWS) == bool(letters), f"exit code {code} with {len(letters)} errors"
+    table = out / "outputs.csv"
+    if table.exists():  # which has no number of a row
+        with table.open(encoding="utf-8", newline="") as file:
+            num_rows = len([*csv.reader(file)]) - 1 + len(letters)
+        assert case.num_rows in (None, num_rows), f"{case.num_rows} rows in, out came {num_rows}"
+        return
     parquet = out / "outputs.parquet"
     results = (
         pq.read_table(parquet, columns=["index"]).to_pylist() if parquet.exists() else _lines(out / "outputs.jsonl")

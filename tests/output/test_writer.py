@@ -209,6 +209,16 @@ def test_a_kept_column_takes_the_type_its_values_share(
     assert str(pq.read_schema(run_dir.outputs("parquet")).field("kept").type) == kind
 
 
+@pytest.mark.parametrize("level", [lambda value: [value], lambda value: {"a": value}])
+def test_what_is_nested_deeper_than_readers_of_parquet_take_becomes_json_text(run_dir: RunDir, level: Any) -> None:
+    for num_levels in (20, 120):
+        value: Any = 1
+        for _ in range(num_levels):
+            value = level(value)
+        rows = written(run_dir, [record(0, kept=value)], output_format="parquet")
+        assert rows[0]["kept"] == (value if num_levels == 20 else json.dumps(value, separators=(", ", ": ")))
+
+
 def test_an_object_with_ever_new_keys_becomes_json_text(run_dir: RunDir) -> None:
     rows = written(run_dir, [record(i, kept={f"key-{i}": i}) for i in range(100)], output_format="parquet")
     assert rows[7]["kept"] == '{"key-7": 7}'

@@ -23,6 +23,7 @@ from batchgen.output.formats.jsonl import OutputFormat
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
+_MAX_LEVELS = 24  # of objects and lists in a column; pyarrow writes files of a hundred and cannot open them
 _MAX_FIELDS = 64  # of an object column; past that its keys are data, not fields
 _JSON_MARK = {"batchgen": "json"}
 _INFERRED = pa.null()  # stands for the type of a column that is found from its values
@@ -163,11 +164,13 @@ def _common_type(known: Any, values: list[Any]) -> Any:
     return common if _is_storable(common) and all(map(_check_of(pa.field("column", common)), values)) else None
 
 
-def _is_storable(kind: Any) -> bool:
-    """Whether Parquet can hold the type, and its keys look like fields."""
-    if pa.types.is_struct(kind):
-        return 0 < kind.num_fields <= _MAX_FIELDS and all(_is_storable(field.type) for field in kind)
-    return _is_storable(kind.value_type) if pa.types.is_list(kind) else True
+def _is_storable(kind: Any, levels: int = _MAX_LEVELS) -> bool:
+    """Whether Parquet can hold the type, readers take its ``levels``, and its keys look like fields."""
+    if not pa.types.is_nested(kind):
+        return True
+    if pa.types.is_struct(kind) and not 0 < kind.num_fields <= _MAX_FIELDS:
+        return False
+    return levels > 0 and all(_is_storable(kind.field(i).type, levels - 1) for i in range(kind.num_fields))
 
 
 def _holds_json(field: Any) -> bool:
