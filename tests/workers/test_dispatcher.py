@@ -64,11 +64,17 @@ def test_leases_are_runs_of_the_source_and_few_rows_wait_in_a_worker() -> None:
     dispatcher.check()
 
 
+def test_a_lone_worker_has_many_rows_to_choose_among() -> None:
+    alone, one_of_many = begun("a", 64, 2048), begun("abcdefghijklmnop", 64, 2048)
+    assert alone.workers["a"].num_waiting >= 4 * 64 > 4 * one_of_many.workers["a"].num_waiting
+    alone.check()
+
+
 def test_more_rows_wait_in_a_worker_that_finishes_more_between_two_messages() -> None:
-    dispatcher = begun("a", 64, 1000, clock := Clock())
+    dispatcher = begun("abcdefghijklmnop", 64, 2048, clock := Clock())
     before = dispatcher.workers["a"].num_waiting
     clock.now += HEARTBEAT_S
-    dispatcher.on_update("a", done(*range(60)))
+    dispatcher.on_update("a", done(*[*dispatcher.workers["a"].tasks][:60]))
     dispatcher.assignments()
     assert dispatcher.workers["a"].num_waiting >= 120 > before
     dispatcher.check()
@@ -237,9 +243,10 @@ def test_few_rows_of_a_lost_worker_run_beside_each_other_and_fresh_ones_fill_up(
     put(dispatcher, rows(*range(dispatcher.room)))
     dispatcher.assignments()
     dispatcher.on_lost("a")
+    put(dispatcher, rows(*range(200, 400)))
     dispatcher.join("b", 100)
     keys = keys_of(dispatcher.assignments()["b"])
-    assert keys == [*range(10), *range(150, 200)]
+    assert keys[:50] == [*range(10), *range(200, 240)] and min(keys[50:]) == 240
     dispatcher.check()
     dispatcher.on_update("b", done(*range(5)))
     put(dispatcher, rows(*range(10_000, 10_000 + dispatcher.room)))
