@@ -9,7 +9,7 @@ from torch import Tensor
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.engine.batch import build_input
 from batchgen.engine.graphs import CaptureFailed
-from batchgen.engine.replay import Fetched, allocated, fetch_ids, runs_behind
+from batchgen.engine.replay import Fetched, allocated, fetch_ids, runs_behind, where_drawn
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sizes import SchedulerConfig
 from batchgen.kernels.inputs import PendingTokens, StepOutput
@@ -72,6 +72,4 @@ class ModelRunner:
         inputs = inputs.to(self.model.device)
         if pending is not None:
             pending.into(inputs.token_ids)
-        logits = self.model.forward(inputs, self.state, max_position)
-        # A GPU that runs no step behind another may lack float64, in which tokens are drawn.
-        return StepOutput(logits if runs_behind(self.model.device) else logits.cpu())
+        return StepOutput(where_drawn(self.model.forward(inputs, self.state, max_position)))

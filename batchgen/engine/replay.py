@@ -32,6 +32,11 @@ def runs_behind(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def where_drawn(logits: Tensor) -> Tensor:
+    """Logits where tokens are drawn of them: an accelerator whose launches are waited for may lack float64."""
+    return logits if runs_behind(logits.device) else logits.cpu()
+
+
 def fetch_ids(token_ids: Tensor) -> Fetched:
     """Begin to copy int64 ids to the host, behind all work launched so far; later launches are not waited for."""
     if token_ids.device.type != "cuda":

@@ -127,7 +127,8 @@ class Storm(RuleBasedStateMachine):
             worker.to_it.append(assignment)
             if assignment.tasks:
                 given = self.dispatcher.workers[name]
-                assert given.num_waiting < given.num_ahead + (given.max_num_seqs + 1) // 2
+                num_ahead = max(given.num_ahead, 4 * given.max_num_seqs // len(self.dispatcher.workers))
+                assert given.num_waiting < num_ahead + (given.max_num_seqs + 1) // 2
 
     @precondition(lambda self: any(worker.from_it for worker in self.workers.values()))
     @rule(data=st.data())
