@@ -22,7 +22,6 @@ from batchgen.workers.worker_state import WorkerState
 _HEAD_START = 256  # rows taken from the source before a worker has joined
 _MOST, _LEAST = 1 / 2, 1 / 32  # rows of a lease, for each sequence that a worker runs at once
 _AHEAD = 2  # rows of the backlog for each of these: the largest leases need half as many
-_SHARED_AHEAD = 4  # rows that may wait in workers, for each sequence of one of them: few workers choose among many
 _MAX_CHARS = 64 << 20  # of the rows of a worker, and for each worker of all rows that are not answered
 _BACKUP_S = 2 * HEARTBEAT_S  # between two looks at which rows to run once more
 
@@ -204,7 +203,7 @@ class RowDispatcher:
         while hungry:
             num_left, fed = len(self._fresh) + len(self._retried), []
             for worker in sorted(hungry, key=lambda w: len(w.tasks) / w.max_num_seqs):
-                num_ahead = max(worker.num_ahead, _SHARED_AHEAD * worker.max_num_seqs // len(self.workers))
+                num_ahead = worker.num_ahead(len(self.workers))
                 if worker.num_waiting < num_ahead and (tasks := self._pop(worker, num_left)):
                     self._give(worker, tasks)
                     leases.setdefault(worker.name, []).extend(tasks)

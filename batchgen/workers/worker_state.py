@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from batchgen.core.units import format_duration
 from batchgen.workers.messages import HEARTBEAT_S, Task
 
+_SHARED_AHEAD = 4  # rows that may wait in all workers, for each sequence of one of them
+
 
 @dataclass(slots=True)
 class WorkerState:
@@ -41,10 +43,13 @@ class WorkerState:
         """Rows that it cannot run yet; negative for free slots."""
         return len(self.tasks) - self.max_num_seqs
 
-    @property
-    def num_ahead(self) -> int:
-        """Rows that should wait in it: more than it finishes before others can come."""
-        return max(round(2 * self.most_in_a_round), self.max_num_seqs // 8, 1)
+    def num_ahead(self, num_workers: int) -> int:
+        """Rows that should wait in it: more than it finishes before others can come, and many where workers are few.
+
+        An engine fills its steps best from many rows, and the last ones of few workers are quickly run once more.
+        """
+        shared = _SHARED_AHEAD * self.max_num_seqs // num_workers
+        return max(round(2 * self.most_in_a_round), self.max_num_seqs // 8, shared, 1)
 
     def count(self, num_finished: int, now: float) -> None:
         """Book answered rows, and how many come between two heartbeats at most; an old peak fades."""

@@ -127,7 +127,7 @@ class Storm(RuleBasedStateMachine):
             worker.to_it.append(assignment)
             if assignment.tasks:
                 given = self.dispatcher.workers[name]
-                num_ahead = max(given.num_ahead, 4 * given.max_num_seqs // len(self.dispatcher.workers))
+                num_ahead = given.num_ahead(len(self.dispatcher.workers))
                 assert given.num_waiting < num_ahead + (given.max_num_seqs + 1) // 2
 
     @precondition(lambda self: any(worker.from_it for worker in self.workers.values()))
