@@ -8,7 +8,7 @@ files: where these are others now, they are merged again in place. An interrupte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +20,7 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE
-from batchgen.core.storage import absolute
+from batchgen.core.storage import absolute, storage_errors
 from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
@@ -144,8 +144,8 @@ def _write_report(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest,
         except UsageError as error:
             problems.append(str(error))
     if problems:
-        with suppress(FileNotFoundError):
-            run_dir.report.unlink()
+        with storage_errors("remove", run_dir.report):
+            run_dir.report.unlink(missing_ok=True)
         return problems
     usage: dict[str, Any] = {}
     for report in reports:

@@ -1,5 +1,6 @@
 """Shards of one job become one run; anything that would lose or repeat a row is refused by shard and row."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import records
 from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.output import OutputSpec
-from batchgen.core.errors import BatchgenError, LockedError, UsageError
+from batchgen.core.errors import BatchgenError, LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
@@ -326,6 +327,21 @@ def test_a_merge_that_was_refused_leaves_no_folder_and_can_be_repeated(tmp_path:
     assert not (tmp_path / "new").exists()
     (folders[1] / "outputs.jsonl").write_bytes(good)
     assert merge(folders, tmp_path / "new" / "merged").counts == Counts(NUM_ROWS - len(BAD), len(BAD))
+
+
+def test_a_disk_that_keeps_an_old_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = Path.unlink
+
+    def failing(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "report.json":
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, missing_ok)
+
+    parts = shards(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=r"cannot remove .*report\.json"):
+        patch.setattr(Path, "unlink", failing)
+        merge(parts, tmp_path / "whole")
+    assert merge(parts, tmp_path / "whole").counts.results == NUM_ROWS - len(BAD)
 
 
 def test_a_merge_killed_behind_its_outputs_and_again_at_its_next_start_goes_on(
