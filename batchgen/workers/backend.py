@@ -70,7 +70,8 @@ def on_workers(
         context, gate = model.context, IdentityGate(model.context)
         launcher = make_launcher(Start(spec, context.rendered_at, context.digests))
         liveness = Liveness(step_timeout_s, load_timeout_s)
-        engine = WorkersEngine(launcher, RowDispatcher(num_chars=_num_chars), liveness, gate.refusal, context.note)
+        dispatcher = RowDispatcher(num_chars=_num_chars, num_workers=launcher.num_wanted[1])
+        engine = WorkersEngine(launcher, dispatcher, liveness, gate.refusal, context.note)
         try:
             first = engine.begin()
         except BaseException:

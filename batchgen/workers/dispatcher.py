@@ -45,11 +45,13 @@ class RowDispatcher:
         *,
         clock: Callable[[], float] = time.monotonic,
         num_chars: Callable[[Any], int] = lambda task: 0,
+        num_workers: int = 1,
     ) -> None:
-        """``num_chars`` of a task is about how much memory it takes."""
+        """``num_chars`` of a task is about how much memory it takes; ``num_workers`` are those that may join."""
         self.workers: dict[str, WorkerState] = {}  # that are here
         self._clock = clock
         self._num_chars_of = num_chars
+        self._num_expected = num_workers
         self._chars: dict[int, int] = {}  # of each row that is not answered, by key
         self._num_chars = 0  # their sum
         self._fresh: deque[Task] = deque()
@@ -61,8 +63,6 @@ class RowDispatcher:
         self._to_stop: list[str] = []
         self._has_ended = False
         self._backed_up_at = clock()
-
-    # Rows from the source
 
     @property
     def num_in_flight(self) -> int:
@@ -203,7 +203,7 @@ class RowDispatcher:
         while hungry:
             num_left, fed = len(self._fresh) + len(self._retried), []
             for worker in sorted(hungry, key=lambda w: len(w.tasks) / w.max_num_seqs):
-                num_ahead = worker.num_ahead(len(self.workers))
+                num_ahead = worker.num_ahead(max(self._num_expected, len(self.workers)))
                 if worker.num_waiting < num_ahead and (tasks := self._pop(worker, num_left)):
                     self._give(worker, tasks)
                     leases.setdefault(worker.name, []).extend(tasks)
