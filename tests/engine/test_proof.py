@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,8 @@ from batchgen.kernels.select import select
 from batchgen.model import state
 from batchgen.model.registry import dummy_config, parse_config
 
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else CPU  # of the kernels of a GPU
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "tiny-lfm2"
 FORMATS = {  # dtype, what is cached, weights
     "float32": (torch.float32, "auto", "auto"),
@@ -41,34 +44,38 @@ FORMATS = {  # dtype, what is cached, weights
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that the interpreter answers in seconds, and keys as a GPU keeps them."""
+    """Requests that the interpreter answers in seconds, and keys as a GPU keeps them; on a GPU all as it is."""
+    if HAS_GPU:
+        return
     for name, value in {"_LENGTHS": (1, 21), "_PREFIX": 33, "_SUFFIXES": (0, 2), "_MOST_TOKENS": 24}.items():
         monkeypatch.setattr(proof, name, value)
     monkeypatch.setattr(proof, "_NUM_DRAWS", 16)
     monkeypatch.setattr(state, "key_pack", lambda _dtype, _device, width: width)
 
 
-def setting_of(family: str, form: str = "float32") -> Setting:
+def setting_of(family: str, form: str = "float32", device: torch.device = CPU) -> Setting:
     dtype, kv_cache_dtype, _ = FORMATS[form]
-    return Setting(parse_config(raw_config(model_type=family), "tiny"), CPU, dtype, kv_cache_dtype)
+    return Setting(parse_config(raw_config(model_type=family), "tiny"), device, dtype, kv_cache_dtype)
 
 
 def tokens(setting: Setting, kernels: Kernels) -> Mapping[int, tuple[int, ...]]:
     return tokens_of(setting.engine(setting.decoder(kernels)).run(setting.requests()))
 
 
-def at_night(family: str, form: str) -> Any:
-    """A case on the interpreter, which takes minutes: CI does one of each family or format that differs most."""
-    is_quick = (family, form) in (("lfm2", "int8"), ("gemma3_text", "float32"), ("lfm2_moe", "bfloat16"))
-    return pytest.param(family, form, marks=pytest.mark.slow if is_quick else pytest.mark.nightly)
+def of_gpu(*case: str, is_quick: bool) -> Any:
+    """A case of a GPU's kernels. On the interpreter it takes minutes: CI does those that differ most."""
+    interpreted = pytest.mark.slow if is_quick else pytest.mark.nightly
+    return pytest.param(*case, marks=pytest.mark.gpu if HAS_GPU else interpreted)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on the CPU")
+QUICK = (("lfm2", "int8"), ("gemma3_text", "float32"), ("lfm2_moe", "bfloat16"))
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("family", "form"), [at_night(family, form) for family in RAW for form in FORMATS])
+@pytest.mark.parametrize(("family", "form"), [of_gpu(*case, is_quick=case in QUICK) for case in product(RAW, FORMATS)])
 @pytest.mark.usefixtures("small")
 def test_right_kernels_of_a_gpu_have_no_fault(family: str, form: str) -> None:
-    assert find_faults(cuda_kernels()(weights=FORMATS[form][2]), setting_of(family, form)) == {}
+    assert find_faults(cuda_kernels()(DEVICE, weights=FORMATS[form][2]), setting_of(family, form, DEVICE)) == {}
 
 
 @pytest.mark.parametrize(
@@ -229,23 +236,22 @@ FAULTS: dict[str, tuple[str, str, Planted]] = {
     ("fault", "base"),
     [
         *((fault, "FusedNorms") for fault in FAULTS),
-        *(
-            pytest.param(fault, "CudaKernels", marks=pytest.mark.slow if number % 10 == 0 else pytest.mark.nightly)
-            for number, fault in enumerate(FAULTS)
-        ),
+        *(of_gpu(fault, "CudaKernels", is_quick=number % 10 == 0) for number, fault in enumerate(FAULTS)),
     ],
 )
 @pytest.mark.usefixtures("small")
 def test_a_planted_fault_is_found_and_plain_torch_gives_the_tokens_of_the_reference(fault: str, base: str) -> None:
     name, family, planted = FAULTS[fault]
-    setting, kernels = setting_of(family), planted(FusedNorms if base == "FusedNorms" else cuda_kernels())()
+    device = CPU if base == "FusedNorms" else DEVICE
+    setting = setting_of(family, device=device)
+    kernels = planted(FusedNorms if base == "FusedNorms" else cuda_kernels())(device)
     before = kernels.variant
     faults = find_faults(kernels, setting)
     assert [*faults] == [name]
-    mended = with_plain(kernels, PlainKernels(CPU, torch.float32), faults, "this GPU")
+    mended = with_plain(kernels, PlainKernels(device, torch.float32), faults, "this GPU")
     assert mended.fingerprint == f"{before}-plain-{name}"
     assert mended.notes == (f"{name} is computed by plain torch on this GPU, which is slower: {faults[name]}",)
-    assert tokens(setting, mended) == tokens(setting, ReferenceKernels())
+    assert tokens(setting, mended) == tokens(setting, ReferenceKernels(device))
 
 
 def test_a_row_whose_bits_depend_on_the_batch_is_found(small: None) -> None:
