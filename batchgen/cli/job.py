@@ -97,4 +97,4 @@ def _without_query(data: str) -> str:
 def _name_of(data: str) -> str:
     """A name for the folder of the outputs: the last part of a path or address, without what follows the first dot."""
     last = data.partition("?")[0].rstrip("/").rpartition("/")[2].removeprefix("hf:")
-    return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_-") or "outputs"
+    return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_-") or ("stdin" if data == "-" else "outputs")

@@ -5,6 +5,7 @@ Flags of job keys become the raw values that a job file would hold; ``config.loa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import datetime
@@ -150,13 +151,16 @@ def usage_error(error: click.ClickException, argv: Sequence[str]) -> str:
     """The line for arguments that click refuses, with the option here that is meant by the field's word for it."""
     ctx = getattr(error, "ctx", None)
     read = f"; try '{ctx.command_path} --help'" if ctx else ""
-    if not isinstance(error, click.NoSuchOption):
+    name = error.option_name if isinstance(error, click.NoSuchOption) else ""
+    if not name.startswith("--"):  # click reads -ngl as -n -g -l, or where -n takes a value as -n gl
+        known = (
+            word for word in argv if re.fullmatch(r"-[a-z]{2,}", word) and word.startswith(name) and synonym_of(word)
+        )
+        name = next(known, name)
+    if not name:
         return f"{error.format_message().rstrip('.')}{read}"
-    name = error.option_name
-    if not name.startswith("--"):  # click reads -ngl as -n -g -l
-        name = next((word for word in argv if word.startswith(name)), name)
     if (synonym := synonym_of(name)) is None:
-        hint = resembling(name.replace("_", "-"), error.possibilities or ())
+        hint = resembling(name.replace("_", "-"), getattr(error, "possibilities", None) or ())
         return f"No such option {name!r}{hint or read}"
     section, _, key = synonym.topic.partition(".")
     flag = f"--{KEYS[section][key].flag}" if synonym.is_key else ""

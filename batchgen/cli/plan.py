@@ -19,7 +19,7 @@ from batchgen.cli.options import (
     run_option,
     take_job_flags,
 )
-from batchgen.cli.say import point_out_backslashes, show
+from batchgen.cli.say import point_out_backslashes, say_next, show
 from batchgen.core.errors import ExitCode
 
 
@@ -64,4 +64,6 @@ def plan(job: str | None, as_json: bool, **values: Any) -> int:
     show(json.dumps(found, indent=2) if as_json else render_plan(found))
     if values["fail_if_over"] is not None:
         check_time(found, values["fail_if_over"])
+    if not as_json:
+        say_next("run", job, flags)
     return ExitCode.OK

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from batchgen.cli.options import AMOUNT, PATH, POINTS, SHARE, json_option
-from batchgen.cli.say import say, show
+from batchgen.cli.say import say, say_next, show
 from batchgen.core.errors import ExitCode, UsageError
 
 _SPEED_HELP = "With --compare: exit 4 if tokens/s while generating fall by more, such as 5%."
@@ -95,4 +95,5 @@ def report(
         show(json.dumps(found, indent=2))
     elif html is None:
         show(render_report(found))
+        say_next("cat", folder)
     return ExitCode.OK

@@ -26,7 +26,7 @@ from batchgen.cli.options import (
     run_option,
     take_job_flags,
 )
-from batchgen.cli.say import point_out_backslashes, say, show
+from batchgen.cli.say import point_out_backslashes, say, say_next, show
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 
@@ -79,7 +79,7 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
     keeps_stdin = is_run_folder(job) and "path" not in flags.get("input", {})
     options = replace(_run_options(values), limits=limits, keeps_stdin=keeps_stdin)
     outcome = run_job(spec, options, engine_factory=engine_factory)
-    return _conclude(outcome, values)
+    return _conclude(outcome, values, Path(spec.output.path))
 
 
 def _run_options(values: dict[str, Any]) -> RunOptions:
@@ -89,10 +89,14 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
     return RunOptions(progress="quiet" if values["quiet"] else "json" if values["json_progress"] else "auto", **given)
 
 
-def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
+def _conclude(outcome: Outcome, values: dict[str, Any], folder: Path) -> int:
+    from batchgen.run.invocation import short
+
     if not values["quiet"] and not values["json_progress"]:  # a program reads the event "end" and the report
         for line in outcome.lines:
             say(line)
+        if outcome.report:
+            say_next("report", short(folder))
     return outcome.exit_code
 
 
@@ -152,4 +156,6 @@ def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) ->
         say(f"{done}, of {counted(len(folders), 'shard')}, into {output}")
     for problem in problems:
         say(f"no report of the merged run: {problem}")
+    if not problems:
+        say_next("report", output)
     return ExitCode.ROWS_FAILED if (output / "errors.jsonl").exists() else ExitCode.OK

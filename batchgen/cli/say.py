@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -27,6 +29,12 @@ def say(text: str) -> None:
     first, *more = (printable(line) for line in text.split("\n"))
     with suppress(OSError, ValueError):
         click.echo("\n".join([f"batchgen: {first}", *(f"  {line.strip()}" for line in more)]), err=True)
+
+
+def say_next(command: str, argument: Path | str | None, flags: Mapping[str, Any] | None = None) -> None:
+    """Name the command that comes next for a job or a run directory, at the end of a command's output."""
+    words = " ".join(["batchgen", command, *([quote(str(argument))] if argument else [])])
+    say(f"next: {words}{' with the same flags' if flags else ''}")
 
 
 def point_out_backslashes(flags: Mapping[str, Mapping[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import click
 
 from batchgen.cli.job import load_spec
 from batchgen.cli.options import COUNT, JOB, GroupedCommand, job_options, json_option, take_job_flags
-from batchgen.cli.say import point_out_backslashes, say, show
+from batchgen.cli.say import point_out_backslashes, say, say_next, show
 from batchgen.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -49,4 +49,6 @@ def try_command(
         else:
             show(f"\n{tried.text()}" if number else tried.text())
         code = ExitCode.ROWS_FAILED if "code" in tried.record else code
+    if not as_json:
+        say_next("run", job, flags)
     return code

@@ -45,10 +45,16 @@ class Tried:
         if "code" in self.record:
             return f"{where}: {self.record['code']}: {self.record['message']}"
         sent = f"{where}, {counted(self.num_prompt_tokens, 'prompt token')}:\n{_indented(self.prompt)}"
+        num_tokens = counted(self.record["usage"].get("completion_tokens", 0), "token")
+        if samples := self.record.get("samples"):
+            answers = [
+                f"answer {n}, {one['finish_reason']}:\n{_indented(one['text'])}" for n, one in enumerate(samples, 1)
+            ]
+            return "\n".join([sent, f"{counted(len(samples), 'answer')}, {num_tokens}", *answers])
         answer = self.record.get("text")
         if not isinstance(answer, str):
             answer = json.dumps({**self.record, "timings": None}, ensure_ascii=False)[:_MAX_RECORD_CHARS]
-        facts = [counted(self.record["usage"].get("completion_tokens", 0), "token"), self.record.get("finish_reason")]
+        facts = [num_tokens, self.record.get("finish_reason")]
         return f"{sent}\nanswer, {', '.join(filter(None, facts))}:\n{_indented(answer)}"
 
     def to_dict(self) -> dict[str, Any]:

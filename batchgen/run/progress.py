@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # slow to import, and ``status`` needs neither
     from batchgen.run.backend import Backend
     from batchgen.run.results import ResultSink
 
-GENERATING = "generating"
+GENERATING, KEEPING = "generating", "keeping results that are there"
 NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 _TICK_S = 0.5
 _SAVE_EVERY_S = 2.0
@@ -314,7 +314,8 @@ class Progress:
         while not self._end.wait(_TICK_S):
             self._sample()
             num_tokens = self.computed_tokens if self._phase == GENERATING else 0
-            self.stopper.check_limits(num_tokens, is_loading=self.clock.account == "load")
+            is_preparing = self.clock.account in ("load", "read") and self._phase not in (GENERATING, KEEPING)
+            self.stopper.check_limits(num_tokens, self._phase if is_preparing else "")
             if self.sink is not None and self._phase == GENERATING:
                 self.sink.tick()
             self.display.show(snapshot := self.snapshot())

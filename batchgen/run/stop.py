@@ -20,7 +20,6 @@ from batchgen.core.units import format_duration
 from batchgen.run.watchdog import Watchdog
 
 RESUME = "run again to resume"
-MORE_TIME = "the model was not loaded yet: give it more time"  # for the same again would stop there again
 DRAIN_S = 8.0  # limit of a graceful shutdown; 10 s are promised, and the exit itself takes time too
 
 
@@ -93,14 +92,17 @@ class Stopper:
             self._delivered = True
             self._drain()
 
-    def check_limits(self, num_tokens: int, *, is_loading: bool = False) -> None:
-        """Ask to stop if a limit is reached; this invocation has computed ``num_tokens``, or loads its model."""
+    def check_limits(self, num_tokens: int, preparing: str = "") -> None:
+        """Ask to stop if a limit is reached; this invocation has computed ``num_tokens``.
+
+        ``preparing`` names what it does before its first row: with the same time it would stop there again.
+        """
         limits = self._limits
         if limits.deadline is not None and datetime.now().astimezone() >= limits.deadline:
             self.request(f"deadline {limits.deadline:%H:%M}")
         elif limits.max_runtime_s is not None and time.monotonic() - self._started_at >= limits.max_runtime_s:
-            if is_loading and not self.requested:
-                self.advice = MORE_TIME
+            if preparing and not self.requested:
+                self.advice = f"it was still {preparing}: give it more time"
             self.request(f"max runtime of {format_duration(limits.max_runtime_s)}")
         elif limits.max_total_tokens is not None and num_tokens >= limits.max_total_tokens:
             self.request(f"max total tokens of {limits.max_total_tokens}")

@@ -25,7 +25,7 @@ from batchgen.input.validator import Pending, RowValidator
 from batchgen.output.journal import JournalEntry
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
-from batchgen.run.progress import Progress
+from batchgen.run.progress import KEEPING, Progress
 from batchgen.run.results import ResultSink
 from batchgen.run.sources import LIBRARY, Sources, is_between
 from batchgen.text.grammar_source import library
@@ -193,7 +193,7 @@ def take_over(
     progress.follow(sink)
     journal, num_begun = sink.journal, 0
     num_good = num_before = journal.counts.results
-    with progress.phase("keeping results that are there", "read"), progress.stopper.drain_with(lambda: None):
+    with progress.phase(KEEPING, "read"), progress.stopper.drain_with(lambda: None):
         for chunk in _requested(rows.read(), validator):
             begun = {}
             for row in chunk:

@@ -39,7 +39,7 @@ def test_data_stand_for_a_job_with_them_as_input_and_an_output_named_after_them(
 
 @pytest.mark.parametrize(
     ("data", "name"),
-    [("-", "outputs"), ("hf:user/some-name?split=test", "some-name"), ("s3://bucket/a/rows.jsonl.gz", "rows")],
+    [("-", "stdin"), ("hf:user/some-name?split=test", "some-name"), ("s3://bucket/a/rows.jsonl.gz", "rows")],
 )
 def test_addresses_and_stdin_are_data_too(folder: Path, data: str, name: str) -> None:
     spec, _ = load_spec(data, {"model": {"path": "m"}}, None)

@@ -165,6 +165,13 @@ def test_a_flag_that_is_misspelt_names_the_nearest_alone(
     assert capsys.readouterr().err == f"batchgen: error: No such option '{flag}' (did you mean \"{meant}\"?)\n"
 
 
+def test_a_flag_of_one_hyphen_is_read_whole_where_its_letter_takes_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["try", "-ngl", "99"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith(
+        "batchgen: error: No such option '-ngl' (batchgen has not run on a GPU yet"
+    )
+
+
 def test_one_choice_says_how_to_give_more(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["run", "--choices", "positiv,negativ"]) == ExitCode.USAGE
     assert capsys.readouterr().err.endswith("not of 1; give --choices once per label\n")

@@ -11,6 +11,7 @@ from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
+from batchgen.core.units import printable
 
 
 def test_prompts_are_shown_as_sent_and_nothing_is_written(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,7 +19,8 @@ def test_prompts_are_shown_as_sent_and_nothing_is_written(job: JobMaker, capsys:
     before = sorted(job.folder.iterdir())
     engines: list[StubEngine] = []
     assert call(["try", str(job.toml(input={"chat": True}))], stub_factory(engines)) == 0
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert said == f"batchgen: next: batchgen run {job.folder / 'job.toml'}\n"
     question = json.loads(job.input.read_text().splitlines()[1])["question"]
     assert f"<|startoftext|><|im_start|>user\n  {question}<|im_end|>\n  <|im_start|>assistant" in out
     assert out.count("prompt tokens:") == out.count("answer, ") == 3
@@ -34,6 +36,22 @@ def test_answers_are_those_of_a_run(job: JobMaker, capsys: pytest.CaptureFixture
     assert [{**record, "timings": 0} for record in tried] == [
         {**record, "timings": 0} for record in sorted(outputs, key=lambda record: record["index"])
     ]
+
+
+def test_every_sample_is_shown(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(1))
+    toml, flags = str(job.toml()), ["--n", "2", "--temperature", "1"]
+    assert call(["try", toml, *flags, "--json"], stub_factory()) == 0
+    samples = json.loads(capsys.readouterr().out)["record"]["samples"]
+    assert call(["try", toml, *flags], stub_factory()) == 0
+    out, said = capsys.readouterr()
+    answers = out.split("\nanswer ")[1:]
+    for number, (shown, sample) in enumerate(zip(answers, samples, strict=True), 1):
+        assert (
+            shown.startswith(f"{number}, {sample['finish_reason']}:\n  ")
+            and printable(sample["text"].split()[0]) in shown
+        )
+    assert said.endswith("with the same flags\n")
 
 
 def test_rows_that_cannot_run_are_named_and_load_no_model(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,8 @@ def test_a_finished_merge_says_so_and_exits_as_it_ended(
     folders = run_shards(job, fails=fails)
     assert merge(job, folders) == code
     before = {path.name: path.read_bytes() for path in job.output.iterdir()}
-    assert "already done" not in capsys.readouterr().err
+    assert "already done" not in (said := capsys.readouterr().err)
+    assert said.endswith(f"\nbatchgen: next: batchgen report {job.output}\n")
     assert merge(job, folders) == code
     assert "already done: 2 shards in" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in job.output.iterdir()} == before
@@ -109,7 +110,7 @@ def test_a_merged_run_can_be_updated_and_is_no_merge_then(
     assert job.engines[0].num_started == 2
     assert len(without_timings(next(job.output.glob("outputs.*")))) == 12
     assert merge(job, folders) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "holds a run already that went on after the merge; merge into a new folder" in capsys.readouterr().err
 
 
 def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

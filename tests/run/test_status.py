@@ -126,8 +126,18 @@ def test_a_run_stopped_before_its_first_row_says_so(job: JobMaker) -> None:
     process = start(["run", job.toml(), "--max-runtime", "1s"], load_s=30)
     assert finish(process)[0] == 75
     said = render_status(read_status(job.output))
-    assert "stopped (max runtime of 1.0 s); the model was not loaded yet: give it more time" in said
+    assert "stopped (max runtime of 1.0 s); it was still loading the model: give it more time" in said
     assert job.run().exit_code == 0
+
+
+def test_a_run_whose_time_ends_while_it_reads_its_input_says_to_give_it_more(job: JobMaker) -> None:
+    (job.folder / "rows.jsonl").touch()
+    os.mkfifo(pipe := job.folder / "pipe")
+    writer = os.open(pipe, os.O_RDWR)
+    process = start(["run", job.toml(), "--max-runtime", "1s", "--input", "-", "--input-format", "jsonl"], stdin=pipe)
+    code, said = finish(process)
+    os.close(writer)
+    assert (code, said.count("it was still reading standard input: give it more time")) == (75, 1), said
 
 
 def test_a_run_that_an_error_ended_says_which(job: JobMaker) -> None:
