@@ -65,8 +65,8 @@ MAX_ARROWS = {"engine": 49}  # imports between files of a room
 MAX_FILES = {"workers": 15}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
-RELATIVE_WORDS = {"What", "That", "Whether", "Of", "So", "Where"}
-PLAIN_ROOMS = {"engine", "cli", "check", "bench"}  # whose docstrings begin with a noun or a verb
+RELATIVE_WORDS = {"What", "That", "Whether", "Of", "So", "Where", "How", "If", "Why", "Which"}
+PLAIN_ROOMS = {"engine", "cli", "check", "bench", "kernels"}  # whose docstrings begin with a noun or a verb
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
     "commands": "bench cat check env help merge plan report run status try",

@@ -181,7 +181,7 @@ _PROGRESS = (
 
 
 def progress_options(command: F) -> F:
-    """How progress is shown; see ``RunOptions``."""
+    """Options of the display of progress; see ``RunOptions``."""
     for option in _PROGRESS:
         command = option(command)
     return command

@@ -140,7 +140,7 @@ def _family(sequence: Sequence) -> bytes:
 
 
 def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:
-    """Why a sequence does not fit into the model's context or the pool, or None."""
+    """Error of a sequence that does not fit into the model's context or the pool, or None."""
     limit = config.max_model_len
     if not sequence.num_prompt_tokens:
         return RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")

@@ -77,7 +77,7 @@ class BlockPool:
         return found
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` are free."""
+        """Number of ``blocks`` that are free."""
         return sum(not self.num_holders[block] for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:

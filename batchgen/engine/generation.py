@@ -55,7 +55,7 @@ def _observers_for(params: SamplingParams, text: TextTools) -> list[Observer]:
 
 
 def unusable(request: Request, vocab_size: int, text: TextTools) -> RowError | None:
-    """Why the model cannot run a request, or None."""
+    """Error of a request that the model cannot run, or None."""
     for tokens in filter(None, request.token_lists):
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab_size:
@@ -264,7 +264,7 @@ class Generation:
         return self.next_scored < self.end_scored
 
     def num_top(self, index: int) -> int:
-        """How many of the likeliest tokens are wanted beside the token at ``index``."""
+        """Number of the likeliest tokens to report beside the token at ``index``."""
         params = self.request.params
         return (params.logprobs if self._is_output(index) else params.prompt_logprobs) or 0
 

@@ -23,7 +23,7 @@ _MAX_KEPT = 64  # rules, each of kilobytes for a list of some thousand tokens
 
 
 class Stop(NamedTuple):
-    """Why an observer ends a sequence, with the stop string that was found."""
+    """Reason for which an observer ends a sequence, with the stop string that the text has."""
 
     reason: FinishReason
     stop: str | None = None
@@ -128,7 +128,7 @@ class LoopDetector:
 
 
 class HostTokenCounts:
-    """How often each distinct token of a sequence was generated (0: in the prompt only), for the sampler's penalties.
+    """Counts of each distinct token that a sequence generated (0: in the prompt only), for the sampler's penalties.
 
     Kept up to date token by token, so that a penalty costs a few additions per distinct token instead of a pass over
     the vocabulary.
@@ -158,7 +158,7 @@ class HostTokenCounts:
 
     @property
     def counts(self) -> np.ndarray:
-        """How often each of ``ids`` was generated, float32."""
+        """Counts of each of ``ids`` among the generated tokens, float32."""
         return self._counts[: len(self._place)]
 
 

@@ -116,7 +116,7 @@ def _without_ended(schedule: Schedule) -> Schedule:
 
 
 class DeviceTokenCounts:
-    """How often each token was seen, by slot: 0 never, 1 in the prompt, and 1 more for each time it was generated.
+    """Counts of tokens by slot: 0 never seen, 1 in the prompt, and 1 more for each time one was generated.
 
     The counts are of penalized sequences, whose newest tokens the host learns too late. A slot of convolution state has
     a row, which is set from the tokens that the host knows when a sequence is first sampled there; each token is added

@@ -165,7 +165,7 @@ def find_faults(kernels: Kernels, setting: Setting) -> dict[str, str]:
 
 
 def device_fault(kernels: Kernels, setting: Setting) -> str:
-    """How a small model's numbers differ from those of plain torch on the CPU, or why it fails; empty if they agree."""
+    """Difference of a small model's numbers from those of plain torch on the CPU, or its failure; "" if they agree."""
     saved = replace(setting.config, dtype=str(setting.dtype).removeprefix("torch."))  # as weights are held elsewhere
     on_cpu = replace(setting, config=saved, device=torch.device("cpu"))
     try:

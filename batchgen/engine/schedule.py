@@ -68,7 +68,7 @@ class Schedule:
         return sum(_attended(start + n, window) - _attended(start, window) for start, n in spans)
 
     def num_decoded(self) -> int:
-        """How many of the step's tokens this run generated and has not computed before. Ask before booking."""
+        """Number of the step's tokens that this run generated and has not computed before; call it before booking."""
         firsts = [s.decoded_from for s in self.sequences]
         if all(map(ge, self.starts, firsts)):
             return self.num_tokens

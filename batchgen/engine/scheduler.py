@@ -51,7 +51,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def refusal(self, sequence: Sequence) -> RowError | None:
-        """Why a sequence can never be run to its end, or None; to be asked before it is added."""
+        """Error of a sequence that can never be run to its end, or None; to be called before it is added."""
         return too_long(sequence, self.config)
 
     def add(self, sequence: Sequence) -> None:

@@ -82,7 +82,7 @@ class Sequence:
         return self.generates and self.num_computed_tokens + count == len(self.token_ids)
 
     def scored_in(self, count: int) -> range:
-        """Which tokens (indexes) the logits of the next ``count`` computed positions score."""
+        """Indexes of the tokens that the logits of the next ``count`` computed positions score."""
         done, generation = self.num_computed_tokens, self.generation
         return range(max(generation.next_scored, done + 1), min(generation.end_scored, done + count + 1))
 
@@ -121,7 +121,7 @@ class RequestState:
 
     @property
     def error(self) -> RowError | None:
-        """Why it has no result: it was refused, or a sequence has failed."""
+        """Error in place of a result: the request was refused, or a sequence has failed."""
         return self.refusal or next((s.generation.error for s in self.sequences if s.generation.error), None)
 
     @property

@@ -104,7 +104,7 @@ class PendingTokens:
 
 
 class StepOutput(NamedTuple):
-    """What a step gives: logits [num_rows, vocab_size], and maybe ``argmax_ids``.
+    """Result of a step: logits [num_rows, vocab_size], and maybe ``argmax_ids``.
 
     These are int64 [num_rows] on the device, the likeliest token of each row, -1 for a row that is not finite. The next
     step overwrites both.
@@ -149,13 +149,13 @@ def query_blocks(
         run = np.repeat(run, pieces)
         before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
         first = starts[run] + (np.arange(len(run)) - before[run]) * QUERY_BLOCK
-    found = np.zeros((len(run), 6), dtype=np.int32)
-    found[:, 0], found[:, 1] = sequences[run], first
-    found[:, 2] = np.minimum(ends[run] - first, QUERY_BLOCK)
+    blocks = np.zeros((len(run), 6), dtype=np.int32)
+    blocks[:, 0], blocks[:, 1] = sequences[run], first
+    blocks[:, 2] = np.minimum(ends[run] - first, QUERY_BLOCK)
     if lengths is not None:
-        found[:, 5] = lengths[found[:, 0]]
-        return torch.from_numpy(found)
-    return torch.from_numpy(_share_prefixes(found, positions[first], tables, size))
+        blocks[:, 5] = lengths[blocks[:, 0]]
+        return torch.from_numpy(blocks)
+    return torch.from_numpy(_share_prefixes(blocks, positions[first], tables, size))
 
 
 def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, size: int) -> np.ndarray:

@@ -300,7 +300,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which ``num_active`` experts a row meets, and what their outputs are multiplied by; all of it in float32.
+    """Choice of the ``num_active`` experts that a row meets, and the weights of their outputs; all of it in float32.
 
     Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The experts with the largest
     scores plus ``bias`` [num_experts] are chosen, of equals that with the lowest id, one whose score is NaN last; their

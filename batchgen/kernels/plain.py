@@ -49,7 +49,7 @@ class PaddedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLayout:
-    """What every layer needs to know of a step's tokens, found once for all of them.
+    """Layout of a step's tokens, computed once for all layers.
 
     Attributes:
         rows: all tokens, each once, as attention takes them.
@@ -66,7 +66,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, inputs: ModelInput, block_size: int, *, may_wait: bool) -> StepLayout:
-        """That of a step; with ``may_wait`` the host asks for positions even where shapes tell enough."""
+        """Layout of a step; with ``may_wait`` the host asks for positions even where shapes tell enough."""
         pieces = inputs.query_blocks
         reach = torch.zeros_like(inputs.conv_slots).index_copy_(0, pieces[:, 0].long(), pieces[:, 5])
         if inputs.num_tokens == inputs.num_seqs and not may_wait:
@@ -87,8 +87,8 @@ class StepLayout:
 
 def _on_host(*tensors: Tensor) -> list[np.ndarray]:
     """Int32 tensors as arrays, fetched together: the only wait for the device."""
-    found = torch.cat(tensors).cpu().numpy()
-    return np.split(found, np.cumsum([len(tensor) for tensor in tensors])[:-1])
+    joined = torch.cat(tensors).cpu().numpy()
+    return np.split(joined, np.cumsum([len(tensor) for tensor in tensors])[:-1])
 
 
 def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) -> list[tuple[np.ndarray, int]]:
@@ -103,15 +103,15 @@ def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) ->
                 (blocks - 1).bit_length(),
             )  # a factor of 4 in tokens, 2 in blocks
             by_size.setdefault(size, []).append((sequence, first, count))
-    found = []
+    padded = []
     for pieces in by_size.values():
         sequences, firsts, counts = np.array(pieces).T[:, :, None]
         place = np.arange(counts.max())
         is_there = place < counts
         targets = np.where(is_there, firsts + place, num_tokens)
         columns = np.stack((np.where(is_there, targets, firsts), targets, sequences + 0 * place))
-        found.append((columns, int(num_blocks[sequences].max())))
-    return found
+        padded.append((columns, int(num_blocks[sequences].max())))
+    return padded
 
 
 class PlainKernels(ReferenceKernels):
@@ -136,8 +136,8 @@ class PlainKernels(ReferenceKernels):
         super().__init__(device, dtype, weights=weights, activations=activations)
         is_cpu = device is None or device.type == "cpu"
         self.may_wait = is_cpu if may_wait is None else may_wait
-        said = f"device {str(device)!r}: {why}; plain torch computes, slower, and tokens may depend on the batch"
-        self.notes = (said,) if why else ()
+        note = f"device {str(device)!r}: {why}; plain torch computes, slower, and tokens may depend on the batch"
+        self.notes = (note,) if why else ()
         self._layout: StepLayout | None = None
         self._taps: tuple[StepLayout, int, Tensor] | None = None
 
@@ -189,17 +189,16 @@ class PlainKernels(ReferenceKernels):
 
     def _layout_of(self, inputs: ModelInput, block_size: int) -> StepLayout:
         """The same in every layer of a step, but for those that compute a subset."""
-        known = self._layout
-        if known is None or known.inputs is not inputs or known.block_size != block_size:
-            known = self._layout = StepLayout.of(inputs, block_size, may_wait=self.may_wait)
-        return known
+        layout = self._layout
+        if layout is None or layout.inputs is not inputs or layout.block_size != block_size:
+            layout = self._layout = StepLayout.of(inputs, block_size, may_wait=self.may_wait)
+        return layout
 
     def _tap_places(self, layout: StepLayout, taps: int) -> Tensor:
-        """Where the taps of each token lie, int64 [num_tokens, taps], among what ``_tap_places`` below says."""
-        known = self._taps
-        if known is None or known[0] is not layout or known[1] != taps:
-            known = self._taps = layout, taps, _tap_places(layout.inputs, taps)
-        return known[2]
+        """Places of each token's taps, int64 [num_tokens, taps], among the rows that ``_tap_places`` below lists."""
+        if self._taps is None or self._taps[0] is not layout or self._taps[1] != taps:
+            self._taps = layout, taps, _tap_places(layout.inputs, taps)
+        return self._taps[2]
 
 
 def _attended(q: Tensor, cache: KVCache, layout: StepLayout, rows: PaddedRows, window: int) -> Tensor:
@@ -272,8 +271,8 @@ class SortedExperts(ExpertLoop):
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
         order = ids.flatten().argsort(stable=True)
         counts = (ids.flatten() == torch.arange(len(self._experts), device=ids.device)[:, None]).sum(1).tolist()
-        given = torch.split(x.index_select(0, order // ids.shape[1]), counts)
-        made = [down(gated(part)) for (gated, down), part in zip(self._experts, given, strict=True) if len(part)]
+        inputs = torch.split(x.index_select(0, order // ids.shape[1]), counts)
+        made = [down(gated(part)) for (gated, down), part in zip(self._experts, inputs, strict=True) if len(part)]
         parts = x.new_empty(len(order), residual.shape[1])
         parts[order] = torch.cat((parts[:0], *made))
         return add_up(parts.view(*ids.shape, residual.shape[1]), weights, residual)

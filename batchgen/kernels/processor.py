@@ -75,7 +75,7 @@ def has_wide_registers() -> bool:
 
 
 def cpu_obstacle(activations: str = "auto") -> str:
-    """Why no kernels can be compiled for this processor, and what would help; empty if they can."""
+    """Reason for which this processor cannot have compiled kernels, with a remedy; "" if it can."""
     is_arm = platform.machine().lower() in ("aarch64", "arm64")  # LLVM does not list its features on every system
     if not is_arm and not {"fma", "avx512f", "neon"} & cpu_features():
         why = "this processor has no instruction that multiplies and adds (FMA), which every x86 since 2013 has"
@@ -89,7 +89,7 @@ def cpu_obstacle(activations: str = "auto") -> str:
 
 
 def integer_products() -> tuple[int, int] | None:
-    """How vector instructions multiply integers of 8 bits: how many products a lane adds up, what is added to weights.
+    """(products that a lane adds up, number added to weights) of vector instructions that multiply integers of 8 bits.
 
     VNNI multiplies bytes, unsigned weights by signed inputs. Without it x86 adds up products of bytes in 16 bits, which
     do not hold them, so it multiplies integers of 16 bits. None: no instruction does it.

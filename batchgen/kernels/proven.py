@@ -103,12 +103,12 @@ class ProvenKernels:
             return Kernels.add_and_norm(self, linear, x, residual, weight, eps, post)
         y = linear(x)
 
-        def known(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        def product(x: Tensor, residual: Tensor | None = None) -> Tensor:
             return y if residual is None else y + residual
 
-        given = (known, x, residual, weight, eps, post)
+        args = (product, x, residual, weight, eps, post)
         name, both = "add_and_norm", (self.fast.add_and_norm, self.plain.add_and_norm)
-        result: tuple[Tensor, Tensor] = self.compare(name, *both, given, {})
+        result: tuple[Tensor, Tensor] = self.compare(name, *both, args, {})
         return result
 
     def _pair(self, name: str, make: Callable[[Kernels], Any]) -> Any:
@@ -123,17 +123,17 @@ class ProvenKernels:
             return plain
 
     def compare(
-        self, name: str, fast: Callable[..., Any], plain: Callable[..., Any], given: tuple[Any, ...], named: Any
+        self, name: str, fast: Callable[..., Any], plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """The result of plain torch, which also goes on: an error of one operation must not show in the next."""
         place = _WRITTEN.get(name)
-        before = None if place is None else _copied(given[place])
-        expected = plain(*given, **named)
+        before = None if place is None else _copied(args[place])
+        expected = plain(*args, **kwargs)
         if name in self.faults:
             return expected
-        again = given if place is None else (*given[:place], before, *given[place + 1 :])
+        again = args if place is None else (*args[:place], before, *args[place + 1 :])
         try:
-            got = fast(*again, **named)
+            got = fast(*again, **kwargs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         except torch.OutOfMemoryError:
@@ -142,10 +142,10 @@ class ProvenKernels:
             self._note(name, _words(error))
             return expected
         self.counts[name] += 1
-        if name == "short_conv" and not given[4].is_causal:  # whose state is of no use
+        if name == "short_conv" and not args[4].is_causal:  # whose state is of no use
             place = None
-        pairs = _pairs(expected, got) + ([] if place is None else _pairs(given[place], before))
-        if not self._agree(name, pairs, plain, given):
+        pairs = _pairs(expected, got) + ([] if place is None else _pairs(args[place], before))
+        if not self._agree(name, pairs, plain, args):
             share = f"by {max(_apart(*pair) for pair in pairs):.1%}"
             self._note(name, f"it differs from plain torch {'in choices' if name in _CHOOSING else share}")
         return expected
@@ -153,12 +153,12 @@ class ProvenKernels:
     def _note(self, name: str, why: str) -> None:
         self.faults = {**self.faults, name: why}
 
-    def _agree(self, name: str, pairs: list[tuple[Tensor, Tensor]], plain: Any, given: tuple[Any, ...]) -> bool:
+    def _agree(self, name: str, pairs: list[tuple[Tensor, Tensor]], plain: Any, args: tuple[Any, ...]) -> bool:
         if name == "sample":
-            return _draws_agree(*pairs[0], *given)
+            return _draws_agree(*pairs[0], *args)
         if name == "router":
-            return _choices_agree([got for _, got in pairs], plain.linear(given[0].float()), plain.routing)
-        within = [given[0].dtype] if name in _ROUNDED_WITHIN else []
+            return _choices_agree([got for _, got in pairs], plain.linear(args[0].float()), plain.routing)
+        within = [args[0].dtype] if name in _ROUNDED_WITHIN else []
         if name in _PRODUCTS and self.fast.activations == "int8":  # a last bit decides how an input is rounded
             within.append(_COARSEST)
         if name == "attend":  # with the numbers that it has just cached
@@ -175,8 +175,8 @@ class _Doubled:
     def __init__(self, kernels: ProvenKernels, name: str, fast: Any, plain: Any) -> None:
         self._kernels, self._name, self._fast, self._plain = kernels, name, fast, plain
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._kernels.compare(self._name, self._fast, self._plain, given, named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._kernels.compare(self._name, self._fast, self._plain, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fast, name)

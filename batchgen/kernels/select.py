@@ -47,13 +47,13 @@ def select(
 
 @lru_cache
 def triton_obstacle(device: torch.device) -> str:
-    """Why the Triton kernels cannot run on a GPU, and what would help; empty if they can. Asked of each device once."""
+    """Reason for which the Triton kernels cannot run on a GPU, with a remedy; "" if they can. Cached per device."""
     if torch.version.hip is not None:
         return "the Triton kernels are written for NVIDIA's GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    if (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
-        return "its compute capability is {}.{}; the kernels need {}.{} or more".format(*found, *_LEAST_CAPABILITY)
+    if (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return "its compute capability is {}.{}; the kernels need {}.{} or more".format(*capability, *_LEAST_CAPABILITY)
     try:
         _launch_one(device)
     except torch.OutOfMemoryError:

@@ -172,7 +172,7 @@ def test_a_job_has_compiled_beside_it_what_its_rows_need(
 ) -> None:
     started: list[tuple[tuple[str, ...], bool]] = []
     monkeypatch.setattr(build, "start", lambda *model, others=False: started.append((model, others)))
-    monkeypatch.setattr(build, "_asked", set())
+    monkeypatch.setattr(build, "_models", set())
     load_engine(job(**sampling), read_model(job(**sampling)))
     forms = ("float32", "bfloat16", "auto", "auto", "auto", "dense")
     assert started == [(forms, others), (forms, False)], "before torch is imported, and by whatever loads a model"

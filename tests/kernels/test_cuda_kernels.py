@@ -57,7 +57,7 @@ def test_a_product_in_parts_has_the_bits_of_one_program_and_leaves_counters_at_z
     assert relative_error(whole, x.double() @ weight.double().T + bias.double()) < most
     for rows in (slice(0, 1), slice(5, 9), slice(60, 69)):
         assert torch.equal(linear(x[rows]), whole[rows])
-    (counters,) = device.kernels._counters._given
+    (counters,) = device.kernels._counters._counters
     assert not counters.any()
     monkeypatch.setattr(tuning, "FEW_ROWS", 0)
     assert torch.equal(linear(x), whole)
@@ -194,7 +194,7 @@ def test_spans_are_merged_in_order_whichever_comes_last_and_counters_are_left_at
     expected = attend(device, case, 16)
     turn_programs(2)
     assert all(map(torch.equal, attend(device, case, 16), expected))
-    (counters,) = device.kernels._counters._given
+    (counters,) = device.kernels._counters._counters
     assert not counters.any()
 
 
@@ -212,7 +212,7 @@ def test_counters_stay_where_recordings_found_them() -> None:
     more = counters.at_least(len(few) + 1, DEVICE)
     assert len(more) > len(few)
     assert more.dtype is torch.int32
-    assert counters._given[0] is few
+    assert counters._counters[0] is few
 
 
 @pytest.mark.usefixtures("short_spans")

@@ -57,7 +57,7 @@ def _fields(cache: KVCache) -> tuple[int, ...]:
 
 
 class Alone(NamedTuple):
-    """What queries, keys and values are made of where attention makes them; see ``compiled.heads``."""
+    """Source of the queries, keys and values that attention makes itself; see ``compiled.heads``."""
 
     qkv: Tensor
     heads: interface.Heads
@@ -153,8 +153,8 @@ class CpuKernels(interface.Kernels):
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         laid_out = [(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights]
-        if found := packed_experts(laid_out):
-            return found
+        if packed := packed_experts(laid_out):
+            return packed
         self._note_library(self._library or "loop")
         return ExpertLoop(laid_out)
 

@@ -1,8 +1,8 @@
-"""Machine code of kernels for this process: what is kept on disk, what other processes make meanwhile, or its own.
+"""Machine code of kernels for this process, from files, from processes that compile meanwhile, or compiled here.
 
 Compiling takes seconds, and numba compiles in one thread only. So ``start`` has a process of its own do it, which
 divides the work with copies of itself, as soon as a run knows its dtype: beside the import of torch and the reading of
-the weights. It is help, no condition: this process compiles whatever the other leaves undone.
+the weights. This process compiles the kernels that the other leaves undone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from batchgen.kernels.cpu.build import work_on
 work_on(*json.loads(sys.argv[2]))
 """
 _LOCK = threading.RLock()
-_asked: set[Numbers] = set()  # models for which ``start`` was called
+_models: set[Numbers] = set()  # models for which ``start`` was called
 _builders: dict[Numbers, tuple[subprocess.Popen[bytes], Wanted]] = {}  # processes that compile, and what
 _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
 _plainly_compiled: set[str] = set()  # the names of those that numba has compiled by itself, which are not kept
@@ -46,7 +46,7 @@ def start(*model: str, others: bool = False) -> None:
     With ``others`` also what only rows need that are drawn, scored, constrained or penalized.
     """
     with _LOCK:
-        _asked.add(model)
+        _models.add(model)
         missing = _missing(model, others)
         if model in _builders or not missing or not object_cache.is_writable():
             return
@@ -70,7 +70,7 @@ os.register_at_fork(after_in_child=_begin_copy)
 
 def is_started() -> bool:
     """Whether this process has said which kernels it needs."""
-    return bool(_asked)
+    return bool(_models)
 
 
 def finish(*model: str) -> None:
@@ -80,7 +80,7 @@ def finish(*model: str) -> None:
 
 
 def not_kept(*model: str) -> str:
-    """Why the next process compiles a model's kernels again, once ``finish`` has returned; empty if it need not."""
+    """Reason for which the next process compiles a model's kernels again, once ``finish`` has returned; "" if none."""
     if not _missing(model):
         return ""
     if _plainly_compiled:
@@ -106,7 +106,7 @@ def address(spec: KernelSpec, kind: str) -> int:
 
 def _missing(model: Numbers, others: bool = False) -> Wanted:
     wanted = needed(*model) + (needed_by_some(*model) if others else [])
-    return [found for found in wanted if object_cache.read(object_cache.file_name(*found)) is None]
+    return [kernel for kernel in wanted if object_cache.read(object_cache.file_name(*kernel)) is None]
 
 
 def _awaited(spec: KernelSpec, kind: str, name: str) -> bytes | None:

@@ -82,15 +82,15 @@ def machine_code(spec: KernelSpec, kind: str) -> bytes:
     flags: Any = compiler.Flags()
     flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     with global_compiler_lock, _translating(context):
-        found = compiler.compile_extra(typing, context, _function(spec, kind), (_WORDS,), types.void, flags, {})
-        _add_entry(context, found.library, found.fndesc)
-        code: bytes = found.library.machine_code()
+        result = compiler.compile_extra(typing, context, _function(spec, kind), (_WORDS,), types.void, flags, {})
+        _add_entry(context, result.library, result.fndesc)
+        code: bytes = result.library.machine_code()
         return code
 
 
 @contextmanager
 def _translating(context: Any) -> Iterator[None]:
-    """What numba compiles inside is only translated."""
+    """Context in which numba only translates."""
     replaced = {
         "_internal_codegen": _Codegen("batchgen"),
         "cached_internal_func": {},  # functions of numba's own, translated by the codegen before
@@ -125,6 +125,6 @@ def compile_plainly(spec: KernelSpec, kind: str) -> int:
 
 
 def _function(spec: KernelSpec, kind: str) -> Callable[[Any], None]:
-    found = getattr(import_module(spec.module), spec.name)
-    of_words: Callable[[Any], None] = found.entry(spec.kinds[kind]) if hasattr(found, "entry") else found.py_func
+    kernel = getattr(import_module(spec.module), spec.name)
+    of_words: Callable[[Any], None] = kernel.entry(spec.kinds[kind]) if hasattr(kernel, "entry") else kernel.py_func
     return of_words

@@ -108,18 +108,18 @@ def needed(
         return []
     reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
     linears = _linears(dtype, reading, weights, activations)
-    found = [(ATTENTION, attention_kind(dtype, kv_cache_dtype)), *linears]
+    kernels = [(ATTENTION, attention_kind(dtype, kv_cache_dtype)), *linears]
     if "scales" in parts:
-        found.append((SCALE, dtype))
+        kernels.append((SCALE, dtype))
     if "experts" in parts:
-        found.append((ROUTE, dtype))
-        found += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
-    found += [(spec, dtype) for spec in (SHORT_CONV, ARGMAX, RMS_NORM)]
-    found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_cache_dtype)))
+        kernels.append((ROUTE, dtype))
+        kernels += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
+    kernels += [(spec, dtype) for spec in (SHORT_CONV, ARGMAX, RMS_NORM)]
+    kernels.append((ROPE_AND_CACHE, cached_kind(dtype, kv_cache_dtype)))
     # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
-    found.append((EMBEDDING_LOOKUP_PACKED if (MATMUL, reading) in found else TAKE_ROWS, reading))
-    found += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
-    return list(dict.fromkeys([*found, (RUN_ALL, "any"), (SERVE, "any")]))
+    kernels.append((EMBEDDING_LOOKUP_PACKED if (MATMUL, reading) in kernels else TAKE_ROWS, reading))
+    kernels += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
+    return list(dict.fromkeys([*kernels, (RUN_ALL, "any"), (SERVE, "any")]))
 
 
 def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[tuple[KernelSpec, str]]:
@@ -139,5 +139,5 @@ def needed_by_some(dtype: str, *_: str) -> list[tuple[KernelSpec, str]]:
     """The kernels that only rows need which are drawn, scored, constrained or penalized (in float32)."""
     if dtype not in ELEMENTS:
         return []
-    found = [(spec, dtype) for spec in (SAMPLE, LOGSUMEXP, MASK)]
-    return list(dict.fromkeys([*found, (SAMPLE, "float32"), (ARGMAX, "float32")]))
+    kernels = [(spec, dtype) for spec in (SAMPLE, LOGSUMEXP, MASK)]
+    return list(dict.fromkeys([*kernels, (SAMPLE, "float32"), (ARGMAX, "float32")]))

@@ -134,7 +134,7 @@ def _with_scales(scales: Tensor, integers: Tensor) -> Tensor:
 
 
 def _in_slices(weight: Tensor, laid_out: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``laid_out`` makes of all rows, in strips."""
+    """All rows as ``laid_out`` stores them, in strips."""
     num_rows = -(-len(weight) // TILE_COLUMNS) * TILE_COLUMNS
     strips: Tensor | None = None
     for start in range(0, num_rows, _ROWS_AT_ONCE):
@@ -162,7 +162,7 @@ def pack(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> 
 
 
 class Experts(NamedTuple):
-    """Which rows of a product meet which of several weights of one shape and kind.
+    """Assignment of a product's rows to several weights of one shape and kind.
 
     ``weights`` int64 [num_experts] are the addresses of the weights' strips. ``segments`` int64 has the number of
     experts that are met, then for each its id, its first row and where they end.

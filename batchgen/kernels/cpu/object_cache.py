@@ -30,8 +30,8 @@ _ENGINES: list[binding.ExecutionEngine] = []  # what they have loaded lives as l
 def file_name(spec: KernelSpec, kind: str) -> str:
     """The name of a kernel's file: a digest of its source, its compiler and what it is compiled for."""
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-    found = (spec.module, _sources(spec.module), processor.target(), settings, spec.kinds[kind])
-    return f"{spec.name}-{kind}-{hashlib.sha256(repr(found).encode()).hexdigest()[:24]}.o"
+    identity = (spec.module, _sources(spec.module), processor.target(), settings, spec.kinds[kind])
+    return f"{spec.name}-{kind}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.o"
 
 
 @lru_cache
@@ -80,7 +80,7 @@ def write(name: str, code: bytes) -> bool:
 
 
 def _digest(name: str, code: bytes) -> bytes:
-    """What a file begins with: it tells the object from a torn one, and from that of another name."""
+    """First bytes of a file, which tell its object from a torn one and from that of another name."""
     return hashlib.sha256(name.encode() + code).digest()
 
 
@@ -108,7 +108,7 @@ def lock() -> bool:
 
 
 def _folder() -> Path | None:
-    """Where objects are, made if need be; None where there is no such folder that only this user writes to."""
+    """Folder of the objects, made if need be; None where there is none that only this user writes to."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -117,10 +117,10 @@ def _folder() -> Path | None:
         return None
 
 
-def _is_ours(found: os.stat_result) -> bool:
+def _is_ours(status: os.stat_result) -> bool:
     """Whether none but this user, or the administrator, can have written a file or folder; a device is none of ours."""
-    is_plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-    return is_plain and found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+    return is_plain and status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def load(code: bytes) -> int:

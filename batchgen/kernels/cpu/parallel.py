@@ -81,10 +81,10 @@ def scratch(floats: int) -> tuple[int, int]:
     Parts begin at multiples of 64 bytes if ``floats`` is one of 16. It is never freed (kernels run one at a time).
     """
     num_floats = floats * torch.get_num_threads()
-    found = _SCRATCH.get(num_floats)
-    if found is None:  # two threads may come here at once: setdefault gives both the same
-        found = _SCRATCH.setdefault(num_floats, torch.empty(num_floats))
-    return found.data_ptr(), 4 * floats
+    memory = _SCRATCH.get(num_floats)
+    if memory is None:  # two threads may come here at once: setdefault gives both the same
+        memory = _SCRATCH.setdefault(num_floats, torch.empty(num_floats))
+    return memory.data_ptr(), 4 * floats
 
 
 Launched = tuple[int, "array[int]", int]  # function, words, number of workers
@@ -92,7 +92,7 @@ Launches = Sequence[tuple[int, int]]  # the addresses of their functions and wor
 
 
 class Allocator(Protocol):
-    """Where results lie while a step is recorded, or run in one go."""
+    """Memory of results while a step is recorded, or run in one go."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
@@ -269,9 +269,9 @@ def _function(spec: KernelSpec, kind: Any = ctypes.CFUNCTYPE) -> Callable[[int],
 
 
 def _address(function: object) -> int:
-    found = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]  # any foreign function
-    assert found, "a function of the C library"
-    return found
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]  # any foreign function
+    assert address, "a function of the C library"
+    return address
 
 
 _POOL: dict[None, Pool] = {}
@@ -279,22 +279,21 @@ _POOL: dict[None, Pool] = {}
 
 def pool() -> Pool:
     """The pool of this process: one, since threads of one have no numbers under the key of another."""
-    found = _POOL.get(None)
-    return found if found is not None else _POOL.setdefault(None, Pool())  # as in ``scratch``
+    pool = _POOL.get(None)
+    return pool if pool is not None else _POOL.setdefault(None, Pool())  # as in ``scratch``
 
 
 def num_launches() -> int:
     """Launches that this process's pool has ended: what moves while one long step computes."""
-    found = _POOL.get(None)
-    return 0 if found is None else found.num_launches
+    return _POOL[None].num_launches if None in _POOL else 0
 
 
 def _begin_copy() -> None:
     """A copy of the process has one thread: none of the pool's, and none that holds the lock of a launch."""
     global LAUNCHING  # noqa: PLW0603 - the lock may be held for ever by a thread that was not copied
     LAUNCHING = threading.RLock()
-    for known in _POOL.values():
-        known.forget_threads()
+    for copied in _POOL.values():
+        copied.forget_threads()
 
 
 def _end() -> None:
@@ -331,17 +330,17 @@ def use_openmp_threads() -> None:
 
 @lru_cache(maxsize=1)
 def _launcher() -> tuple[Launch, tuple[int, int]]:
-    """How to run ``(function, data, threads)``, and the function that numbers the threads with its argument."""
-    found = openmp() if _Torch.multiplies else None
-    if found is None:
+    """Function that runs ``(function, data, threads)``, and the one that numbers threads, with its argument."""
+    functions = openmp() if _Torch.multiplies else None
+    if functions is None:
         return _launch_in_pool, pool().numbering
-    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(found[0])
+    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(functions[0])
 
     def launch(function: int, data: int, threads: int) -> None:
         with LAUNCHING:
             start(function, data, threads, 0)
 
-    return launch, (found[1], 0)
+    return launch, (functions[1], 0)
 
 
 def _launch_in_pool(function: int, data: int, threads: int) -> None:

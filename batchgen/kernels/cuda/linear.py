@@ -75,14 +75,14 @@ def parts_of(out_features: int, width: int) -> int:
 
 
 def tiles_of(x: Tensor) -> dict[str, Any]:
-    """How a product of x is launched: many rows have tiles that read less, along the same steps of K."""
+    """Launch options of a product of x: many rows have tiles that read less, along the same steps of K."""
     if len(x) <= tuning.FEW_ROWS or x.element_size() == 4:  # no matrix instruction to feed: tall tiles spill registers
         return {"TILE": (BLOCK_M.value, BLOCK_N.value), **block_sizes(x)}
     return {"TILE": tuning.TALL_TILE, **block_sizes(x), **tuning.TALL_OPTIONS}
 
 
 def block_sizes(x: Tensor) -> dict[str, Any]:
-    """How a product of x in tiles of ``BLOCK_M`` by ``BLOCK_N`` is launched."""
+    """Launch options of a product of x in tiles of ``BLOCK_M`` by ``BLOCK_N``."""
     if x.element_size() == 4:
         return {"BLOCK_K": tuning.BLOCK_K_FLOAT32, "enable_fp_fusion": True, **tuning.PRODUCT_OPTIONS_FLOAT32}
     return {"BLOCK_K": tuning.BLOCK_K, "enable_fp_fusion": True, **tuning.PRODUCT_OPTIONS}

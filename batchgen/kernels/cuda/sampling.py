@@ -38,7 +38,7 @@ def _total(logits, width, peak, temperature):
 
 @triton.jit
 def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.constexpr):
-    """What the tokens from each of ``candidates`` (bits) upward weigh, those below ``floor`` left out.
+    """Weight of the tokens from each of ``candidates`` (bits) upward, those below ``floor`` left out.
 
     A token weighs its probability if ``BY_MASS``, else one. All sums have one shape: a subset never weighs more.
     """
@@ -59,19 +59,19 @@ def _threshold(logits, width, peak, temperature, floor, target, BY_MASS: tl.cons
     Where all together weigh less, ``floor`` itself.
     """
     digit = tl.arange(0, NUM_CANDIDATES)
-    known = floor * 0
+    threshold = floor * 0
     for place in range(NUM_DIGITS):
         shift = (NUM_DIGITS - 1 - place) * DIGIT_BITS
-        candidates = known + (digit << shift)
+        candidates = threshold + (digit << shift)
         weights = _weights(logits, width, peak, temperature, floor, candidates, BY_MASS)
         enough = tl.sum((weights.to(tl.float64) >= target).to(tl.int32))
-        known += tl.maximum(enough - 1, 0) << shift
-    return tl.maximum(known, floor)
+        threshold += tl.maximum(enough - 1, 0) << shift
+    return tl.maximum(threshold, floor)
 
 
 @triton.jit
 def _mass(logits, width, peak, temperature, floor):
-    """What all tokens from ``floor`` upward weigh, summed as ``_threshold`` sums."""
+    """Weight of all tokens from ``floor`` upward, summed as ``_threshold`` sums."""
     same = floor + tl.zeros([NUM_CANDIDATES], tl.int32)
     return tl.max(_weights(logits, width, peak, temperature, floor, same, True)).to(tl.float64)
 

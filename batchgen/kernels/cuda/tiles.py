@@ -1,4 +1,4 @@
-"""Which sequence a program works for, found on the device: no work list is built or copied by the host.
+"""Sequence that a program works for, derived on the device: no work list is built or copied by the host.
 
 A ragged batch is cut into tiles of T tokens that never span two sequences. Sequence i owns the tiles from
 ``cu_seqlens[i] // T + i`` on; that leaves it ``cu_seqlens[i + 1] // T - cu_seqlens[i] // T + 1`` of them, never
@@ -34,14 +34,14 @@ class SplitCounters:
     """
 
     def __init__(self) -> None:
-        self._given: list[Tensor] = []
+        self._counters: list[Tensor] = []
 
     def at_least(self, count: int, device: torch.device) -> Tensor:
         """Counters, int32 [``count`` or more]."""
-        if not self._given or len(self._given[-1]) < count:
+        if not self._counters or len(self._counters[-1]) < count:
             size = max(_LEAST_ARRIVALS, power_of_two(count))
-            self._given.append(torch.zeros(size, dtype=torch.int32, device=device))
-        return self._given[-1]
+            self._counters.append(torch.zeros(size, dtype=torch.int32, device=device))
+        return self._counters[-1]
 
 
 @triton.jit

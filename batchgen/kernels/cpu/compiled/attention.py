@@ -62,7 +62,7 @@ def _place(table, position, head, cache):
 
 @simd.inline
 def _chunk(table, position, head, cache):
-    """Where the keys of the chunk at ``position`` begin."""
+    """Offset of the keys of the chunk at ``position``."""
     place = _place(table, position, head, cache)
     return place * cache.width * cache.lanes + position % cache.block_size * cache.pack
 
@@ -116,18 +116,18 @@ def _values_of(position, begin, tile_end, table, head, upcoming, cache, copies):
     following = simd.address(simd.shifted(cache.keys, offset * width))
     if block_size % layout.CHUNK == 0 and position + layout.CHUNK <= tile_end:
         place = _place(table, position, head, cache) * block_size + position % block_size
-        found = simd.shifted(values, place * width)
-        return found, following - simd.address(found)
+        chunk = simd.shifted(values, place * width)
+        return chunk, following - simd.address(chunk)
     target = simd.shifted(copies, position % query_rows.GROUP * width)
-    known, i = min(tile_end - position, layout.CHUNK), 0
-    while i < known:
+    valid, i = min(tile_end - position, layout.CHUNK), 0
+    while i < valid:
         offset = (position + i) % block_size
-        count = min(known - i, block_size - offset)
+        count = min(valid - i, block_size - offset)
         source = (_place(table, position + i, head, cache) * block_size + offset) * width
         for j in range(0, count * width, layout.LANES):
             simd.store(target, i * width + j, simd.load(values, source + j))
         i += count
-    for j in range(known * width, layout.CHUNK * width, layout.LANES):
+    for j in range(valid * width, layout.CHUNK * width, layout.LANES):
         simd.store(target, j, simd.splat(F32(0.0)))
     return target, following - simd.address(target)
 

@@ -198,13 +198,13 @@ def round_like(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> ir.Val
 
 
 def any_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Whether any lane of ``a`` equals its counterpart in ``b``."""
+    """True if any lane of ``a`` equals its counterpart in ``b``."""
     same = builder.fcmp_ordered("==", a, b)
     return call(builder, "llvm.vector.reduce.or.v16i1", [same], ir.IntType(1))
 
 
 def all_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Whether every lane of ``a`` equals its counterpart in ``b``, as no NaN does."""
+    """True if every lane of ``a`` equals its counterpart in ``b``, as no NaN does."""
     same = builder.fcmp_ordered("==", a, b)
     return call(builder, "llvm.vector.reduce.and.v16i1", [same], ir.IntType(1))
 
@@ -275,7 +275,7 @@ def load_pairs(
     """Bfloat16 elements from ``base[first]`` and ``base[second]`` on, side by side: 16 pairs in each vector."""
     wide = 2 if vectors % 2 == 0 else 1
     shape = ir.VectorType(ir.IntType(16), wide * LANES)
-    found = []
+    pairs = []
     for v in range(0, vectors, wide):
         step = ir.Constant(first.type, v * LANES)
         rows = []
@@ -285,8 +285,8 @@ def load_pairs(
         for part in range(wide):
             lanes = [part * LANES + i // 2 + (i % 2) * wide * LANES for i in range(2 * LANES)]
             mask = ir.Constant(ir.VectorType(INT, 2 * LANES), [ir.Constant(INT, lane) for lane in lanes])
-            found.append(builder.shuffle_vector(*rows, mask))
-    return found
+            pairs.append(builder.shuffle_vector(*rows, mask))
+    return pairs
 
 
 def splat_pair(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:

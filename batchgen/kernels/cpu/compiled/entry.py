@@ -85,9 +85,9 @@ def kernel(**pointers: Any) -> Callable[[Callable[..., None]], ItemKernel]:
     return decorate
 
 
-def last_first(found: ItemKernel) -> ItemKernel:
+def last_first(kernel: ItemKernel) -> ItemKernel:
     """Decorator of a kernel whose items are taken from the last on."""
-    return replace(found, is_last_first=True)
+    return replace(kernel, is_last_first=True)
 
 
 def _unpacking(parameters: list[Any], element_types: tuple[Any, ...]) -> Any:
@@ -116,12 +116,12 @@ def _unpacking(parameters: list[Any], element_types: tuple[Any, ...]) -> Any:
             def value(parameter: Any, kind: Any) -> ir.Value:
                 if isinstance(parameter, Group):
                     return context.make_tuple(builder, kind, list(map(value, parameter.fields, kind)))
-                found = word()
+                word_value = word()
                 if isinstance(parameter, Own):
-                    found = builder.add(found, builder.mul(number, word()))
+                    word_value = builder.add(word_value, builder.mul(number, word()))
                 if kind is FLOAT:
-                    return builder.bitcast(builder.trunc(found, emit.INT), emit.FLOAT)
-                return found if kind is simd.I64 else builder.inttoptr(found, context.get_value_type(kind))
+                    return builder.bitcast(builder.trunc(word_value, emit.INT), emit.FLOAT)
+                return word_value if kind is simd.I64 else builder.inttoptr(word_value, context.get_value_type(kind))
 
             return context.make_tuple(builder, answer, list(map(value, parameters, answer)))
 

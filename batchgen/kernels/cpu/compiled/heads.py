@@ -102,7 +102,7 @@ def _fill(head, head_dim, value):
 
 @simd.inline
 def _rounded_keys(own, cache):
-    """Where keys wait in the scratch memory ``own``, as the cache stores them, each ``width`` elements."""
+    """Place of keys in the scratch memory ``own``, as the cache stores them, each ``width`` elements."""
     return simd.pointer(simd.address(own) + 4 * cache.width, cache.keys)
 
 

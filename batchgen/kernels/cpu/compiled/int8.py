@@ -36,7 +36,7 @@ def emit_scales(builder, strip, group):
 
 
 def emit_numbers(builder, strip, group, pair, scales, x):
-    """What a pair of inputs of 16 outputs multiplies: a vector of pairs of bfloat16, or two of float32.
+    """Weights of a pair of inputs for 16 outputs: a vector of pairs of bfloat16, or two of float32.
 
     ``x`` is the pointer to what they are multiplied with, in the type to which they are rounded.
     """
@@ -73,7 +73,7 @@ def emit_unpack(builder, out, strip, groups, x):
 
 
 def adds_up():
-    """Whether one instruction multiplies bytes and adds the products to a total."""
+    """True if one instruction multiplies bytes and adds the products to a total."""
     return not _ADDING.isdisjoint(cpu_features())
 
 
@@ -112,7 +112,7 @@ def emit_dot(builder, weights, inputs, total):
 
 def _in_parts(builder, parts, name, vectors):
     """An instruction of smaller registers for each part of ``vectors``; the int32 that it gives, side by side."""
-    found = []
+    sums = []
     for part in range(parts):
         taken = []
         for vector in vectors:
@@ -120,10 +120,10 @@ def _in_parts(builder, parts, name, vectors):
             lanes = [ir.Constant(emit.INT, part * count + lane) for lane in range(count)]
             mask = ir.Constant(ir.VectorType(emit.INT, count), lanes)
             taken.append(builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask))
-        found.append(emit.call(builder, name, taken, ir.VectorType(emit.INT, LANES // parts)))
-    while len(found) > 1:
-        found = [_joined(builder, a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
+        sums.append(emit.call(builder, name, taken, ir.VectorType(emit.INT, LANES // parts)))
+    while len(sums) > 1:
+        sums = [_joined(builder, a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
 
 
 def _joined(builder, a, b):
@@ -135,8 +135,8 @@ def _joined(builder, a, b):
 def _emit_weights(builder, strip, at):
     """The bytes of 16 outputs that fill a lane each, in ``integer_type``."""
     count = _in_a_lane() * LANES
-    found = builder.load(_at(builder, strip, at, ir.VectorType(_BYTE, count)), align=count)
-    return found if adds_up() else builder.sext(found, ir.VectorType(integer_type(), count))
+    weights = builder.load(_at(builder, strip, at, ir.VectorType(_BYTE, count)), align=count)
+    return weights if adds_up() else builder.sext(weights, ir.VectorType(integer_type(), count))
 
 
 def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, prefetch):

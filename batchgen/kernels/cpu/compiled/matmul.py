@@ -59,7 +59,7 @@ def _finish(product, sums, rows, first, column):
 
 @simd.inline
 def _finish_tile(product, sums, rows, first, column):
-    """What is left to do with the sums of rows and of the panel that begins at ``column``."""
+    """Write the outputs of rows and of the panel that begins at ``column``, from their sums."""
     if product.is_gated:
         _finish_gated(product, sums, rows, first, column)
     else:
@@ -68,11 +68,11 @@ def _finish_tile(product, sums, rows, first, column):
 
 @simd.jit
 def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
-    """Where a tile of ``steps`` steps prefetches from, and how many bytes further with each.
+    """(address, bytes per step) from which a tile of ``steps`` steps prefetches.
 
-    What this thread most likely multiplies next comes into its cache meanwhile: late, so that it is still there, in the
-    time of the last ``num_fetching`` tiles, of which this is number ``turn``. Before them (and where one tile alone
-    waits for its own weights) it asks for what is there, which is free.
+    The last ``num_fetching`` tiles, of which this is number ``turn``, bring the weights that this thread most likely
+    multiplies next into its cache, late, so that they are still there. Earlier tiles (and one tile alone, which waits
+    for its own weights) prefetch what the cache holds, which is free.
     """
     if turn < 0 or num_fetching == 0:
         return here, 0

@@ -143,8 +143,8 @@ def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, pref
         return
     most, sums = emit.number(_SEGMENT), {place: cgutils.alloca_once(builder, emit.VECTOR) for place in totals}
     with cgutils.for_range(builder, builder.udiv(builder.add(pairs, emit.number(_SEGMENT - 1)), most)) as loop:
-        for found in sums.values():
-            builder.store(ir.Constant(emit.VECTOR, None), found)
+        for partial in sums.values():
+            builder.store(ir.Constant(emit.VECTOR, None), partial)
         first = builder.mul(loop.index, most)
         left = builder.sub(pairs, first)
         add_products(sums, first, builder.select(builder.icmp_signed("<", left, most), left, most))

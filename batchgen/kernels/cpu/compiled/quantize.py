@@ -31,20 +31,20 @@ def _lanes(values):
 
 def emit_hadamard(builder, vectors):
     """``quantize.hadamard`` of the numbers in so many vectors, a power of two."""
-    found, half = list(vectors), len(vectors) // 2
+    mixed, half = list(vectors), len(vectors) // 2
     while half:
-        for i in range(len(found)):
+        for i in range(len(mixed)):
             if not i & half:
-                a, b = found[i], found[i + half]
-                found[i], found[i + half] = builder.fadd(a, b), builder.fsub(a, b)
+                a, b = mixed[i], mixed[i + half]
+                mixed[i], mixed[i + half] = builder.fadd(a, b), builder.fsub(a, b)
         half //= 2
     distance = LANES // 2
     while distance:
         places = _lanes([lane ^ distance for lane in range(LANES)])
         signs = ir.Constant(emit.VECTOR, [_float(-1.0 if lane & distance else 1.0) for lane in range(LANES)])
-        found = [emit.fma(builder, v, signs, builder.shuffle_vector(v, v, places)) for v in found]
+        mixed = [emit.fma(builder, v, signs, builder.shuffle_vector(v, v, places)) for v in mixed]
         distance //= 2
-    return found
+    return mixed
 
 
 def _emit_largest(builder, vectors):

@@ -39,9 +39,9 @@ def rope_and_cache(item, qkv, columns, heads, rotary, positions, slots, q_out, o
 def _load_conv_state(state, position, width, taps, past):
     """The inputs of the ``taps - 1`` positions before ``position`` into float32 ``past``; zero before the start."""
     for i in range(taps - 1):
-        known = position - (taps - 1) + i >= 0
+        is_inside = position - (taps - 1) + i >= 0
         for channel in range(0, width, LANES):
-            u = simd.load_some(state, i * width + channel, width - channel) if known else simd.splat(F32(0.0))
+            u = simd.load_some(state, i * width + channel, width - channel) if is_inside else simd.splat(F32(0.0))
             simd.store_some(past, i * width + channel, u, width - channel)
 
 

@@ -28,23 +28,23 @@ def _threshold(bits, p, width, floor, target, by_mass, bins):
     A token weighs its probability if ``by_mass``, else one. Tokens below ``floor`` (bits) do not count.
     Where all together weigh less, ``floor`` itself.
     """
-    prefix, known = np.int64(0), 32
+    prefix, low = np.int64(0), 32
     above = 0.0
     for digit in (12, 10, 10):
-        shift = known - digit
+        shift = low - digit
         for b in range(1 << digit):
             bins[b] = 0.0
         for i in range(width):
             x = np.int64(bits[i])
-            if x >= floor and x >> known == prefix:
+            if x >= floor and x >> low == prefix:
                 bins[(x >> shift) & ((1 << digit) - 1)] += F64(p[i]) if by_mass else 1.0
         b = (1 << digit) - 1
         while b >= 0 and above + bins[b] < target:
             above += bins[b]
             b -= 1
         if b < 0:  # nothing left to add: all of them weigh less, or rounding lost the last of it
-            return floor if known == 32 else max(floor, prefix << known)
-        prefix, known = prefix << digit | b, shift
+            return floor if low == 32 else max(floor, prefix << low)
+        prefix, low = prefix << digit | b, shift
     return prefix
 
 

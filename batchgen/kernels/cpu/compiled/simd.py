@@ -169,8 +169,8 @@ def fetch(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
 @emitted(types.boolean, ANY, I64, I64, I64)
 def replace(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, old: ir.Value, new: ir.Value) -> ir.Value:
     """Atomically make ``new`` of the int64 ``base[index]`` if it is ``old``; whether it was."""
-    found = builder.cmpxchg(builder.gep(base, [index]), old, new, "seq_cst", "seq_cst")
-    return builder.extract_value(found, 1)
+    exchange = builder.cmpxchg(builder.gep(base, [index]), old, new, "seq_cst", "seq_cst")
+    return builder.extract_value(exchange, 1)
 
 
 @emitted(types.void)

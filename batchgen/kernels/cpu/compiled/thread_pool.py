@@ -1,4 +1,4 @@
-"""How compiled kernels share their items, and how the threads of a pool run programs: launches of kernels in order.
+"""Sharing of items among compiled kernels, and the threads of a pool, which run programs: launches of kernels in order.
 
 Where another process takes a core, a thread of the pool stands still for milliseconds. The others wait only for the
 items that it holds. A thread that has taken the last item of a launch and finds no other in it begins the next one; a
