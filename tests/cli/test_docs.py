@@ -146,6 +146,13 @@ def test_a_generated_page_is_current(name: str) -> None:
     assert PAGES[name] == docs.page(name), "python tests/helpers/docs.py writes it"
 
 
+def test_the_recipes_show_each_job_file_once() -> None:
+    assert PAGES["recipes"] == docs.with_jobs(PAGES["recipes"]), "python tests/helpers/docs.py writes it"
+    files = [path.read_text(encoding="utf-8") for path in (DOCS.parents[1] / "jobs").glob("*.toml")]
+    quickstart = [text for text in files if PAGES["recipes"].count(f"\n\n```toml\n{text}```\n") != 1]
+    assert len(quickstart) == 1, "which the README shows how to run"
+
+
 def test_every_key_code_and_command_has_a_section() -> None:
     names = {section.name for name, text in PAGES.items() for section in sections(name, text)}
     keys = {f"{section}.{key}" for section, found in KEYS.items() for key in found}

@@ -95,7 +95,8 @@ def test_every_flag_that_is_shown_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
 def test_a_page_fits_a_terminal_and_its_links_lead_somewhere(path: Path) -> None:
-    assert [line for _, text in blocks(path.name) for line in text.splitlines() if len(line) > WIDTH] == []
+    code = "".join(text for language, text in blocks(path.name) if language != "toml")
+    assert [line for line in code.splitlines() if len(line) > WIDTH] == []
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (DOCS / link).exists()] == []
 

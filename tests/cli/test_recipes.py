@@ -179,7 +179,7 @@ def test_thinking_can_be_switched_off_where_the_template_has_a_switch(here: Path
     (here / "model" / "chat_template.jinja").write_text(THINKING)
     thinks = run("thinking", "--model", "model", "--limit", "1")[1]
     text = (here / "jobs" / "thinking.toml").read_text()
-    flags = shlex.split(next(line for line in text.splitlines() if "enable_thinking" in line))[4:]
+    flags = shlex.split(next(line for line in text.splitlines() if "enable_thinking" in line))[1:]
     silent = run("thinking", "--model", "model", "--limit", "1", "--overwrite", *flags)[1]
     assert silent[0]["usage"]["prompt_tokens"] > thinks[0]["usage"]["prompt_tokens"]  # of "<think></think>"
 

@@ -1,5 +1,7 @@
 """The generated pages of ``batchgen/docs``: ``python tests/helpers/docs.py`` writes them from the code's declarations.
 
+It also puts the job files into the page of recipes, as a wheel has no ``jobs``.
+
 What the code does not say is in ``docs.toml`` beside this file. A name there that the code does not know, and a field
 of the code that is missing there, is an error.
 """
@@ -7,6 +9,7 @@ of the code that is missing there, is an error.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import textwrap
 import tomllib
@@ -199,6 +202,18 @@ def page(name: str) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def with_jobs(text: str) -> str:
+    """A page whose lines that begin with the name of a job file have the file below them, as it is in ``jobs``."""
+
+    def shown(line: re.Match[str]) -> str:
+        job = (REPOSITORY / "jobs" / line[2]).read_text(encoding="utf-8")
+        return f"{line[1]}\n```toml\n{job}```\n"
+
+    return re.sub(r"^(Files?: `jobs/(\w+\.toml)`[^\n]*\n)(?:\n```toml\n.*?^```\n)?", shown, text, flags=re.M | re.S)
+
+
 if __name__ == "__main__":
     for name in PAGES:
         (DOCS / f"{name}.md").write_text(page(name), encoding="utf-8")
+    recipes = DOCS / "recipes.md"
+    recipes.write_text(with_jobs(recipes.read_text(encoding="utf-8")), encoding="utf-8")
