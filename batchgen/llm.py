@@ -27,12 +27,11 @@ from batchgen.config.record_fields import kept_name
 from batchgen.config.sampling import ParamError, merge_params, values_of
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.core.records import Cursor, Request, Row, SamplingParams
 from batchgen.core.units import counted
 from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
-from batchgen.input.rows import CHUNK_ROWS, RowProblem, bad_row, parse_json, row_id
-from batchgen.input.validator import Pending, build_requests
+from batchgen.input.rows import CHUNK_ROWS, RowProblem, parse_json, with_id
 from batchgen.output.formats.parquet import ParquetFormat, fixed_types
 from batchgen.run.backend import Backend
 from batchgen.run.loader import EngineFactory, load_engine, read_model
@@ -180,7 +179,8 @@ class LLM:
         """
         table = _as_table(batch)
         spec = replace(self._spec, input=replace(self._spec.input, columns=()))
-        rows: Iterable[tuple[Any, RowError | None]] = rows_at(table, range(table.num_rows), spec.input.request_columns)
+        cells = enumerate(rows_at(table, range(table.num_rows), spec.input.request_columns))
+        rows = [Row(index, "", index + 1, values, _NOWHERE, error=error) for index, (values, error) in cells]
         records = [
             {**record, "error": None} if "code" not in record else {"error": f"{record['code']}: {record['message']}"}
             for record in self._records(rows, spec, needs_id=True)
@@ -210,8 +210,8 @@ class LLM:
         Rows of a column ``prompt`` alone, which strings are, are prompts whatever the columns of tables are.
         """
         rows = [rows] if isinstance(rows, str) else rows
-        parsed = [_parsed(line) for line in json_lines(rows, spec.input.request_columns)]
-        if all(error is not None or [*columns] == ["prompt"] for columns, error in parsed):
+        parsed = [_parsed(*item) for item in enumerate(json_lines(rows, spec.input.request_columns))]
+        if all(row.error is not None or [*row.columns] == ["prompt"] for row in parsed):
             spec = _asks(spec, prompt="prompt")
         records = self._records(parsed, spec, shows=shows)
         if warns and (num_failed := sum("code" in record for record in records)):
@@ -220,24 +220,25 @@ class LLM:
         return records
 
     def _records(
-        self, rows: Iterable[tuple[Any, RowError | None]], spec: JobSpec, *, shows: bool = False, needs_id: bool = False
+        self, rows: Iterable[Row], spec: JobSpec, *, shows: bool = False, needs_id: bool = False
     ) -> list[dict[str, Any]]:
         """The output record or the error's of each row, in order."""
-        listed = [_row(index, columns, error, spec) for index, (columns, error) in enumerate(rows)]
+        listed = [with_id(row, spec.input) for row in rows]
         made = self._model.record_builder(spec)
         records: list[Any] = [None] * len(listed)
-        pending: dict[int, Pending] = {}
+        pending: dict[int, Row] = {}
 
         def requests() -> Iterator[Request]:
             builder = self._model.builder(spec)
             for first in range(0, len(listed), CHUNK_ROWS):
-                for answer in build_requests(builder, listed[first : first + CHUNK_ROWS]):
-                    failed = answer if isinstance(answer, BadRow) else _refused(*answer, spec) if needs_id else None
-                    if failed is not None:
-                        records[failed.index] = json.loads(failed_entry(failed, made).payload)
-                    elif not isinstance(answer, BadRow):
-                        pending[answer[1].key] = answer[0]
-                        yield answer[1]
+                for row, request in builder.build(listed[first : first + CHUNK_ROWS]):
+                    is_unkeyed = needs_id and row.id is None and not row.params.is_greedy
+                    if request is None or is_unkeyed:
+                        failed = row.failed(RowError(RowErrorCode.BAD_PARAM, _NEEDS_ID)) if request else row
+                        records[row.index] = json.loads(failed_entry(failed, made).payload)
+                    else:
+                        pending[row.index] = row
+                        yield request
 
         with self._lock, tqdm(total=len(listed), unit="row", disable=None if shows else True) as bar:
             engine = self._ready().engine
@@ -280,30 +281,13 @@ def _asks(spec: JobSpec, prompt: str | None = None, messages: str | None = None)
     return replace(spec, input=replace(spec.input, prompt=prompt, messages=messages, prompt_token_ids=None))
 
 
-def _parsed(line: bytes) -> tuple[Any, RowError | None]:
-    """The columns of a line of JSON, or what is wrong with it."""
+def _parsed(index: int, line: bytes) -> Row:
+    """The row of a line of JSON."""
     text = line.decode(errors="replace")
     try:
-        return parse_json(text), None
+        return Row(index, "", index + 1, parse_json(text), _NOWHERE)
     except RowProblem as problem:
-        return text.rstrip("\n"), problem.error
-
-
-def _row(index: int, columns: Any, error: RowError | None, spec: JobSpec) -> Pending | BadRow:
-    if error is not None:
-        return BadRow(index, "", index + 1, error, columns, _NOWHERE)
-    record = Record(index, "", index + 1, columns, _NOWHERE)
-    try:
-        return Pending(record, row_id(record, spec.input))
-    except RowProblem as problem:
-        return bad_row(record, problem.error, spec.input)
-
-
-def _refused(row: Pending, request: Request, spec: JobSpec) -> BadRow | None:
-    """The error row of random draws that nothing keys."""
-    if row.id is not None or request.params.is_greedy:
-        return None
-    return bad_row(row.record, RowError(RowErrorCode.BAD_PARAM, _NEEDS_ID), spec.input)
+        return Row(index, "", index + 1, {}, _NOWHERE, error=problem.error, text=text.rstrip("\n"))
 
 
 def _as_table(batch: Any) -> pa.Table:

@@ -16,7 +16,7 @@ import torch
 from batchgen.check.logits import Divergence, LogitsComparison, LogitsRecorder, StatesRecorder, Trace
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Request, SamplingParams
+from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.load import load_weights
@@ -76,11 +76,11 @@ def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list
         source = open_source(readable)
         check_columns(source.read(), spec, builder.finder)
         prompts = []
-        for row in source.read():
-            request = row if isinstance(row, BadRow) else next(builder.build([row]))
-            if isinstance(request, BadRow):
-                raise UsageError(f"{request.source}:{request.line}: {request.error.code}: {request.error.message}")
-            prompts.append(request.prompt_token_ids)
+        for read in source.read():
+            row, request = next(builder.build([read]))
+            if row.error is not None:
+                raise UsageError(f"{row.source}:{row.line}: {row.error.code}: {row.error.message}")
+            prompts += [request.prompt_token_ids] if request else []
     if not prompts:
         raise UsageError(f"--input {spec.input.path[0]}: holds no rows")
     return prompts

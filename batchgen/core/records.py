@@ -1,4 +1,4 @@
-"""Data types of the pipeline: Record -> Request -> Result. All are frozen, and none needs torch.
+"""Data types of the pipeline: Row -> Request -> Result. All are frozen, and none needs torch.
 
 Input, engine and output share only these types, so none of them imports another. Nothing here is durable: a row is once
 its Result lies in the journal (``output.journal``).
@@ -6,7 +6,7 @@ its Result lies in the journal (``output.journal``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any
@@ -51,34 +51,6 @@ class Cursor(FastPickle):
     offset: int
     row: int
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Record(FastPickle):
-    """One input row, untouched.
-
-    ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line
-    (or row) in ``source``; ``after`` is where the next row starts.
-    """
-
-    index: int
-    source: str
-    line: int
-    columns: dict[str, Any]
-    after: Cursor
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """An input row that cannot become a request; ``raw`` is the readable part of it, for ``errors.jsonl``."""
-
-    index: int
-    source: str
-    line: int
-    error: RowError
-    raw: Any
-    after: Cursor
-    id: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +112,38 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens seen before count less or more than others."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row(FastPickle):
+    """One input row, with what is known of it so far: first its columns, then its id, then its prompt.
+
+    ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line (or row) in
+    ``source``; ``after`` is where the next row starts. A row with an ``error`` cannot become a request; ``text`` is
+    that of a line without columns. ``id`` is its own, None where it has none. ``params`` and ``prompt_token_ids``
+    (``Request.named_tokens``) are those of its request, and ``output_token_ids`` what an earlier run generated.
+    """
+
+    index: int
+    source: str
+    line: int
+    columns: dict[str, Any]
+    after: Cursor
+    id: str | int | None = None
+    error: RowError | None = None
+    text: str | None = None
+    params: SamplingParams = SamplingParams()
+    prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> int:
+        """The name of the row in requests and results."""
+        return self.index
+
+    def failed(self, error: RowError) -> Row:
+        """The row with the reason why it cannot run."""
+        return replace(self, error=error)
 
 
 @dataclass(frozen=True, slots=True)

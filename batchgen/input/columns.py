@@ -15,7 +15,7 @@ from batchgen.config.record_fields import kept_columns
 from batchgen.config.sampling import in_object
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import resembling
-from batchgen.core.records import BadRow, Record
+from batchgen.core.records import Row
 from batchgen.core.units import shortened, shown
 from batchgen.input.content import ContentFinder
 from batchgen.input.rows import RowProblem, row_chars
@@ -29,7 +29,7 @@ _SHOWN_CHARS = 40
 _FIELD = re.compile(r"\{[^{}]+\}")
 
 
-def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: ContentFinder) -> list[str]:
+def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> list[str]:
     """Look at the first of ``rows``, which are those of all shards. Returns lines that the user should read.
 
     Raises UsageError where many come first and none is JSON; where all of them lack a column that the job names,
@@ -37,9 +37,9 @@ def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: Conten
     rendered for any of them; or where the job names no prompt and none of them has one.
     """
     tried = list(_tried(rows))
-    head = [row for row in tried if isinstance(row, Record)]
+    head = [row for row in tried if row.error is None]
     if not head:
-        _refuse_other_format([row for row in tried if isinstance(row, BadRow)])
+        _refuse_other_format(tried)
         return []
     found = list(dict.fromkeys(name for row in head for name in row.columns))
     among = "the first row does not have" if len(head) == 1 else f"none of the first {len(head)} rows has"
@@ -56,7 +56,7 @@ def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: Conten
     return [*_renamed(head, spec), *_other_data(head), *_other_form(head, spec)]
 
 
-def _renamed(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
+def _renamed(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
     """A line on the columns that are kept under other names than their own."""
     kept = {name: field for row in rows for name, field in kept_columns(spec, row.columns).items()}
     renamed = [f"{shown(name)} as {field}" for name, field in kept.items() if name != field]
@@ -66,12 +66,12 @@ def _renamed(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
         yield f"a record has fields of its own named like columns of the input, which are kept as: {listed}"
 
 
-def _other_form(rows: Sequence[Record], spec: JobSpec) -> Iterator[str]:
+def _other_form(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
     if spec.output.format != "openai-batch" and all(spec.input.is_batch_line(row.columns) for row in rows):
         yield "the rows are OpenAI Batch requests: --output-format openai-batch gives the answers in OpenAI's form"
 
 
-def _other_data(rows: Sequence[Record]) -> Iterator[str]:
+def _other_data(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         with suppress(ValueError):
             if in_object(value := row.columns.get("sampling")) is None:
@@ -79,7 +79,7 @@ def _other_data(rows: Sequence[Record]) -> Iterator[str]:
                 return
 
 
-def _check_template(prompt: str, template: Template, rows: Sequence[Record]) -> None:
+def _check_template(prompt: str, template: Template, rows: Sequence[Row]) -> None:
     """Raises UsageError for a template without columns, and for one that fails on every one of ``rows``."""
     said = f"input.prompt = {shortened(repr(prompt), _SHOWN_CHARS)}"
     if not template.columns:
@@ -100,22 +100,22 @@ def _check_template(prompt: str, template: Template, rows: Sequence[Record]) -> 
     raise UsageError(f"{said} cannot be filled in from {among}; {rows[0].source}:{rows[0].line}: {problems[0]}")
 
 
-def _refuse_other_format(rows: Sequence[BadRow]) -> None:
+def _refuse_other_format(rows: Sequence[Row]) -> None:
     """Raises UsageError where so many rows are not JSON that the input is not JSON Lines."""
-    first = rows[:HEAD_ROWS]
-    if len(first) == HEAD_ROWS and {row.error.code for row in first} == {RowErrorCode.BAD_JSON}:
-        place = f"{first[0].source}:{first[0].line}: {first[0].error.message}"
+    errors = [row.error for row in rows[:HEAD_ROWS] if row.error is not None]
+    if len(errors) == HEAD_ROWS and {error.code for error in errors} == {RowErrorCode.BAD_JSON}:
+        place = f"{rows[0].source}:{rows[0].line}: {errors[0].message}"
         raise UsageError(
             f"none of the first {HEAD_ROWS} rows is JSON ({place}); say in input.format what the file is, such as "
             '"text" for a prompt a line'
         )
 
 
-def _tried(rows: Iterable[Record | BadRow]) -> Iterator[Record | BadRow]:
+def _tried(rows: Iterable[Row]) -> Iterator[Row]:
     """The first rows, up to so many readable ones."""
     size = num_readable = 0
     for tried, row in enumerate(rows, 1):
-        num_readable += isinstance(row, Record)
+        num_readable += row.error is None
         yield row
         size += row_chars(row)
         if num_readable == HEAD_ROWS or tried == _HEAD_TRIED or size > _HEAD_CHARS:

@@ -1,6 +1,6 @@
-"""Records to requests: finds each row's prompt and sampling values, tokenizes in batches, checks the length.
+"""Rows to requests: finds each row's prompt and sampling values, tokenizes in batches, checks the length.
 
-Every row gets an answer, a ``Request`` or a ``BadRow``, and no row can disturb its neighbours. It knows no file
+Every row gets an answer, a ``Request`` or an error, and no row can disturb its neighbours. It knows no file
 format and nothing about how tokens are generated.
 """
 
@@ -12,12 +12,13 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
+from batchgen.config.identity import draw_of
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
-from batchgen.core.records import BadRow, Record, Request, SamplingParams
+from batchgen.core.records import Request, Row, SamplingParams
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
-from batchgen.input.rows import Embedded, RowProblem, bad_row, bounded, num_chars
+from batchgen.input.rows import Embedded, RowProblem, bounded, num_chars
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
@@ -40,7 +41,7 @@ class _Draft:
     There are several only where a row asks for a vector of each.
     """
 
-    record: Record
+    row: Row
     params: SamplingParams
     prompts: Sequence[PlainText | list[int]]
 
@@ -95,8 +96,8 @@ class RequestBuilder:
         except GrammarError as error:
             raise UsageError(f"sampling.structured_outputs: {error}") from None
 
-    def build(self, rows: Sequence[Record]) -> Iterator[Request | BadRow]:
-        """One answer per row, in the order of ``rows``.
+    def build(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
+        """Each row with its prompt and its request, in the order of ``rows``; with an error and none if it cannot run.
 
         All rows are tokenized together, but each one's grammar is compiled when its answer is asked for: that may take
         seconds, in which a stop waits and no step runs.
@@ -104,7 +105,7 @@ class RequestBuilder:
         for drafts in bounded(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS):
             yield from self._requests(drafts)
 
-    def _requests(self, drafts: Sequence[_Draft | BadRow]) -> Iterator[Request | BadRow]:
+    def _requests(self, drafts: Sequence[_Draft | Row]) -> Iterator[tuple[Row, Request | None]]:
         sound = [draft for draft in drafts if isinstance(draft, _Draft)]
         lists = {draft.params.choices for draft in sound}  # most rows have the job's, so they are few
         lists |= {_ways_to_write(draft.params.bad_words) for draft in sound}
@@ -115,27 +116,18 @@ class RequestBuilder:
             ]
         )
         for draft in drafts:
-            yield self._attempt(draft.record, self._request, draft, texts) if isinstance(draft, _Draft) else draft
+            made = _attempt(draft.row, self._request, draft, texts) if isinstance(draft, _Draft) else draft
+            yield (made, None) if isinstance(made, Row) else made
 
-    def _drafts(self, rows: Sequence[Record]) -> Iterator[_Draft | BadRow]:
-        contents = [self._attempt(record, self.finder.find, record.columns) for record in rows]
+    def _drafts(self, rows: Sequence[Row]) -> Iterator[_Draft | Row]:
+        contents = [_attempt(row, self.finder.find, row.columns) if row.error is None else row for row in rows]
         prompts = [content.prompt for content in contents if isinstance(content, Content)]
         chats = [prompt.variables for prompt in prompts if isinstance(prompt, Chat)]
         rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
-        for record, content in zip(rows, contents, strict=True):
-            if isinstance(content, BadRow):
-                yield content
-            else:
-                yield self._attempt(record, self._draft, record, content, rendered)
+        for row, content in zip(rows, contents, strict=True):
+            yield content if isinstance(content, Row) else _attempt(row, self._draft, row, content, rendered)
 
-    def _attempt(self, record: Record, make: Callable[..., _Made], *args: object) -> _Made | BadRow:
-        """The result of ``make``, or the error row of the RowProblem that it raises."""
-        try:
-            return make(*args)
-        except RowProblem as problem:
-            return bad_row(record, problem.error, self._spec)
-
-    def _draft(self, record: Record, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
+    def _draft(self, row: Row, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
         prompt = content.prompt
         if isinstance(prompt, Chat):
             text = next(rendered)
@@ -144,28 +136,28 @@ class RequestBuilder:
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
             prompt = PlainText(text, add_special_tokens=False)
         if self._embedded is not None:
-            return self._embedded_draft(record, [prompt, *content.more], self._embedded)
+            return self._embedded_draft(row, [prompt, *content.more], self._embedded)
         try:
-            base, is_open = self._sampling, self._fills_context and self._spec.is_batch_line(record.columns)
+            base, is_open = self._sampling, self._fills_context and self._spec.is_batch_line(row.columns)
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
             params = merge_params(base, content.overrides, self._recommended)
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):
             raise RowProblem(RowErrorCode.BAD_PARAM, refused)
-        draft = _Draft(record, params, [prompt])
+        draft = _Draft(row, params, [prompt])
         longest = self._min_tokens(max(params.choices, key=len, default=""))
         self._check_estimate(draft, longest)
         return draft
 
-    def _embedded_draft(self, record: Record, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
+    def _embedded_draft(self, row: Row, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
         made = [
             PlainText(embedded.prefix + prompt.text, add_special_tokens=True)
             if isinstance(prompt, PlainText)
             else prompt
             for prompt in prompts
         ]
-        draft = _Draft(record, _EMBEDDED, made)
+        draft = _Draft(row, _EMBEDDED, made)
         if not embedded.truncates:
             self._check_estimate(draft, 0)
         return draft
@@ -224,7 +216,7 @@ class RequestBuilder:
                 encoded |= zip(batch, token_ids, strict=True)
         return encoded
 
-    def _request(self, draft: _Draft, texts: Texts) -> Request:
+    def _request(self, draft: _Draft, texts: Texts) -> tuple[Row, Request]:
         found = [texts[prompt] if isinstance(prompt, PlainText) else prompt for prompt in draft.prompts]
         found += [texts[_apart(text)] for text in (*draft.params.choices, *_ways_to_write(draft.params.bad_words))]
         encoded: list[tuple[int, ...]] = []
@@ -250,11 +242,12 @@ class RequestBuilder:
             self._check_grammar(draft.params)
         except GrammarError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
-        index, size = draft.record.index, num_chars(draft.record.columns)
+        row, size = draft.row, num_chars(draft.row.columns)
         pooling = self._embedded.pooling if self._embedded else ""
         lengths = tuple(map(len, prompts)) if len(prompts) > 1 else ()
-        rest = (tuple(choices), tuple(bad_words), size, pooling, lengths)
-        return Request(index, tuple(chain(*prompts)), draft.params, (), *rest)
+        rest = (tuple(choices), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index))
+        request = Request(row.index, tuple(chain(*prompts)), draft.params, row.output_token_ids, *rest)
+        return replace(row, params=draft.params, prompt_token_ids=request.named_tokens), request
 
     def _check_length(
         self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False, is_counted: bool = True
@@ -274,6 +267,14 @@ class RequestBuilder:
         raise RowProblem(RowErrorCode.TOO_LONG, f"the prompt has {given} tokens; {limits}{with_choices}")
 
 
+def _attempt(row: Row, make: Callable[..., _Made], *args: object) -> _Made | Row:
+    """The result of ``make``, or the row with the error of the RowProblem that it raises."""
+    try:
+        return make(*args)
+    except RowProblem as problem:
+        return row.failed(problem.error)
+
+
 def _apart(text: str) -> PlainText:
     """A text to be tokenized by itself."""
     return PlainText(text, add_special_tokens=False)
@@ -286,7 +287,7 @@ def _ways_to_write(words: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(way for word in bare for way in (word, f" {word}")))
 
 
-def _num_chars(item: PlainText | _Draft | BadRow) -> int:
+def _num_chars(item: PlainText | _Draft | Row) -> int:
     """How many characters of an item are yet to be tokenized."""
     if isinstance(item, _Draft):
         return sum(len(text.text) for text in item.texts)

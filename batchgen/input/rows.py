@@ -1,6 +1,6 @@
 """Row errors, row ids and chunks of rows: what readers, the request builder and the validator share.
 
-Inside the input room a problem of a row is an exception; it leaves as a ``BadRow`` value and never stops a job.
+Inside the input room a problem of a row is an exception; it leaves as the ``error`` of a row and never stops a job.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.json_line import MAX_DEPTH, is_too_deep
-from batchgen.core.records import BadRow, Record
+from batchgen.core.records import Row
 
 _Item = TypeVar("_Item")
 _decode = json.JSONDecoder().decode
@@ -97,35 +97,23 @@ def _refuse_lone_surrogates(value: object) -> None:
         raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
 
 
-def row_id(record: Record, spec: InputSpec) -> str | int | None:
-    """The row's own id: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else None.
+def with_id(row: Row, spec: InputSpec) -> Row:
+    """The row with its own id: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else none.
 
-    Raises RowProblem when that column is missing or holds neither a string nor an integer. It need not be unique.
+    It need not be unique. It is an error if that column is missing or holds neither a string nor an integer.
     """
-    columns = record.columns
-    name = spec.id or ("custom_id" if spec.is_batch_line(columns) else None)
-    if name is None:
-        return None
-    if name not in columns:
-        raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {name!r} (the row's id)")
-    value = columns[name]
+    name = spec.id or ("custom_id" if spec.is_batch_line(row.columns) else None)
+    if name is None or row.error is not None:
+        return row
+    if name not in row.columns:
+        return row.failed(RowError(RowErrorCode.MISSING_COLUMN, f"no column {name!r} (the row's id)"))
+    value = row.columns[name]
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise wrong_type(f"column {name!r} (the row's id)", value, "a string or an integer")
-    return value
+        return row.failed(wrong_type(f"column {name!r} (the row's id)", value, "a string or an integer").error)
+    return replace(row, id=value)
 
 
-def bad_row(record: Record, error: RowError, spec: InputSpec) -> BadRow:
-    """The error row of a record that was read but cannot be run; it keeps the record's id where that is valid."""
-    try:
-        known_id = row_id(record, spec)
-    except RowProblem:
-        known_id = None
-    return BadRow(record.index, record.source, record.line, error, record.columns, record.after, known_id)
-
-
-def chunked(
-    rows: Iterable[Record | BadRow], most: Callable[[], int] = lambda: CHUNK_ROWS
-) -> Iterator[list[Record | BadRow]]:
+def chunked(rows: Iterable[Row], most: Callable[[], int] = lambda: CHUNK_ROWS) -> Iterator[list[Row]]:
     """Rows in lists of at most ``most()`` rows, which end early where the rows hold much text."""
     return bounded(rows, row_chars, CHUNK_CHARS, most)
 
@@ -146,9 +134,9 @@ def bounded(
         yield batch
 
 
-def row_chars(row: Record | BadRow) -> int:
+def row_chars(row: Row) -> int:
     """About how much memory a row takes, in characters."""
-    return num_chars(row.columns if isinstance(row, Record) else row.raw)
+    return num_chars(row.columns) + len(row.text or "")
 
 
 def num_chars(value: object) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.records import Cursor, Row
 from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
 from batchgen.core.shard import Shard
 from batchgen.input.formats import InputFile, Rows, Wanted
@@ -119,7 +119,7 @@ class Reading:
         self._rows = rows
         self.end = 0
 
-    def __iter__(self) -> Iterator[Record | BadRow]:
+    def __iter__(self) -> Iterator[Row]:
         self.end = yield from self._rows
 
 
@@ -139,7 +139,7 @@ class RowRange:
     has_ids: bool = False
     num_rows: int = 0
 
-    def read(self) -> Iterator[Record | BadRow]:
+    def read(self) -> Iterator[Row]:
         """The rows, from the first unfinished one on."""
         self.num_rows = yield from self.source.read(self.start, self._is_wanted)
 

@@ -1,47 +1,21 @@
-"""Row validator: turns chunks of input rows into requests and error rows.
+"""Row validator: turns chunks of input rows into requests.
 
-It reads each row's id, claims it, and has the remaining rows made into requests.
+It reads each row's id, claims it, and has the rows without an error made into requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
-from batchgen.config.identity import draw_of
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
-from batchgen.core.records import BadRow, FastPickle, Record, Request, SamplingParams
+from batchgen.core.records import Request, Row
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.rows import RowProblem, bad_row, chunked, row_id
-
-
-@dataclass(frozen=True, slots=True)
-class Pending(FastPickle):
-    """A row on its way through the engine: its id, None where it has none, its sampling and its prompt once known.
-
-    ``prompt_token_ids`` are ``Request.named_tokens``.
-
-    ``output_token_ids`` are tokens that an earlier run generated.
-    """
-
-    record: Record
-    id: str | int | None
-    params: SamplingParams = SamplingParams()  # noqa: RUF009 - it is frozen
-    prompt_token_ids: tuple[int, ...] = ()
-    output_token_ids: tuple[int, ...] = ()
-
-    @property
-    def index(self) -> int:
-        return self.record.index
-
-    @property
-    def key(self) -> int:
-        """What requests and results call the row."""
-        return self.record.index
+from batchgen.input.rows import chunked, with_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,45 +27,30 @@ class RowValidator:
     ids: UniqueIds
     shard: Shard = WHOLE
 
-    def validate(self, rows: Sequence[Record | BadRow]) -> Iterator[tuple[Pending, Request] | BadRow]:
-        """One answer per row of the shard, in order: its request, or why it cannot run.
+    def validate(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
+        """One answer per row of the shard, in order; see ``RequestBuilder.build``.
 
         The first takes longest: all rows claim their ids and are tokenized with it.
         """
-        yield from build_requests(self.builder, self.claim(rows))
+        yield from self.builder.build(self.claim(rows))
 
-    def claim(self, rows: Sequence[Record | BadRow]) -> list[Pending | BadRow]:
+    def claim(self, rows: Sequence[Row]) -> list[Row]:
         """The rows of the shard with their ids, see ``claim_ids``; nothing is tokenized."""
         return [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
 
-    def claim_ids(self, rows: Sequence[Record | BadRow]) -> list[Pending | BadRow]:
-        """The rows with their ids; a row whose id is missing, invalid or that of an earlier row is an error row."""
-        named = [self._named(row) for row in rows]
-        duplicates = self._duplicate_ids(named)
-        return [
-            self._duplicate(row, duplicates[row.index]) if isinstance(row, Pending) and row.index in duplicates else row
-            for row in named  # an error row keeps its own code: it claims its id and loses nothing
-        ]
-
-    def _named(self, row: Record | BadRow) -> Pending | BadRow:
-        if isinstance(row, BadRow):
-            return row
-        try:
-            return Pending(row, row_id(row, self.spec))
-        except RowProblem as problem:
-            return bad_row(row, problem.error, self.spec)
-
-    def _duplicate_ids(self, rows: Sequence[Pending | BadRow]) -> dict[int, int]:
-        """The rows whose id another row claimed first: index -> index of that row."""
-        known = ((row.index, row.id if isinstance(row, BadRow) else self._known_by(row)) for row in rows)
+    def claim_ids(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with their ids; it is an error if an id is missing, invalid or that of an earlier row."""
+        named = [with_id(row, self.spec) for row in rows]
+        known = [(row.index, self._known_by(row)) for row in named if row.error is None]
         claims = [(index, row_id) for index, row_id in known if row_id is not None]
-        return self.ids.claim(claims) if claims else {}
+        duplicates = self.ids.claim(claims) if claims else {}
+        return [self._duplicate(row, duplicates[row.index]) if row.index in duplicates else row for row in named]
 
-    def _duplicate(self, row: Pending, first: int) -> BadRow:
+    def _duplicate(self, row: Row, first: int) -> Row:
         message = f"row {first} already has the id {self._known_by(row)!r}"
-        return bad_row(row.record, RowError(RowErrorCode.DUPLICATE_ID, message), self.spec)
+        return row.failed(RowError(RowErrorCode.DUPLICATE_ID, message))
 
-    def _known_by(self, row: Pending) -> str | int | None:
+    def _known_by(self, row: Row) -> str | int | None:
         """The id that a row's result is written with, where another row's result could be written with the same.
 
         An index that stands for a missing id is a number, which no ``custom_id`` of another row is, unless as text.
@@ -100,22 +59,7 @@ class RowValidator:
         return str(row.index) if row.id is None and is_mixed else row.id
 
 
-def build_requests(
-    builder: RequestBuilder, rows: Sequence[Pending | BadRow]
-) -> Iterator[tuple[Pending, Request] | BadRow]:
-    """One answer per row, in order: its request, with what an earlier run generated, or why it cannot run."""
-    built = builder.build([row.record for row in rows if isinstance(row, Pending)])
-    yield from (row if isinstance(row, BadRow) else _answer(row, next(built)) for row in rows)
-
-
-def _answer(row: Pending, built: Request | BadRow) -> tuple[Pending, Request] | BadRow:
-    if isinstance(built, BadRow):
-        return built
-    request = replace(built, output_token_ids=row.output_token_ids, draw=draw_of(row.id, row.index))
-    return replace(row, params=built.params, prompt_token_ids=built.named_tokens), request
-
-
-def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:
+def rebuild_ids(rows: Iterable[Row], last: int, validator: RowValidator) -> None:
     """Claim the ids of all rows of the input up to ``last``, the last finished one, before a resume reads others.
 
     The journal knows ids too, but not which row claimed one first: that may be a row still unfinished.

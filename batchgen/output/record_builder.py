@@ -18,22 +18,13 @@ from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
 from batchgen.core.json_line import json_value
 from batchgen.core.keys import INT32_MAX
-from batchgen.core.records import (
-    BadRow,
-    FinishReason,
-    Record,
-    Result,
-    Sample,
-    SamplingParams,
-    Timings,
-)
+from batchgen.core.records import FinishReason, Result, Row, Sample, SamplingParams, Timings
 from batchgen.output.scores import TokenScores, perplexity, rounded, softmax, vector_fields
 from batchgen.text.grammar_source import library
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import Decode, cut_text
 from batchgen.text.tool_calls import ToolCalls
 
-RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))
 # Before usage and timings.
 _OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason", "complete")
@@ -74,15 +65,8 @@ class RecordBuilder:
         self.max_model_len = max_model_len
         self.num_unsearched = 0  # texts over which the regular expression for the answer takes too long
 
-    def result(
-        self,
-        record: Record,
-        row_id: RowId,
-        result: Result,
-        params: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
-        prompt_token_ids: Sequence[int] = (),
-    ) -> dict[str, Any]:
-        """The output record of a row; the index is the id of a row without one.
+    def result(self, row: Row, result: Result) -> dict[str, Any]:
+        """The output record of a row that has its prompt; the index is the id of a row without one.
 
         The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, tool_calls,
         parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices,
@@ -95,13 +79,13 @@ class RecordBuilder:
         (per token). With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it. A kept
         column with the name of a field of the record is written as ``input_<name>``.
         """
-        known = self.fingerprint(record.index, row_id, params, prompt_token_ids)
+        params, known = row.params, self.fingerprint(row)
         if result.vector:
             vector = vector_fields(result, self._spec.embed.pooling, self._labels)
             timings = _timings(result.timings) | {"fingerprint": known}
-            return self._of_vector(record, row_id, vector, result.num_prompt_tokens, timings)
-        tools = self._tools_of(record, params)
-        samples = [self._sample(sample, params, prompt_token_ids, tools) for sample in result.samples]
+            return self._of_vector(row, vector, result.num_prompt_tokens, timings)
+        tools = self._tools_of(row)
+        samples = [self._sample(sample, row, tools) for sample in result.samples]
         first = samples[0]
         scores = result.choice_scores(params) if params.choices else ()
         if scores:
@@ -110,8 +94,7 @@ class RecordBuilder:
             first |= {"reasoning": None} if self._reasoning is not None else {}
             first |= {"parsed": _json_or_none(best)} if "json" in self._spec.output.parse else {}
             first |= self._answer(first)
-        payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
-        payload |= {name: first[name] for name in _OF_SAMPLE if name in first}
+        payload = _head(row) | {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": result.num_completion_tokens,
@@ -130,26 +113,25 @@ class RecordBuilder:
         if result.prompt_logprobs is not None:
             payload["prompt_logprobs"] = self._scores.fields(result.prompt_logprobs)
             payload["perplexity"] = perplexity(result.prompt_logprobs)
-        return payload | self._kept(record)
+        return payload | self._kept(row.columns)
 
-    def fingerprint(self, index: int, row_id: RowId, params: SamplingParams, prompt_token_ids: Sequence[int]) -> str:
+    def fingerprint(self, row: Row) -> str:
         """See ``config.identity.fingerprint``."""
-        limit = limit_of(params, len(prompt_token_ids), self.max_model_len)
-        version = str(library().__version__) if params.structured_outputs else ""
-        return fingerprint(draw_of(row_id, index), params, prompt_token_ids, limit, version)
+        limit = limit_of(row.params, len(row.prompt_token_ids), self.max_model_len)
+        version = str(library().__version__) if row.params.structured_outputs else ""
+        return fingerprint(draw_of(row.id, row.index), row.params, row.prompt_token_ids, limit, version)
 
-    def reused(
-        self, record: Record, row_id: RowId, params: SamplingParams, known: str, earlier: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
+    def reused(self, row: Row, known: str, earlier: Mapping[str, Any]) -> dict[str, Any] | None:
         """The output record of a row as ``result`` makes it, from one of an earlier run with the fingerprint ``known``.
 
-        None where that lacks what this job asks for. Columns are kept from ``record``. Raises KeyError or TypeError
+        None where that lacks what this job asks for. Columns are kept from ``row``. Raises KeyError or TypeError
         for an ``earlier`` that no run wrote.
         """
+        params = row.params
         if vector := {name: earlier[name] for name in _VECTOR if name in earlier} if self._spec.embed.is_on else {}:
             timings = {**_timings(Timings()), "fingerprint": known, "reused": True}
-            return self._of_vector(record, row_id, vector, earlier["usage"]["prompt_tokens"], timings)
-        has_tools = self._tools_of(record, params) is not None
+            return self._of_vector(row, vector, earlier["usage"]["prompt_tokens"], timings)
+        has_tools = self._tools_of(row) is not None
         first, several = self._taken(earlier, params, has_tools), earlier.get("samples") or ()
         samples = [self._taken(sample, params, has_tools) for sample in several]
         names = (*(["choices"] if params.choices else ()),)
@@ -158,16 +140,15 @@ class RecordBuilder:
         if first is None or None in samples or not is_whole:
             return None
         usage = earlier["usage"]
-        payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
-        payload |= {name: first[name] for name in _OF_SAMPLE if name in first}
+        payload = _head(row) | {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
         payload["timings"] = {**_timings(Timings()), "fingerprint": known, "reused": True}
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         payload |= {"samples": samples} if samples else {}
-        return payload | {name: earlier.get(name) for name in names} | self._kept(record)
+        return payload | {name: earlier.get(name) for name in names} | self._kept(row.columns)
 
-    def _tools_of(self, record: Record, params: SamplingParams) -> ToolCalls | None:
-        return None if params.choices or not self._spec.parses_tools(record.columns) else self._tools
+    def _tools_of(self, row: Row) -> ToolCalls | None:
+        return None if row.params.choices or not self._spec.parses_tools(row.columns) else self._tools
 
     def _taken(self, sample: Mapping[str, Any], params: SamplingParams, has_tools: bool) -> dict[str, Any] | None:
         """The fields of a sample that this job asks for; None where it lacks one."""
@@ -190,18 +171,16 @@ class RecordBuilder:
         taken = {name: sample[name] for name in names if name in sample}
         return taken | self._answer(taken) if is_whole else None
 
-    def _of_vector(
-        self, record: Record, row_id: RowId, vector: dict[str, Any], num_tokens: int, timings: dict[str, Any]
-    ) -> dict[str, Any]:
-        head = {"id": record.index if row_id is None else row_id, "index": record.index}
+    def _of_vector(self, row: Row, vector: dict[str, Any], num_tokens: int, timings: dict[str, Any]) -> dict[str, Any]:
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0}
-        return {**head, **vector, "usage": usage, "timings": timings, **self._kept(record)}
+        return {**_head(row), **vector, "usage": usage, "timings": timings, **self._kept(row.columns)}
 
-    def error(self, row: BadRow) -> dict[str, Any]:
+    def error(self, row: Row) -> dict[str, Any]:
         """The error record of a failed row: enough to find it, to see why it failed, and to run it again.
 
         Its id is null where the job names an id column and the row has no readable one.
         """
+        assert row.error is not None, "a row that can run has no error record"
         return {
             "id": row.index if row.id is None and self._spec.input.id is None else row.id,
             "index": row.index,
@@ -209,11 +188,11 @@ class RecordBuilder:
             "line": row.line,
             "code": str(row.error.code),
             "message": row.error.message,
-            "row": row.raw,
+            "row": row.columns if row.text is None else row.text,
         }
 
-    def _kept(self, record: Record) -> dict[str, Any]:
-        columns, spec = record.columns, self._spec
+    def _kept(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        spec = self._spec
         kept = {field: columns[name] for name, field in kept_columns(spec, columns).items()}
         if spec.output.format == "openai-batch" and spec.input.is_batch_line(columns):
             body = columns["body"]
@@ -233,9 +212,7 @@ class RecordBuilder:
     def _count_unsearched(self) -> None:
         self.num_unsearched += 1
 
-    def _sample(
-        self, sample: Sample, params: SamplingParams, prompt_token_ids: Sequence[int], tools: ToolCalls | None
-    ) -> dict[str, Any]:
+    def _sample(self, sample: Sample, row: Row, tools: ToolCalls | None) -> dict[str, Any]:
         shaped: dict[str, Any] = {}
         is_complete = sample.is_complete
         if self._decode is not None:
@@ -243,7 +220,7 @@ class RecordBuilder:
             text = decode(sample.token_ids) if sample.stop is None else cut_text(decode, sample.token_ids, sample.stop)
             whole, thoughts = text, ""
             if splitter := self._reasoning_of_tools if tools else self._reasoning:
-                is_open = splitter.is_open(prompt_token_ids)
+                is_open = splitter.is_open(row.prompt_token_ids)
                 reasoning, text = splitter.split(sample.token_ids, text, is_open=is_open)
                 if self._reasoning is not None:
                     shaped["reasoning"] = reasoning
@@ -254,9 +231,9 @@ class RecordBuilder:
                 is_complete = is_whole if is_complete is None else is_complete and is_whole is not False
             shaped["text"] = thoughts + text
             if "json" in self._spec.output.parse:
-                marker = _marker(params.structured_outputs)
+                marker = _marker(row.params.structured_outputs)
                 if marker and self._text_behind and not tools:
-                    text = self._text_behind(marker, prompt_token_ids, sample.token_ids, whole)
+                    text = self._text_behind(marker, row.prompt_token_ids, sample.token_ids, whole)
                 shaped["parsed"] = None if is_complete is False else _json_or_none(text)
         shaped["finish_reason"] = str(sample.finish_reason)
         if is_complete is not None:
@@ -266,6 +243,10 @@ class RecordBuilder:
         if sample.logprobs is not None:
             shaped["logprobs"] = self._scores.fields(sample.logprobs)
         return shaped | self._answer(shaped)
+
+
+def _head(row: Row) -> dict[str, Any]:
+    return {"id": row.index if row.id is None else row.id, "index": row.index}
 
 
 def check_record(record: Mapping[str, Any]) -> None:

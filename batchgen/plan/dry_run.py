@@ -151,6 +151,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             {"source": row.source, "line": row.line, "index": row.index, "id": row.id}
             | {"code": str(row.error.code), "message": row.error.message}
             for row in survey.bad_rows
+            if row.error is not None
         ],
         "prompt_tokens": _prompt_tokens(survey),
         "output_tokens": {

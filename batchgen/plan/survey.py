@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from batchgen.core.records import BadRow, Record, Request
+from batchgen.core.records import Request, Row
 from batchgen.input.rows import chunked
-from batchgen.input.validator import Pending, RowValidator
+from batchgen.input.validator import RowValidator
 
 MAX_LISTED_BAD_ROWS = 10_000
 PREFIX_BLOCK = 32  # tokens: prefixes are compared in whole blocks, as a paged cache shares them
@@ -73,14 +73,14 @@ class Survey:
     """
 
     def __init__(
-        self, validator: RowValidator, max_model_len: int, is_reused: Callable[[Pending], bool] = lambda row: False
+        self, validator: RowValidator, max_model_len: int, is_reused: Callable[[Row], bool] = lambda row: False
     ) -> None:
         self._validator = validator
         self._is_reused = is_reused
         self.num_reused = 0
         self._max_model_len = max_model_len
         self.errors: Counter[str] = Counter()
-        self.bad_rows: list[BadRow] = []
+        self.bad_rows: list[Row] = []
         self.prompt_lengths: Counter[int] = Counter()
         self.outputs: Counter[tuple[int, bool]] = Counter()
         self.prompts = RepeatCounter()
@@ -112,32 +112,29 @@ class Survey:
         duplicates = self.prompts.repeated_weight if self._is_greedy else 0
         return self.prompt_tokens + self.choice_tokens - max(duplicates, self.blocks.num_repeated * PREFIX_BLOCK)
 
-    def take(self, rows: Iterable[Record | BadRow]) -> None:
+    def take(self, rows: Iterable[Row]) -> None:
         """Read, validate and tokenize ``rows``."""
         start = time.monotonic()
         for chunk in chunked(rows):
-            for answer in self._validator.validate(chunk):
-                if isinstance(answer, BadRow):
-                    self._add_bad(answer)
-                elif self._is_reused(answer[0]):
+            for row, request in self._validator.validate(chunk):
+                if row.error is not None:
+                    self.errors[str(row.error.code)] += 1
+                    if len(self.bad_rows) < MAX_LISTED_BAD_ROWS:
+                        self.bad_rows.append(row)
+                elif self._is_reused(row):
                     self.num_reused += 1
-                else:
-                    self._add(*answer)
+                elif request is not None:
+                    self._add(row, request)
         self.read_s += time.monotonic() - start
 
-    def _add_bad(self, row: BadRow) -> None:
-        self.errors[str(row.error.code)] += 1
-        if len(self.bad_rows) < MAX_LISTED_BAD_ROWS:
-            self.bad_rows.append(row)
-
-    def _add(self, pending: Pending, request: Request) -> None:
+    def _add(self, row: Row, request: Request) -> None:
         token_ids, params = request.prompt_token_ids, request.params
         length = len(token_ids)
         is_scored = bool(request.choices)
         is_fixed = params.has_fixed_length or is_scored
         max_output = 0 if is_scored else min(params.max_tokens, max(self._max_model_len - length, 0))
         if template := self._validator.builder.finder.template:
-            self.empty_fields.update(template.empty_fields(pending.record.columns))
+            self.empty_fields.update(template.empty_fields(row.columns))
         self.prompt_lengths[length] += 1
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
         self._is_greedy &= params.is_greedy

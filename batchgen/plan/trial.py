@@ -16,12 +16,12 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Request
+from batchgen.core.records import Request, Row
 from batchgen.core.units import counted
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds
 from batchgen.input.source import open_source
-from batchgen.input.validator import Pending, RowValidator
+from batchgen.input.validator import RowValidator
 from batchgen.output.rundir import RunDir
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, read_model
 from batchgen.run.results import entry_of, failed_entry
@@ -82,7 +82,7 @@ def try_job(
             answers = [*RowValidator(where, builder, ids).validate(rows)]
     if not answers:
         raise UsageError("the input has no rows")
-    requests = [answer[1] for answer in answers if not isinstance(answer, BadRow)]
+    requests = [request for _, request in answers if request is not None]
     results: dict[int, Any] = {}
     if requests:  # else no weights are loaded
         with closing((engine_factory or load_engine)(spec, model)) as backend:
@@ -94,18 +94,17 @@ def try_job(
 
 
 def _tried(
-    answers: list[tuple[Pending, Request] | BadRow], results: dict[int, Any], model: ModelInfo, spec: JobSpec
+    answers: list[tuple[Row, Request | None]], results: dict[int, Any], model: ModelInfo, spec: JobSpec
 ) -> Iterator[Tried]:
     records = model.record_builder(spec)
-    for answer in answers:
-        if isinstance(answer, BadRow):
-            yield Tried(answer.line, 0, "", _fields(failed_entry(answer, records).payload))
+    for row, request in answers:
+        if request is None:
+            yield Tried(row.line, 0, "", _fields(failed_entry(row, records).payload))
             continue
-        row, request = answer
         ids = request.prompt_token_ids
         prompt = model.tokenizer.decode(ids, skip_special_tokens=False) if model.tokenizer else str([*ids])
         entry = entry_of(row, results[row.key], records)
-        yield Tried(row.record.line, len(ids), prompt, _fields(entry.payload))
+        yield Tried(row.line, len(ids), prompt, _fields(entry.payload))
 
 
 def _fields(payload: bytes) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Backend:
     ``numerics`` (``Engine.numerics``) must stay the same for a run: others give other tokens. ``facts`` returns, after
     the engine has run, its sizes for the report. ``prepare`` returns when the kernels are
     compiled, which the first run on a machine waits for; ``notes`` are shown to the user after it. An engine that
-    ``takes_rows`` runs ``Pending`` rows, not requests, and gives journal entries, not results. ``close`` ends what
+    ``takes_rows`` runs rows, not requests, and gives journal entries, not results. ``close`` ends what
     the engine holds outside of this process. ``num_launches`` counts launches of kernels, which tell a step that takes
     long from one that hangs. ``workers`` tells of each that takes part now: name, place, state, rows,
     tokens_per_s, in_flight.

@@ -25,7 +25,7 @@ from batchgen.core.errors import (
 )
 from batchgen.core.fingerprint import Digests
 from batchgen.core.machine import memory_errors
-from batchgen.core.records import BadRow, Record
+from batchgen.core.records import Row
 from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
@@ -166,7 +166,7 @@ class Invocation(ABC):
             self.options.allow_mixed_kernels,
         )
 
-    def generate(self, rows: Iterable[Record | BadRow], validator: RowValidator, journal: Journal) -> bool:
+    def generate(self, rows: Iterable[Row], validator: RowValidator, journal: Journal) -> bool:
         """Run the rows and record their results in the journal; returns whether all of them ended.
 
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved, also if no worker

@@ -12,9 +12,9 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 
-from batchgen.core.records import BadRow, Record, Request
+from batchgen.core.records import Request, Row
 from batchgen.input.rows import CHUNK_ROWS, chunked
-from batchgen.input.validator import Pending, RowValidator
+from batchgen.input.validator import RowValidator
 from batchgen.run.results import Charge, ResultSink
 from batchgen.run.stop import Stopper
 
@@ -34,11 +34,11 @@ class RequestStream:
         self._validator = validator
         self._stopper = stopper
         self._charge = charge
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, Row] = {}
         self.is_exhausted = False
         self.gives_rows = False
 
-    def tasks(self, rows: Iterable[Record | BadRow]) -> Iterator[Request | Pending]:
+    def tasks(self, rows: Iterable[Row]) -> Iterator[Request | Row]:
         """The requests of ``rows`` in order, with the tokens of earlier invocations; ends early on a stop."""
         max_rows = 1
         chunks = chunked(rows, lambda: max_rows)
@@ -46,7 +46,8 @@ class RequestStream:
             began_at = time.monotonic()
             with self._charge("read"):
                 chunk = next(chunks, [])
-                answers = iter(self._validator.claim(chunk)) if self.gives_rows else self._validator.validate(chunk)
+                claimed = ((row, None) for row in self._validator.claim(chunk))
+                answers = claimed if self.gives_rows else self._validator.validate(chunk)
                 answer = next(answers, None)
             limit = _CLAIMED_ROWS if self.gives_rows else CHUNK_ROWS
             max_rows = min(2 * max_rows, limit) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
@@ -58,15 +59,15 @@ class RequestStream:
             num_read = self._sink.journal.done.num_below(chunk[-1].index + 1)
             self._sink.num_read = max(self._sink.num_read, num_read)
             while answer is not None and not self._stopper.requested:
-                if isinstance(answer, BadRow):
-                    self._sink.fail(answer)
+                row, request = answer
+                if row.error is not None:
+                    self._sink.fail(row)
                 else:
-                    pending, request = (answer, answer) if isinstance(answer, Pending) else answer
-                    yield self._hand_out(pending, pending if self.gives_rows else request)
+                    yield self._hand_out(row, request or row)
                 with self._charge("read"):
                     answer = next(answers, None)
 
-    def _hand_out(self, pending: Pending, task: Request | Pending) -> Request | Pending:
-        self.pending[task.key] = pending
+    def _hand_out(self, row: Row, task: Request | Row) -> Request | Row:
+        self.pending[row.key] = row
         tokens = self._sink.journal.partials.get(task.key, ())
         return dataclasses.replace(task, output_token_ids=tokens) if tokens else task

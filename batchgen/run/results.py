@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, suppress
 
 from batchgen.core.errors import BatchgenError, RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import BadRow, Result
+from batchgen.core.records import Result, Row
 from batchgen.core.units import one_line
 from batchgen.input.template import Template
-from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.stop import Stopper
@@ -20,18 +19,18 @@ from batchgen.run.stop import Stopper
 MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows says nothing
 
 
-def entry_of(row: Pending, result: Result, record_builder: RecordBuilder) -> JournalEntry:
+def entry_of(row: Row, result: Result, record_builder: RecordBuilder) -> JournalEntry:
     """The journal entry for the engine's result of a row, which may be an error.
 
     A text that a model wrote can fail its own row only: whatever goes wrong over it would do so again at each resume.
     Memory, the disk and processes that do not start are no fault of the row, and are raised.
     """
-    record, error = row.record, result.error
+    error = result.error
     if error is None:
         try:
-            payload = record_builder.result(record, row.id, result, row.params, row.prompt_token_ids)
+            payload = record_builder.result(row, result)
             counts = result.num_prompt_tokens, result.num_generated_tokens, result.num_computed_tokens
-            return JournalEntry(record.index, record.after, "result", encode_json(payload), *counts)
+            return JournalEntry(row.index, row.after, "result", encode_json(payload), *counts)
         except TokenizerError as problem:
             error = RowError(RowErrorCode.INTERNAL, str(problem))
         except (MemoryError, OSError, BatchgenError):
@@ -39,12 +38,11 @@ def entry_of(row: Pending, result: Result, record_builder: RecordBuilder) -> Jou
         except Exception as problem:
             what = f"the answer cannot be made a record ({type(problem).__name__}: {one_line(problem)})"
             error = RowError(RowErrorCode.INTERNAL, f"{what}; this is a bug, please report it")
-    where = (record.index, record.source, record.line)
-    return failed_entry(BadRow(*where, error, record.columns, record.after, row.id), record_builder)
+    return failed_entry(row.failed(error), record_builder)
 
 
-def failed_entry(row: BadRow, record_builder: RecordBuilder) -> JournalEntry:
-    """A row that cannot run."""
+def failed_entry(row: Row, record_builder: RecordBuilder) -> JournalEntry:
+    """The journal entry for a row with an error."""
     return JournalEntry(row.index, row.after, "error", encode_json(record_builder.error(row)))
 
 
@@ -87,14 +85,14 @@ class ResultSink:
     def num_failed(self) -> int:
         return self.journal.counts.errors
 
-    def finish(self, row: Pending, answer: Result | JournalEntry) -> None:
+    def finish(self, row: Row, answer: Result | JournalEntry) -> None:
         """Record what came of a row, which may be an error. Raises StorageError."""
         entry = answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self._record_builder)
         self._append(entry)
         if self._template is not None and entry.kind == "result":
-            self.empty_fields.update(self._template.empty_fields(row.record.columns))
+            self.empty_fields.update(self._template.empty_fields(row.columns))
 
-    def fail(self, row: BadRow) -> None:
+    def fail(self, row: Row) -> None:
         """Record a row that cannot run. Raises StorageError."""
         self._append(failed_entry(row, self._record_builder))
 

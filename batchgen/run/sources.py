@@ -18,7 +18,7 @@ from batchgen.config.identity import limit_of, may_go_on, still_holds
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.input.validator import Pending
+from batchgen.core.records import Row
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.finalize import EXACT_FORMAT
 from batchgen.output.manifest import RECORD_VERSION, Manifest, OtherVersion, differences
@@ -75,18 +75,18 @@ class Sources:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def find(self, row: Pending) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
+    def find(self, row: Row) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
         """The output record of a row that was made into a request, if a source has its result.
 
         Else the tokens of an answer that was cut off by a lower limit, behind which it goes on.
         """
-        known = self._builder.fingerprint(row.index, row.id, row.params, row.prompt_token_ids)
+        known = self._builder.fingerprint(row)
         limit = limit_of(row.params, len(row.prompt_token_ids), self._builder.max_model_len)
         begun: tuple[int, ...] = ()
         for earlier in self._rows.find(known):
             with suppress(KeyError, TypeError, AttributeError):  # what no run wrote
                 if still_holds(earlier, row.params, limit):
-                    record = self._builder.reused(row.record, row.id, row.params, known, earlier)
+                    record = self._builder.reused(row, known, earlier)
                     if record is not None:
                         return record, ()
                 else:

@@ -16,12 +16,12 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import BadRow, Record
+from batchgen.core.records import Row
 from batchgen.core.units import counted
 from batchgen.input.ids import may_have_ids
 from batchgen.input.rows import chunked
 from batchgen.input.source import RowRange
-from batchgen.input.validator import Pending, RowValidator
+from batchgen.input.validator import RowValidator
 from batchgen.output.journal import JournalEntry
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
@@ -199,7 +199,7 @@ def take_over(
             for row in chunk:
                 record, tokens = sources.find(row)
                 if record is not None:
-                    sink.finish(row, JournalEntry(row.index, row.record.after, "result", encode_json(record)))
+                    sink.finish(row, JournalEntry(row.index, row.after, "result", encode_json(record)))
                 elif tokens and num_begun < _MOST_BEGUN:
                     begun[row.index], num_begun = tokens, num_begun + len(tokens)
             num_good += len(chunk)
@@ -213,13 +213,13 @@ def take_over(
     return Counts(sources.num_old, journal.counts.results, num_good, (sources.files_before, sources.files_now))
 
 
-def _requested(rows: Iterable[Record | BadRow], validator: RowValidator) -> Iterator[list[Pending]]:
+def _requested(rows: Iterable[Row], validator: RowValidator) -> Iterator[list[Row]]:
     """The rows that can run, with their prompts. Others are found again, and recorded, when the rest is run."""
     most = 1
     chunks = chunked(rows, lambda: most)
     while chunk := next(chunks, None):
         began_at = time.monotonic()
-        yield [answer[0] for answer in validator.validate(chunk) if not isinstance(answer, BadRow)]
+        yield [row for row, request in validator.validate(chunk) if request is not None]
         most = min(2 * most, _CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
 
 

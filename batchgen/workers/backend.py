@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from batchgen.config.job import JobSpec
 from batchgen.core.version import __version__
-from batchgen.input.rows import num_chars
-from batchgen.input.validator import Pending
+from batchgen.input.rows import row_chars
 from batchgen.output.manifest import KERNELS, differences, without_kernels
 from batchgen.run import job
 from batchgen.run.backend import Backend, RunContext
@@ -70,7 +69,7 @@ def on_workers(
         context, gate = model.context, IdentityGate(model.context)
         launcher = make_launcher(Start(spec, context.rendered_at, context.digests))
         liveness = Liveness(step_timeout_s, load_timeout_s)
-        dispatcher = RowDispatcher(num_chars=_num_chars, num_workers=launcher.num_wanted[1])
+        dispatcher = RowDispatcher(num_chars=row_chars, num_workers=launcher.num_wanted[1])
         engine = WorkersEngine(launcher, dispatcher, liveness, gate.refusal, context.note)
         try:
             first = engine.begin()
@@ -123,7 +122,3 @@ class IdentityGate:
                 "(--allow-mixed-kernels takes both)"
             )
         return ""
-
-
-def _num_chars(row: Pending) -> int:
-    return num_chars(row.record.columns)

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from batchgen.core.records import BadRow, Request, Result
+from batchgen.core.records import Request, Result, Row
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.validator import Pending, build_requests
 from batchgen.output.journal import JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.results import entry_of, failed_entry
@@ -50,17 +49,16 @@ class RowMaker:
     def __init__(self, builder: RequestBuilder, record_builder: RecordBuilder) -> None:
         self._builder = builder
         self._record_builder = record_builder
-        self._rows: dict[int, Pending] = {}  # whose requests are with the engine
+        self._rows: dict[int, Row] = {}  # whose requests are with the engine
 
-    def build(self, tasks: Sequence[Pending]) -> Iterator[Request | JournalEntry]:
+    def build(self, rows: Sequence[Row]) -> Iterator[Request | JournalEntry]:
         """The request of each row, or the row as failed."""
-        for answer in build_requests(self._builder, tasks):
-            if isinstance(answer, BadRow):
-                yield failed_entry(answer, self._record_builder)
-                continue
-            row, request = answer
-            self._rows[request.key] = row
-            yield request
+        for row, request in self._builder.build(rows):
+            if request is None:
+                yield failed_entry(row, self._record_builder)
+            else:
+                self._rows[request.key] = row
+                yield request
 
     def finish(self, result: Result) -> JournalEntry:
         """The row of a result, ready for the journal."""
@@ -163,7 +161,7 @@ class EngineLoop:
                     return
                 tasks, self._inbox = self._inbox[:most], self._inbox[most:]
             began_at = self._clock()
-            for made in self._maker.build(cast(Sequence[Pending], tasks)):
+            for made in self._maker.build(cast(Sequence[Row], tasks)):
                 with self._changed:
                     self._progress += 1
                     waiting: list[Any] = self._ready if isinstance(made, Request) else self._answers

@@ -1,6 +1,6 @@
 """Messages between the driver and its workers.
 
-A task is a row on its way to a worker, such as a ``Pending`` one, and an answer what comes back for it. Messages are
+A task is a row on its way to a worker, such as a ``Row``, and an answer what comes back for it. Messages are
 frozen and can be pickled; driver and workers trust each other. What a worker runs on is unknown here.
 """
 

@@ -14,7 +14,7 @@ import torch
 from repeats import slow
 
 from batchgen.config.job import InputSpec
-from batchgen.core.records import Cursor, Record, Request, Result, SamplingParams
+from batchgen.core.records import Cursor, Request, Result, Row, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.generation import TextTools
 from batchgen.input.requests import RequestBuilder
@@ -51,8 +51,9 @@ def answers(params: SamplingParams, form: Decoder | None = None, **settings: Any
     torch.set_num_threads(1)
     spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
     builder = RequestBuilder(spec, params, tokenizer(), max_model_len=512, vocab_size=model().config.vocab_size)
-    requests = [*builder.build([Record(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])]
-    assert all(isinstance(request, Request) for request in requests)
+    built = builder.build([Row(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])
+    requests = [request for _, request in built if request]
+    assert len(requests) == len(rows())
     config = EngineConfig(kv_cache_memory=16 << 20, max_num_seqs=64, **settings)
     engine = Engine(
         form or model(),
@@ -158,8 +159,8 @@ def test_the_right_answer_is_the_likeliest_choice() -> None:
         for row, other in zip(some, some[7:] + some[:7], strict=True)
         if other["answer"] != row["answer"]
     ]
-    records = [Record(i, "", i + 1, row, START) for i, row in enumerate(asked)]
-    requests = [request for request in builder.build(records) if isinstance(request, Request)]
+    records = [Row(i, "", i + 1, row, START) for i, row in enumerate(asked)]
+    requests = [request for _, request in builder.build(records) if request]
     assert len(requests) == len(records) > 40
     engine = Engine(model(), EngineConfig(kv_cache_memory=16 << 20))
     right = [tokenizer().decode(result.token_ids) == some[result.key]["answer"] for result in engine.run(requests)]

@@ -28,7 +28,7 @@ from batchgen.config.load import load_job
 from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.errors import ExitCode, RowError, RowErrorCode
 from batchgen.core.keys import BOOL, Key
-from batchgen.core.records import BadRow, Cursor, FinishReason, Record, Result, Timings
+from batchgen.core.records import Cursor, FinishReason, Result, Row, Timings
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.plan.dry_run import make_plan
 from batchgen.report.build import KEYS as REPORT_KEYS
@@ -116,12 +116,12 @@ def _help_of(name: str, command: click.Command, *, is_of_job: bool) -> str:
 def records() -> Iterator[str]:
     """Fields, codes and exit codes of all that a run writes for scripts."""
     texts = TEXTS["section"]
-    row, bad_row = _example_records()
+    row, failed = _example_records()
     yield from ("## Output records", texts["outputs"].strip(), _json(row))
     yield _table(("field", "meaning"), _complete("outputs", RECORD_KEYS | VECTOR_KEYS))
     yield texts["outputs_formats"].strip()
     yield from ("### timings", _table(("field", "meaning"), _complete("timings", (*row["timings"], "reused"))))
-    yield from ("## errors.jsonl", texts["errors"].strip(), _table(("field", "meaning"), _complete("errors", bad_row)))
+    yield from ("## errors.jsonl", texts["errors"].strip(), _table(("field", "meaning"), _complete("errors", failed)))
     yield from ("## Error codes", texts["codes"])
     messages = example_errors()
     for code in RowErrorCode:
@@ -149,13 +149,12 @@ def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
     spec = _spec(Path("questions.jsonl"), {})
     builder = RecordBuilder(spec, lambda ids, **_: "SHADOW")
     columns = {"id": "q-004", "task": "upper", "question": 'Write "shadow" in capital letters.', "answer": "SHADOW"}
-    record = Record(4, "questions.jsonl", 5, columns, Cursor(0, 0, 0, 5))
+    row = Row(4, "questions.jsonl", 5, columns, Cursor(0, 0, 0, 5), "q-004")
     timings = Timings(0.03, 1.302, 0.222, 1.332, 0.037, 1.554)
     result = Result(4, 22, (1,) * 7, FinishReason.STOP, timings)
-    bad_row = BadRow(4, "questions.jsonl", 5, RowError(RowErrorCode.INTERNAL, ""), columns, record.after)
-    found = builder.result(record, "q-004", result)
+    found = builder.result(row, result)
     found["timings"]["fingerprint"] = "42b890a73812415f9bf77b88b900c4a2"  # that of jobs/quickstart.toml
-    return found, builder.error(bad_row)
+    return found, builder.error(row.failed(RowError(RowErrorCode.INTERNAL, "")))
 
 
 def _spec(path: Path, more: Mapping[str, Any]) -> JobSpec:

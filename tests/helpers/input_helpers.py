@@ -6,7 +6,7 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from batchgen.config.job import InputSpec
-from batchgen.core.records import BadRow, Record
+from batchgen.core.records import Request, Row
+from batchgen.input.requests import RequestBuilder
 from batchgen.input.source import Source, open_source
 
-Row = Mapping[str, Any]
+Columns = Mapping[str, Any]
 
 SPECIAL_TOKENS = {"<|pad|>": 0, "<|startoftext|>": 1, "<|im_start|>": 6, "<|im_end|>": 7}
 VOCAB_SIZE = 8 + 256
@@ -34,7 +35,7 @@ def sample_rows(count: int) -> list[dict[str, Any]]:
     return [{"id": f"q-{n}", "prompt": f"question {n}é", "nested": {"n": n, "list": [n, n + 1]}} for n in range(count)]
 
 
-def jsonl(rows: Sequence[Row]) -> bytes:
+def jsonl(rows: Sequence[Columns]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
@@ -42,18 +43,18 @@ def zstd(content: bytes) -> bytes:
     return bytes(pa.Codec("zstd").compress(content, asbytes=True))
 
 
-def parquet(rows: Sequence[Row]) -> bytes:
+def parquet(rows: Sequence[Columns]) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(list(rows)), sink, row_group_size=max(3, len(rows) // 20))
     return bytes(sink.getvalue().to_pybytes())
 
 
-def as_text(rows: Sequence[Row]) -> list[dict[str, str]]:
+def as_text(rows: Sequence[Columns]) -> list[dict[str, str]]:
     """The same rows as a table holds them."""
     return [{name: v if isinstance(v, str) else json.dumps(v) for name, v in row.items()} for row in rows]
 
 
-def table(rows: Sequence[Row], delimiter: str = ",") -> bytes:
+def table(rows: Sequence[Columns], delimiter: str = ",") -> bytes:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, rows[0], delimiter=delimiter, lineterminator="\n")
     writer.writeheader()
@@ -61,34 +62,34 @@ def table(rows: Sequence[Row], delimiter: str = ",") -> bytes:
     return text.getvalue().encode()
 
 
-def _write_text(rows: Sequence[Row], folder: Path) -> str:
+def _write_text(rows: Sequence[Columns], folder: Path) -> str:
     (folder / "rows.txt").write_text("".join(f"{row['prompt']}\n" for row in rows), encoding="utf-8")
     return str(folder / "rows.txt")
 
 
 def _write_bytes(
-    name: str, encode: Callable[[bytes], bytes], lines: Callable[[Sequence[Row]], bytes] = jsonl
-) -> Callable[[Sequence[Row], Path], str]:
-    def write(rows: Sequence[Row], folder: Path) -> str:
+    name: str, encode: Callable[[bytes], bytes], lines: Callable[[Sequence[Columns]], bytes] = jsonl
+) -> Callable[[Sequence[Columns], Path], str]:
+    def write(rows: Sequence[Columns], folder: Path) -> str:
         (folder / name).write_bytes(encode(lines(rows)))
         return str(folder / name)
 
     return write
 
 
-def _write_parquet(rows: Sequence[Row], folder: Path) -> str:
+def _write_parquet(rows: Sequence[Columns], folder: Path) -> str:
     (folder / "rows.parquet").write_bytes(parquet(rows))
     return str(folder / "rows.parquet")
 
 
-def _write_parts(rows: Sequence[Row], folder: Path) -> str:
+def _write_parts(rows: Sequence[Columns], folder: Path) -> str:
     half = len(rows) // 2
     (folder / "part-1.jsonl").write_bytes(jsonl(rows[:half]))
     (folder / "part-2.jsonl.gz").write_bytes(gzip.compress(jsonl(rows[half:])))
     return str(folder / "part-*")
 
 
-def _write_saved_dataset(rows: Sequence[Row], folder: Path) -> str:
+def _write_saved_dataset(rows: Sequence[Columns], folder: Path) -> str:
     import datasets
 
     datasets.disable_progress_bars()
@@ -96,13 +97,13 @@ def _write_saved_dataset(rows: Sequence[Row], folder: Path) -> str:
     return str(folder / "saved")
 
 
-def _write_dataset_files(rows: Sequence[Row], folder: Path) -> str:
+def _write_dataset_files(rows: Sequence[Columns], folder: Path) -> str:
     (folder / "files").mkdir()
     (folder / "files" / "test.jsonl").write_bytes(jsonl(rows))
     return f"hf:{folder / 'files'}?split=test"
 
 
-FORMATS: dict[str, Callable[[Sequence[Row], Path], str]] = {
+FORMATS: dict[str, Callable[[Sequence[Columns], Path], str]] = {
     "jsonl": _write_bytes("rows.jsonl", bytes),
     "jsonl.gz": _write_bytes("rows.jsonl.gz", gzip.compress),
     "jsonl.zst": _write_bytes("rows.jsonl.zst", zstd),
@@ -120,7 +121,7 @@ def source_of(path: str | Path, **keys: Any) -> Source:
     return open_source(InputSpec(path=(str(path),), **keys))
 
 
-def read_bytes(folder: Path, content: bytes, name: str = "rows.jsonl", **keys: Any) -> list[Record | BadRow]:
+def read_bytes(folder: Path, content: bytes, name: str = "rows.jsonl", **keys: Any) -> list[Row]:
     """The rows of a file with this content."""
     (folder / name).write_bytes(content)
     return list(source_of(folder / name, **keys).read())
@@ -128,7 +129,12 @@ def read_bytes(folder: Path, content: bytes, name: str = "rows.jsonl", **keys: A
 
 def codes(rows: Sequence[Any]) -> list[str]:
     """The error code of each row, "ok" for a sound one."""
-    return [str(row.error.code) if isinstance(row, BadRow) else "ok" for row in rows]
+    return [str(row.error.code) if isinstance(row, Row) and row.error else "ok" for row in rows]
+
+
+def requests_of(builder: RequestBuilder, rows: Iterable[Row]) -> list[Request | Row]:
+    """The request of each row, or the row with its error."""
+    return [request or row for row, request in builder.build([*rows])]
 
 
 def write_tokenizer(folder: Path, **config: Any) -> Path:

@@ -16,13 +16,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_helpers import VOCAB_SIZE, codes, jsonl, sample_rows, source_of, write_tokenizer, zstd
+from input_helpers import VOCAB_SIZE, codes, jsonl, requests_of, sample_rows, source_of, write_tokenizer, zstd
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, UsageError
-from batchgen.core.records import BadRow, Record, Request, SamplingParams
+from batchgen.core.records import Request, Row, SamplingParams
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.rows import RowProblem, row_id
+from batchgen.input.rows import with_id
 from batchgen.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 400
@@ -37,22 +37,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=template))
 
 
-def answers_of(spec: InputSpec, tokenizer: Tokenizer) -> list[Request | BadRow]:
+def answers_of(spec: InputSpec, tokenizer: Tokenizer) -> list[Request | Row]:
     """What the runner would get for every row of an input: id, then prompt."""
     sizes = {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE}
     builder = RequestBuilder(spec, SamplingParams(), tokenizer, **sizes)
-    answers: list[Request | BadRow] = []
-    for row in source_of(spec.path[0], format=spec.format).read():
-        if isinstance(row, Record):
-            try:
-                row_id(row, spec)
-            except RowProblem as problem:
-                answers.append(BadRow(row.index, row.source, row.line, problem.error, row.columns, row.after))
-            else:
-                answers += builder.build([row])
-        else:
-            answers.append(row)
-    return answers
+    return requests_of(builder, (with_id(row, spec) for row in source_of(spec.path[0], format=spec.format).read()))
 
 
 def prompt_row(**columns: Any) -> bytes:
@@ -175,7 +164,7 @@ def test_a_bad_line_is_one_error_row_and_costs_no_neighbour(name: str, tmp_path:
     answers = answers_of(InputSpec(path=(str(tmp_path / "rows.jsonl"),)), tokenizer)
     assert codes(answers) == ["ok", code, "ok"]
     bad = answers[1]
-    assert isinstance(bad, BadRow)
+    assert isinstance(bad, Row) and bad.error
     assert (bad.index, bad.line, bad.source) == (1, 2, str(tmp_path / "rows.jsonl"))
     assert bad.error.message and "\n" not in bad.error.message and len(bad.error.message) < 400
 
@@ -259,7 +248,7 @@ def test_one_unreadable_value_in_parquet_costs_its_row_only(tmp_path: Path) -> N
     pq.write_table(pa.table({"prompt": text, "n": [1, 2, 3]}), tmp_path / "rows.parquet")
     rows = list(source_of(tmp_path / "rows.parquet").read())
     assert codes(rows) == ["ok", "bad_encoding", "ok"]
-    assert isinstance(rows[1], BadRow) and rows[1].raw == {"n": 2}
+    assert rows[1].error and rows[1].columns == {"n": 2}
 
 
 def test_a_damaged_row_group_is_as_many_error_rows_and_the_others_are_read(tmp_path: Path) -> None:

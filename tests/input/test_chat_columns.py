@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING, TOOLS
-from input_helpers import VOCAB_SIZE, write_tokenizer
+from input_helpers import VOCAB_SIZE, requests_of, write_tokenizer
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Cursor, Record, SamplingParams
+from batchgen.core.records import Cursor, Row, SamplingParams
 from batchgen.input.openai_batch import parse_batch_line
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem
@@ -37,8 +37,8 @@ def answer(tokenizer: Tokenizer, columns: Mapping[str, Any], **keys: Any) -> str
     builder = RequestBuilder(
         InputSpec(path=("rows.jsonl",), **keys), SamplingParams(), tokenizer, max_model_len=9999, vocab_size=VOCAB_SIZE
     )
-    [found] = builder.build([Record(0, "rows.jsonl", 1, dict(columns), Cursor(0, 0, 1, 1))])
-    if isinstance(found, BadRow):
+    [found] = requests_of(builder, [Row(0, "rows.jsonl", 1, dict(columns), Cursor(0, 0, 1, 1))])
+    if isinstance(found, Row):
         return f"{found.error.code}: {found.error.message}"
     return tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
 

@@ -21,7 +21,7 @@ from input_helpers import VOCAB_SIZE, jsonl, source_of, write_tokenizer
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, SamplingParams
+from batchgen.core.records import SamplingParams
 from batchgen.input.in_memory import json_lines
 from batchgen.input.requests import RequestBuilder
 from batchgen.text.tokenizer import Tokenizer
@@ -236,13 +236,13 @@ class Made:
     def answers(self, path: str) -> list[str]:
         """Per row its prompt, or why there is none."""
         records: list[Any] = list(source_of(path).read())
-        assert not [record for record in records if isinstance(record, BadRow)], records
-        return [self._told(built) for built in self._builder.build(records)]
+        assert not [record for record in records if record.error], records
+        return [self._told(row) for row, _ in self._builder.build(records)]
 
-    def _told(self, built: Any) -> str:
-        if isinstance(built, BadRow):
-            return f"{built.error.code}: {built.error.message.replace('body.', '')}"
-        return self.ours.decode(built.prompt_token_ids, skip_special_tokens=False)
+    def _told(self, row: Any) -> str:
+        if row.error:
+            return f"{row.error.code}: {row.error.message.replace('body.', '')}"
+        return self.ours.decode(row.prompt_token_ids, skip_special_tokens=False)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from input_helpers import codes, read_bytes, source_of
 from run_helpers import JobMaker
 
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Record
 
 TEXT = "name;Wort\r\nJürgen;Größe „A“\r\nZoë;naïve\r\n" + "x;é\r\n" * 3000
 
@@ -23,7 +22,7 @@ def test_a_table_is_read_in_its_encoding_from_any_row_on(name: str, is_packed: b
     path = tmp_path / "rows.csv"
     path.write_bytes(gzip.compress(content) if is_packed else content)
     source = source_of(path, encoding=name)
-    rows = [row for row in source.read() if isinstance(row, Record)]
+    rows = [row for row in source.read() if row.error is None]
     assert [row.columns["Wort"] for row in rows[:2]] == [text.split("\r\n")[1].split(";")[1], "naïve"]
     assert len(rows) == 3002
     for at in (0, 1, 1500, 3000):
@@ -33,7 +32,7 @@ def test_a_table_is_read_in_its_encoding_from_any_row_on(name: str, is_packed: b
 def test_a_byte_that_stands_for_nothing_is_one_error_row(tmp_path: Path) -> None:
     found = read_bytes(tmp_path, b"a\n\xe9\n\x81\nb\n", "rows.csv", encoding="cp1252")
     assert codes(found) == ["ok", "bad_encoding", "ok"]
-    assert isinstance(found[0], Record) and found[0].columns == {"a": "é"}
+    assert found[0].error is None and found[0].columns == {"a": "é"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from input_helpers import codes, jsonl, source_of
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Record
 from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
 
@@ -45,7 +44,7 @@ def without_nulls(value: Any) -> Any:
 def read(path: Path | str, **keys: Any) -> list[dict[str, Any]]:
     rows = list(source_of(path, **keys).read())
     assert codes(rows) == ["ok"] * len(rows), rows
-    return [dict(row.columns) for row in rows if isinstance(row, Record)]
+    return [dict(row.columns) for row in rows if row.error is None]
 
 
 def write(folder: Path, column: pa.Array, name: str = "data") -> Path:
@@ -99,8 +98,8 @@ def test_a_json_type_that_pyarrow_did_not_know_is_told_by_the_metadata_of_its_fi
 @pytest.mark.parametrize("bad", ["{", "", "[" * 200 + "]" * 200, '"\\ud800"'])
 def test_a_text_that_is_not_json_costs_its_own_row_only(bad: str, tmp_path: Path) -> None:
     rows = list(source_of(write(tmp_path, pa.array([TEXT, bad, "1"], S).cast(JSON))).read())
-    assert [row.columns["data"] for row in rows if isinstance(row, Record)] == [VALUE, 1]
-    [problem] = [row for row in rows if isinstance(row, BadRow)]
+    assert [row.columns["data"] for row in rows if row.error is None] == [VALUE, 1]
+    [problem] = [row for row in rows if row.error]
     assert problem.index == 1 and problem.error.code in ("bad_json", "bad_encoding")
     assert problem.error.message.startswith("column 'data' holds JSON that cannot be read: ")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from input_helpers import VOCAB_SIZE, write_tokenizer
+from input_helpers import VOCAB_SIZE, requests_of, write_tokenizer
 from run_helpers import JobMaker
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.core.records import Cursor, Request, Row, SamplingParams
 from batchgen.input.openai_batch import parse_batch_line
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem
@@ -44,14 +44,14 @@ class Made:
         spec, sizes = InputSpec(path=("rows.jsonl",), **keys), {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
         self.builder = RequestBuilder(spec, SamplingParams(), self.tokenizer, **sizes)
 
-    def request(self, columns: dict[str, Any]) -> Request | BadRow:
-        [found] = self.builder.build([Record(0, "rows.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
+    def request(self, columns: dict[str, Any]) -> Request | Row:
+        [found] = requests_of(self.builder, [Row(0, "rows.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
         return found
 
     def prompt(self, columns: dict[str, Any]) -> str:
         """The end of the prompt that a row becomes, or the code and message of its error."""
         found = self.request(columns)
-        if isinstance(found, BadRow):
+        if isinstance(found, Row):
             return f"{found.error.code}: {found.error.message}"
         return self.tokenizer.decode(found.prompt_token_ids).partition("\n")[2]
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_helpers import VOCAB_SIZE, codes, write_tokenizer
+from input_helpers import VOCAB_SIZE, codes, requests_of, write_tokenizer
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.core.records import Cursor, Request, Row, SamplingParams
 from batchgen.input import requests as prompt_module
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.rows import RowProblem, row_id
+from batchgen.input.rows import RowProblem, with_id
 from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
 
@@ -27,8 +28,8 @@ def spec(**keys: Any) -> InputSpec:
     return InputSpec(path=("rows.jsonl",), **keys)
 
 
-def record(columns: Mapping[str, Any], index: int = 0) -> Record:
-    return Record(index, "rows.jsonl", index + 1, dict(columns), Cursor(0, 0, index + 1, index + 1))
+def record(columns: Mapping[str, Any], index: int = 0) -> Row:
+    return Row(index, "rows.jsonl", index + 1, dict(columns), Cursor(0, 0, index + 1, index + 1))
 
 
 def build(
@@ -36,13 +37,13 @@ def build(
     *rows: Mapping[str, Any],
     max_model_len: int = 1000,
     **keys: Any,
-) -> list[Request | BadRow]:
+) -> list[Request | Row]:
     sizes = {"max_model_len": max_model_len, "vocab_size": VOCAB_SIZE}
     builder = RequestBuilder(spec(**keys), JOB, tokenizer, **sizes)
-    return [*builder.build([record(row, index) for index, row in enumerate(rows)])]
+    return requests_of(builder, (with_id(record(row, index), spec(**keys)) for index, row in enumerate(rows)))
 
 
-def text_of(tokenizer: Tokenizer, answer: Request | BadRow) -> str:
+def text_of(tokenizer: Tokenizer, answer: Request | Row) -> str:
     """The prompt as text, its special tokens written out."""
     assert isinstance(answer, Request), answer
     return tokenizer._backend.decode(list(answer.prompt_token_ids), skip_special_tokens=False)
@@ -116,14 +117,14 @@ def test_an_empty_prompt_is_told_by_where_it_comes_from(
     row: dict[str, Any], keys: dict[str, Any], message: str, tokenizer: Tokenizer
 ) -> None:
     [answer] = build(tokenizer, row, **keys)
-    assert isinstance(answer, BadRow)
+    assert isinstance(answer, Row)
     assert (answer.error.code, answer.error.message) == ("empty_prompt", message)
 
 
 def test_answers_come_in_the_order_of_the_rows_with_their_index_as_key(tokenizer: Tokenizer) -> None:
     answers = build(tokenizer, {"prompt": "a"}, {"prompt": ""}, {"prompt_token_ids": [8]}, {"prompt": "b"})
     assert codes(answers) == ["ok", "empty_prompt", "ok", "ok"]
-    assert [a.index if isinstance(a, BadRow) else a.key for a in answers] == [0, 1, 2, 3]
+    assert [a.index if isinstance(a, Row) else a.key for a in answers] == [0, 1, 2, 3]
 
 
 def test_rows_are_tokenized_alike_whatever_is_with_them(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +158,14 @@ def test_a_column_named_like_a_sampling_key_is_data(tokenizer: Tokenizer) -> Non
 def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
     rows = [{"prompt_token_ids": [8] * n} for n in (9, 10)]
     fits, too_long = build(tokenizer, *rows, max_model_len=10)
-    assert isinstance(fits, Request) and isinstance(too_long, BadRow)
+    assert isinstance(fits, Request) and isinstance(too_long, Row)
     assert too_long.error.message == "the prompt has 10 tokens; the context of 10 allows at most 9"
 
 
 def test_a_huge_prompt_is_refused_without_tokenizing_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", None)
     [answer] = build(tokenizer, {"prompt": "x" * 1000}, max_model_len=10, chat=False)
-    assert isinstance(answer, BadRow)
+    assert isinstance(answer, Row)
     assert answer.error.message.startswith("the prompt has at least 67 tokens; the context of 10 allows")
 
 
@@ -233,7 +234,7 @@ def test_the_documented_openai_batch_line_is_a_request(form: str, tokenizer: Tok
     [answer] = build(tokenizer, BATCH_LINE, format=form)
     assert text_of(tokenizer, answer) == chat(("system", "Be kind."), ("user", "Hello world!"))
     assert isinstance(answer, Request) and answer.params == SamplingParams(max_tokens=1000, seed=5)
-    assert row_id(record(BATCH_LINE), spec(format=form)) == "request-1"
+    assert with_id(record(BATCH_LINE), spec(format=form)).id == "request-1"
 
 
 def test_an_openai_completion_is_raw_text_or_token_ids_even_in_a_chat_job(tokenizer: Tokenizer) -> None:
@@ -259,16 +260,17 @@ def test_a_job_that_names_its_columns_takes_an_openai_line_as_any_row(tokenizer:
 
 def test_an_error_row_keeps_the_row_its_place_and_its_id(tokenizer: Tokenizer) -> None:
     [answer] = build(tokenizer, {"key": 17, "prompt": 3}, id="key")
-    assert answer == BadRow(0, "rows.jsonl", 1, answer.error, {"key": 17, "prompt": 3}, record({}, 0).after, 17)
+    assert isinstance(answer, Row) and answer.error
+    assert answer == replace(record({"key": 17, "prompt": 3}), id=17, error=answer.error)
 
 
 def test_an_id_is_a_string_or_an_integer_of_the_column_that_the_job_names() -> None:
     for value in ("a", "", 7, 10**40):
-        assert row_id(record({"id": value}), spec(id="id")) == value
+        assert with_id(record({"id": value}), spec(id="id")).id == value
     for value in (None, True, 1.5, ["a"], {"a": 1}):
-        with pytest.raises(RowProblem, match="column 'id'"):
-            row_id(record({"id": value}), spec(id="id"))
-    assert row_id(record({"id": "a"}), spec()) is None
+        error = with_id(record({"id": value}), spec(id="id")).error
+        assert error and "column 'id'" in error.message
+    assert with_id(record({"id": "a"}), spec()) == record({"id": "a"})
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_helpers import VOCAB_SIZE
+from input_helpers import VOCAB_SIZE, requests_of
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.core.records import Cursor, Request, Row, SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.input.requests import RequestBuilder
 from batchgen.text.grammar import Grammars
@@ -26,15 +26,15 @@ def builder_of(tokenizer: Tokenizer | None, sampling: SamplingParams = JOB, **ke
     return RequestBuilder(InputSpec(path=("rows.jsonl",), chat=False), sampling, tokenizer, **keys)
 
 
-def record(columns: dict[str, Any], index: int = 0) -> Record:
+def record(columns: dict[str, Any], index: int = 0) -> Row:
     """A row whose values with the names of sampling keys are in its ``sampling`` object."""
     values = {name: columns[name] for name in columns if name in ROW_KEYS} | columns.get("sampling", {})
     columns = {name: value for name, value in columns.items() if name not in values} | {"sampling": values}
-    return Record(index, "rows.jsonl", index + 1, columns, Cursor(0, 0, index + 1, index + 1))
+    return Row(index, "rows.jsonl", index + 1, columns, Cursor(0, 0, index + 1, index + 1))
 
 
-def one(builder: RequestBuilder, **columns: Any) -> Request | BadRow:
-    [answer] = builder.build([record(columns)])
+def one(builder: RequestBuilder, **columns: Any) -> Request | Row:
+    [answer] = requests_of(builder, [record(columns)])
     return answer
 
 
@@ -50,7 +50,7 @@ def test_choices_are_tokenized_by_themselves_as_they_stand(tokenizer: Tokenizer)
 def test_choices_of_the_job_and_of_rows_meet_in_one_chunk(tokenizer: Tokenizer) -> None:
     builder = builder_of(tokenizer, SamplingParams(choices=("a", "bc")))
     rows = [{"prompt": "a"}, {"prompt": "b", "choices": ["a", "x"]}, {"prompt": "c", "choices": []}]
-    answers = [answer for answer in builder.build([record(row) for row in rows]) if isinstance(answer, Request)]
+    answers = [request for _, request in builder.build([record(row) for row in rows]) if request]
     a, x, bc = (tuple(ids) for ids in tokenizer.encode_batch(["a", "x", "bc"], add_special_tokens=False))
     assert [answer.choices for answer in answers] == [(a, bc), (a, x), ()]
     assert answers[0].prompt_token_ids == (1, *a)  # the same text as a prompt has its bos
@@ -92,7 +92,7 @@ def test_a_prompt_leaves_room_for_what_is_asked_for(
     builder = builder_of(tokenizer, max_model_len=10)
     assert isinstance(one(builder, prompt_token_ids=[8] * num_tokens, sampling=sampling), Request)
     answer = one(builder, prompt_token_ids=[8] * (num_tokens + 1), sampling=sampling)
-    assert isinstance(answer, BadRow) and answer.error.code == "too_long"
+    assert isinstance(answer, Row) and answer.error.code == "too_long"
     message = f"the prompt has {num_tokens + 1} tokens; the context of 10 allows at most {limit}"
     assert answer.error.message.startswith(message)
 
@@ -102,14 +102,14 @@ def test_a_choice_longer_than_the_context_is_refused_without_tokenizing_it(
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: pytest.fail("tokenized"))
     answer = one(builder_of(tokenizer, max_model_len=10), prompt_token_ids=[8], choices=["a", "x" * 10_000])
-    assert isinstance(answer, BadRow)
+    assert isinstance(answer, Row)
     limits = "the context of 10 allows at most 0 before a choice of at least 667"
     assert (answer.error.code, answer.error.message) == ("too_long", f"the prompt has 1 tokens; {limits}")
 
 
 def test_bad_words_are_tokenized_with_and_without_a_space_before_them(tokenizer: Tokenizer) -> None:
     builder = builder_of(tokenizer, SamplingParams(bad_words=("yes", " no", "\n")))
-    job, other, none = builder.build([record({"prompt": "a", "bad_words": words}) for words in (None, "a", [])])
+    job, other, none = requests_of(builder, [record({"prompt": "a", "bad_words": words}) for words in (None, "a", [])])
     ways = ["yes", " yes", "no", " no", "\n", " \n"]
     assert isinstance(job, Request) and isinstance(other, Request) and isinstance(none, Request)
     assert job.bad_words == tuple(map(tuple, tokenizer.encode_batch(ways, add_special_tokens=False)))
@@ -121,7 +121,7 @@ def test_a_token_that_the_model_does_not_have_makes_a_bad_row_or_job(tokenizer: 
     vocab_size = tokenizer.vocab_size
     for key, value in (("allowed_token_ids", [7, vocab_size]), ("logit_bias", {"7": 1, str(vocab_size): 1})):
         answer = one(builder_of(tokenizer, vocab_size=vocab_size), prompt="a", **{key: value})
-        assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
+        assert isinstance(answer, Row) and answer.error.code == "bad_param"
         told = f"{key} holds the token id {vocab_size}, and the model has {vocab_size} tokens"
         assert answer.error.message == told
     with pytest.raises(UsageError, match=f"^sampling.allowed_token_ids holds the token id {vocab_size},"):
@@ -131,7 +131,7 @@ def test_a_token_that_the_model_does_not_have_makes_a_bad_row_or_job(tokenizer: 
 @pytest.mark.parametrize("sampling", [{"stop": "a"}, {"choices": ["a", "b"]}, {"bad_words": ["a"]}])
 def test_a_row_that_needs_a_tokenizer_where_there_is_none_is_a_bad_one(sampling: dict[str, Any]) -> None:
     answer = one(builder_of(None), prompt_token_ids=[8], **sampling)
-    assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
+    assert isinstance(answer, Row) and answer.error.code == "bad_param"
     assert answer.error.message.startswith(f"{next(iter(sampling))} needs a tokenizer and this model has none; name")
 
 
@@ -144,7 +144,7 @@ def test_a_job_that_needs_a_tokenizer_where_there_is_none_is_refused_at_once(sam
 def test_a_choice_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda _, texts, __: [[] if t == "b" else [8] for t in texts])
     answer = one(builder_of(tokenizer), prompt="p", choices=["a", "b"])
-    assert isinstance(answer, BadRow)
+    assert isinstance(answer, Row)
     assert (answer.error.code, answer.error.message) == ("bad_param", "choices: one of the texts has no tokens")
 
 
@@ -158,7 +158,7 @@ def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
 def test_the_first_bad_value_is_the_one_named(tokenizer: Tokenizer) -> None:
     for names in (["n", "top_p", "stop"], ["stop", "n", "top_p"], ["top_p", "stop", "n"]):
         answer = one(builder_of(tokenizer), prompt="p", sampling=dict.fromkeys(names, -7))
-        assert isinstance(answer, BadRow) and answer.error.message.startswith(f"{names[0]} = -7")
+        assert isinstance(answer, Row) and answer.error.message.startswith(f"{names[0]} = -7")
 
 
 @settings(deadline=None)
@@ -217,7 +217,7 @@ def test_a_sampling_object_replaces_the_job(tokenizer: Tokenizer, row: dict[str,
 def test_a_row_of_a_structured_job_scores_choices_only_without_its_grammar(tokenizer: Tokenizer) -> None:
     builder = with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE))
     answer = one(builder, prompt="p", sampling={"choices": ["a", "b"]})
-    assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
+    assert isinstance(answer, Row) and answer.error.code == "bad_param"
     assert answer.error.message.startswith(
         "choices = ('a', 'b') does not go with structured_outputs: change choices, or"
     )
@@ -227,7 +227,7 @@ def test_a_row_of_a_structured_job_scores_choices_only_without_its_grammar(token
 
 def test_what_cannot_be_compiled_is_a_bad_row_or_a_refused_job(tokenizer: Tokenizer) -> None:
     answer = one(with_grammars(tokenizer), prompt="p", structured_outputs=LOOKS_BACK)
-    assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
+    assert isinstance(answer, Row) and answer.error.code == "bad_param"
     assert answer.error.message.startswith("structured_outputs: ") and "look" in answer.error.message
     with pytest.raises(UsageError, match=r"^sampling\.structured_outputs: .*look"):
         with_grammars(tokenizer, SamplingParams(structured_outputs=canonical(LOOKS_BACK)))
@@ -235,6 +235,6 @@ def test_what_cannot_be_compiled_is_a_bad_row_or_a_refused_job(tokenizer: Tokeni
 
 def test_a_row_needs_a_tokenizer_to_ask(tokenizer: Tokenizer) -> None:
     answer = one(builder_of(None), prompt_token_ids=[8], sampling={"structured_outputs": {"regex": "a"}})
-    assert isinstance(answer, BadRow)
+    assert isinstance(answer, Row)
     said = "structured_outputs needs a tokenizer and this model has none; name one in model.tokenizer"
     assert answer.error.message == said

@@ -25,7 +25,7 @@ from input_helpers import source_of, zstd
 from run_helpers import ENVIRONMENT, survived
 
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Record
+from batchgen.core.records import Row
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -47,7 +47,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def read_all_ways(path: Path, **keys: object) -> list[Record | BadRow]:
+def read_all_ways(path: Path, **keys: object) -> list[Row]:
     """The rows of a file, after checking that reading on from behind each gives the same ones."""
     source = source_of(path, **keys)
     rows = list(source.read())
@@ -72,7 +72,7 @@ def test_every_line_that_is_not_blank_is_one_row_whatever_its_neighbours(
     expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     assert [row.line for row in rows] == [number for number, _ in expected]
     for row, (_, line) in zip(rows, expected, strict=True):
-        if isinstance(row, Record):
+        if row.error is None:
             assert repr(row.columns) == repr(json.loads(line))
         else:
             assert row.error.code in ("bad_json", "bad_type", "bad_encoding")
@@ -108,7 +108,7 @@ def test_a_file_cut_off_while_compressed_costs_nothing_before_the_cut(
     (folder / "rows.jsonl").write_bytes(content)
     rows = read_all_ways(folder / "rows.jsonl")
     before = intact.count(b"\n")
-    assert [repr(row.columns) for row in rows[:before] if isinstance(row, Record)] == [
+    assert [repr(row.columns) for row in rows[:before] if row.error is None] == [
         repr(json.loads(line)) for line in lines[:before]
     ]
 

@@ -11,7 +11,7 @@ from input_helpers import VOCAB_SIZE, read_bytes
 from run_helpers import JobMaker
 
 from batchgen.config.job import InputSpec
-from batchgen.core.records import Cursor, Record, Request, SamplingParams
+from batchgen.core.records import Cursor, Row, SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.run.invocation import RunOptions
 from batchgen.text.tokenizer import Tokenizer
@@ -23,8 +23,8 @@ def asked(tokenizer: Tokenizer, columns: dict[str, Any]) -> Any:
     """The sampling values that a row asks for, or the code and message of its error."""
     sizes = {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
     builder = RequestBuilder(InputSpec(path=("a",), prompt="q", chat=False), JOB, tokenizer, **sizes)
-    [found] = builder.build([Record(0, "a", 1, {"q": "Hi", **columns}, Cursor(0, 0, 1, 1))])
-    return found.params if isinstance(found, Request) else f"{found.error.code}: {found.error.message}"
+    [(row, _)] = builder.build([Row(0, "a", 1, {"q": "Hi", **columns}, Cursor(0, 0, 1, 1))])
+    return f"{row.error.code}: {row.error.message}" if row.error else row.params
 
 
 def with_values(**values: Any) -> SamplingParams:
@@ -33,7 +33,7 @@ def with_values(**values: Any) -> SamplingParams:
 
 def test_a_table_gives_rows_values_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
     table = b'q,sampling\r\na,"{""max_tokens"": 3, ""stop"": ""5""}"\r\nb,\r\n'
-    rows = [row for row in read_bytes(tmp_path, table, "rows.csv") if isinstance(row, Record)]
+    rows = [row for row in read_bytes(tmp_path, table, "rows.csv") if row.error is None]
     found = [asked(tokenizer, row.columns) for row in rows]
     assert found == [with_values(max_tokens=3, stop=("5",)), JOB]
 

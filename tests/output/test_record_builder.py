@@ -15,7 +15,7 @@ from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.output import OutputSpec
 from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, SamplingParams, TokenLogprob
+from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams, TokenLogprob
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.record_builder import RecordBuilder
 
@@ -25,7 +25,7 @@ ORDER = [
 ]
 ORDER += ["prompt_logprobs", "perplexity"]
 SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",), columns=()), OutputSpec("out"))
-ROW = Record(3, "in.jsonl", 4, {"prompt": "Hi"}, Cursor(0, 9, 0, 4))
+ROW = Row(3, "in.jsonl", 4, {"prompt": "Hi"}, Cursor(0, 9, 0, 4))
 LETTERS = "abcdefghijklmnopqrstuvwxyz .\n"
 END = len(LETTERS)
 
@@ -51,7 +51,7 @@ def payload(
     """The record as a reader of the outputs finds it."""
     spec = replace(SPEC, output=replace(SPEC.output, **output))
     params = SamplingParams(choices=choices, normalize=normalize)
-    record = RecordBuilder(spec, decode if has_tokenizer else None).result(ROW, None, result, params)
+    record = RecordBuilder(spec, decode if has_tokenizer else None).result(replace(ROW, params=params), result)
     return json.loads(encode_json(record))
 
 
@@ -161,7 +161,7 @@ def test_the_probabilities_of_choices_sum_to_one_however_unlikely_they_are(logpr
 def test_kept_columns_make_way_for_the_records_own_fields() -> None:
     spec = replace(SPEC, input=replace(SPEC.input, columns=("*",)))
     columns = {"choices": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
-    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), None, result())
+    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), result())
     assert {name.removeprefix("input_"): value for name, value in list(record.items())[6:]} == columns
     assert not RECORD_KEYS & set(list(record)[6:])
 
@@ -174,7 +174,7 @@ def test_a_batch_request_is_no_column_that_is_kept_but_by_name() -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}, "topic": 3}
     for columns, kept in ((("*",), {"topic": 3}), (("url",), {"url": "/v1/completions"}), ((), {})):
         spec = replace(SPEC, input=replace(SPEC.input, columns=columns))
-        record = RecordBuilder(spec, decode).result(replace(ROW, columns=line), "a", result())
+        record = RecordBuilder(spec, decode).result(replace(ROW, columns=line, id="a"), result())
         assert {name: value for name, value in record.items() if name not in RECORD_KEYS} == kept
 
 
@@ -182,7 +182,7 @@ def test_columns_of_data_do_not_say_what_form_a_batch_response_has() -> None:
     output = replace(SPEC.output, format="openai-batch")
     spec = replace(SPEC, input=replace(SPEC.input, columns=("*",), prompt="{q}"), output=output)
     columns = {"q": "Hi", "url": "https://example.org", "model": "T-Ford"}
-    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), "a", result())
+    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns, id="a"), result())
     line = json.loads(OpenAIBatchFormat("m", chat=True).result_row(encode_json(record)))
     assert (line["response"]["body"]["model"], line["response"]["body"]["object"]) == ("m", "chat.completion")
     assert line["kept_columns"] == {"q": "Hi", "input_url": "https://example.org", "input_model": "T-Ford"}
@@ -242,7 +242,7 @@ def parsed(text: str, **fields: Any) -> Any:
 
     spec = replace(SPEC, output=replace(SPEC.output, parse=("json",)))
     made = result("", token_ids=tuple(map(DIGITS.index, text)), **fields)
-    return json.loads(encode_json(RecordBuilder(spec, spell).result(ROW, None, made)))["parsed"]
+    return json.loads(encode_json(RecordBuilder(spec, spell).result(ROW, made)))["parsed"]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_the_value_of_a_scored_row_is_that_of_its_likeliest_choice() -> None:
 def test_a_batch_line_without_a_url_is_answered_as_its_body_asks(keep: tuple[str, ...]) -> None:
     row = replace(ROW, columns={"custom_id": "a", "body": {"prompt": "Hi"}})
     spec = replace(SPEC, input=replace(SPEC.input, columns=keep), output=replace(SPEC.output, format="openai-batch"))
-    assert RecordBuilder(spec, decode).result(row, "a", result())["url"] == "/v1/completions"
+    assert RecordBuilder(spec, decode).result(replace(row, id="a"), result())["url"] == "/v1/completions"
 
 
 def test_a_part_of_a_character_has_its_bytes_beside_it() -> None:
@@ -279,6 +279,6 @@ def test_a_part_of_a_character_has_its_bytes_beside_it() -> None:
 
     builder = RecordBuilder(SPEC, parts, token_bytes=lambda token_id: bytes([0xF0, token_id]))
     scores = (TokenLogprob(3, -0.5, ((4, -0.5), (3, -1.0))), TokenLogprob(4, -0.5))
-    first, second = builder.result(ROW, None, result(logprobs=scores))["logprobs"]
+    first, second = builder.result(ROW, result(logprobs=scores))["logprobs"]
     assert (first["bytes"], first["top_logprobs"][1]["bytes"]) == ([0xF0, 3], [0xF0, 3])
     assert "bytes" not in second and "bytes" not in first["top_logprobs"][0]

@@ -25,7 +25,7 @@ from tokenizers import AddedToken
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, SamplingParams, TokenLogprob
+from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams, TokenLogprob
 from batchgen.core.version import RESULTS
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.invocation import RunOptions
@@ -53,8 +53,10 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": [2, 7, *range(20, 60)], "max_tokens": 8},
     {"ignore_eos": True, "max_repeats": 3, "max_tokens": 60},
 )
-ROW = Record(3, "in.jsonl", 4, {"id": "r", "note": "naïve", "text": "kept"}, Cursor(0, 9, 0, 4))
 PROMPT = (1, 6, 20, 21, 22)
+ROW = Row(
+    3, "in.jsonl", 4, {"id": "r", "note": "naïve", "text": "kept"}, Cursor(0, 9, 0, 4), "r", prompt_token_ids=PROMPT
+)
 
 
 def timeless(record: dict[str, Any]) -> dict[str, Any]:
@@ -86,14 +88,14 @@ class Records:
         self.builder: RecordBuilder = model.record_builder(self.spec)
         self.tokenizer: Any = model.tokenizer
 
-    def of(self, text: str, params: SamplingParams | None = None, row: Record = ROW, **fields: Any) -> dict[str, Any]:
+    def of(self, text: str, params: SamplingParams | None = None, row: Row = ROW, **fields: Any) -> dict[str, Any]:
         """The record of an answer."""
         ids = ids_of(self.tokenizer, text)
         result = Result(3, len(PROMPT), ids, FinishReason.STOP)
         return self.made(replace(result, **fields), params or SamplingParams(), row)
 
-    def made(self, result: Result, params: SamplingParams, row: Record = ROW) -> dict[str, Any]:
-        return self.builder.result(row, "r", result, params, PROMPT)
+    def made(self, result: Result, params: SamplingParams, row: Row = ROW) -> dict[str, Any]:
+        return self.builder.result(replace(row, params=params), result)
 
 
 def tokens(folder: Path) -> Iterator[dict[str, Any]]:
@@ -165,7 +167,7 @@ def vectors(folder: Path) -> Iterator[dict[str, Any]]:
     yield Records(MODEL, folder, embed={"pooling": "tokens"}).made(result, SamplingParams())
     yield Records(MODEL, folder, embed={"pooling": "mean"}).made(replace(result, num_texts=2), SamplingParams())
     labelled = RecordBuilder(Records(MODEL, folder, embed={"pooling": "cls"}).spec, None, labels=("a", "b", "c", "d"))
-    yield labelled.result(ROW, "r", result)
+    yield labelled.result(replace(ROW, prompt_token_ids=()), result)
 
 
 @pytest.mark.parametrize("kind", [tokens, texts, reasoning, tools, vectors], ids=lambda kind: kind.__name__)

@@ -16,7 +16,6 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict, load_job
 from batchgen.config.sampling import recommended_values
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
-from batchgen.core.records import BadRow, Request
 from batchgen.input.source import open_source
 from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
@@ -169,8 +168,8 @@ def test_a_row_may_ask_for_what_the_model_recommends(job: JobMaker) -> None:
     job.write([{"question": "a", "sampling": {"preset": name, "top_k": 3}} for name in ("model", "best")])
     spec = spec_with(job, QWEN3)
     builder = read_model(spec).builder(spec)
-    first, second = builder.build([row for row in open_source(spec.input).read() if not isinstance(row, BadRow)])
-    assert isinstance(first, Request) and isinstance(second, BadRow)
+    (first, _), (second, _) = builder.build([*open_source(spec.input).read()])
+    assert second.error
     assert (first.params.temperature, first.params.top_k) == (0.6, 3)
     assert second.error.message.startswith("preset = 'best' must be")
 

@@ -24,11 +24,11 @@ from stub_engine import StubEngine
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.config.record_fields import OF_REQUEST, RECORD_KEYS, columns_of, kept_columns
 from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.core.records import Cursor, Record, Request, Result
+from batchgen.core.records import Cursor, Request, Result, Row
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
-from batchgen.input.validator import Pending, RowValidator
+from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.run import job as job_module
 from batchgen.run import requests
@@ -626,7 +626,7 @@ def test_few_rows_are_read_at_once_until_they_prove_quick(
 
 @given(st.lists(st.integers(0, CHUNK_CHARS), max_size=20))
 def test_chunks_hold_all_rows_in_order_and_no_more_than_fits(sizes: list[int]) -> None:
-    rows = [Record(i, "f", i, {"x": "y" * size}, Cursor(0, 0, 0, i + 1)) for i, size in enumerate(sizes)]
+    rows = [Row(i, "f", i, {"x": "y" * size}, Cursor(0, 0, 0, i + 1)) for i, size in enumerate(sizes)]
     chunks = list(chunked(rows))
     assert [row for chunk in chunks for row in chunk] == rows
     for chunk in chunks:
@@ -634,22 +634,22 @@ def test_chunks_hold_all_rows_in_order_and_no_more_than_fits(sizes: list[int]) -
 
 
 def test_a_chunk_of_short_rows_is_bounded_by_their_number() -> None:
-    rows: Iterator[Record] = (Record(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(3 * CHUNK_ROWS))
+    rows: Iterator[Row] = (Row(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(3 * CHUNK_ROWS))
     assert [len(chunk) for chunk in chunked(rows)] == [CHUNK_ROWS] * 3
 
 
 def test_rows_for_workers_claim_their_ids_by_the_thousand(tmp_path: Path) -> None:
     sizes: list[int] = []
 
-    def claim(rows: list[Record]) -> list[Pending]:
+    def claim(rows: list[Row]) -> list[Row]:
         sizes.append(len(rows))
-        return [Pending(row, row.index) for row in rows]
+        return rows
 
     sink = ResultSink(Journal.open(tmp_path / "journal"), None, None, nullcontext)  # type: ignore[arg-type]
     validator = SimpleNamespace(claim=claim, shard=WHOLE)
     stream = requests.RequestStream(sink, validator, Stopper(Limits()), nullcontext)  # type: ignore[arg-type]
     stream.gives_rows = True
-    rows = (Record(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(20_000))
+    rows = (Row(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(20_000))
     assert [task.key for task in stream.tasks(rows)] == list(range(20_000))
     assert max(sizes) == 4096
 

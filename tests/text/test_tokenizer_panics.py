@@ -16,7 +16,7 @@ from run_helpers import MODEL, JobMaker, rows_of
 from batchgen.cli import main
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, ModelError, TokenizerError
-from batchgen.core.records import Cursor, Record, SamplingParams
+from batchgen.core.records import Cursor, Row, SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.run.stop import StopRequested
 from batchgen.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def test_a_text_that_cannot_be_encoded_costs_its_row_only(error: BaseException, 
         InputSpec(path=("f",), chat=False), SamplingParams(), tokenizer, max_model_len=99, vocab_size=264
     )
     rows = [{"prompt": "a"}, {"prompt": "b!"}, {"prompt": "c"}, {"prompt": "d", "sampling": {"choices": ["x", "y!"]}}]
-    answers = [*builder.build([Record(n, "f", n, row, Cursor(0, 0, 0, n)) for n, row in enumerate(rows)])]
+    answers = [row for row, _ in builder.build([Row(n, "f", n, row, Cursor(0, 0, 0, n)) for n, row in enumerate(rows)])]
     assert codes(answers) == ["ok", "internal", "ok", "internal"]
     assert "the tokenizer cannot encode the text: no" in answers[1].error.message  # type: ignore[union-attr]
     assert "\n" not in answers[1].error.message  # type: ignore[union-attr]

@@ -21,8 +21,7 @@ from thread_workers import ThreadLauncher
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
-from batchgen.core.records import Cursor, Record
-from batchgen.input.validator import Pending
+from batchgen.core.records import Cursor, Row
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.rundir import RunDir
 from batchgen.report.text import render_report
@@ -273,6 +272,6 @@ def test_a_running_pool_is_seen_from_outside(
 
 def test_rows_pass_between_processes_whole() -> None:
     cursor = Cursor(0, 800, 1, 2)
-    row = Pending(Record(1, "f.jsonl", 2, {"question": "x"}, cursor), "q", output_token_ids=(4, 5))
+    row = Row(1, "f.jsonl", 2, {"question": "x"}, cursor, "q", output_token_ids=(4, 5))
     done = JournalEntry(1, cursor, "result", b"{}", 3, 4)
     assert pickle.loads(pickle.dumps((row, done))) == (row, done)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.fingerprint import Digests
-from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.records import Cursor, Row
 from batchgen.input.input_bytes import InputBytes
 
 Wanted = Callable[[int], bool]
-Rows = Generator[Record | BadRow, None, int]
+Rows = Generator[Row, None, int]
 
 
 class InputFile(ABC):
@@ -39,7 +39,7 @@ class InputFile(ABC):
         The ``after`` of each row is where reading can go on: the same ``file`` as ``at``, and an ``offset`` and ``row``
         that this format can seek to; 0 and 0 are the start of the file. Returns the index after the last row it
         passed, yielded or not. Raises UsageError when the file can no longer be read at all; damage inside it becomes
-        ``BadRow`` values.
+        rows with an ``error``.
         """
 
     @abstractmethod

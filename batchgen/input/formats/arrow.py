@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
-from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.records import Cursor, Row
 from batchgen.core.units import one_line, shown
 from batchgen.input.formats import Rows, Wanted
 from batchgen.input.rows import RowProblem, parse_json
@@ -81,10 +81,7 @@ def read_batches(
         for place, (values, error) in zip(places, rows_at(batch, places, request_columns), strict=True):
             index, number = at.index + place, at.row + place + 1
             after = Cursor(at.file, at.offset, number, index + 1)
-            if error:
-                yield BadRow(index, source, rows_before + number, error, values, after)
-            else:
-                yield Record(index, source, rows_before + number, values, after)
+            yield Row(index, source, rows_before + number, values, after, error=error)
         at = Cursor(at.file, at.offset, at.row + num_rows, at.index + num_rows)
         if at.index == stop:
             break

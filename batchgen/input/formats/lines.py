@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.json_line import MAX_DEPTH
-from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.records import Cursor, Row
 from batchgen.input.formats import Rows, StoredFile, Wanted
 from batchgen.input.formats.text_stream import damage, open_text
 from batchgen.input.input_bytes import InputBytes
@@ -102,17 +102,17 @@ class LinesFile(StoredFile):
             raise UsageError(f"cannot read {self.content.name}: {error.strerror or error}") from error
         return index
 
-    def _row(self, line: Line, index: int, file: int) -> Record | BadRow:
+    def _row(self, line: Line, index: int, file: int) -> Row:
         source = self.content.name
         num_lines = line.number + line.num_lines - 1
         after = Cursor(file + 1, 0, 0, index + 1) if line.is_torn else Cursor(file, line.end, num_lines, index + 1)
         try:
             if line.problem:
                 raise line.problem
-            return Record(index, source, line.number, self.columns(line), after)
+            return Row(index, source, line.number, self.columns(line), after)
         except RowProblem as problem:
-            raw = line.content.decode(errors="backslashreplace").rstrip("\r\n")
-            return BadRow(index, source, line.number, problem.error, raw, after)
+            text = line.content.decode(errors="backslashreplace").rstrip("\r\n")
+            return Row(index, source, line.number, {}, after, error=problem.error, text=text)
 
 
 def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[Line]:
