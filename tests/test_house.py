@@ -66,7 +66,7 @@ MAX_FILES = {"workers": 15}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
 RELATIVE_WORDS = {"What", "That", "Whether", "Of", "So", "Where", "How", "If", "Why", "Which"}
-PLAIN_ROOMS = {"engine", "cli", "check", "bench", "kernels"}  # whose docstrings begin with a noun or a verb
+PLAIN_ROOMS = {"engine", "cli", "check", "bench", "kernels", "model"}  # whose docstrings begin with a noun or a verb
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
     "commands": "bench cat check env help merge plan report run status try",
@@ -263,8 +263,8 @@ def docstrings_without_a_noun(tree: Tree) -> list[str]:
         for node in ast.walk(ast.parse(text)) if room(name) in PLAIN_ROOMS else ():
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 first = (ast.get_docstring(node) or "").partition(" ")[0]
-                tells = isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "bool"
-                if first in RELATIVE_WORDS and not (tells and first == "Whether"):
+                returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
+                if first in RELATIVE_WORDS and not (first == "Whether" and returns in ("bool", "bool | None")):
                     faults.append(f"{name}: {getattr(node, 'name', 'the module')}")
     return faults
 

@@ -129,7 +129,7 @@ class ModelConfig:
         return "" if self.is_gguf or self.has_adapter else self.dtype
 
     def stored_name(self, module: str) -> str:
-        """What checkpoints call a module of this name."""
+        """Name of a module in checkpoints."""
         for other, name in self.module_names.items():
             module = module.replace(other, name)
         return module
@@ -141,7 +141,7 @@ class ModelConfig:
 
     @property
     def parts(self) -> str:
-        """What kernels depend on: the kind of the feed-forwards, and "scales" if numbers are multiplied by one."""
+        """Parts that need kernels: the kind of the feed-forwards, and "scales" if numbers are multiplied by one."""
         return self.feed_forward + (" scales" if (self.embedding_scale, self.logits_scale) != (1, 1) else "")
 
     @property
@@ -183,9 +183,9 @@ class ModelConfig:
 
     @property
     def tail_reach(self) -> int | None:
-        """How many tokens away the layers after the last attention read; None if there is no attention.
+        """Number of earlier tokens that the layers after the last attention read; None if there is no attention.
 
-        These are earlier ones, and where a model is not causal as many later ones.
+        A model that is not causal reads as many later ones.
         """
         reach = self.conv_l_cache - 1 if self.is_causal else self.conv_l_cache // 2
         return None if self.num_tail_layers is None else self.num_tail_layers * reach
@@ -276,7 +276,7 @@ class ModelConfig:
         return round(params * self.weight_bytes(dtype, weights, activations, is_cpu=is_cpu)) + table
 
     def auto_dtype(self, *, is_cpu: bool) -> str:
-        """What dtype "auto" means: on the CPU bfloat16 if it multiplies that natively, elsewhere the checkpoint's."""
+        """The dtype of "auto": on the CPU bfloat16 if it multiplies that natively, elsewhere the checkpoint's."""
         if is_cpu:
             return "bfloat16" if multiplies_bfloat16() else "float32"
         return self.dtype

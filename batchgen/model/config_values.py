@@ -41,8 +41,8 @@ class ConfigValues:
 
     def _agreed(self, names: tuple[str, ...], default: Any) -> Any:
         """The value under any of the names; where two disagree an error, since families differ in which one counts."""
-        given = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
-        (first, value), *others = given.items() or [(names[0], self.get(names[0], default=default))]
+        values = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        (first, value), *others = values.items() or [(names[0], self.get(names[0], default=default))]
         for name, other in others:
             if other != value:
                 raise self.error(f"{first} is {shown(value)} and {name} {shown(other)}; keep the one that is meant")
@@ -52,16 +52,16 @@ class ConfigValues:
         value = self._agreed(names, default)
         if type(value) is not int or value < least:
             kind = "a positive integer" if least == 1 else f"an integer from {least} up"
-            raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")
+            raise self.error(f"{self._name(names)} must be {kind}, not {shown(value)}")
         if value > most:
-            raise self.error(f"{self._found(names)} must be at most {most}, not {shown(value)}")
+            raise self.error(f"{self._name(names)} must be at most {most}, not {shown(value)}")
         return value
 
     def number(self, *names: str, default: Any = ...) -> float:
         value = self._agreed(names, default)
         if type(value) not in (int, float) or not 0 < value <= _MAX_FLOAT:
             what = "a positive number that float32 can hold"
-            raise self.error(f"{self._found(names)} must be {what}, not {shown(value)}")
+            raise self.error(f"{self._name(names)} must be {what}, not {shown(value)}")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
@@ -74,11 +74,11 @@ class ConfigValues:
         """A value of the type of ``default``, which ``kind`` names in errors; of texts the newest name counts."""
         value = self.get(*names, default=default) if isinstance(default, str) else self._agreed(names, default)
         if not isinstance(value, type(default)):
-            raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")
+            raise self.error(f"{self._name(names)} must be {kind}, not {shown(value)}")
         return value
 
-    def _found(self, names: tuple[str, ...]) -> str:
-        """Which of the names the file has, for errors; the first if it has none."""
+    def _name(self, names: tuple[str, ...]) -> str:
+        """The name among these that the file has, for errors; the first if it has none."""
         return next((name for name in names if self.raw.get(name) is not None), names[0])
 
     def rope(self, default_theta: float) -> Rope:
@@ -136,11 +136,11 @@ class ConfigValues:
         ff_dim = self.integer("moe_intermediate_size")
         return Experts(num_experts, num_active, ff_dim, scores, is_normalized=is_normalized, **more)
 
-    def layer_types(self, *known: str) -> tuple[str, ...]:
+    def layer_types(self, *kinds: str) -> tuple[str, ...]:
         """The kind of each layer, as ``layer_types`` lists them."""
         num_layers, listed = self.integer("num_hidden_layers", most=MAX_LAYERS), self.get("layer_types")
-        if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in known for kind in listed):
-            raise self.error(f"layer_types must name {num_layers} layers as {' or '.join(map(repr, known))}")
+        if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in kinds for kind in listed):
+            raise self.error(f"layer_types must name {num_layers} layers as {' or '.join(map(repr, kinds))}")
         return tuple(listed)
 
     def section(self, name: str, *, is_needed: bool = True) -> ConfigValues:
@@ -152,8 +152,8 @@ class ConfigValues:
 
     def expect(self, name: str, value: object, why: str) -> None:
         """Refuse any other value than the one that is computed here, which is the default; ``why`` says so."""
-        if (found := self.get(name, default=value)) != value:
-            raise self.error(f"{name} is {shown(found)}; {why}")
+        if (other := self.get(name, default=value)) != value:
+            raise self.error(f"{name} is {shown(other)}; {why}")
 
     def refuse_window(self, default: int | None = None) -> None:
         """Refuse a window of positions that a text could exceed; ``default`` holds where the config says nothing."""
@@ -161,9 +161,9 @@ class ConfigValues:
             return
         window = self.integer("sliding_window", default=default)
         if window < self.integer("max_position_embeddings"):
-            said = "is" if "sliding_window" in self.raw else "is missing, which means"
+            verb = "is" if "sliding_window" in self.raw else "is missing, which means"
             remedy = "not supported in this family; write null if the model was trained without one"
-            raise self.error(f"sliding_window {said} {window}, which is {remedy}")
+            raise self.error(f"sliding_window {verb} {window}, which is {remedy}")
 
     def refuse(self, *names: str) -> None:
         """Refuse what a flag switches on."""

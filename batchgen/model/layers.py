@@ -117,7 +117,7 @@ class ShortConv:
         self.bias = bias.float().to(weight.device).clone()
 
     def mix(self, x: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        """What ``out_proj`` takes; updates ``state``."""
+        """Input of ``out_proj``; updates ``state``."""
         return self.kernels.short_conv(self.in_proj(x), self.weight, self.bias, state, inputs)
 
 
@@ -144,5 +144,5 @@ class Attention:
         self.linears = [(self.qkv, width), (out_proj, config.num_heads * d)]
 
     def mix(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor, subset: LogitsSubset | None) -> Tensor:
-        """What ``out_proj`` takes, of the tokens of ``subset`` if it is given; writes all tokens to ``cache``."""
+        """Input of ``out_proj``, of the tokens of ``subset`` if it is given; writes all tokens to ``cache``."""
         return self.kernels.attend(self.qkv(x), self.heads, rotary, inputs, cache, subset=subset)

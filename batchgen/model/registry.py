@@ -46,8 +46,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     model_type = _TRUNKS.get(str(raw.get("model_type")), raw.get("model_type"))
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        known = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
-        raise values.error(f"model_type is {shown(model_type)}; this engine runs {known} only")
+        families = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
+        raise values.error(f"model_type is {shown(model_type)}; this engine runs {families} only")
     _refuse_quantized(values)
     config = replace(family.read_config(values), **_purpose(values))
     if config.num_heads % config.num_kv_heads:
@@ -76,20 +76,20 @@ def _refuse_quantized(values: ConfigValues) -> None:
 
 
 def _purpose(values: ConfigValues) -> dict[str, Any]:
-    """What the model was made for beside text, by the class that its checkpoint names. Raises ModelError."""
+    """Settings of a model made for other than text, by the class that its checkpoint names. Raises ModelError."""
     names = values.raw.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     is_both_ways = "Bidirec" in name or values.raw.get("model_type") in _TRUNKS
     if not is_both_ways and not values.flag("is_causal", default=True):  # attention looks both ways in any class
         values.expect("conv_L_cache", None, "is_causal false with convolutions is not supported")
         is_both_ways = True
-    found: dict[str, Any] = {"is_causal": not is_both_ways}
+    settings: dict[str, Any] = {"is_causal": not is_both_ways}
     if name.endswith("ForSequenceClassification"):
         labels = _labels(values)
-        found |= {"labels": labels, "has_head": False, "scores": _scores(values, len(labels))}
-    elif not found["is_causal"] or (name.endswith("Model") and name):
-        found["has_head"] = False
-    return found
+        settings |= {"labels": labels, "has_head": False, "scores": _scores(values, len(labels))}
+    elif not settings["is_causal"] or (name.endswith("Model") and name):
+        settings["has_head"] = False
+    return settings
 
 
 def _labels(values: ConfigValues) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def _labels(values: ConfigValues) -> tuple[str, ...]:
 
 
 def _scores(values: ConfigValues, num_labels: int) -> str:
-    """What the scores of labels are of their logits, as in sentence-transformers and transformers' pipeline.
+    """Function from the logits of labels to scores, as in sentence-transformers and transformers' pipeline.
 
     Raises ModelError.
     """
@@ -114,11 +114,11 @@ def _scores(values: ConfigValues, num_labels: int) -> str:
     function = ours.text("activation_fn", default=values.text(older, default=""))
     problem = values.text("problem_type", default="")
     usual = _PROBLEMS["multi_label_classification" if num_labels == 1 else "single_label_classification"]
-    for name, given, known in (("activation_fn", function, _FUNCTIONS), ("problem_type", problem, _PROBLEMS)):
-        if given and given not in known:
-            raise values.error(f"{name} is {shown(given)}; known are {', '.join(map(repr, known))}")
-    found = _FUNCTIONS.get(function) or _PROBLEMS.get(problem) or usual
-    return usual if num_labels == 1 and found == "softmax" else found
+    for name, value, functions in (("activation_fn", function, _FUNCTIONS), ("problem_type", problem, _PROBLEMS)):
+        if value and value not in functions:
+            raise values.error(f"{name} is {shown(value)}; known are {', '.join(map(repr, functions))}")
+    scores = _FUNCTIONS.get(function) or _PROBLEMS.get(problem) or usual
+    return usual if num_labels == 1 and scores == "softmax" else scores
 
 
 def read_config(model: Path) -> ModelConfig:

@@ -110,6 +110,6 @@ class Costs:
 
 
 def excess_reason(share: float | None) -> str:
-    """Why a share of the roofline may be above one, in words; "" where it is not."""
+    """Reason for a share of the roofline above one, in words; "" where it is not."""
     over = "above 100%: weights were in the processor's cache, or rates measured under load"
     return over if share is not None and share > 1 else ""

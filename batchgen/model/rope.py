@@ -48,19 +48,19 @@ class Rotary:
         self.device = device
         self.limit = config.max_position_embeddings
         self._shorter: list[Sequence[Tensor]] = []  # in all no larger; recorded launches may still have to read them
-        self._known: tuple[int, Sequence[Tensor]] = 0, [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
+        self._longest: tuple[int, Sequence[Tensor]] = 0, [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
 
     def upto(self, num_positions: int) -> Sequence[Tensor]:
         """The tables with at least ``num_positions`` positions, in the order of ``ModelConfig.ropes``.
 
         Safe in several threads, whose engines may share a model: no call returns tables shorter than asked for.
         """
-        known, tables = self._known
-        if num_positions > known:
+        length, tables = self._longest
+        if num_positions > length:
             longer = max(num_positions, min(self.limit, max(1024, 2 * num_positions)))
             self._shorter.append(tables)
             tables = [self._table(*part, longer) for part in self.frequencies]
-            self._known = longer, tables
+            self._longest = longer, tables
         return tables
 
     def _table(self, part: np.ndarray, scale: float, num_positions: int) -> Tensor:

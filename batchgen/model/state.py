@@ -39,9 +39,9 @@ class StateCache:
     def restore_conv(self, blocks: list[int], slots: list[int]) -> None:
         """Copy the convolution state at the end of each of ``blocks`` to the slot of the same index in ``slots``."""
         if self.conv:
-            taken, given = upload(torch.tensor([blocks, slots]), self.conv[0].slots.device)
+            sources, targets = upload(torch.tensor([blocks, slots]), self.conv[0].slots.device)
             for state in self.conv:
-                state.slots[given] = state.blocks[taken]
+                state.slots[targets] = state.blocks[sources]
 
 
 def allocate(

@@ -1,4 +1,4 @@
-"""How a checkpoint makes vectors of hidden states, as sentence-transformers writes it down beside the model.
+"""Settings with which a checkpoint makes vectors of hidden states, in the files that sentence-transformers writes.
 
 Read are ``modules.json`` with the configs of pooling and dense layers, ``config_sentence_transformers.json`` with the
 prompts, and ``sentence_bert_config.json`` with the longest text. No class that they name is ever imported: a module is
@@ -38,7 +38,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class VectorFiles:
-    """What the files say; ``pooling`` is "" where they do not say it."""
+    """Settings in the files; ``pooling`` is "" where they name none."""
 
     pooling: str = ""
     dense: tuple[Dense, ...] = ()
@@ -56,7 +56,7 @@ class VectorFiles:
 def read_vector_files(folder: Path) -> VectorFiles:
     """The settings in a model's folder; the defaults where there are none. Raises ModelError for unknown modules."""
     path = folder / "modules.json"
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     last = 0
     for module in _modules(path) if path.exists() else ():
         kind, where = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
@@ -69,14 +69,14 @@ def read_vector_files(folder: Path) -> VectorFiles:
             raise ModelError(f"{path}: {kind} behind {_ORDER[last]} is not supported (in order: {', '.join(_ORDER)})")
         last = _ORDER.index(kind)
         if kind == "Pooling":
-            found["pooling"] = _pooling(where / "config.json")
+            settings["pooling"] = _pooling(where / "config.json")
         elif kind == "Dense":
-            found["dense"] = (*found.get("dense", ()), _dense(where))
+            settings["dense"] = (*settings.get("dense", ()), _dense(where))
         elif kind == "Normalize":
-            found["normalize"] = True
-    if found.get("dense") and "pooling" not in found:
-        found["pooling"] = "tokens"  # a vector for each token, as late interaction has it
-    return VectorFiles(**found, **_prompts(folder), max_tokens=_max_tokens(folder) if path.exists() else None)
+            settings["normalize"] = True
+    if settings.get("dense") and "pooling" not in settings:
+        settings["pooling"] = "tokens"  # a vector for each token, as late interaction has it
+    return VectorFiles(**settings, **_prompts(folder), max_tokens=_max_tokens(folder) if path.exists() else None)
 
 
 def _modules(path: Path) -> list[dict[str, Any]]:

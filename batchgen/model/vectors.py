@@ -22,10 +22,10 @@ _LEAST_NORM = np.float32(1e-12)  # torch's functional.normalize
 
 @dataclass(frozen=True, slots=True)
 class VectorSettings:
-    """What is made of pooled hidden states.
+    """Settings of the vector or the scores made of pooled hidden states.
 
-    ``dimensions`` is how many numbers of a vector are kept, None for all. ``scores`` are what a classifier makes
-    of its logits of labels, see ``ModelConfig``; "" for vectors.
+    ``dimensions`` is how many numbers of a vector are kept, None for all. ``scores`` names the function of a
+    classifier's logits of labels, see ``ModelConfig``; "" for vectors.
     """
 
     dense: tuple[Dense, ...] = ()

@@ -31,7 +31,7 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  #
 
 
 def stored_dtype(saved: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What holds a checkpoint's tensor for a model of ``dtype``.
+    """Type that holds a checkpoint's tensor for a model of ``dtype``.
 
     A CPU multiplies float32 by bfloat16 as it is, so there half the memory holds the same numbers.
     """
@@ -67,7 +67,7 @@ ROUTER_BIAS = Init(0.0, 0.1)  # beside scores from 0 to 1
 
 
 class TensorSource(Protocol):
-    """Where a model of ``dtype`` takes its weights from."""
+    """Source of the weights of a model of ``dtype``."""
 
     dtype: torch.dtype
 
@@ -155,10 +155,10 @@ class Checkpoint(StoredTensors[str]):
         if name not in self._places:
             raise ModelError(f"{self.path}: the weights lack tensor {name!r}, which config.json asks for")
         file = self._open(self._places[name])
-        found = file.get_slice(name).get_shape()
-        if tuple(found) not in shapes:
-            asked = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise ModelError(f"{self.path}: tensor {name!r} has shape {shown(found)}; config.json asks for {asked}")
+        stored = file.get_slice(name).get_shape()
+        if tuple(stored) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ModelError(f"{self.path}: tensor {name!r} has shape {shown(stored)}; config.json asks for {wanted}")
         tensor: Tensor = file.get_tensor(name)
         self._mapped_bytes += tensor.nbytes
         self._taken.add(name)

@@ -64,7 +64,7 @@ class Lora:
         return replace(config, has_adapter=True)
 
     def scale(self, rank: int) -> float:
-        """What the product of matrices of that rank is multiplied by."""
+        """Factor of the product of matrices of that rank."""
         return self.alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 

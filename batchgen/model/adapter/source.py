@@ -64,21 +64,21 @@ class LoraTensors:
 
     def _located(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """Module -> "A" and "B" -> name of the tensor."""
-        found: dict[str, dict[str, str]] = {}
+        modules: dict[str, dict[str, str]] = {}
         for name in names:
             match = _NAME.fullmatch(name)
-            if match is None or match[2] in found.get(match[1], {}):
+            if match is None or match[2] in modules.get(match[1], {}):
                 what = "is no lora_A or lora_B of a linear" if match is None else "is there twice"
                 raise self._error(f"tensor {shown(name)} {what}", USE_MERGED)
-            found.setdefault(match[1], {})[match[2]] = name
-        for module, parts in found.items():
+            modules.setdefault(match[1], {})[match[2]] = name
+        for module, parts in modules.items():
             if len(parts) == 1:
                 raise self._error(
                     f"tensor {shown(next(iter(parts.values())))} has no partner for {shown(module)}", "save it again"
                 )
-        if not found:
+        if not modules:
             raise self._error("holds no tensors", "save it again")
-        return found
+        return modules
 
     def holds(self, name: str) -> bool:
         return self._plain.holds(name)
@@ -91,11 +91,11 @@ class LoraTensors:
             return tensor.to(torch.promote_types(tensor.dtype, self.dtype))
         if len(shape) != 2:
             raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
-        found = self._matrices[module]
-        a, b = self._read(found.a, found.rank, shape[1]), self._read(found.b, shape[0], found.rank)
+        matrices = self._matrices[module]
+        a, b = self._read(matrices.a, matrices.rank, shape[1]), self._read(matrices.b, shape[0], matrices.rank)
         weight = self._exact.take(name, shape, init)
         exact = weight.cpu() if weight.device.type in UNTRIED_DEVICES else weight  # these may lack float64
-        tensor = _sum(exact, a, b, found.scale, dtype or self.dtype).to(weight.device)
+        tensor = _sum(exact, a, b, matrices.scale, dtype or self.dtype).to(weight.device)
         if not is_finite(tensor):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise self._error(f"gives {module!r} values that {kind} cannot hold", "it is damaged: download it again")
@@ -118,9 +118,9 @@ class LoraTensors:
         return int(shape[0])
 
     def _read(self, name: str, *shape: int) -> Tensor:
-        found = self._file.get_slice(name)
-        if found.get_shape() != list(shape):
-            sizes = f"shape {shown(found.get_shape())}, but rank and model make it {list(shape)}"
+        stored = self._file.get_slice(name)
+        if stored.get_shape() != list(shape):
+            sizes = f"shape {shown(stored.get_shape())}, but rank and model make it {list(shape)}"
             raise self._error(
                 f"tensor {shown(name)} has {sizes}", "give the model and settings that it was trained with"
             )

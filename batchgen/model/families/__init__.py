@@ -17,7 +17,7 @@ from batchgen.model.families import gemma3, granite, lfm2, lfm2_moe, lfm3, llama
 
 
 class Family(Protocol):
-    """What the module of a family defines; ``SHAPES`` are the published ``config.json`` values by model name."""
+    """The names that a family's module defines; ``SHAPES`` are published ``config.json`` values by model name."""
 
     TITLE: str
     SHAPES: Mapping[str, Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""What the families share whose layers are attention and a feed-forward, with Llama's keys and tensor names."""
+"""Config parser of families whose layers are attention and a feed-forward, with Llama's keys and tensor names."""
 
 from __future__ import annotations
 

@@ -66,6 +66,6 @@ def read_config(values: ConfigValues) -> ModelConfig:
 
 
 def _multiplier(values: ConfigValues, name: str) -> float:
-    if not 1e-3 <= (found := values.number(name, default=1.0)) <= 1e3:
-        raise values.error(f"{name} must be from 0.001 to 1000, not {found:g}")
-    return found
+    if not 1e-3 <= (value := values.number(name, default=1.0)) <= 1e3:
+        raise values.error(f"{name} must be from 0.001 to 1000, not {value:g}")
+    return value

@@ -63,7 +63,7 @@ _LLAMA3_POSITIONS = 8192
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """What ``config.json`` of the model in a GGUF file would hold, and the names of its tensors by role.
+    """The ``config.json`` of the model in a GGUF file, and the names of its tensors by role.
 
     Raises ModelError for an unusable file, another architecture, missing metadata, or what is not computed here.
     """
@@ -71,9 +71,9 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
     metadata, tensors = header
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
-        known = ", ".join(map(repr, _ARCHITECTURES))
+        names = ", ".join(map(repr, _ARCHITECTURES))
         raise ModelError(
-            f"{path}: general.architecture is {shown(name)}; GGUF files of {known} are read: use safetensors"
+            f"{path}: general.architecture is {shown(name)}; GGUF files of {names} are read: use safetensors"
         )
     raw: dict[str, Any] = {"model_type": name}
     for key, behind in _ARCHITECTURES[name].items():
@@ -117,7 +117,7 @@ def _lfm2_layers(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(path: Path, name: str, header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``rope_scaling`` would hold. A factor without a kind is linear, as in llama.cpp. Raises ModelError."""
+    """The value of ``rope_scaling``. A factor without a kind is linear, as in llama.cpp. Raises ModelError."""
     metadata = header.metadata
     factor = metadata.get(f"{name}.rope.scaling.factor", metadata.get(f"{name}.rope.scale_linear", 1))
     kind = metadata.get(f"{name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
@@ -137,16 +137,16 @@ def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> d
     problem = f"{path}: {ROPE_FACTORS} has not the factors of Llama 3's rotary embedding; use safetensors"
     if kind != 0 or len(shape) != 1 or not 0 < shape[0] <= 1 << 12:
         raise ModelError(problem)
-    found = np.fromfile(path, np.float32, shape[0], offset=min(offset, 2**62))
+    factors = np.fromfile(path, np.float32, shape[0], offset=min(offset, 2**62))
     positions = header.metadata.get("llama.rope.scaling.original_context_length", _LLAMA3_POSITIONS)
     theta = raw["rope_theta"]
     is_sound = all(type(value) in (int, float) and value >= 1 for value in (positions, theta))
-    if len(found) < shape[0] or not np.isfinite(found).all() or not is_sound:
+    if len(factors) < shape[0] or not np.isfinite(factors).all() or not is_sound:
         raise ModelError(problem)
-    factor = float(found[-1])  # of the longest wavelength
-    turns = positions * float(theta) ** -(np.arange(len(found)) / len(found)) / (2 * np.pi)
+    factor = float(factors[-1])  # of the longest wavelength
+    turns = positions * float(theta) ** -(np.arange(len(factors)) / len(factors)) / (2 * np.pi)
     share = np.clip((turns - _LOW) / (_HIGH - _LOW), 0, 1)
-    if factor < 1 or not np.allclose(found, 1 / ((1 - share) / factor + share), rtol=1e-4, atol=0):
+    if factor < 1 or not np.allclose(factors, 1 / ((1 - share) / factor + share), rtol=1e-4, atol=0):
         raise ModelError(problem)
     if factor == 1:
         return None
@@ -155,5 +155,5 @@ def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> d
 
 
 def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
-    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(token_id for token_id in found if isinstance(token_id, int)))
+    token_ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(token_id for token_id in token_ids if isinstance(token_id, int)))

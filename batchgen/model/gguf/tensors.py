@@ -41,7 +41,7 @@ class GgufTensors(StoredTensors[GgufTensor]):
         self._pairs = head_dim // 2
         self._of_blocks = torch.float32 if is_exact else dtype
         # Llama 3's factors are compared when the config is read.
-        places = {name: found for name, found in tensors.items() if not (is_llama and name == ROPE_FACTORS)}
+        places = {name: place for name, place in tensors.items() if not (is_llama and name == ROPE_FACTORS)}
         super().__init__(path, dtype, device, places)
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -50,17 +50,17 @@ class GgufTensors(StoredTensors[GgufTensor]):
         Raises ModelError: no such tensor, another shape, a type that is not read, data beyond the end of the file, or
         no finite numbers.
         """
-        found = self._places.get(name)
-        if found is None:
+        place = self._places.get(name)
+        if place is None:
             raise self._error(name, "is missing; convert the model again")
-        if [n for n in found.shape if n != 1] != [n for n in shape if n != 1]:
-            raise self._error(name, f"has shape {list(found.shape)}; the metadata asks for {list(shape)}")
-        wanted = dtype or (self.dtype if found.kind in _NUMBERS else self._of_blocks)
-        if found.kind in _NUMBERS:
-            kind = _NUMBERS[found.kind]
-            tensor = torch.from_numpy(self._bytes(name, found, math.prod(shape) * kind.itemsize)).view(kind)
+        if [n for n in place.shape if n != 1] != [n for n in shape if n != 1]:
+            raise self._error(name, f"has shape {list(place.shape)}; the metadata asks for {list(shape)}")
+        wanted = dtype or (self.dtype if place.kind in _NUMBERS else self._of_blocks)
+        if place.kind in _NUMBERS:
+            kind = _NUMBERS[place.kind]
+            tensor = torch.from_numpy(self._bytes(name, place, math.prod(shape) * kind.itemsize)).view(kind)
         else:
-            tensor = self._from_blocks(name, found, wanted)
+            tensor = self._from_blocks(name, place, wanted)
         tensor = tensor.to(self.device, wanted).view(shape)
         if name.endswith(self._rotated):
             tensor = tensor.view(-1, self._pairs, 2, shape[1]).transpose(1, 2).reshape(shape)
@@ -69,19 +69,19 @@ class GgufTensors(StoredTensors[GgufTensor]):
         self._taken.add(name)
         return tensor
 
-    def _from_blocks(self, name: str, found: GgufTensor, dtype: torch.dtype) -> Tensor:
+    def _from_blocks(self, name: str, place: GgufTensor, dtype: torch.dtype) -> Tensor:
         import gguf
 
         try:
-            kind = gguf.GGMLQuantizationType(found.kind)
+            kind = gguf.GGMLQuantizationType(place.kind)
         except ValueError:
-            raise self._error(name, f"has type {found.kind}, which the installed gguf package does not know") from None
+            raise self._error(name, f"has type {place.kind}, which the installed gguf package does not know") from None
         values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        width = math.prod(found.shape[-1:])
+        width = math.prod(place.shape[-1:])
         if width % values_per_block:
             raise self._error(name, f"has rows of {width} values, {kind.name} blocks of {values_per_block}")
-        num_blocks = math.prod(found.shape) // values_per_block
-        data = self._bytes(name, found, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+        num_blocks = math.prod(place.shape) // values_per_block
+        data = self._bytes(name, place, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         tensor = torch.empty((num_blocks, values_per_block), dtype=dtype)
 
         def fill(rows: slice) -> None:
@@ -96,10 +96,10 @@ class GgufTensors(StoredTensors[GgufTensor]):
             raise self._error(name, f"has type {kind.name}, which is not supported; use another file") from None
         return tensor
 
-    def _bytes(self, name: str, found: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        if found.offset + count > file_bytes(self.path):
+    def _bytes(self, name: str, place: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if place.offset + count > file_bytes(self.path):
             raise self._error(name, "lies beyond the end of the file; download it again")
-        return np.fromfile(self.path, np.uint8, count, offset=found.offset)
+        return np.fromfile(self.path, np.uint8, count, offset=place.offset)
 
     def _error(self, name: str, what: str) -> ModelError:
         return ModelError(f"{self.path}: tensor {name!r} {what}")
