@@ -1,1 +1,1 @@
-"""What every room stands on: errors, records, units, storage, this machine. Imports no other room."""
+"""Base of every room: errors, records, units, storage, this machine. Imports no other room."""

@@ -65,8 +65,8 @@ def _searched(rule: str, text: str, on_limit: Callable[[], object]) -> str | Non
     if problem:
         on_limit()
         return None
-    found: str | None = json.loads(answer)
-    return found
+    match: str | None = json.loads(answer)
+    return match
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
@@ -81,8 +81,8 @@ def start(rule: str) -> Callable[[bytes], str]:
     pattern = re.compile(rule)
 
     def search(item: bytes) -> str:
-        found = _last_match(pattern, json.loads(item))
-        return json.dumps(None if found is None else found.strip())
+        match = _last_match(pattern, json.loads(item))
+        return json.dumps(None if match is None else match.strip())
 
     return search
 
@@ -97,13 +97,11 @@ def _searching(rule: str) -> LimitedProgram:
 
 
 def is_right(rule: str, answer: str | None, expected: Any) -> bool:
-    """Whether an answer equals ``expected``, of which the same is taken where the rule finds it: a whole solution has
-    its last number compared.
-    """
+    """Whether an answer equals ``expected``, or the part that the rule finds in it: the last number of a solution."""
     if answer is None:
         return False
-    found = find_answer(rule, text_of(expected))
-    return normal(answer) == normal(text_of(expected) if found is None else found)
+    part = find_answer(rule, text_of(expected))
+    return normal(answer) == normal(text_of(expected) if part is None else part)
 
 
 def normal(text: str) -> str:

@@ -24,13 +24,13 @@ def memory_limits() -> list[tuple[int, int]]:
 
     Files that were read are counted as used until the kernel needs their memory; they are not in use here.
     """
-    found = []
+    limits = []
     for version, folder in _groups():
         limit_name, usage_name, reclaimable_name = _FILES[version]
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None:
-            found.append((limit, max(0, usage - _reclaimable(folder, reclaimable_name))))
-    return found
+            limits.append((limit, max(0, usage - _reclaimable(folder, reclaimable_name))))
+    return limits
 
 
 def _groups() -> Iterator[tuple[int, Path]]:

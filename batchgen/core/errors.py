@@ -151,7 +151,7 @@ class RowErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """Why one row has no result: a stable ``code`` and a sentence that names the column and the value."""
+    """Cause of a row without a result: a stable ``code`` and a sentence that names the column and the value."""
 
     code: RowErrorCode
     message: str

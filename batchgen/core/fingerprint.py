@@ -32,17 +32,17 @@ class FileState(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> FileState:
         """The current state of the file, links followed. Raises OSError."""
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
     @property
     def written(self) -> tuple[int, ...]:
-        """What writing to the file or replacing it changes, but new rights or links do not."""
+        """Fields that change when the file is written to or replaced, but not with new rights or links."""
         return self.size, self.mtime_ns, self.inode
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Entry:
     """A file's digest, its state while it was read, and whether a later start may trust that state."""
 
     state: FileState
@@ -58,56 +58,56 @@ class Digests:
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
         self._kept = kept or {}
-        self._known: dict[str, _Known] = {}
+        self._entries: dict[str, _Entry] = {}
 
     def to_plain(self) -> dict[str, Any]:
         """The digests and states of this run's files that a later run can trust, by absolute path."""
         return {
-            path: {"sha256": known.sha256, "state": list(known.state)}
-            for path, known in sorted(self._known.items())
-            if known.is_trusted
+            path: {"sha256": entry.sha256, "state": list(entry.state)}
+            for path, entry in sorted(self._entries.items())
+            if entry.is_trusted
         }
 
     def digest(self, path: Path) -> str:
         """The file's digest as hex. Raises UsageError when it cannot be read."""
-        return self._find(path).sha256
+        return self._entry(path).sha256
 
     def fingerprint(self, path: Path) -> dict[str, Any]:
         """Name, digest and size in bytes of a file, which a resume compares. Raises UsageError."""
-        known = self._find(path)
-        return {"file": path.name, "sha256": known.sha256, "bytes": known.state.size}
+        entry = self._entry(path)
+        return {"file": path.name, "sha256": entry.sha256, "bytes": entry.state.size}
 
     def state(self, path: Path) -> FileState | None:
         """The state that the digest belongs to; None for a file whose digest was not asked for."""
-        known = self._known.get(_key(path))
-        return known.state if known else None
+        entry = self._entries.get(_key(path))
+        return entry.state if entry else None
 
     def check_unchanged(self, path: Path) -> None:
         """Raises InputError for a file that was written to or replaced since its digest was taken."""
-        known = self._known[_key(path)].state
+        before = self._entries[_key(path)].state
         try:
             now = FileState.of(path)
         except OSError as error:
             raise input_changed(path, f"it cannot be read any more ({error.strerror or error})") from None
-        if now.written != known.written:
-            sizes = f"it had {known.size:,} bytes and has {now.size:,} now"
-            raise input_changed(path, sizes if now.size != known.size else "it was written to, or replaced")
+        if now.written != before.written:
+            sizes = f"it had {before.size:,} bytes and has {now.size:,} now"
+            raise input_changed(path, sizes if now.size != before.size else "it was written to, or replaced")
 
-    def _find(self, path: Path) -> _Known:
+    def _entry(self, path: Path) -> _Entry:
         key = _key(path)
-        if key not in self._known:
-            self._known[key] = self._trusted(path) or _read(path)
-        return self._known[key]
+        if key not in self._entries:
+            self._entries[key] = self._trusted(path) or _read(path)
+        return self._entries[key]
 
-    def _trusted(self, path: Path) -> _Known | None:
-        """What an earlier run found, if the file is still in that state."""
+    def _trusted(self, path: Path) -> _Entry | None:
+        """Entry of an earlier run, if the file is still in that state."""
         match self._kept.get(_key(path)):
             case {"sha256": str(sha256), "state": [*state]}:
                 try:
                     now = FileState.of(path)
                 except OSError:
                     return None
-                return _Known(now, sha256, is_trusted=True) if [*now] == state else None
+                return _Entry(now, sha256, is_trusted=True) if [*now] == state else None
         return None
 
 
@@ -126,14 +126,14 @@ def file_digest(path: Path) -> str:
         raise _unreadable(path, error) from error
 
 
-def _read(path: Path) -> _Known:
+def _read(path: Path) -> _Entry:
     """Digest and state that belong together. Raises UsageError."""
     began_ns = time.time_ns()
     try:
         state = FileState.of(path)
         digest = file_digest(path)
         if FileState.of(path) == state:
-            return _Known(state, digest, is_trusted=state.ctime_ns + _TICK_NS < began_ns)
+            return _Entry(state, digest, is_trusted=state.ctime_ns + _TICK_NS < began_ns)
     except OSError as error:
         raise _unreadable(path, error) from error
     raise UsageError(f"{path} changes while it is read; run again when nothing writes to it any more")

@@ -106,18 +106,18 @@ class _Cursor:
     def _texts(self, count: int, is_kept: bool) -> list[str] | None:
         if 8 * count > self._end - self.offset:  # each has its length
             raise struct.error
-        found: list[str] = []
+        texts: list[str] = []
         offset, end, length_at = self.offset, self._end - 8, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if offset > end:
                 raise struct.error
             start, offset = offset + 8, offset + 8 + length_at(self._data, offset)[0]
             if is_kept and offset <= self._end:
-                found.append(self._data[start:offset].decode())
+                texts.append(self._data[start:offset].decode())
         if offset > self._end:
             raise struct.error
         self.offset = offset
-        return found if is_kept else None
+        return texts if is_kept else None
 
 
 def _parse(cursor: _Cursor, arrays: Collection[str]) -> GgufHeader:
@@ -144,4 +144,4 @@ def _parse(cursor: _Cursor, arrays: Collection[str]) -> GgufHeader:
     if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
         raise ValueError(f"general.alignment is {shown(alignment)}")
     start = -(-cursor.offset // alignment) * alignment
-    return GgufHeader(metadata, {name: found._replace(offset=start + found.offset) for name, found in tensors.items()})
+    return GgufHeader(metadata, {name: item._replace(offset=start + item.offset) for name, item in tensors.items()})

@@ -65,10 +65,10 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError("an object has a key twice")
-    return found
+    return unique
 
 
 def _refuse(constant: str) -> NoReturn:

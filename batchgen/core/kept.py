@@ -21,22 +21,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen"
 
 
-def keep(path: Path, key: str, found: Mapping[str, Any]) -> None:
+def keep(path: Path, key: str, finding: Mapping[str, Any]) -> None:
     """Keep a finding for later runs beside those under other keys."""
     with suppress(OSError, BatchgenError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({**_all(path), key: found}, indent=2).encode() + b"\n")
+        write_atomic(path, json.dumps({**_all(path), key: finding}, indent=2).encode() + b"\n")
 
 
 def kept(path: Path, key: str) -> Mapping[str, Any] | None:
-    """What was kept last under this key; None if there is nothing of the kind."""
-    found = _all(path).get(key)
-    return found if isinstance(found, dict) else None
+    """The last finding under this key; None if there is none."""
+    finding = _all(path).get(key)
+    return finding if isinstance(finding, dict) else None
 
 
 def _all(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        findings = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return findings if isinstance(findings, dict) else {}

@@ -86,17 +86,17 @@ def keys_of(*classes: type[Any]) -> dict[str, Key]:
     return {item.name: Key(item.name, item.default, **{**item.metadata, "flag": flags[item.name]}) for item in items}
 
 
-def resembling(name: str, known: Sequence[str]) -> str:
-    """A hint at the known name that an unknown one resembles, "" if there is none."""
-    close = get_close_matches(name, known, n=1)
+def resembling(name: str, names: Sequence[str]) -> str:
+    """A hint at the one of ``names`` that an unknown name resembles, "" if there is none."""
+    close = get_close_matches(name, names, n=1)
     return f' (did you mean "{close[0]}"?)' if close else ""
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint for an unknown name: what is meant by it in the field, the known one that it resembles, else all."""
+def nearest(name: str, names: Sequence[str]) -> str:
+    """A hint for an unknown name: its meaning in the field, the one of ``names`` that it resembles, or all of them."""
     if synonym := synonym_of(name):
         return synonym.hint()
-    return resembling(name, known) or f" (known: {', '.join(known)})"
+    return resembling(name, names) or f" (known: {', '.join(names)})"
 
 
 def _number_in(text: str) -> object:
@@ -138,9 +138,9 @@ def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Ki
 
     def parse(value: object) -> float:
         if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300:
-            found = float(value) + 0.0  # never -0.0, whose bits are those of a huge number
-            if low <= found <= high and not (above_low and found == low):
-                return found
+            number = float(value) + 0.0  # never -0.0, whose bits are those of a huge number
+            if low <= number <= high and not (above_low and number == low):
+                return number
         raise ValueError(f"must be a finite number {least} {low:g}{most}")
 
     return Kind(parse, "NUMBER", _number_in)
@@ -185,15 +185,15 @@ def _strings(value: object) -> tuple[str, ...]:
 
 def _template_kwargs(value: object) -> dict[str, Any] | None:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+        kwargs = json.loads(value) if isinstance(value, str) else value
+        json.dumps(kwargs, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
-        found = None  # a date of TOML, NaN, a lone surrogate
-    if not isinstance(found, dict):
+        kwargs = None  # a date of TOML, NaN, a lone surrogate
+    if not isinstance(kwargs, dict):
         raise ValueError('must be an object of JSON values, such as {"enable_thinking": false}')
-    if taken := [name for name in found if name in _SET_ELSEWHERE or name.endswith("_token")]:
-        raise ValueError(f"sets {shown(taken[0])}, which batchgen sets itself")
-    return found or None
+    if reserved := [name for name in kwargs if name in _SET_ELSEWHERE or name.endswith("_token")]:
+        raise ValueError(f"sets {shown(reserved[0])}, which batchgen sets itself")
+    return kwargs or None
 
 
 BOOL = Kind(_bool)
@@ -255,9 +255,9 @@ def _token_ids(value: object) -> tuple[int, ...]:
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     """Ascending pairs of a token id and what is added to its logit; from an object, its JSON text, or such pairs."""
     try:
-        found: Any = json.loads(value) if isinstance(value, str) else value
-        given = found.items() if isinstance(found, dict) else found
-        pairs = [(token, bias) for token, bias in given if bias is not None]  # null: another row of the table has it
+        parsed: Any = json.loads(value) if isinstance(value, str) else value
+        items = parsed.items() if isinstance(parsed, dict) else parsed
+        pairs = [(token, bias) for token, bias in items if bias is not None]  # null: another row of the table has it
         biases = {_token_id(int(t) if isinstance(t, str) else t): _bias(bias) for t, bias in pairs}
     except (TypeError, ValueError, RecursionError):
         what = 'must be an object from token ids to numbers from -100 to 100, such as {"50256": -100}'

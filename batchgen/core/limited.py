@@ -45,9 +45,9 @@ def fresh_python(program: str, *arguments: object, options: Sequence[str] = ("-I
     variable of the environment and runs no ``site``.
     """
     folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]
-    told = [str(folder.absolute()) for folder in folders], *arguments
+    argv = [str(folder.absolute()) for folder in folders], *arguments
     start = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
-    return [sys.executable, *options, "-c", start + program, *map(json.dumps, told)]
+    return [sys.executable, *options, "-c", start + program, *map(json.dumps, argv)]
 
 
 class SetupRefused(Exception):
@@ -130,7 +130,7 @@ class LimitedProgram:
             raise BatchgenError(f"{what}: {error} (it started when the run began); run again to resume") from error
 
     def _cause_of_death(self, process: _Process) -> str:
-        """How an item ended a process; empty if none did. Raises BatchgenError when that recurs."""
+        """Cause for which an item ended a process; "" if none did. Raises BatchgenError when that recurs."""
         problem = process.end()
         if problem and not process.is_started:
             raise _no_start(self._program, problem)
@@ -160,7 +160,7 @@ class _Process:
         self.num_answered = 0
 
     def start(self) -> str:
-        """What is wrong with its setup, if anything. Raises BatchgenError if the program cannot be imported."""
+        """Fault of its setup, "" if there is none. Raises BatchgenError if the program cannot be imported."""
         if problem := self._receive()[1]:
             self.end()
             raise _no_start(self._program, problem)

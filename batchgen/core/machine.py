@@ -95,9 +95,9 @@ def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
                 raise BatchgenError(f"cannot start a thread: {_MORE_THREADS}") from error
             raise
         amount = _AMOUNT.search(str(error))
-        asked = f" (asked for {amount[1]} more)" if amount else ""
+        size = f" (asked for {amount[1]} more)" if amount else ""
         remedies = f"end other processes, raise the limit, or {advice}" if advice else _REMEDIES
-        raise OutOfMemory(f"out of memory while {doing}{asked}: {remedies}") from error
+        raise OutOfMemory(f"out of memory while {doing}{size}: {remedies}") from error
 
 
 def processor_name() -> str:
@@ -137,8 +137,8 @@ def available_bytes() -> int:
     if _Limit.max_bytes is not None:
         room.append(max(0, _Limit.max_bytes - _num_pages(1) * resource.getpagesize()))
     room += [max(0, limit - used) for limit, used in memory_limits()]
-    known = [r for r in room if r is not None]
-    return min(known) if known else int(_FALLBACK_SHARE * physical_bytes())
+    limits = [r for r in room if r is not None]
+    return min(limits) if limits else int(_FALLBACK_SHARE * physical_bytes())
 
 
 def _meminfo_available() -> int | None:
@@ -175,7 +175,7 @@ def _read_int(path: str) -> int | None:
 
 
 def cpus_by_node() -> list[list[int]]:
-    """The processors that this process may run on, by NUMA node; those of one core side by side. None if not Linux."""
+    """The processors that this process may run on, by NUMA node; those of one core side by side. Empty if not Linux."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     nodes: dict[str, list[tuple[int, int]]] = {}
@@ -183,7 +183,7 @@ def cpus_by_node() -> list[list[int]]:
         folder = Path(f"/sys/devices/system/cpu/cpu{cpu}")
         node = next((path.name for path in folder.glob("node[0-9]*")), "")
         nodes.setdefault(node, []).append((_read_int(f"{folder}/topology/core_id") or 0, cpu))
-    return [[cpu for _, cpu in sorted(found)] for found in nodes.values()]
+    return [[cpu for _, cpu in sorted(cpus)] for cpus in nodes.values()]
 
 
 UNTRIED_DEVICES = ("mps", "xpu")  # torch's names of the GPUs of Apple and Intel, on which batchgen has never run

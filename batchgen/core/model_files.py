@@ -74,8 +74,8 @@ def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
     else:
         names, own = _DATA_NAMES | set((weight_map(model) or {"": WEIGHTS}).values()), set()
     homes = (tokenizer_folder(model), tokenizer_folder(model) / MORE_TEMPLATES)
-    found = (path for home in homes for pattern in patterns for path in home.glob(pattern))
-    return sorted(own.union(path for path in found if path.name in names))
+    paths = (path for home in homes for pattern in patterns for path in home.glob(pattern))
+    return sorted(own.union(path for path in paths if path.name in names))
 
 
 def check_files(model: Path, patterns: Iterable[str]) -> None:
@@ -132,13 +132,13 @@ def file_bytes(path: Path) -> int:
         ModelError: there is none, or it is something else.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise _unreadable(path, error) from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise ModelError(f"{path}: is {kind}, not a regular file; a model folder holds regular files only")
-    return found.st_size
+    return status.st_size
 
 
 def read_text(path: Path, max_bytes: int) -> str:
@@ -177,7 +177,7 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """What ``generation_config.json`` of ``folder`` holds, None without such a file. Raises ModelError."""
+    """Content of ``generation_config.json`` in ``folder``, None without such a file. Raises ModelError."""
     path = folder / GENERATION_CONFIG
     return read_object(path, _MAX_GENERATION_BYTES) if path.exists() else None
 

@@ -19,7 +19,7 @@ POOLINGS = ("cls", "last", "mean", "tokens")  # the first token, the last, the m
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """Cause of a sequence's end."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens reached, or the context is full
@@ -55,7 +55,7 @@ class Cursor(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; names and meanings are vLLM's.
+    """Settings for the choice of one request's tokens; names and meanings are vLLM's.
 
     ``temperature == 0`` is greedy. ``top_k == 0``, ``top_p == 1``, ``min_p == 0``, ``repetition_penalty == 1`` and
     the other penalties at 0 switch a filter off. The repetition penalty counts prompt and output, presence and
@@ -184,10 +184,10 @@ class Request:
 
     @property
     def token_lists(self) -> tuple[tuple[int, ...], ...]:
-        """Every list of token ids that was given with it and must be checked, all but ``stop_token_ids``."""
+        """Every list of token ids in the request that must be checked, all but ``stop_token_ids``."""
         biased = tuple(token for token, _ in self.params.logit_bias)
-        given = self.prompt_token_ids, self.output_token_ids, self.params.allowed_token_ids, biased
-        return *given, *self.choices, *self.bad_words
+        lists = self.prompt_token_ids, self.output_token_ids, self.params.allowed_token_ids, biased
+        return *lists, *self.choices, *self.bad_words
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,9 @@ def check_address(text: str, schemes: Collection[str]) -> None:
     That is: another scheme than ``schemes``, one that holds a secret, and one that names no file or folder.
     """
     scheme = scheme_of(text)
-    known = ", ".join(f"{name}://" for name in schemes)
+    supported = ", ".join(f"{name}://" for name in schemes)
     if scheme not in schemes:
-        raise ValueError(f"{scheme}:// is not supported here; supported: {known}")
+        raise ValueError(f"{scheme}:// is not supported here; supported: {supported}")
     if _has_secret(text):
         raise ValueError(f"holds a secret, which would be written to job.json: leave it out and {_sign_in(scheme)}")
     rest = text.partition("://")[2]
@@ -76,7 +76,7 @@ def check_address(text: str, schemes: Collection[str]) -> None:
 
 
 def refusal_of_variable(name: str) -> str:
-    """Why a job may not hold the value of an environment variable: it seems to be a secret. "" where it may."""
+    """Reason for which a job may not hold the value of an environment variable, a secret by its name; "" if it may."""
     if not _SECRET_VARIABLE.fullmatch(name):
         return ""
     why = f"{name} seems to hold a secret, which would be written to job.json and copied with it"
@@ -84,7 +84,7 @@ def refusal_of_variable(name: str) -> str:
 
 
 def redacted(value: T) -> T | str:
-    """What a message may show of a value: of an address that holds a secret only its scheme."""
+    """The part of a value that a message may show: of an address that holds a secret only its scheme."""
     if isinstance(value, str) and (scheme := scheme_of(value)) and _has_secret(value):
         return f"{scheme}://***"
     return value
@@ -152,7 +152,7 @@ def bound_hub() -> None:
 
 
 def attempt(doing: str, address: str, call: Callable[[], T]) -> T:
-    """What ``call`` returns; it is called again after growing waits, for a minute, while its errors are such as pass.
+    """Result of ``call``, which is called again after growing waits, for a minute, while its errors are transient.
 
     ``doing`` completes "cannot <doing> <address>". Raises RemoteError; BatchgenErrors of ``call`` are not retried
     unless they are RemoteErrors of kind "passing".
@@ -193,39 +193,39 @@ def refusals_as_usage() -> Iterator[None]:
 
 
 def _explanation(error: BaseException, scheme: str | None) -> tuple[RemoteKind, str]:
-    """What an error means, and the words for it."""
+    """Kind of an error, and the words for it."""
     causes = _causes(error)
     names = {base.__name__ for cause in causes for base in type(cause).__mro__}
     is_torn = "ClientPayloadError" in names  # whose cause has a status that is no server's
-    status = None if is_torn else next((found for found in map(_status, causes) if found), None)
-    code = next((found for found in map(_code, causes) if found), "")
-    said = _message(causes[0])
+    status = None if is_torn else next(filter(None, map(_status, causes)), None)
+    code = next(filter(None, map(_code, causes)), "")
+    text = _message(causes[0])
     busy = f"the server keeps answering {code or status}; try later"
-    refusal = f"access is refused ({code or status or 'forbidden'}: {said}); {_sign_in(scheme)}"
+    refusal = f"access is refused ({code or status or 'forbidden'}: {text}); {_sign_in(scheme)}"
     meanings: list[tuple[bool, RemoteKind, str]] = [
         ("OfflineModeIsEnabled" in names, "refused", "HF_HUB_OFFLINE forbids it; hf:NAME reads from the Hub's cache"),
-        (bool(names & _NO_CREDENTIALS), "refused", f"no valid credentials ({said}); {_sign_in(scheme)}"),
+        (bool(names & _NO_CREDENTIALS), "refused", f"no valid credentials ({text}); {_sign_in(scheme)}"),
         (status == 412 or "FileExpired" in names, "changed", "it is no longer the same version"),
         (code == "NoSuchBucket", "no bucket", "there is no such bucket"),
         (code in _BUSY, "passing", busy),  # some of them with the status of a wrong request
-        (status in _REFUSED or bool(names & _FORBIDDEN) or said.startswith("Forbidden"), "refused", refusal),
+        (status in _REFUSED or bool(names & _FORBIDDEN) or text.startswith("Forbidden"), "refused", refusal),
         (status in (404, 410), "missing", "there is no such file"),
         (status in _PASSING, "passing", busy),
-        (bool(names & _UNREACHED), "passing", f"the server cannot be reached, or breaks off ({said}); try later"),
+        (bool(names & _UNREACHED), "passing", f"the server cannot be reached, or breaks off ({text}); try later"),
         (bool(names & _MISSING), "missing", "there is no such file"),  # the web's, whatever its cause
     ]
-    return next(((kind, why) for holds, kind, why in meanings if holds), ("other", said))
+    return next(((kind, why) for holds, kind, why in meanings if holds), ("other", text))
 
 
 def _causes(error: BaseException) -> list[BaseException]:
     """The error and what it was raised from, the outermost first."""
-    found: list[BaseException] = []
-    while error not in found and len(found) < 10:
-        found.append(error)
+    causes: list[BaseException] = []
+    while error not in causes and len(causes) < 10:
+        causes.append(error)
         if error.__cause__ is None:
             break
         error = error.__cause__
-    return found
+    return causes
 
 
 def _status(error: BaseException) -> int | None:
@@ -235,8 +235,8 @@ def _status(error: BaseException) -> int | None:
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return int(response) if response else None
     for owner, name in ((response, "status_code"), (error, "status"), (error, "code")):
-        if str(found := getattr(owner, name, None)).isdecimal():
-            return int(str(found))
+        if str(status := getattr(owner, name, None)).isdecimal():
+            return int(str(status))
     return None
 
 

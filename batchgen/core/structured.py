@@ -31,21 +31,21 @@ def canonical(value: object) -> str:
 
     Raises ValueError, which completes "structured_outputs = ...".
     """
-    given = object_of(value)
-    given = {name: item for name, item in given.items() if item is not None and name not in _IGNORED}
-    if "structural_tag" in given:
+    items = object_of(value)
+    items = {name: item for name, item in items.items() if item is not None and name not in _IGNORED}
+    if "structural_tag" in items:
         raise ValueError("asks for a structural_tag, which is not supported; a Lark grammar can say the same")
-    if unknown := [name for name in given if name not in (*FORMS, *OPTIONS)]:
-        more = '; a schema goes under "json", or into a file' if {"type", "properties", "$schema"} & {*given} else ""
+    if unknown := [name for name in items if name not in (*FORMS, *OPTIONS)]:
+        more = '; a schema goes under "json", or into a file' if {"type", "properties", "$schema"} & {*items} else ""
         raise ValueError(f"has an unknown key {str(unknown[0])[:40]!r} (known: {', '.join((*FORMS, *OPTIONS))}){more}")
-    if given.get("json_object") is False:
-        del given["json_object"]
-    forms = [name for name in FORMS if name in given]
-    if not forms and not given:
+    if items.get("json_object") is False:
+        del items["json_object"]
+    forms = [name for name in FORMS if name in items]
+    if not forms and not items:
         return ""
     if len(forms) != 1:
         raise ValueError(f"must have exactly one of {', '.join(FORMS)}, not {' and '.join(forms) or 'none'}")
-    parsed = {name: _PARSE[name](given[name]) for name in (*FORMS, *OPTIONS) if name in given}
+    parsed = {name: _PARSE[name](items[name]) for name in (*FORMS, *OPTIONS) if name in items}
     if misplaced := [name for name in _OF_JSON if name in parsed and not forms[0].startswith("json")]:
         raise ValueError(f"has {misplaced[0]}, which only goes with json and json_object")
     try:
@@ -65,8 +65,8 @@ def parsed(text: str) -> dict[str, Any]:
 
 def schema_of(text: str) -> Any:
     """The JSON schema of a canonical text; None if it asks for something else than JSON."""
-    found = parsed(text)
-    return found.get("json", {"type": "object"} if "json_object" in found else None)
+    outputs = parsed(text)
+    return outputs.get("json", {"type": "object"} if "json_object" in outputs else None)
 
 
 _FORMATS = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}  # by type, the other fields
@@ -80,31 +80,31 @@ def from_response_format(value: object) -> dict[str, Any]:
     and "strict" say nothing about the text: it fits in any case. Raises ValueError, which completes its name.
     """
     try:
-        given = object_of(value)
+        settings = object_of(value)
     except ValueError:
-        given = {"type": None}
-    if not given:
+        settings = {"type": None}
+    if not settings:
         return {}
-    kind = given.get("type")
+    kind = settings.get("type")
     if not isinstance(kind, str) or kind not in _FORMATS:
         raise ValueError('must be an object whose type is "text", "json_object" or "json_schema"')
-    _check_known(given, ("type", *_FORMATS[kind]), kind)
+    _check_known(settings, ("type", *_FORMATS[kind]), kind)
     if kind == "text":
         return {}
     if kind == "json_object":
-        schema = given.get("schema")
+        schema = settings.get("schema")
         return {"json_object": True} if schema is None or schema == {} else {"json": schema}
-    inner = given.get("json_schema")
+    inner = settings.get("json_schema")
     if isinstance(inner, Mapping) and inner.get("schema") is not None:
         _check_known(inner, _OF_SCHEMAS, "json_schema")
         return {"json": inner["schema"]}
     raise ValueError("of type json_schema must hold json_schema.schema")
 
 
-def _check_known(given: Mapping[str, Any], known: Collection[str], kind: str) -> None:
-    for name, item in given.items():
-        if item is not None and name not in known:
-            raise ValueError(f"of type {kind} has an unknown key {str(name)[:40]!r} (known: {', '.join(known)})")
+def _check_known(settings: Mapping[str, Any], names: Collection[str], kind: str) -> None:
+    for name, item in settings.items():
+        if item is not None and name not in names:
+            raise ValueError(f"of type {kind} has an unknown key {str(name)[:40]!r} (known: {', '.join(names)})")
 
 
 def object_of(value: object) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """What a word is called here: a key (``engine.threads``) or a page, heading or command of ``help``; and why."""
+    """Name of a word here: a key (``engine.threads``) or a page, heading or command of ``help``; with a note."""
 
     topic: str
     note: str = ""
@@ -22,7 +22,7 @@ class Synonym(NamedTuple):
         return bool(re.fullmatch(r"[a-z]+\.[a-z_]+", self.topic))
 
     def hint(self, name: str = "") -> str:
-        """What to write or read in place of the word, as the end of an error's line; ``name`` is that of the key."""
+        """Text to write or read in place of the word, as the end of an error's line; ``name`` is that of the key."""
         place = f"here it is {name or self.topic}" if self.is_key else f"see batchgen help {self.topic}"
         return f" ({self.note}; {place})" if self.note else f" ({place})"
 
@@ -193,5 +193,5 @@ _WORDS = {_plain(word): synonym for synonym, words in _TABLE.items() for word in
 
 
 def synonym_of(word: str) -> Synonym | None:
-    """What the word of another tool is called here; None for a word that the table does not hold."""
+    """Entry of a word of another tool; None for a word that the table does not hold."""
     return _WORDS.get(_plain(word))

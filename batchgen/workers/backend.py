@@ -101,7 +101,7 @@ class IdentityGate:
         self._context = context
 
     def refusal(self, ready: WorkerReady) -> str:
-        """Why a worker may not take part; empty if it may."""
+        """Reason for which a worker may not take part; "" if it may."""
         identity = ready.identity
         if identity.version != __version__:
             return f"it runs batchgen {identity.version}, this process {__version__}"

@@ -71,7 +71,7 @@ class RowDispatcher:
 
     @property
     def room(self) -> int:
-        """How many more tasks should be put now, so that the backlog is as long as leases of full size need."""
+        """Number of tasks to put now, so that the backlog is as long as leases of full size need."""
         if self._has_ended or self._is_full:
             return 0
         wanted = _AHEAD * sum(worker.max_num_seqs for worker in self._takers())

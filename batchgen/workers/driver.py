@@ -242,11 +242,11 @@ class WorkersEngine:
 
     def _settle(self) -> Iterator[Answer]:
         """End the workers' part: their last answers, the tokens of half-done rows, counts and facts."""
-        told: set[str] = set()
+        stopped: set[str] = set()
         until = time.monotonic() + _SETTLE_S
         while self._ready and time.monotonic() < until:
-            for name in self._ready.keys() - told:  # one may still be joining
+            for name in self._ready.keys() - stopped:  # one may still be joining
                 self._handles[name].send(Assignment(stop=True))
-            told |= self._ready.keys()
+            stopped |= self._ready.keys()
             self._launcher.wait(HEARTBEAT_S)
             yield from self._listen()

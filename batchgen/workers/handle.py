@@ -159,7 +159,7 @@ class WorkerLauncher(ABC):
         """Let a worker that has a place load the model: a ``WorkerReady``, or a ``WorkerLost``."""
 
     def reason_of(self, error: Exception) -> str:
-        """Why a call has no result, in a few words."""
+        """Cause of a call without a result, in a few words."""
         return str(error)
 
     def note(self, handle: WorkerHandle, event: WorkerUpdate | WorkerLost) -> None:  # noqa: B027 - one kind learns

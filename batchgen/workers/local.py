@@ -29,7 +29,7 @@ from batchgen.workers.worker import main
 main(*json.loads(sys.argv[2]))
 """
 _REAPED_S = 5.0  # a process that was killed takes as long at most, unless a device holds it
-_MAX_SAID_BLOCKS = 2048  # of 512 bytes
+_MAX_OUTPUT_BLOCKS = 2048  # of 512 bytes
 
 
 class WorkerGone(Exception):
@@ -41,14 +41,14 @@ class LocalWorker:
 
     def __init__(self, part: MachineSlice) -> None:
         self.part = part
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 fresh_python(_PROGRAM, [theirs.fileno(), os.getpid()], options=["-P"]),  # no module from here
                 stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
+                stdout=self._output,
+                stderr=self._output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the driver alone
             )
@@ -71,8 +71,8 @@ class LocalWorker:
             answer = self._connection.recv()
         except (EOFError, OSError):
             raise WorkerGone(self._ending()) from None
-        if os.fstat(self._said.fileno()).st_blocks > _MAX_SAID_BLOCKS:
-            os.ftruncate(self._said.fileno(), 0)  # it goes on where it was, behind a hole
+        if os.fstat(self._output.fileno()).st_blocks > _MAX_OUTPUT_BLOCKS:
+            os.ftruncate(self._output.fileno(), 0)  # it goes on where it was, behind a hole
         return answer
 
     def _bury(self) -> None:
@@ -80,10 +80,10 @@ class LocalWorker:
             self.process.wait(_REAPED_S)
         self._connection.close()
         self._socket.close()
-        self._said.close()
+        self._output.close()
 
     def _ending(self) -> str:
-        """How the process ended, with the last line that it wrote."""
+        """End of the process in words, with the last line that it wrote."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_REAPED_S)  # it has closed its socket, so it is about to end
         code = self.process.returncode
@@ -91,8 +91,8 @@ class LocalWorker:
             names = {number.value: number.name for number in signal.Signals}  # which lack most real-time signals
             ending = f"it was ended by {names.get(-code, f'signal {-code}')}"
             return f"{ending}, as the system does when memory is short" if code == -signal.SIGKILL else ending
-        self._said.seek(max(0, os.fstat(self._said.fileno()).st_size - 4096))
-        lines = self._said.read().decode(errors="replace").split("\n")
+        self._output.seek(max(0, os.fstat(self._output.fileno()).st_size - 4096))
+        lines = self._output.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"it ended with exit code {code}" + (f": {shortened(last, 300)}" if last else "")
 

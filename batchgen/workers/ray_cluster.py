@@ -87,7 +87,7 @@ class WorkerResources:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources) or None}
 
     def most_on(self, node: Node) -> int:
-        """How many workers a machine has room for."""
+        """Number of workers that a machine has room for."""
         return min(int(node.resources.get(name, 0) / amount) for name, amount in self.all.items())
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class Cluster:
 
 
 def reason_of(error: Exception) -> str:
-    """Why an actor's call has no result, in a few words."""
+    """Cause of an actor's call without a result, in a few words."""
     text = str(error)
     return next((reason for phrase, reason in _REASONS.items() if phrase in text), text.strip().partition("\n")[0])
 

@@ -1,4 +1,4 @@
-"""How the processors, devices and memory of one machine are split among workers. It imports no torch."""
+"""Division of one machine's processors, devices and memory among workers. It imports no torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def split_machine(spec: JobSpec, num_rows: int | None) -> list[MachineSlice]:
 
 
 def useful_workers(places: int, spec: JobSpec, num_rows: int | None, *, is_cuda: bool) -> int:
-    """How many of some places for workers to use by default: each with rows for some full batches."""
+    """Number of places for workers to use by default: each with rows for some full batches."""
     rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_sizes(is_cuda=is_cuda)["max_num_seqs"])
     return max(1, places if num_rows is None else min(places, num_rows // rows_each))
 
