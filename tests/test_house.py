@@ -90,7 +90,7 @@ CONCEPTS = {
     "[sampling]": """
         allowed_token_ids bad_words choices frequency_penalty ignore_eos logit_bias logprobs max_repeats
         max_tokens min_p min_tokens n normalize presence_penalty preset prompt_logprobs repetition_penalty seed stop
-        stop_token_ids structured_outputs temperature top_k top_p
+        stop_token_ids structured_outputs temperature thinking_token_budget top_k top_p
     """,
     "[embed]": "dimensions normalize pooling prompt truncate",
     "[eval]": "expected extract",

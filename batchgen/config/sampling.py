@@ -17,7 +17,7 @@ from batchgen.core.errors import ModelError
 from batchgen.core.keys import Key, keys_of, nearest, one_of
 from batchgen.core.model_files import GENERATION_CONFIG, generation_config
 from batchgen.core.records import SamplingParams
-from batchgen.core.structured import OLD_NAMES, canonical, from_response_format, object_of
+from batchgen.core.structured import OLD_NAMES, canonical, from_response_format, object_of, parsed
 from batchgen.core.units import shown
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
@@ -180,6 +180,7 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
     if p.choices:
         asked = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}
         asked |= {"logprobs": p.logprobs is not None, "prompt_logprobs": p.prompt_logprobs is not None}
+        asked |= {"thinking_token_budget": p.thinking_token_budget is not None}
         asked |= {"logit_bias": p.logit_bias, "allowed_token_ids": p.allowed_token_ids, "bad_words": p.bad_words}
         for key in [key for key, is_asked in asked.items() if is_asked]:
             value = shown(getattr(p, key), 80)
@@ -196,6 +197,10 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
         for key in [key for key, is_asked in asked.items() if is_asked]:
             why = f"{key} = {shown(getattr(p, key), 80)} does not go with structured_outputs"
             yield (key, "structured_outputs"), f"{why}: change {key}, or give structured_outputs = {{}} for free text"
+    if p.structured_outputs and p.thinking_token_budget is not None and "after" not in parsed(p.structured_outputs):
+        why = f"thinking_token_budget = {p.thinking_token_budget} does not go with structured_outputs"
+        how = 'give its key after, such as "</think>", or the thoughts would have to fit too'
+        yield ("thinking_token_budget", "structured_outputs"), f"{why}: {how}"
     if p.max_tokens == 0:
         keys = ("max_tokens", "prompt_logprobs", "choices")
         if p.prompt_logprobs is None:

@@ -270,6 +270,7 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 TEMPERATURE = number(0).then(lambda value: max(value, _MIN_TEMPERATURE) if value else 0.0)
 TOP_K = integer(-1, INT32_MAX).then(lambda value: max(value, 0))  # vLLM writes "off" as 0 or -1
 LOGPROBS = Kind(_num_logprobs, "K", _number_in)
+THINKING_BUDGET = integer(-1, INT32_MAX).then(lambda value: None if value == -1 else value)  # -1 as in vLLM
 MAX_REPEATS = integer(0, INT32_MAX).then(_max_repeats)
 STOP = STRINGS.then(_at_most(MAX_STOP_STRINGS))
 BAD_WORDS = STRINGS.then(_at_most(MAX_BAD_WORDS))

@@ -62,7 +62,8 @@ class SamplingParams:
     frequency penalties the output alone. ``seed`` keys the randomness together with the request's key, sample and
     position, so tokens never depend on the batch. ``logprobs`` and ``prompt_logprobs`` ask for that many most likely
     tokens beside the chosen or given one (0: none but that one; None: no log-probabilities at all), before any
-    penalty or temperature. ``stop`` strings are not part of the text. ``max_repeats`` ends a row whose newest tokens
+    penalty or temperature. ``stop`` strings are not part of the text. After ``thinking_token_budget`` tokens of
+    thought the marker that ends thoughts is forced (None: never). ``max_repeats`` ends a row whose newest tokens
     repeat one run of up to 64 tokens this many times (0: never). ``logit_bias`` holds token ids with what is added to
     their logits, before penalties. Only ``allowed_token_ids``, if any, may come, and none that completes one of
     ``bad_words`` within the output. ``structured_outputs`` is the canonical text of
@@ -88,6 +89,9 @@ class SamplingParams:
     n: int = key(integer(1, MAX_SAMPLES), "Samples per row", 1)
     logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K most likely ones", None)
     prompt_logprobs: int | None = key(keys.LOGPROBS, "Add the prompt's log-probabilities and perplexity", None)
+    thinking_token_budget: int | None = key(
+        keys.THINKING_BUDGET, "Most tokens of thought before the answer; -1: no limit", None
+    )
     max_repeats: int = key(keys.MAX_REPEATS, "End a row whose last tokens repeat N times; 0: never", 0)
     logit_bias: tuple[tuple[int, float], ...] = key(
         keys.LOGIT_BIAS, 'Added to the logits of tokens, such as {"50256": -100}', ()

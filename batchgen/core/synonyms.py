@@ -147,9 +147,8 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "output.parse", 'it takes the thoughts out of the text; the recipe is "Thinking models"'
     ): "split-reasoning, reasoning-parser, thinking, reasoning, think, enable-reasoning, thoughts",
-    Synonym(
-        "Thinking models", "max_tokens counts the thoughts too; there is no cap on the thoughts alone"
-    ): "thinking budget, limit thoughts, limit thinking, thinking-token-budget, thinking-tokens, max-thinking, "
+    Synonym("sampling.thinking_token_budget"): "thinking budget, limit thoughts, limit thinking, thinking-tokens, "
+    "budget of thoughts, max-thinking, thinking-budget-tokens, reasoning-budget-tokens, "
     "max-thinking-tokens, reasoning-budget, reasoning-tokens, max-reasoning-tokens, budget-tokens",
     Synonym("eval.expected", "the report counts equal answers"): "gold, reference, target, ground-truth, accuracy, "
     "evaluate, eval, metric, score, exact-match",

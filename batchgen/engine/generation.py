@@ -5,7 +5,7 @@ The scheduler needs none of it. A new kind of watcher is an observer (see ``obse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -26,22 +26,27 @@ from batchgen.engine.observers import (
     rules_for,
 )
 from batchgen.text.grammar import Grammars
+from batchgen.text.reasoning import Reasoning, Thoughts
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
 
 
 class TextTools(NamedTuple):
-    """Makers of what needs a tokenizer: matchers of stop strings, and constraints; each None where there is none."""
+    """Makers of what needs a tokenizer: matchers of stop strings, constraints, and what follows the thoughts behind a
+    prompt up to a budget; each None where there is none.
+    """
 
     stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
     constraints: Constraints | None = None
+    thoughts: Callable[[Sequence[int], int], Thoughts] | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]) -> TextTools:
         """Those of a tokenizer, none without one."""
         if tokenizer is None:
             return cls()
-        return cls(partial(StopStrings, tokenizer), Grammars(tokenizer, vocab_size, sorted(eos_token_ids)))
+        grammars = Grammars(tokenizer, vocab_size, sorted(eos_token_ids))
+        return cls(partial(StopStrings, tokenizer), grammars, Reasoning(tokenizer).thoughts)
 
 
 def _observers_for(params: SamplingParams, text: TextTools) -> list[Observer]:
@@ -62,8 +67,13 @@ def unusable(request: Request, vocab_size: int, text: TextTools) -> RowError | N
                 return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {vocab_size}")
     if () in request.choices:
         return RowError(RowErrorCode.BAD_PARAM, "choices: one of the texts has no tokens")
-    for name, maker in {"stop": text.stop_matcher, "structured_outputs": text.constraints}.items():
-        if getattr(request.params, name) and maker is None:
+    makers = {
+        "stop": text.stop_matcher,
+        "structured_outputs": text.constraints,
+        "thinking_token_budget": text.thoughts,
+    }
+    for name, maker in makers.items():
+        if getattr(request.params, name) not in ((), "", None) and maker is None:
             return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this engine has none: give it one")
     return None
 
@@ -75,7 +85,7 @@ class Generation:
     Attributes:
         token_ids: those of the sequence, the same list: prompt and output, or prompt and choice.
         generates: whether tokens are generated behind them; if not, given ones are scored.
-        counts: one of ``observers``, which the sampler reads.
+        counts: one of ``observers``, which the sampler reads; ``thoughts`` is another, of a row with a budget of them.
         unwatched_until: below so many tokens nothing but ``end_ids`` (with -1) ends it, and it asks the sampler for
             nothing beside its draw; 0 until that is known.
         logprobs: of generated tokens; ``scores`` are those of given ones. Tokens from ``next_scored`` up to
@@ -87,6 +97,7 @@ class Generation:
     generates: bool
     observers: list[Observer] = field(default_factory=list)
     counts: HostTokenCounts | None = None
+    thoughts: Thoughts | None = None
     constraint: Constraint | None = None
     rules: TokenRules | None = None
     eos_token_ids: frozenset[int] = frozenset()
@@ -117,6 +128,9 @@ class Generation:
         if params.has_penalties and counts:
             self.counts = HostTokenCounts(request.prompt_token_ids)
             self.observers.append(self.counts)
+        if params.thinking_token_budget is not None and text.thoughts is not None:
+            self.thoughts = text.thoughts(request.prompt_token_ids, params.thinking_token_budget)
+            self.observers.append(self.thoughts)
         self.rules = rules_for(params, request.bad_words, vocab_size)
         if params.structured_outputs and text.constraints is not None:
             self.constraint = text.constraints.begin(params.structured_outputs, request.prompt_token_ids)
@@ -144,7 +158,7 @@ class Generation:
         return 1 + self._append_forced()
 
     def _append_forced(self) -> int:
-        """Append the tokens that the constraint leaves no choice about; they are owed like any others."""
+        """Append the tokens about which there is no choice; they are owed like any others."""
         num_forced = 0
         while (token_id := self._next_forced) is not None:
             num_forced += 1
@@ -155,14 +169,26 @@ class Generation:
         return num_forced
 
     @property
+    def closing(self) -> int | None:
+        """The token that must come next, whatever rules and constraint allow, as the budget of thoughts is spent."""
+        return None if self.thoughts is None else self.thoughts.forced
+
+    @property
+    def _forced(self) -> int | None:
+        """The only token that may come next, None if there are several."""
+        if (closing := self.closing) is not None:
+            return closing
+        return None if self.constraint is None else self.constraint.forced
+
+    @property
     def _next_forced(self) -> int | None:
-        """The token that the constraint forces next, to be appended without sampling.
+        """The token that is forced next, to be appended without sampling.
 
         Where log-probabilities are asked for it is sampled from a mask of one token, which gives its own. So it is
         while a prompt is to be scored, as the sequence must not end before.
         """
         is_sampled = self.request.params.logprobs is not None or self.is_scored
-        return None if self.constraint is None or self.is_finished or is_sampled else self.constraint.forced
+        return None if self.is_finished or is_sampled else self._forced
 
     def _judge(self) -> None:
         """Decide whether the newest token ends the sequence; to be called once per token."""
@@ -174,7 +200,7 @@ class Generation:
     def _finish_reason(self) -> FinishReason | None:
         params, constraint, ending = self.request.params, self.constraint, None
         newest, num_output_tokens = self.token_ids[-1], self.num_output_tokens
-        is_forced = constraint is not None and constraint.forced == newest
+        is_forced = self._forced == newest
         if constraint is not None and newest not in self.eos_token_ids:
             constraint.push(newest)
         for observer in self.observers:  # each sees every token; the first has precedence
@@ -241,7 +267,8 @@ class Generation:
     def needs_host(self) -> bool:
         """Whether it needs tokens of the step before on the host, or gives more than a token id in the next one."""
         has_endings = self.rules is not None and bool(self.rules.endings)
-        has_history = has_endings or self.counts is not None or self.constraint is not None
+        may_think = self.thoughts is not None and not self.thoughts.is_over
+        has_history = has_endings or may_think or self.counts is not None or self.constraint is not None
         return has_history or self.is_scored or not self.generates or self.request.params.logprobs is not None
 
     def score_given(self) -> None:

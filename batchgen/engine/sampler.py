@@ -170,16 +170,17 @@ class Sampler:
 
         True if there are any.
         """
+        free = [(row, sequence) for row, sequence in asking if sequence.generation.closing is None]
         places = [
             (row, token_id)
-            for row, sequence in asking
+            for row, sequence in free
             if (least := sequence.request.params.min_tokens) and sequence.num_output_tokens < least
             for token_id in self.eos_token_ids.union(sequence.request.params.stop_token_ids)
             if 0 <= token_id < logits.shape[1]
         ]
         places += [
             (row, token_id)
-            for row, sequence in asking
+            for row, sequence in free
             if (rules := sequence.generation.rules) is not None and rules.endings
             for token_id in rules.endings_of(sequence.token_ids, sequence.num_output_tokens)
         ]
@@ -273,10 +274,11 @@ def build_mask(
     constraints: Constraints | None, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device
 ) -> TokenMask | None:
     """The mask of ``sequences`` that are about to be sampled and must leave tokens out; None if none must."""
-    guided = {row: c for row, s in enumerate(sequences) if (c := s.generation.constraint) and c.is_active}
-    rules = {row: s.generation.rules for row, s in enumerate(sequences)}
-    fixed = {row: r.bits for row, r in rules.items() if r is not None and r.bits is not None}
-    rows = [*guided, *(row for row in fixed if row not in guided)]
+    closing = {row: token_id for row, s in enumerate(sequences) if (token_id := s.generation.closing) is not None}
+    free = [(row, s.generation) for row, s in enumerate(sequences) if row not in closing]
+    guided = {row: c for row, g in free if (c := g.constraint) and c.is_active}
+    fixed = {row: g.rules.bits for row, g in free if g.rules is not None and g.rules.bits is not None}
+    rows = [*guided, *(row for row in fixed if row not in guided), *closing]
     if not rows:
         return None
     bits = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
@@ -285,4 +287,7 @@ def build_mask(
     for place, row in enumerate(rows):
         if row in fixed:
             bits[place] &= fixed[row]
+        elif row in closing:
+            bits[place] = 0
+            bits.view(np.uint32)[place, closing[row] // 32] = 1 << closing[row] % 32
     return TokenMask(upload(torch.tensor(rows), device), upload(torch.from_numpy(bits), device))

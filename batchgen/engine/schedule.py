@@ -89,7 +89,8 @@ class Schedule:
     @property
     def has_masks(self) -> bool:
         """Whether some tokens may be forbidden to a sequence once it is sampled."""
-        return any(s.generation.constraint is not None or s.generation.rules is not None for s in self.watched)
+        generations = [s.generation for s in self.watched]
+        return any(g.constraint is not None or g.rules is not None or g.closing is not None for g in generations)
 
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:

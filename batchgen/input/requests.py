@@ -23,12 +23,14 @@ from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
 from batchgen.text.probes import HiddenError
+from batchgen.text.reasoning import Reasoning
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
 _EMBEDDED = SamplingParams(max_tokens=0)
-_NEEDS_TOKENIZER = ("stop", "choices", "bad_words", "structured_outputs")  # sampling keys that are about text
+# Sampling keys that are about text.
+_NEEDS_TOKENIZER = ("stop", "choices", "bad_words", "structured_outputs", "thinking_token_budget")
 
 _Made = TypeVar("_Made")
 Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
@@ -185,13 +187,20 @@ class RequestBuilder:
 
     def _refusal(self, params: SamplingParams) -> str:
         """Why this model cannot work with ``params``: begins with the key; empty if it can."""
-        named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key)), "")
+        named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key) not in ((), "", None)), "")
         if named and self._tokenizer is None:
             return f"{named} needs a tokenizer and this model has none; name one in model.tokenizer"
+        if params.thinking_token_budget is not None and not self._has_thoughts:
+            why = "neither the chat template nor the tokenizer names a marker that ends thoughts, such as </think>"
+            return f"thinking_token_budget = {params.thinking_token_budget}: this model does not think: {why}"
         for key, ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", dict(params.logit_bias))):
             if max(ids, default=0) >= self._vocab_size:
                 return f"{key} holds the token id {max(ids)}, and the model has {self._vocab_size} tokens"
         return ""
+
+    @cached_property
+    def _has_thoughts(self) -> bool:
+        return self._tokenizer is not None and Reasoning(self._tokenizer).has_markers
 
     def _check_grammar(self, params: SamplingParams) -> None:
         """Raises GrammarError for ``structured_outputs`` that cannot be compiled."""

@@ -36,7 +36,8 @@ _DIGITS = 6  # of times
 class RecordBuilder:
     """Makes the records of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text.
 
-    ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field.
+    ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field. It counts
+    the thoughts of a row that has a budget of them.
     ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer. ``tools`` reads the calls in answers of
     rows for which the job asks that; None where the model's format is not known. ``labels`` are a classifier's.
     ``max_model_len`` limits prompt and answer together.
@@ -56,7 +57,8 @@ class RecordBuilder:
     ) -> None:
         self._spec = spec
         self._decode = decode
-        self._reasoning = reasoning
+        self._markers = reasoning
+        self._reasoning = reasoning if "reasoning" in spec.output.parse else None
         self._text_behind = text_behind
         self._tools = tools
         self._reasoning_of_tools = Reasoning(tools.tokenizer) if tools else None
@@ -98,6 +100,7 @@ class RecordBuilder:
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": result.num_completion_tokens,
+            **self._thought(row, result),
         }
         payload["timings"] = _timings(result.timings)
         payload["timings"]["fingerprint"] = known
@@ -141,11 +144,25 @@ class RecordBuilder:
             return None
         usage = earlier["usage"]
         payload = _head(row) | {name: first[name] for name in _OF_SAMPLE if name in first}
-        payload["usage"] = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        counts = ["prompt_tokens", "completion_tokens"]
+        counts += [] if params.thinking_token_budget is None else ["reasoning_tokens"]
+        payload["usage"] = {name: usage[name] for name in counts}
         payload["timings"] = {**_timings(Timings()), "fingerprint": known, "reused": True}
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         payload |= {"samples": samples} if samples else {}
         return payload | {name: earlier.get(name) for name in names} | self._kept(row.columns)
+
+    def _thought(self, row: Row, result: Result) -> dict[str, int]:
+        """The tokens of thought of all samples, where the row has a budget of them."""
+        budget, total = row.params.thinking_token_budget, 0
+        if budget is None or self._markers is None:
+            return {}
+        for sample in result.samples:
+            thoughts = self._markers.thoughts(row.prompt_token_ids, budget)
+            for token_id in sample.token_ids:
+                thoughts.push(token_id)
+            total += thoughts.num_tokens
+        return {"reasoning_tokens": total}
 
     def _tools_of(self, row: Row) -> ToolCalls | None:
         return None if row.params.choices or not self._spec.parses_tools(row.columns) else self._tools

@@ -172,11 +172,10 @@ class ModelInfo:
         longest = self.max_model_len
         if self.tokenizer is None:
             return RecordBuilder(spec, None, labels=self.config.labels, max_model_len=longest)
-        reasoning = Reasoning(self.tokenizer) if "reasoning" in spec.output.parse else None
         form = tool_format(self.tokenizer)
         tools = ToolCalls(self.tokenizer, form) if form else None
         rest = (partial(text_behind, self.tokenizer), tools, self.config.labels, self.tokenizer.token_bytes)
-        return RecordBuilder(spec, self.tokenizer.decode, reasoning, *rest, max_model_len=longest)
+        return RecordBuilder(spec, self.tokenizer.decode, Reasoning(self.tokenizer), *rest, max_model_len=longest)
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
@@ -268,7 +267,9 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
 
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
     model = load_weights(spec.model, has_head=not spec.embed.is_on, kv_cache_dtype=spec.engine.kv_cache_dtype)
-    text = TextTools(partial(StopStrings, info.tokenizer), info.grammars) if info.tokenizer else None
+    text = None
+    if info.tokenizer is not None:
+        text = TextTools(partial(StopStrings, info.tokenizer), info.grammars, Reasoning(info.tokenizer).thoughts)
     sampler = pooler(spec.embed, info.vectors, model) if spec.embed.is_on else Sampler
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text, sampler=sampler)
     numerics = engine.numerics

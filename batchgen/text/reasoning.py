@@ -1,4 +1,4 @@
-"""Reasoning of a thinking model, split from the text of its answer by the markers that its chat template names.
+"""Reasoning of a thinking model, told from its answer by the markers that its chat template names.
 
 A marker is looked for among the tokens too: where it is a special token, decoding leaves it out of the text. Reasoning
 stands at the beginning of an answer or nowhere: a marker that a text merely quotes splits nothing.
@@ -7,9 +7,12 @@ stands at the beginning of an answer or nowhere: a marker that a text merely quo
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 
-from batchgen.text.stop_strings import ends_in
+from batchgen.core.errors import TokenizerError
+from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer
 
 _NAME = r"[\w:.-]{0,24}(?:think|thought|reason)[\w:.-]{0,24}"
@@ -18,10 +21,11 @@ _USUAL = "</think>"
 
 
 class Reasoning:
-    """Splits answers of the model with this tokenizer.
+    """The markers of the model with this tokenizer, by which answers are split and thoughts are counted.
 
     The closing marker is the first that the chat template mentions, such as ``[/THINK]`` or ``<|END_THINKING|>``, but
-    ``</think>`` where it mentions that or none; the opening one follows from it.
+    ``</think>`` where it mentions that or none; the opening one follows from it. ``has_markers`` is whether the
+    template mentions it or the tokenizer has it as a token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -30,6 +34,22 @@ class Reasoning:
         found = None if _USUAL in source else _CLOSING.search(source)
         self.closing = found[0] if found else _USUAL
         self.opening = self.closing.replace("/", "", 1).replace("END_", "START_").replace("end_", "start_")
+        self.has_markers = self.closing in source or tokenizer.token_id(self.closing) is not None
+
+    @cached_property
+    def shown(self) -> Tokenizer:
+        """The tokenizer, whose ``decode`` writes the markers out where they are special tokens."""
+        return self._tokenizer.showing_in((self.opening, self.closing))
+
+    @cached_property
+    def closing_ids(self) -> tuple[int, ...]:
+        """The tokens of the closing marker by itself. Raises TokenizerError."""
+        if (token_id := self._tokenizer.token_id(self.closing)) is not None:
+            return (token_id,)
+        [found] = self._tokenizer.encode_batch([self.closing], add_special_tokens=False)
+        if isinstance(found, TokenizerError):
+            raise found
+        return tuple(found)
 
     def is_open(self, prompt_end: Sequence[int]) -> bool:
         """Whether a prompt with these last tokens ends in an opening marker, so that its answer begins inside."""
@@ -49,6 +69,77 @@ class Reasoning:
         if close < 0:
             return text[end:].strip("\n"), ""
         return text[end:close].strip("\n"), text[rest:].lstrip("\n")
+
+    def thoughts(self, prompt_token_ids: Sequence[int], budget: int) -> Thoughts:
+        """Those of an answer to a prompt, of which no token is known yet."""
+        return Thoughts(self, budget, is_open=self.is_open(prompt_token_ids))
+
+
+class Thoughts:
+    """Follows the thoughts of one answer, token by token, up to a budget of tokens.
+
+    They begin with the answer where the prompt has opened them, else behind an opening marker at the beginning of the
+    answer. They end with the closing marker. ``is_over`` is whether they have ended or can begin no more.
+    """
+
+    __slots__ = ("_budget", "_finder", "_head", "_markers", "_newest", "_num_tokens", "is_over")
+
+    def __init__(self, markers: Reasoning, budget: int, *, is_open: bool) -> None:
+        self.is_over = False
+        self._markers = markers
+        self._budget = budget
+        self._num_tokens = 0
+        self._finder: StopStrings | None = None
+        self._head: list[int] = []  # the beginning of the answer, until it is known whether it opens thoughts
+        self._newest = deque[int](maxlen=len(markers.closing.encode()))  # the closing marker has a byte each at worst
+        if is_open:
+            self._open()
+
+    def _open(self) -> None:
+        self._finder = StopStrings(self._markers.shown, (self._markers.closing,))
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the thoughts so far, without markers."""
+        return min(self._num_tokens, self._budget)
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next, as the budget is spent: the next one of the closing marker."""
+        num_forced = self._num_tokens - self._budget
+        return None if self.is_over or self._finder is None or num_forced < 0 else self._markers.closing_ids[num_forced]
+
+    def push(self, token_id: int) -> None:
+        """Take in the next token of the answer. May raise TokenizerError."""
+        if self.is_over:
+            return
+        if self._finder is None:
+            self._look_for_opening(token_id)
+            return
+        self._num_tokens += 1
+        self._newest.append(token_id)
+        if self._finder.push(token_id) is not None:
+            self._num_tokens -= self._num_closing
+            self.is_over = True
+        elif self._num_tokens == self._budget + len(self._markers.closing_ids):
+            self.is_over = True
+
+    def _look_for_opening(self, token_id: int) -> None:
+        self._head.append(token_id)
+        text, opening = self._markers.shown.decode(self._head).lstrip(), self._markers.opening
+        if text.startswith(opening):
+            self._open()
+        elif not text:
+            self._head.clear()
+        elif not opening.startswith(text):
+            self.is_over = True
+
+    @property
+    def _num_closing(self) -> int:
+        """How many of the newest tokens hold the closing marker."""
+        newest, closing = [*self._newest], self._markers.closing
+        sizes = range(1, len(newest))
+        return next((n for n in sizes if closing in self._markers.shown.decode(newest[-n:])), len(newest))
 
 
 def find_marker(

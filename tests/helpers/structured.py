@@ -20,6 +20,7 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.engine.generation import TextTools
 from batchgen.text.grammar import Grammars
+from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ def parts(**more: Any) -> dict[str, Any]:
     """What an engine needs beside a model and sizes to run rows of ``asked``."""
     grammars = Grammars(tokenizer(), VOCAB_SIZE, [EOS])
     stop_matcher = partial(StopStrings, tokenizer())
-    return {"text": TextTools(stop_matcher, grammars), "eos_token_ids": [EOS]} | more
+    return {"text": TextTools(stop_matcher, grammars, Reasoning(tokenizer()).thoughts), "eos_token_ids": [EOS]} | more
 
 
 PERSON = {
@@ -59,8 +60,15 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "regex": {"regex": "The answer is [a-z]{2,6}(, or [0-9]+){0,2}\\."},
     "choice": {"choice": ["yes", "yes and no", "not at all", "nothing"]},
     # The token that ends the marker may go on with any letters.
+    "thoughts before": {"regex": "[a-c]{2,9}( and more of it)?", "after": "</think>"},
     "free before": {"regex": "[^!]{0,12}! (stop|go on without a question)", "after": "a"},
 }
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    [found] = tokenizer().encode_batch([text], add_special_tokens=False)
+    assert not isinstance(found, Exception)
+    return tuple(found)
 
 
 def grammar(name: str) -> str:
@@ -92,11 +100,16 @@ def asked(per_grammar: int = 3) -> tuple[Request, ...]:
     """Rows of every grammar and free ones in turn, with common beginnings; every seventh is one before it again."""
     rng = random.Random(20)
     stems = [tuple(rng.randrange(8, VOCAB_SIZE) for _ in range(length)) for length in (21, 9)]
-    kinds = [*map(grammar, GRAMMARS), ""]
+    kinds = [*map(grammar, GRAMMARS), "", ""]
+    thinking = [kinds.index(grammar("thoughts before")), len(kinds) - 1]
     made: list[Request] = []
     for key in range(per_grammar * len(kinds)):
         prompt = rng.choice(stems) + tuple(rng.randrange(8, VOCAB_SIZE) for _ in range(rng.randint(0, 12)))
-        made.append(Request(key, prompt, params_of(rng, kinds[key % len(kinds)])))
+        params = params_of(rng, kinds[key % len(kinds)])
+        if key % len(kinds) in thinking:
+            prompt += ids_of("<think>")
+            params = replace(params, thinking_token_budget=rng.choice([0, 1, 3, 8, 20]))
+        made.append(Request(key, prompt, params))
     again = [replace(twin, key=1000 + twin.key) for twin in made[::7]]
     return (*made, *again)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from input_helpers import write_tokenizer
 from tokenizers import AddedToken
 
-from batchgen.text.reasoning import Reasoning, text_behind
+from batchgen.text.reasoning import Reasoning, Thoughts, text_behind
 from batchgen.text.tokenizer import Tokenizer
 
 MARKERS = ("<think>", "</think>")
@@ -34,9 +34,14 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), request.param)
 
 
-def split(tokenizer: Tokenizer, answer: str, *, is_open: bool = False) -> tuple[str | None, str]:
-    [ids] = tokenizer.encode_batch([answer + "<|im_end|>"], False)
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    [ids] = tokenizer.encode_batch([text], False)
     assert not isinstance(ids, Exception)
+    return ids
+
+
+def split(tokenizer: Tokenizer, answer: str, *, is_open: bool = False) -> tuple[str | None, str]:
+    ids = encoded(tokenizer, answer + "<|im_end|>")
     return Reasoning(tokenizer).split(ids, tokenizer.decode(ids), is_open=is_open)
 
 
@@ -158,3 +163,47 @@ def test_what_follows_a_marker_is_behind_its_first(tokenizer: Tokenizer, prompt:
     prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
     found = text_behind(tokenizer, "</think>", prompt_ids, ids, tokenizer.decode(ids))
     assert found == tokenizer.decode(ids_of(tokenizer, rest))
+
+
+def followed(tokenizer: Tokenizer, answer: str, budget: int, *, is_open: bool = False) -> tuple[str, int, bool]:
+    """An answer with what is forced in it, its tokens of thought, and whether these are over."""
+    markers = Reasoning(tokenizer)
+    thoughts, ids = Thoughts(markers, budget, is_open=is_open), list[int]()
+    for token_id in encoded(tokenizer, answer):
+        while (forced := thoughts.forced) is not None:
+            ids.append(forced)
+            thoughts.push(forced)
+        ids.append(token_id)
+        thoughts.push(token_id)
+    return markers.shown.decode(ids), thoughts.num_tokens, thoughts.is_over
+
+
+@pytest.mark.parametrize("budget", range(9))
+def test_thoughts_end_after_exactly_their_budget(tokenizer: Tokenizer, budget: int) -> None:
+    """A token of this tokenizer is a byte."""
+    thought = "abcdefgh" + "x" * 20
+    for opening, is_open in (("<think>", False), (" \n<think>", False), ("", True)):
+        expected = f"{opening}{thought[:budget]}</think>{thought[budget:]}"
+        assert followed(tokenizer, opening + thought, budget, is_open=is_open) == (expected, budget, True)
+
+
+def test_thoughts_that_end_earlier_are_left_alone_and_counted_without_their_markers(tokenizer: Tokenizer) -> None:
+    is_token = tokenizer.token_id("</think>") is not None
+    for budget in (3 if is_token else 10, 50):  # a marker of several tokens counts until it is whole
+        for answer in ("<think>ab</think>so", "\n<think>ab</think>so <think>again, and on", "<think>ab</think>"):
+            assert followed(tokenizer, answer, budget) == (answer, 2, True)
+        assert followed(tokenizer, "</think>so", budget, is_open=True) == ("</think>so", 0, True)
+
+
+def test_an_answer_without_thoughts_has_none_to_end(tokenizer: Tokenizer) -> None:
+    for answer in ("so", "  \n so <think>a</think>", "<b>so</b>", "</think>so", "<thin>k"):
+        assert followed(tokenizer, answer, 1) == (answer, 0, True)
+    assert followed(tokenizer, " \n ", 1) == (" \n ", 0, False)
+
+
+def test_markers_are_known_by_the_template_or_as_tokens(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert Reasoning(tokenizer_with(tmp_path / "template")).has_markers
+    assert Reasoning(tokenizer_with(tmp_path / "token", False, plain)).has_markers
+    assert not Reasoning(tokenizer_with(tmp_path / "neither", None, plain)).has_markers
+    assert Reasoning(tokenizer_with(tmp_path / "other", None, plain + "[/THINK]")).has_markers

@@ -61,8 +61,10 @@ class OpenAIBatchFormat(OutputFormat):
             return self._embedding(record, kept)
         url = kept.get("url")
         chat = self.chat if not isinstance(url, str) else url.rstrip("/").endswith("/chat/completions")
-        usage = record["usage"]
+        usage = dict(record["usage"])
         total = usage["prompt_tokens"] + usage["completion_tokens"]
+        if (num_thought := usage.pop("reasoning_tokens", None)) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
         samples = record.get("samples") or [record]
         body = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{record['index']:012d}",

@@ -45,6 +45,8 @@ _SAMPLE = pa.struct(
     [(name, pa.string()) for name in ("text", "reasoning", "finish_reason")]
     + [("complete", pa.bool_()), ("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS), ("tool_calls", _TOOL_CALLS)]
 )
+_USAGE = pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
+_USAGE_OF_THOUGHTS = pa.struct([*_USAGE, ("reasoning_tokens", pa.int64())])
 FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "index": pa.int64(),
     "text": pa.string(),
@@ -52,7 +54,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "tool_calls": _TOOL_CALLS,
     "finish_reason": pa.string(),
     "complete": pa.bool_(),
-    "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
+    "usage": _USAGE,
     "timings": pa.struct(
         [(name, pa.float64()) for name in _SECONDS]
         + [(name, pa.int64()) for name in _COUNTS]
@@ -136,7 +138,9 @@ def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) 
     fields: dict[str, Any] = {name: fixed.get(name, _INFERRED) for name in always}
     for group in _groups(rows):
         for name in dict.fromkeys(name for row in group for name in row):
-            if fixed.get(name, _INFERRED) != _INFERRED:
+            if name == "usage" and any("reasoning_tokens" in row["usage"] for row in group):
+                fields[name] = _USAGE_OF_THOUGHTS
+            elif fixed.get(name, _INFERRED) != _INFERRED:
                 fields.setdefault(name, _sized(name, group) or fixed[name])
             elif fields.get(name, _INFERRED) is not None:
                 fields[name] = _common_type(fields.get(name, _INFERRED), [row.get(name) for row in group])

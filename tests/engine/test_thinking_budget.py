@@ -1,0 +1,177 @@
+"""Budgets of thoughts: where the marker comes, whatever else is asked for, and that no way to run a row moves it.
+
+That nothing of it depends on the batch is shown in ``tests/equivalence`` too, with rows of every other kind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from late_device import Device
+from structured import EOS, VOCAB_SIZE, ids_of, parts
+from tiny_model import checked_run, engine_for, tiny_model
+
+from batchgen.core.errors import RowErrorCode
+from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
+from batchgen.core.structured import canonical
+from batchgen.engine import Engine
+from batchgen.engine.generation import TextTools
+
+MODEL = tiny_model(vocab_size=VOCAB_SIZE)
+MARKER = ids_of("</think>")  # several tokens of this vocabulary
+PROMPT = (1, 6, *ids_of("so <think>"))
+FREE = SamplingParams(max_tokens=30, ignore_eos=True)
+AFTER = canonical({"regex": "[a-c]{4,9}", "after": "</think>"})
+
+
+def engine(**sizes: Any) -> Engine:
+    more = {name: sizes.pop(name) for name in ("overlaps", "fetch") if name in sizes}
+    return engine_for(MODEL, **{"num_blocks": 200, "block_size": 4, "parts": parts(**more)} | sizes)
+
+
+def run(made: Engine, asked: Sequence[Request]) -> dict[int, Result]:
+    return {r.key: replace(r, timings=Timings()) for r in checked_run(made, asked)}
+
+
+def answer(params: SamplingParams, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Result:
+    """Of a row by itself."""
+    return run(engine(prefix_caching=False, max_num_seqs=1), [Request(0, prompt, params, **fields)])[0]
+
+
+def test_the_marker_follows_exactly_so_many_tokens_of_thought_and_then_the_answer() -> None:
+    free = answer(FREE).token_ids
+    for budget in (0, 1, 7, 20):
+        found = answer(replace(FREE, thinking_token_budget=budget)).token_ids
+        assert found[: budget + len(MARKER)] == free[:budget] + MARKER
+        assert (
+            found[budget + len(MARKER) :]
+            == answer(
+                replace(FREE, max_tokens=30 - budget - len(MARKER)), PROMPT + found[: budget + len(MARKER)]
+            ).token_ids
+        )
+    assert answer(replace(FREE, thinking_token_budget=30)).token_ids == free
+
+
+def test_max_tokens_cuts_the_marker_too() -> None:
+    whole = answer(replace(FREE, thinking_token_budget=5))
+    for limit in range(1, 30):
+        found = answer(replace(FREE, thinking_token_budget=5, max_tokens=limit))
+        assert (found.token_ids, found.finish_reason) == (whole.token_ids[:limit], FinishReason.LENGTH)
+
+
+def test_an_answer_that_opens_no_thoughts_is_left_alone() -> None:
+    prompt = (1, 6, *ids_of("so"))
+    closed = (*PROMPT, *MARKER)
+    for asked in (prompt, closed):
+        assert answer(replace(FREE, thinking_token_budget=0), asked) == answer(FREE, asked)
+
+
+def test_thoughts_that_the_model_opens_are_counted_from_there() -> None:
+    opening = ids_of("<think>")
+    found = answer(replace(FREE, thinking_token_budget=4), (1, 6), output_token_ids=opening).token_ids
+    assert found[: len(opening)] == opening
+    assert found[len(opening) + 4 :][: len(MARKER)] == MARKER
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"allowed_token_ids": tuple(range(20, 60))},
+        {"logit_bias": tuple((token, -100.0) for token in sorted(set(MARKER)))},
+        {"min_tokens": 25, "ignore_eos": False, "stop_token_ids": (MARKER[0],)},
+        {"repetition_penalty": 1.4, "frequency_penalty": 1.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"bad_words": ("</",)},
+        {"structured_outputs": AFTER, "ignore_eos": False},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_the_marker_comes_whatever_rules_say_and_its_log_probabilities_change_no_token(more: dict[str, Any]) -> None:
+    words = (MARKER[:1], MARKER[1:2]) if "bad_words" in more else ()
+    params = replace(FREE, thinking_token_budget=6, **more)
+    found = answer(params, bad_words=words)
+    assert found.error is None and found.token_ids[6 : 6 + len(MARKER)] == MARKER
+    assert set(words).isdisjoint({(token,) for token in found.token_ids[6 + len(MARKER) :]})
+    if "structured_outputs" in more:
+        assert set(found.token_ids[6 + len(MARKER) :]) <= {*ids_of("abc"), *ids_of("ab"), EOS} or found.is_complete
+    told = answer(replace(params, logprobs=1), bad_words=words)
+    assert replace(told, logprobs=None) == found
+    assert told.logprobs is not None and [one.token_id for one in told.logprobs] == [*found.token_ids]
+
+
+@cache
+def rows() -> tuple[Request, ...]:
+    rng, made = random.Random(3), []
+    for key in range(12):
+        prompt = (1, 6, *(rng.randrange(20, VOCAB_SIZE) for _ in range(rng.randint(1, 14))), *ids_of("<think>"))
+        params = SamplingParams(
+            max_tokens=rng.choice([9, 24, 40]),
+            thinking_token_budget=rng.choice([0, 1, 3, 11]),
+            temperature=rng.choice([0.0, 1.0]),
+            n=rng.choice([1, 1, 2]),
+            logprobs=rng.choice([None, None, 1]),
+            prompt_logprobs=rng.choice([None, None, 1]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            ignore_eos=key % 3 > 0,
+            structured_outputs="" if key % 3 else AFTER,
+        )
+        made.append(Request(key, prompt, params))
+    return tuple(made)
+
+
+@cache
+def alone() -> dict[int, Result]:
+    return {row.key: answer(row.params, row.prompt_token_ids, draw=row.key) for row in rows()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    order=st.permutations(range(12)),
+    block_size=st.integers(1, 9),
+    budget=st.integers(1, 60),
+    max_num_seqs=st.integers(1, 12),
+    room=st.integers(0, 40),
+    overlaps=st.booleans(),
+    prefix_caching=st.booleans(),
+)
+def test_tokens_are_those_of_each_row_alone(
+    order: list[int], block_size: int, budget: int, max_num_seqs: int, room: int, overlaps: bool, prefix_caching: bool
+) -> None:
+    """At any batch, order, chunk and pool, with preemptions, shared beginnings, and steps launched ahead."""
+    sizes = {"block_size": block_size, "num_blocks": -(-64 // block_size) + room, "prefix_caching": prefix_caching}
+    device = {"overlaps": True, "fetch": Device()} if overlaps else {}
+    made = engine(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **sizes, **device)
+    found = run(made, [rows()[place] for place in order])
+    assert {key: replace(result, key=0) for key, result in found.items()} == alone()
+
+
+def test_a_row_goes_on_from_any_of_its_tokens() -> None:
+    for row in rows():
+        if row.params.n == 1:
+            whole = alone()[row.key]
+            for count in range(len(whole.token_ids)):
+                given = whole.token_ids[:count]
+                assert answer(row.params, row.prompt_token_ids, draw=row.key, output_token_ids=given) == whole
+
+
+def test_steps_overlap_again_once_thoughts_are_over() -> None:
+    device = Device()
+    made = engine(overlaps=True, fetch=device, prefix_caching=False)
+    params = replace(FREE, thinking_token_budget=4)
+    assert run(made, [Request(0, PROMPT, params)])[0] == answer(params)
+    assert device.num_ahead == 30 - 4 - len(MARKER) - 1
+    assert made.stats.num_forced_tokens == len(MARKER)
+
+
+def test_an_engine_without_a_tokenizer_answers_with_an_error_row() -> None:
+    made = engine_for(MODEL, num_blocks=20, block_size=4, parts={"text": TextTools()})
+    error = run(made, [Request(0, PROMPT, replace(FREE, thinking_token_budget=0))])[0].error
+    assert error is not None and error.code is RowErrorCode.BAD_PARAM
+    assert error.message == "thinking_token_budget needs a tokenizer, and this engine has none: give it one"
