@@ -117,7 +117,8 @@ class LLM:
         values.
         """
         spec = self._with(sampling_params, sampling)
-        return self._answered(prompts, replace(spec, input=replace(spec.input, chat=False, system=None)), use_tqdm)
+        raw = replace(spec.input, chat=False, system=None, continue_final_message=False)
+        return self._answered(prompts, replace(spec, input=raw), use_tqdm)
 
     def chat(
         self,
@@ -125,18 +126,26 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         use_tqdm: bool = True,
         *,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> list[dict[str, Any]]:
-        """A record per chat, in order; ``messages`` is one chat or a list of them."""
+        """A record per chat, in order; ``messages`` is one chat or a list of them.
+
+        With ``continue_final_message`` a text is the continuation of the chat's last message, the assistant's.
+        """
         if isinstance(messages, str):
             raise UsageError("LLM.chat: messages is a string: a chat is a list of messages")
         chats = [messages] if len(messages) and isinstance(messages[0], Mapping) else messages
         more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         given = {name: value for name, value in more.items() if value is not None}
         rows = [{"messages": [*chat], **given} for chat in chats]
-        return self._answered(rows, _asks(self._with(sampling_params, sampling), messages="messages"), use_tqdm)
+        spec = _asks(self._with(sampling_params, sampling), messages="messages")
+        continues = continue_final_message or spec.input.continue_final_message
+        return self._answered(
+            rows, replace(spec, input=replace(spec.input, continue_final_message=continues)), use_tqdm
+        )
 
     def embed(self, prompts: Any, *, use_tqdm: bool = True) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The embeddings of texts, float32 ``[n, d]``.

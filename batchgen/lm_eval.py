@@ -30,7 +30,7 @@ from batchgen.core.keys import nearest
 from batchgen.input.messages import checked_messages
 from batchgen.input.rows import RowProblem
 from batchgen.run.loader import EngineFactory, read_model
-from batchgen.text.chat import ChatTemplateError
+from batchgen.text.chat import CONTINUES, ChatTemplateError
 from batchgen.text.tokenizer import special_tokens
 
 _SECTIONS = ("model", "engine")
@@ -111,14 +111,10 @@ class BatchgenLM(TemplateLM):
             messages = checked_messages("messages", chat_history)
         except RowProblem as problem:
             raise UsageError(f"lm-eval: {problem}") from None
-        chat = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        text = next(iter(self.tokenizer.render_chats([chat])))
+        text = next(iter(self.tokenizer.render_chats([{"messages": messages, CONTINUES: not add_generation_prompt}])))
         if isinstance(text, ChatTemplateError):
             raise UsageError(f"lm-eval: {text}")
-        if add_generation_prompt:
-            return text
-        begun = chat_history[-1]["content"].strip()
-        return text[: text.rindex(begun) + len(begun)]
+        return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The tokens of a text, by default begun as the tokenizer begins texts, unless it begins so already."""

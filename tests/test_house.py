@@ -84,7 +84,7 @@ CONCEPTS = {
     """,
     "[model]": "adapter batch_invariant device dtype path quantization revision tokenizer",
     "[input]": """
-        chat chat_template_kwargs columns delimiter encoding format id limit messages path prompt
+        chat chat_template_kwargs columns continue_final_message delimiter encoding format id limit messages path prompt
         prompt_token_ids system
     """,
     "[sampling]": """

@@ -26,7 +26,7 @@ SAMPLED = {"max_tokens": 12, "temperature": 0.8, "seed": 3}
 # The arguments of vllm.LLM's methods that are here too, in vllm's order (0.10 and later).
 OF_VLLM = {
     "generate": ["prompts", "sampling_params", "use_tqdm"],
-    "chat": ["messages", "sampling_params", "use_tqdm", "tools", "chat_template_kwargs"],
+    "chat": ["messages", "sampling_params", "use_tqdm", "continue_final_message", "tools", "chat_template_kwargs"],
     "embed": ["prompts", "use_tqdm"],
     "classify": ["prompts", "use_tqdm"],
 }

@@ -143,6 +143,7 @@ class InputSpec:
     chat_template_kwargs: Mapping[str, Any] | None = key(
         keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
     )
+    continue_final_message: bool = key(BOOL, "Continue the last message of chats, the assistant's", False)
     columns: tuple[str, ...] = key(_COLUMNS, "Columns copied to the output", ("*",))
     limit: int | None = key(integer(1), "Take the first N rows only", None)
 
@@ -256,7 +257,8 @@ class JobSpec:
         for name in ("messages", "system", "chat_template_kwargs"):
             if getattr(self.input, name) is not None:
                 raise UsageError(f"input.{name} is for chats, and [embed] takes plain texts: give input.prompt")
-        asked = {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
+        asked: dict[str, Any] = {"input.continue_final_message": self.input.continue_final_message}
+        asked |= {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
         for name in [name for name, value in (asked | {"eval.extract": self.eval.extract}).items() if value]:
             raise UsageError(f"{name} is for text, and [embed] gives vectors: leave it out")
 

@@ -169,6 +169,8 @@ def _check_together(spec: JobSpec) -> None:
     for name in ("system", "chat_template_kwargs"):
         if getattr(spec.input, name) is not None and not spec.input.chat:
             raise UsageError(f"input.{name} needs input.chat = true: a raw completion has no chat template")
+    if spec.input.continue_final_message and (spec.input.prompt or spec.input.prompt_token_ids or not spec.input.chat):
+        raise UsageError("input.continue_final_message needs chats: name their column in input.messages")
     if "-" in spec.input.path and len(spec.input.path) > 1:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')
     if spec.input.delimiter and spec.input.format not in ("auto", "csv"):

@@ -27,7 +27,8 @@ MAX_LOGPROBS = 20  # the limit of OpenAI's API and vLLM's default
 MAX_CHOICES = 1000
 MAX_BAD_WORDS = 1000
 # Variables of a chat template that something else sets, beside all that end in "_token".
-_SET_ELSEWHERE = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
+_SET_ELSEWHERE = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+_SET_ELSEWHERE |= {"strftime_now", "raise_exception"}
 _MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing logits by less overflows float16
 
 

@@ -62,6 +62,9 @@ _TABLE: dict[Synonym, str] = {
     Synonym("input.messages"): "conversation, conversations, chat-column, sharegpt",
     Synonym("input.system"): "system-prompt, system-message, persona",
     Synonym("input.chat"): "apply-chat-template, chat-template, no-chat-template, raw, completion",
+    Synonym(
+        "input.continue_final_message", "the model goes on with the assistant's last message"
+    ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, prefix-completion",
     Synonym("input.columns"): "keep-columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
     Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",

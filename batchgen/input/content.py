@@ -18,7 +18,7 @@ from batchgen.input.messages import Message, checked_messages, checked_tools
 from batchgen.input.openai_batch import check_purpose, effort_kwargs, inputs_of, parse_batch_line
 from batchgen.input.rows import Embedded, RowProblem, is_null, num_chars, wrong_type
 from batchgen.input.template import Template
-from batchgen.text.chat import MAX_CHARS
+from batchgen.text.chat import CONTINUES, MAX_CHARS
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import tool_format
 
@@ -122,7 +122,8 @@ class ContentFinder:
             if request.offers_tools and "tools" in self._names and not self._tells_calls:
                 why = "it is not known how this model writes calls, so they could not be told from its text"
                 raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'tools': {why}")
-            return Content(self._from_messages("body.messages", request.content, variables), overrides)
+            continues = request.variables[CONTINUES]
+            return Content(self._from_messages("body.messages", request.content, variables, continues), overrides)
         contents = {"body.prompt": request.content}
         if self._embedded is not None:
             contents = inputs_of(request.content, self._embedded)
@@ -191,12 +192,17 @@ class ContentFinder:
         variables = {"chat_template_kwargs": columns.get("chat_template_kwargs")}
         return self._chat(what, [{"role": "user", "content": text}], variables)
 
-    def _from_messages(self, name: str, value: object, columns: Mapping[str, Any]) -> Chat:
+    def _from_messages(
+        self, name: str, value: object, columns: Mapping[str, Any], continues: bool | None = None
+    ) -> Chat:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
-        return self._chat(name, checked_messages(name, value), columns)
+        return self._chat(name, checked_messages(name, value), columns, continues)
 
-    def _chat(self, name: str, messages: Sequence[Message], columns: Mapping[str, Any]) -> Chat:
+    def _chat(
+        self, name: str, messages: Sequence[Message], columns: Mapping[str, Any], continues: bool | None = None
+    ) -> Chat:
+        """The chat of a row; ``continues`` is what the row says in place of the job."""
         self._require_tokenizer()
         if (size := num_chars(messages)) > MAX_CHARS:
             message = f"the messages have {size:,} characters; no context takes more than {MAX_CHARS:,}"
@@ -215,6 +221,9 @@ class ContentFinder:
             why = f"chat_template_kwargs: {shown(unused[0], 60)}: the model's chat template has no such variable"
             why = "tools: this model's chat template cannot take tools" if unused[0] == "tools" else why
             raise RowProblem(RowErrorCode.BAD_PARAM, why)
+        if self._spec.continue_final_message if continues is None else continues:
+            _check_final(f"{name}[{len(messages) - 1}]", messages[-1])
+            variables[CONTINUES] = True
         return Chat({**variables, "messages": [*added, *messages]}, name, len(added))
 
     def _require_tokenizer(self) -> None:
@@ -242,6 +251,14 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
     except ValueError as error:
         raise RowProblem(RowErrorCode.BAD_PARAM, f"chat_template_kwargs = {shown(value, 80)} {error}") from None
     return {name: item for name, item in found.items() if item is not None}
+
+
+def _check_final(where: str, message: Message) -> None:
+    """Raises RowProblem for a last message that is not a text of the assistant, which could be continued."""
+    if message["role"] != "assistant" or message.get("tool_calls"):
+        what = "calls tools" if message.get("tool_calls") else f"is of role {shown(message['role'], 40)}"
+        why = f"{where} {what}: {CONTINUES} needs a chat that ends in a text of the assistant"
+        raise RowProblem(RowErrorCode.BAD_PARAM, why)
 
 
 def _checked_text(what: str, value: object) -> str:

@@ -41,9 +41,9 @@ _CONTENT_FIELDS = {CHAT_URL: "messages", COMPLETION_URL: "prompt", EMBEDDING_URL
 _ENCODINGS = ("float", "base64")
 _MAX_INPUTS = 2048  # OpenAI's limit
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_VARIABLES = ("chat_template_kwargs", "tools", "tool_choice")
+_VARIABLES = ("chat_template_kwargs", "tools", "tool_choice", "continue_final_message")
 _PREDICTION = "prediction"  # it saves OpenAI's time alone
-_OF_CHATS = ("chat_template_kwargs", "tools", "top_logprobs", "reasoning_effort", _PREDICTION)
+_OF_CHATS = ("chat_template_kwargs", "continue_final_message", "tools", "top_logprobs", "reasoning_effort", _PREDICTION)
 _OF_STREAMS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 
@@ -96,6 +96,8 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     if not is_chat:
         return BatchRequest(False, body[content_field], sampling, {})
     _check_tools(body)
+    if not isinstance(continues := body.get("continue_final_message"), bool | None):
+        raise wrong_type("body field 'continue_final_message'", continues, "a boolean")
     variables = {name: body.get(name) for name in _VARIABLES}
     return BatchRequest(
         True, body[content_field], sampling | _chat_logprobs(body), variables, body.get("reasoning_effort")
@@ -167,6 +169,7 @@ def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
     sampling: dict[str, Any] = {}
     neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}  # the best n of n are all of them
     neutral["top_logprobs"] = ()  # read from a chat only
+    neutral["add_generation_prompt"] = (not body.get("continue_final_message"),)  # vLLM wants it with that
     for name, value in body.items():
         if name in (*ROW_KEYS, *OLD_NAMES):
             sampling[name] = value

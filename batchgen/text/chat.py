@@ -22,6 +22,8 @@ from jinja2.utils import Namespace
 from batchgen.core.units import one_line
 
 MAX_CHARS = 1 << 24  # of one prompt: beyond any context
+CONTINUES = "continue_final_message"  # a variable of a chat, which the template does not see
+_END = "THEFINALMESSAGEENDSHERE "
 
 Chat = Sequence[Mapping[str, Any]] | Mapping[str, Any]  # its messages, or all of its variables, ``messages`` among them
 
@@ -52,7 +54,10 @@ class ChatTemplate:
         self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it per prompt
 
     def render(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
-        """Per chat, in order, the prompt up to and with the header of the assistant's turn, or what is wrong."""
+        """Per chat, in order, the prompt up to and with the header of the assistant's turn, or what is wrong.
+
+        With ``CONTINUES`` the prompt ends with the text of the final message, as in transformers.
+        """
         for chat in chats:
             try:
                 yield self._prompt(chat)
@@ -62,6 +67,18 @@ class ChatTemplate:
     def _prompt(self, chat: Chat) -> str:
         # As JSON: a value without a JSON type, such as a date, is its ``str()`` in a template too.
         variables = json.loads(json.dumps(chat if isinstance(chat, Mapping) else {"messages": chat}, default=str))
+        if not variables.pop(CONTINUES, False):
+            return self._rendered(variables)
+        final = variables["messages"][-1]
+        part, key = (final["content"][-1], "text") if isinstance(final["content"], list) else (final, "content")
+        text, part[key] = part[key], part[key] + _END
+        prompt = self._rendered({**variables, "add_generation_prompt": False})
+        end = prompt.rfind(_END.rstrip())
+        if end < 0 or text.strip() not in prompt:
+            raise jinja2.TemplateError("it changes the text of the final message, which is to be continued")
+        return prompt[:end] if prompt.startswith(_END, end) else prompt[:end].rstrip()  # it trims texts
+
+    def _rendered(self, variables: Mapping[str, Any]) -> str:
         pieces, size = [], 0
         for piece in self._template.generate(variables):
             pieces.append(piece)

@@ -51,9 +51,17 @@ class Reasoning:
             raise found
         return tuple(found)
 
-    def is_open(self, prompt_end: Sequence[int]) -> bool:
-        """Whether a prompt with these last tokens ends in an opening marker, so that its answer begins inside."""
-        return ends_in(self._tokenizer, prompt_end, self.opening)
+    def is_open(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether the answer to a prompt begins inside of thoughts: behind an opening marker, blanks aside.
+
+        Where the marker is a token, text may follow it, as in a final message that is continued, but no special token.
+        """
+        if ends_in(self._tokenizer, prompt_token_ids, self.opening):
+            return True
+        opening = self._tokenizer.token_id(self.opening)
+        ends = self._tokenizer.silent_token_ids | {opening, self._tokenizer.token_id(self.closing)}
+        last = next((token_id for token_id in reversed(prompt_token_ids) if token_id in ends), None)
+        return opening is not None and last == opening
 
     def split(self, token_ids: Sequence[int], text: str, *, is_open: bool) -> tuple[str | None, str]:
         """The reasoning, None where there is none, and the rest of the text; newlines beside markers are left out.

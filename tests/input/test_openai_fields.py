@@ -171,7 +171,8 @@ def test_an_unknown_key_of_a_response_format_is_refused(given: Any, said: str) -
         ({"audio": {"voice": "alloy"}}, "unknown field 'audio' in the body"),
         ({"web_search_options": {}}, "unknown field 'web_search_options' in the body"),
         ({"enable_thinking": False}, "unknown field 'enable_thinking' in the body"),
-        ({"continue_final_message": True}, "unknown field 'continue_final_message' in the body"),
+        ({"continue_final_message": 1}, "body field 'continue_final_message' is a number, not a boolean"),
+        ({"add_generation_prompt": False}, "body field 'add_generation_prompt' is not supported with this value"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(body: dict[str, Any], said: str) -> None:

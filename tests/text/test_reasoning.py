@@ -207,3 +207,16 @@ def test_markers_are_known_by_the_template_or_as_tokens(tmp_path: Path) -> None:
     assert Reasoning(tokenizer_with(tmp_path / "token", False, plain)).has_markers
     assert not Reasoning(tokenizer_with(tmp_path / "neither", None, plain)).has_markers
     assert Reasoning(tokenizer_with(tmp_path / "other", None, plain + "[/THINK]")).has_markers
+
+
+def test_thoughts_that_a_prompt_has_begun_go_on_in_the_answer(tokenizer: Tokenizer) -> None:
+    """As a final message that is continued has them; a text that only mentions the marker, in an earlier turn, not."""
+    is_token = tokenizer.token_id("<think>") is not None
+    markers = Reasoning(tokenizer)
+    for prompt, is_open in (
+        ("<|im_start|>assistant\n<think>\nLet me see: ", is_token),
+        ("<|im_start|>assistant\n<think>\nLet me see</think> so", False),
+        ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\nIt is", False),
+    ):
+        assert markers.is_open(encoded(tokenizer, prompt)) is is_open, prompt

@@ -138,7 +138,7 @@ def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) 
     fields: dict[str, Any] = {name: fixed.get(name, _INFERRED) for name in always}
     for group in _groups(rows):
         for name in dict.fromkeys(name for row in group for name in row):
-            if name == "usage" and any("reasoning_tokens" in row["usage"] for row in group):
+            if name == "usage" and any("reasoning_tokens" in (row.get(name) or ()) for row in group):
                 fields[name] = _USAGE_OF_THOUGHTS
             elif fixed.get(name, _INFERRED) != _INFERRED:
                 fields.setdefault(name, _sized(name, group) or fixed[name])

@@ -1,0 +1,148 @@
+"""``continue_final_message``: prompts of chats whose last turn goes on, as transformers makes them, and refusals."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import PUBLISHED, TOOLS, fix_date
+from input_helpers import VOCAB_SIZE, requests_of, write_tokenizer
+from run_helpers import MODEL, JobMaker, quiet
+
+import batchgen
+from batchgen.config.job import InputSpec
+from batchgen.config.load import load_job
+from batchgen.core.errors import UsageError
+from batchgen.core.records import Cursor, Row, SamplingParams
+from batchgen.input.requests import RequestBuilder
+from batchgen.run.job import run_job
+from batchgen.text.chat import CONTINUES, ChatTemplateError
+from batchgen.text.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "What is 2 + 2?"}
+FINAL = [
+    *("It is", " It is ", "It is\n\n", "", "so, é 🙂", "a<|im_end|>b", "THEFINALMESSAGE", "{{ x }}"),
+    *("<think>\nLet me see", "<think>\nFour.\n</think>\n\n4", "<think>Four.</think> 4 "),
+]
+CHATS = [
+    *([USER, {"role": "assistant", "content": text}] for text in FINAL),
+    *([USER, {"role": "assistant", "content": text}, USER, {"role": "assistant", "content": text}] for text in FINAL),
+    [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": [{"type": "text", "text": "It is "}]}],
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_prompts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    now = datetime(2026, 5, 1)
+    fix_date(now, monkeypatch)
+    folder = write_tokenizer(tmp_path, chat_template=PUBLISHED[name])
+    ours, theirs = Tokenizer.load(folder, now), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.chat_template is not None
+    num_equal = 0
+    for more in ({}, {"tools": TOOLS}):
+        for chat in CHATS:
+            [found] = ours.chat_template.render([{**more, "messages": chat, CONTINUES: True}])
+            try:
+                wanted = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True, **more)
+            except Exception:  # templates may raise anything
+                assert isinstance(found, ChatTemplateError), (chat, found)
+                continue
+            assert found == wanted
+            num_equal += 1
+    assert num_equal > 20
+
+
+def answer(columns: dict[str, Any], folder: Path, **keys: Any) -> str:
+    """The prompt that LFM2's template makes of a row, or the row's error."""
+    tokenizer = Tokenizer.load(write_tokenizer(folder))
+    builder = RequestBuilder(
+        InputSpec(path=("in.jsonl",), **keys), SamplingParams(), tokenizer, max_model_len=900, vocab_size=VOCAB_SIZE
+    )
+    [found] = requests_of(builder, [Row(0, "in.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
+    if isinstance(found, Row):
+        assert found.error is not None
+        return f"{found.error.code}: {found.error.message}"
+    return tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
+
+
+BEGUN = {"role": "assistant", "content": "It is "}
+CALLING = {"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+def test_a_row_is_continued_where_the_job_says_so(tmp_path: Path) -> None:
+    chat = {"messages": [USER, BEGUN]}
+    assert answer(chat, tmp_path, continue_final_message=True).endswith("<|im_start|>assistant\nIt is ")
+    assert answer(chat, tmp_path).endswith("It is <|im_end|>\n<|im_start|>assistant\n")
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "It"}, {"type": "text", "text": "is "}]}
+    found = answer({"messages": [USER, parts], "system": ""}, tmp_path, continue_final_message=True, system="S")
+    assert found.endswith("<|im_start|>assistant\nIt\nis ") and "<|im_start|>system\nS<|im_end|>" in found
+
+
+@pytest.mark.parametrize("body", [{}, {"continue_final_message": None}, {"continue_final_message": False}])
+@pytest.mark.parametrize("job", [False, True])
+def test_a_request_in_openais_form_says_it_itself_as_in_vllm(body: dict[str, Any], job: bool, tmp_path: Path) -> None:
+    line = {"custom_id": "a", "url": "/v1/chat/completions"}
+    own = {"continue_final_message": True, "add_generation_prompt": False}
+    found = answer({**line, "body": {"messages": [USER, BEGUN], **own}}, tmp_path, continue_final_message=job)
+    assert found.endswith("assistant\nIt is ")
+    found = answer({**line, "body": {"messages": [USER, BEGUN], **body}}, tmp_path, continue_final_message=job)
+    continues = job and body.get("continue_final_message") is None
+    assert found.endswith("assistant\nIt is " if continues else "<|im_start|>assistant\n")
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    found = answer({**line, "body": {"messages": [USER, BEGUN], **both}}, tmp_path)
+    assert found == "bad_param: body field 'add_generation_prompt' is not supported with this value"
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"messages": [USER]}, "messages[0] is of role 'user'"),
+        ({"messages": [USER, BEGUN, USER]}, "messages[2] is of role 'user'"),
+        ({"prompt": "Hi"}, "column 'prompt'[0] is of role 'user'"),
+        ({"messages": [USER, CALLING]}, "messages[1] calls tools"),
+    ],
+)
+def test_a_chat_that_ends_otherwise_is_an_error_row(columns: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    why = "continue_final_message needs a chat that ends in a text of the assistant"
+    assert answer(columns, tmp_path, continue_final_message=True) == f"bad_param: {problem}: {why}"
+
+
+def test_a_template_that_changes_the_text_is_an_error_row(tmp_path: Path) -> None:
+    for change in ("upper", "replace('is', 'was')", "truncate(3, True, '')"):
+        loud = f"{{% for m in messages %}}{{{{ m.content | {change} }}}}{{% endfor %}}"
+        tokenizer = Tokenizer.load(write_tokenizer(tmp_path, chat_template=loud))
+        [found] = tokenizer.render_chats([{"messages": [USER, BEGUN], CONTINUES: True}])
+        assert isinstance(found, ChatTemplateError), found
+        assert "changes the text of the final message" in str(found) or "never shows" in str(found)
+
+
+@pytest.mark.parametrize("keys", [{"prompt": "{q}"}, {"prompt_token_ids": "ids"}, {"messages": "m", "chat": False}])
+def test_a_job_without_chats_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"input\.continue_final_message needs chats: name their column in"):
+        load_job(
+            None,
+            {
+                "model": {"path": "m"},
+                "input": {"path": "x", "continue_final_message": True, **keys},
+                "output": {"path": "o"},
+            },
+        )
+
+
+def test_the_text_is_the_continuation_alone_and_another_job(job: JobMaker) -> None:
+    asked = {"role": "user", "content": 'Write "shadow" in capital letters.'}
+    job.write([{"messages": [asked, {"role": "assistant", "content": "SHA"}]}, {"messages": [asked]}])
+    keys = {"prompt": None, "id": None, "chat": True}
+    spec = job.spec(model={"path": str(MODEL)}, input={**keys, "continue_final_message": True})
+    assert run_job(spec, quiet()).exit_code == 3
+    [row] = job.outputs()
+    assert row["text"] == "DOW"
+    assert job.errors()[0]["code"] == "bad_param"
+    with pytest.raises(UsageError, match=r"input\.continue_final_message: was true, now false"):
+        run_job(job.spec(model={"path": str(MODEL)}, input=keys), quiet())
+    with batchgen.LLM(MODEL) as llm:
+        [found] = llm.chat([asked, {"role": "assistant", "content": "SHA"}], max_tokens=8, continue_final_message=True)
+    assert found["text"] == "DOW"
