@@ -165,34 +165,25 @@ def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) 
     machines.remove(nodes[0])
 
 
-@pytest.mark.parametrize("ends_on_cluster", [True, False])
-def test_a_killed_driver_takes_workers_along_and_resumes(machines: Any, jobs: JobMaker, ends_on_cluster: bool) -> None:
-    jobs.write(rows_of(600))
-    alone = outputs(jobs, "alone", stub_factory())
-    jobs.output = jobs.folder / "dispatcher"
-    command = ["run", jobs.toml(), "--ray", machines.address, "--workers", "2"]
-    driver = start(command, step_s=0.02)
-    until_rows_are_done(driver, jobs.output, 100)
-    assert machines.workers()
-    driver.kill()
-    driver.communicate()
-    machines.until_no_workers()
-    code, said = finish(start(command if ends_on_cluster else command[:2]))
-    assert (code, "finished already" in said) == (0, True), said
-    assert jobs.outputs() == alone
-
-
-def test_a_stopped_driver_saves_what_its_workers_have(machines: Any, jobs: JobMaker) -> None:
+@pytest.mark.parametrize(
+    ("number", "ends_on_cluster"), [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGTERM, True)]
+)
+def test_a_driver_that_ends_takes_its_workers_along_and_resumes(
+    machines: Any, jobs: JobMaker, number: int, ends_on_cluster: bool
+) -> None:
     jobs.write(rows_of(600))
     alone = outputs(jobs, "alone", stub_factory())
     jobs.output = jobs.folder / "dispatcher"
     command = ["run", jobs.toml(), "--ray", machines.address, "--workers", "2"]
     driver = start(command, step_s=0.05)
     until_rows_are_done(driver, jobs.output, 50)
-    driver.send_signal(signal.SIGTERM)
+    assert machines.workers()
+    driver.send_signal(number)
     code, said = finish(driver)
-    assert (code, "half done and saved" in said) == (ExitCode.STOPPED, True), said
-    code, said = finish(start(command))
+    is_stopped = number == signal.SIGTERM  # saves what its workers have
+    assert (code, "half done and saved" in said) == (ExitCode.STOPPED if is_stopped else -number, is_stopped), said
+    machines.until_no_workers()
+    code, said = finish(start(command if ends_on_cluster else command[:2]))
     assert (code, "finished already" in said) == (0, True), said
     assert jobs.outputs() == alone
 
