@@ -58,14 +58,14 @@ def calibrate(
     spec: JobSpec,
     info: ModelInfo,
     survey: Survey,
-    given: ExpectedLengths | None = None,
+    lengths: ExpectedLengths | None = None,
     *,
     began: float,
     seconds: float = CALIBRATION_S,
 ) -> Forecast:
     """Load the model, run the sampled rows for at most ``seconds`` and predict the job from them.
 
-    Output lengths are those ``given``, else those of the sampled rows. ``began`` is the monotonic time before this
+    ``lengths`` are those of the sampled rows if None. ``began`` is the monotonic time before this
     module was imported: loading torch is part of a run too. Raises ModelError.
     """
     backend = load_engine(spec, info)
@@ -83,7 +83,7 @@ def calibrate(
     finally:
         timer.cancel()
     measured_s = time.monotonic() - start
-    lengths = given or _observed(engine, requests, results) or ExpectedLengths.limits(survey)
+    lengths = lengths or _observed(engine, requests, results) or ExpectedLengths.limits(survey)
     rates = _Rates.of(engine.stats, last_step)
     num_decoded, num_output = (
         getattr(engine.stats, name) - before[name] for name in ("num_decode_tokens", "num_output_tokens")

@@ -80,8 +80,8 @@ def make_plan(
             validator = RowValidator(where, builder, ids, shard)
             survey = Survey(validator, model.max_model_len, lambda row: sources.find(row)[0] is not None)
             survey.take(rows.read())
-    given = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
-    plan = _content(spec, model, survey, _forecast(spec, model, survey, given, calibrates=calibrates))
+    lengths = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
+    plan = _content(spec, model, survey, _forecast(spec, model, survey, lengths, calibrates=calibrates))
     if spec.output.reuse or earlier:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
         plan["reuse"] = sources.lines
@@ -94,10 +94,10 @@ def _sources(
     """The results that are there, computed as in the output folder; a run finds out whether this machine does."""
     runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)] + ([earlier] if earlier else [])
     digests = Digests(runs[-1].file_states if runs else None)
-    known: dict[str, Any] = {"model": model.fingerprint(digests) if runs else {}, "code": {"results": RESULTS}}
+    fingerprints: dict[str, Any] = {"model": model.fingerprint(digests) if runs else {}, "code": {"results": RESULTS}}
     if earlier and (numerics := inherited_numerics(earlier, spec)):
-        known["numerics"] = numerics
-    manifest = Manifest(spec.to_dict(), spec.output_keys(), known, rendered_at=at)
+        fingerprints["numerics"] = numerics
+    manifest = Manifest(spec.to_dict(), spec.output_keys(), fingerprints, rendered_at=at)
     builder, own = model.record_builder(spec), run_dir if earlier else None
     return Sources(spec, manifest, builder, own, digests, prints_date=model.prints_date)
 
@@ -108,23 +108,23 @@ def check_time(plan: dict[str, Any], limit_s: float) -> None:
     if estimate is None:
         raise UsageError(f"--fail-if-over needs an estimate: {plan['no_estimate']}")
     if estimate["wall_s"] > limit_s:
-        found, limit = format_duration(estimate["wall_s"]), format_duration(limit_s)
-        raise GateFailed(f"the job would take about {found} ({estimate['basis']}), more than the {limit} allowed")
+        duration, limit = format_duration(estimate["wall_s"]), format_duration(limit_s)
+        raise GateFailed(f"the job would take about {duration} ({estimate['basis']}), more than the {limit} allowed")
 
 
 def _forecast(
-    spec: JobSpec, model: ModelInfo, survey: Survey, given: ExpectedLengths | None, *, calibrates: bool
+    spec: JobSpec, model: ModelInfo, survey: Survey, lengths: ExpectedLengths | None, *, calibrates: bool
 ) -> Forecast:
     if calibrates and survey.num_good:
         began = time.monotonic()
         from batchgen.plan.calibrate import calibrate
 
-        return calibrate(spec, model, survey, given, began=began)
+        return calibrate(spec, model, survey, lengths, began=began)
     with suppress(UsageError):  # there is no report
         report = read_report(RunDir(Path(spec.output.path)))
         if comparable(report, spec, processor_name()):
-            return forecast_from_report(report, survey, given)
-    return Forecast(given or ExpectedLengths.limits(survey))
+            return forecast_from_report(report, survey, lengths)
+    return Forecast(lengths or ExpectedLengths.limits(survey))
 
 
 def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast) -> dict[str, Any]:

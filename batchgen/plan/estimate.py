@@ -133,13 +133,13 @@ def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool
     return bool(is_same and is_kind and report["generate_s"] > 0)
 
 
-def forecast_from_report(report: Mapping[str, Any], survey: Survey, given: ExpectedLengths | None) -> Forecast:
+def forecast_from_report(report: Mapping[str, Any], survey: Survey, lengths: ExpectedLengths | None) -> Forecast:
     """The job at an earlier run's rate: all tokens, prompt and output, per second of generating.
 
-    Lengths are the mean of that run unless ``given``.
+    ``lengths`` are the mean of that run if None.
     """
     mean = report["tokens"]["completion"] / report["rows"]["done"]
-    lengths = given or ExpectedLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
+    lengths = lengths or ExpectedLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
     rate = report["tokens"]["total"] / report["generate_s"]
     engine_s = (survey.prompt_tokens + lengths.total(survey)) / rate
     load_s = report["seconds"].get("load", 0.0) / report["sessions"]

@@ -46,10 +46,10 @@ def _tokens(plan: Plan) -> Lines:
     prompts, outputs = plan["prompt_tokens"], plan["output_tokens"]
     spread = f"p50 {prompts['p50']:,}, p90 {prompts['p90']:,}, p99 {prompts['p99']:,}, max {prompts['max']:,} a row"
     yield "tokens in", f"{prompts['total']:,}; {spread}"
-    most = max(found["rows"] for found in prompts["histogram"])
-    for found in prompts["histogram"]:
-        bar = "█" * max(1, round(_BAR_WIDTH * found["rows"] / most))
-        yield "", f"{found['from']:>7,}+ {bar} {found['rows']:,}"
+    most = max(bucket["rows"] for bucket in prompts["histogram"])
+    for bucket in prompts["histogram"]:
+        bar = "█" * max(1, round(_BAR_WIDTH * bucket["rows"] / most))
+        yield "", f"{bucket['from']:>7,}+ {bar} {bucket['rows']:,}"
     if not outputs["at_most"]:
         yield "tokens out", "none"
     elif outputs["expected"] == outputs["at_most"]:

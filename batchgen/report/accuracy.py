@@ -51,84 +51,84 @@ class Accuracy:
         expected = None if self.expected is None else self.expected(record)
         if expected is None:
             return
-        found, right = self._verdict(record, expected)
+        answer, right = self._verdict(record, expected)
         self.total += 1
         self.correct += right
         self.digest = (self.digest + _digest(record["id"], expected)) & _MASK
-        self.without_answer += found is None
+        self.without_answer += answer is None
         self._add_samples(record, expected, right=right)
         if self.has_labels or record.get("choices") is not None or "label" in record:
-            self._add_label(text_of(expected).strip(), found, right=right)
+            self._add_label(text_of(expected).strip(), answer, right=right)
         if not right:
-            self._add_wrong(record, found, expected)
+            self._add_wrong(record, answer, expected)
 
     def verdict(self, record: Mapping[str, Any]) -> bool | None:
         """Whether a record is right; None where it is not compared."""
         expected = None if self.expected is None else self.expected(record)
         return None if expected is None else self._verdict(record, expected)[1]
 
-    def _verdict(self, answer: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
+    def _verdict(self, sample: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
         """The answer of a record, or of one of its samples, and whether it is right."""
         if self.answer:
-            found = answer.get("extracted")
-            return found, is_right(self.answer, found, expected)
-        text = answer.get("text", answer.get("label")) or ""
+            answer = sample.get("extracted")
+            return answer, is_right(self.answer, answer, expected)
+        text = sample.get("text", sample.get("label")) or ""
         return text, text.strip() == text_of(expected).strip()
 
     def _add_samples(self, record: Mapping[str, Any], expected: Any, *, right: bool) -> None:
         """Count how good the samples of a row are: each by itself, the answer that most agree on, the best of them."""
         verdicts = [self._verdict(sample, expected) for sample in record.get("samples") or ()] or [("", right)]
         self.most_samples = max(self.most_samples, len(verdicts))
-        ballots = [normal(found) if self.answer else found.strip() for found, _ in verdicts if found is not None]
+        ballots = [normal(text) if self.answer else text.strip() for text, _ in verdicts if text is not None]
         ((winner, _),) = Counter(ballots).most_common(1) or ((None, 0),)
-        rights = [is_one for found, is_one in verdicts if found is not None]
+        rights = [is_one for text, is_one in verdicts if text is not None]
         self.sums["mean"] += sum(rights) / len(verdicts)
         self.sums["majority"] += winner is not None and rights[ballots.index(winner)]
         self.sums["best"] += any(rights)
 
-    def _add_label(self, expected: str, found: str | None, *, right: bool) -> None:
+    def _add_label(self, expected: str, answer: str | None, *, right: bool) -> None:
         if self.pairs is None:
             return
-        named = expected if right else "" if found is None else found.strip()
+        named = expected if right else "" if answer is None else answer.strip()
         self.pairs[shortened(expected, _SHOWN_CHARS), shortened(named, _SHOWN_CHARS)] += 1
         if len(self.pairs) > _MOST_LABELS:
             self.pairs = None
 
-    def _add_wrong(self, record: Mapping[str, Any], found: str | None, expected: Any) -> None:
+    def _add_wrong(self, record: Mapping[str, Any], answer: str | None, expected: Any) -> None:
         if len(self.wrong) < _NUM_WRONG or record["index"] < self.wrong[-1]["index"]:
             row = {"id": record["id"], "index": record["index"]}
-            row["answer"] = None if found is None else shortened(found, _SHOWN_CHARS)
+            row["answer"] = None if answer is None else shortened(answer, _SHOWN_CHARS)
             row["expected"] = shortened(self._compared(expected), _SHOWN_CHARS)
             self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
 
     def _compared(self, expected: Any) -> str:
         """The part of an expected answer that is compared: in a whole solution, the answer that the rule finds."""
         text = text_of(expected)
-        found = find_answer(self.answer, text) if self.answer else None
-        return text if found is None else found
+        answer = find_answer(self.answer, text) if self.answer else None
+        return text if answer is None else answer
 
     def section(self) -> dict[str, Any]:
         """The report's ``accuracy``; see ``build.KEYS``."""
         total = self.total
-        found: dict[str, Any] = {"correct": self.correct, "total": total}
-        found["exact_match"] = round(self.correct / total, 6) if total else None
-        found |= {"interval": interval(self.correct, total) if total else None, "wrong": self.wrong}
+        section: dict[str, Any] = {"correct": self.correct, "total": total}
+        section["exact_match"] = round(self.correct / total, 6) if total else None
+        section |= {"interval": interval(self.correct, total) if total else None, "wrong": self.wrong}
         if self.answer:
-            found["without_answer"] = self.without_answer
+            section["without_answer"] = self.without_answer
         if self.most_samples > 1:
-            found["samples"] = {"n": self.most_samples}
-            found["samples"] |= {name: round(count / total, 6) for name, count in self.sums.items()}
+            section["samples"] = {"n": self.most_samples}
+            section["samples"] |= {name: round(count / total, 6) for name, count in self.sums.items()}
         if self.pairs:
-            found |= self._labels(self.pairs)
-        return found
+            section |= self._labels(self.pairs)
+        return section
 
     def _labels(self, pairs: Mapping[tuple[str, str], int]) -> dict[str, Any]:
         """Figures of each label, the most frequent first, and the most frequent mistakes; both bounded."""
         counts: dict[str, Counter[str]] = {}
-        for (expected, found), count in pairs.items():
+        for (expected, answer), count in pairs.items():
             counts.setdefault(expected, Counter())["expected"] += count
-            counts.setdefault(found, Counter())["found"] += count
-            counts[expected]["correct"] += count * (expected == found)
+            counts.setdefault(answer, Counter())["found"] += count
+            counts[expected]["correct"] += count * (expected == answer)
         ordered = sorted(counts.items(), key=lambda item: (-item[1]["expected"], -item[1]["found"], item[0]))
         labels = [
             {
@@ -154,5 +154,5 @@ def interval(correct: int, total: int) -> list[float]:
 
 
 def _digest(row_id: object, expected: object) -> int:
-    said = f"{row_id}\0{text_of(expected).strip()}".encode(errors="backslashreplace")
-    return int.from_bytes(blake2b(said, digest_size=8).digest())
+    content = f"{row_id}\0{text_of(expected).strip()}".encode(errors="backslashreplace")
+    return int.from_bytes(blake2b(content, digest_size=8).digest())

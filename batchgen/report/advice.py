@@ -68,10 +68,10 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     """Reasons why answers, or the count of right ones, are not those that the job meant."""
     for name, count in report.get("empty_fields", {}).items():
         yield f"{counted(count, 'row')} ran with an empty {name} in the prompt"
-    found = report.get("structured") or {"incomplete": 0}
-    if found["incomplete"]:
-        answers = f"{found['incomplete']:,} of {counted(found['samples'], 'structured answer')}"
-        whole = "it was complete" if found["incomplete"] == 1 else "they were complete"
+    structured = report.get("structured") or {"incomplete": 0}
+    if structured["incomplete"]:
+        answers = f"{structured['incomplete']:,} of {counted(structured['samples'], 'structured answer')}"
+        whole = "it was complete" if structured["incomplete"] == 1 else "they were complete"
         remedy = "raise max_tokens where finish_reason is length"
         if parts := report.get("open_schema"):
             more = ", …" if len(parts) > _SHOWN_PARTS else ""
@@ -85,12 +85,12 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
         if "without_answer" in accuracy or "num_labels" in accuracy or "structured" in report:  # one of these is set
             remedy = "its wrong rows show both"
         yield f"no answer equals [eval] expected (0 of {accuracy['total']:,}); {remedy}"
-    num_cut = report["finish_reasons"].get("length", 0) - found["incomplete"]
+    num_cut = report["finish_reasons"].get("length", 0) - structured["incomplete"]
     num_answers = sum(report["finish_reasons"].values())
     generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
     if generates and num_cut > _CUT_OFF_SHARE * num_answers:
-        said = f"{num_cut:,} of {num_answers:,} answers were cut off by max_tokens or the context"
-        yield f"{said}: raise max_tokens in the job and run it with --update, which computes these alone"
+        cut = f"{num_cut:,} of {num_answers:,} answers were cut off by max_tokens or the context"
+        yield f"{cut}: raise max_tokens in the job and run it with --update, which computes these alone"
 
 
 def _lacks_kv_cache_memory(report: Mapping[str, Any]) -> bool:

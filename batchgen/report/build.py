@@ -211,9 +211,9 @@ def read_report_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a report: it is nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"{path} is not a report: not valid JSON ({error})") from error
-    found = report.get("version") if isinstance(report, dict) else None
-    if found != REPORT_VERSION:
-        was = f"is a report of version {found}" if isinstance(found, int) else "is not a report"
+    version = report.get("version") if isinstance(report, dict) else None
+    if version != REPORT_VERSION:
+        was = f"is a report of version {version}" if isinstance(version, int) else "is not a report"
         raise UsageError(f"{path} {was}; this batchgen reads version {REPORT_VERSION}")
     if missing := sorted(KEYS.keys() - _OPTIONAL_KEYS - report.keys()):
         raise UsageError(f"{path} is not whole: it lacks {', '.join(missing[:3])}")

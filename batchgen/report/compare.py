@@ -152,13 +152,13 @@ def answer_changes(now: Answers, before: Answers) -> dict[str, Any]:
     changes: dict[str, Any] = {"rows": 0, "only_before": len(answers), "only_now": 0}
     changes |= {kind: {"rows": 0, "ids": []} for kind in ("changed", "newly_right", "newly_wrong")}
     for row_id, answer, is_right in now:
-        if (known := answers.get(_hashed(row_id))) is None:
+        if (earlier := answers.get(_hashed(row_id))) is None:
             changes["only_now"] += 1
             continue
         changes["rows"] += 1
         changes["only_before"] -= 1
-        kinds = ["changed"] if known[0] != _hashed(answer) else []
-        if None not in (is_right, known[1]) and is_right != known[1]:
+        kinds = ["changed"] if earlier[0] != _hashed(answer) else []
+        if None not in (is_right, earlier[1]) and is_right != earlier[1]:
             kinds.append("newly_right" if is_right else "newly_wrong")
         for kind in kinds:
             changes[kind]["rows"] += 1

@@ -41,13 +41,13 @@ class Distribution:
 
     def histogram(self) -> dict[str, list[float]]:
         """At most 30 bins of equal width on a logarithmic axis: ``edges``, one more than ``counts``."""
-        known = {int(bucket): number for bucket, number in self._counts.items() if bucket > -math.inf}
-        if not known:
+        buckets = {int(bucket): number for bucket, number in self._counts.items() if bucket > -math.inf}
+        if not buckets:
             return {"edges": [], "counts": []}
-        low, high = min(known), max(known) + 1
+        low, high = min(buckets), max(buckets) + 1
         width = max(1, math.ceil((high - low) / _HISTOGRAM_BINS))
         counts = [0.0] * math.ceil((high - low) / width)
-        for bucket, number in known.items():
+        for bucket, number in buckets.items():
             counts[(bucket - low) // width] += number
         edges = [math.exp((low + i * width - 0.5) / _BUCKETS_PER_E) for i in range(len(counts) + 1)]
         return {"edges": [float(f"{edge:.4g}") for edge in edges], "counts": counts}

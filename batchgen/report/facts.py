@@ -52,10 +52,10 @@ def at(report: Report, path: str) -> Any:
 
 def joined(facts: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Text by label, in order."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for label, text in facts:
-        found[label] = f"{found[label]}, {text}" if label in found else text
-    return found
+        texts[label] = f"{texts[label]}, {text}" if label in texts else text
+    return texts
 
 
 def rate(report: Report, kind: str) -> float | None:
@@ -63,9 +63,9 @@ def rate(report: Report, kind: str) -> float | None:
 
     ``kind`` is prompt, completion or total. Where nothing was generated it is that over the wall time.
     """
-    found: float | None = at(report, f"tokens_per_s.{kind}")
+    speed: float | None = at(report, f"tokens_per_s.{kind}")
     wall_s, generate_s = report.get("wall_s"), report.get("generate_s")
-    return found * wall_s / generate_s if found and wall_s and generate_s else found
+    return speed * wall_s / generate_s if speed and wall_s and generate_s else speed
 
 
 def pace(report: Report) -> str:
@@ -74,8 +74,8 @@ def pace(report: Report) -> str:
     what, kind = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
     wall_s, generate_s = report["wall_s"], report["generate_s"]
     without = ", without copies" if report["duplicates"] else ""
-    found = rate(report, kind)
-    speed = f" ({found:,.0f} tok/s{without})" if found else ""
+    tokens_per_s = rate(report, kind)
+    speed = f" ({tokens_per_s:,.0f} tok/s{without})" if tokens_per_s else ""
     others = [
         f"{ACCOUNTS.get(name, name)} {format_duration(seconds)}"
         for name, seconds in report["seconds"].items()
@@ -120,12 +120,12 @@ def figures(report: Report) -> Facts:
 
 def tiles(report: Report) -> Facts:
     """The few headline numbers that a page begins with."""
-    found = dict(figures(report))
+    figure = dict(figures(report))
     low, high = (report.get("accuracy") or {}).get("interval") or (None, None)
-    known = "" if low is None else f", 95% interval {low:.1%} to {high:.1%}"
+    interval = "" if low is None else f", 95% interval {low:.1%} to {high:.1%}"
     wanted = ["rows done", "rows failed", "exact match", "not complete", "tokens/s out", "rows/s", "wall time"]
-    wanted += [name for name in found if "-hours" in name]
-    yield from ((name + known * (name == "exact match"), found[name]) for name in wanted if name in found)
+    wanted += [name for name in figure if "-hours" in name]
+    yield from ((name + interval * (name == "exact match"), figure[name]) for name in wanted if name in figure)
 
 
 def outcome(report: Report) -> Facts:
@@ -147,9 +147,9 @@ def outcome(report: Report) -> Facts:
             share = exact_match(accuracy)
         yield "exact match", share
         for row in accuracy.get("wrong", ()):
-            found = "no answer" if row["answer"] is None else shortened(row["answer"], _WRONG_WIDTH) or "no text"
+            answer = "no answer" if row["answer"] is None else shortened(row["answer"], _WRONG_WIDTH) or "no text"
             row_id, wanted = (shortened(str(row[name]), _WRONG_WIDTH) for name in ("id", "expected"))
-            yield "wrong", f"{row_id}: {found} (expected {wanted})"
+            yield "wrong", f"{row_id}: {answer} (expected {wanted})"
     if "structured" in report:
         lacking = f"{figure['not complete']} not complete" if report["structured"]["incomplete"] else "all complete"
         answers = counted(report["structured"]["samples"], "answer")
@@ -162,36 +162,36 @@ def outcome(report: Report) -> Facts:
 def exact_match(accuracy: Mapping[str, Any]) -> str:
     """The share of compared rows that are right, and between what that is known."""
     low, high = accuracy.get("interval") or (None, None)
-    known = f"; 95% interval {low:.1%} to {high:.1%}" if low is not None else ""
-    share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,}{known})"
+    interval = f"; 95% interval {low:.1%} to {high:.1%}" if low is not None else ""
+    share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,}{interval})"
     return ", ".join([share, *samples_text(accuracy)])
 
 
 def samples_text(accuracy: Mapping[str, Any]) -> Iterator[str]:
     """The sample that the share is of, where a row has several; shares of all, of majorities and of the best."""
-    if found := accuracy.get("samples"):
+    if samples := accuracy.get("samples"):
         yield "of the first sample"
-        yield f"mean of all {found['mean']:.2%}"
-        yield f"majority {found['majority']:.2%}"
-        yield f"best of {found['n']} {found['best']:.2%}"
+        yield f"mean of all {samples['mean']:.2%}"
+        yield f"majority {samples['majority']:.2%}"
+        yield f"best of {samples['n']} {samples['best']:.2%}"
 
 
-def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
-    hours, losses = (sum(worker[name] for worker in found) for name in ("worker_hours", "losses"))
-    busy = sum(worker["busy_share"] * worker["worker_hours"] for worker in found) / (hours or 1.0)
-    places = counted(len({worker["place"] for worker in found}), "machine")
-    yield "workers", f"{len(found):,} on {places}, there for {format_duration(3600 * hours)} in all, {busy:.0%} busy"
-    given, taken = (sum(worker[name] for worker in found) for name in ("rows_given_again", "tokens_taken_over"))
+def _workers(workers: Sequence[Mapping[str, Any]]) -> Facts:
+    hours, losses = (sum(worker[name] for worker in workers) for name in ("worker_hours", "losses"))
+    busy = sum(worker["busy_share"] * worker["worker_hours"] for worker in workers) / (hours or 1.0)
+    places = counted(len({worker["place"] for worker in workers}), "machine")
+    yield "workers", f"{len(workers):,} on {places}, there for {format_duration(3600 * hours)} in all, {busy:.0%} busy"
+    rows, tokens = (sum(worker[name] for worker in workers) for name in ("rows_given_again", "tokens_taken_over"))
     if losses:
         yield "workers", f"{losses:,} lost"
-    if given:
-        yield "workers", f"{counted(given, 'row')} given to others with {taken:,} tokens"
+    if rows:
+        yield "workers", f"{counted(rows, 'row')} given to others with {tokens:,} tokens"
 
 
 def workers(report: Report) -> Table:
     """Work of each worker, most first."""
     head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
-    found = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
+    busiest = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
     rows = [
         (
             *(shortened(worker[name], _ID_WIDTH) for name in ("name", "place")),
@@ -200,9 +200,9 @@ def workers(report: Report) -> Table:
             f"{worker['worker_hours']:,.3f}",
             *(f"{worker[name]:,}" for name in ("losses", "rows_given_again", "tokens_taken_over")),
         )
-        for worker in found[:_NUM_WORKERS]
+        for worker in busiest[:_NUM_WORKERS]
     ]
-    title = "Workers" if len(rows) == len(found) else f"Workers: {len(rows)} of {len(found):,}"
+    title = "Workers" if len(rows) == len(busiest) else f"Workers: {len(rows)} of {len(busiest):,}"
     return Table(title, head, rows)
 
 
@@ -270,7 +270,7 @@ def _resources(report: Report) -> Facts:
     if "adapter" in report:
         yield "adapter", report["adapter"]
     yield "platform", f"{report['machine']['platform']}, Python {report['machine']['python']}"
-    yield "versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())
+    yield "versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())
 
 
 def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected: Callable[..., Any] | None) -> Table:
@@ -279,16 +279,16 @@ def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected:
     Prompts that are not known are "".
     """
     has_prompts = any(prompt for prompt, _ in rows)
-    found = []
+    table_rows = []
     for prompt, record in rows:
         text = _answer(record)
         probs = [choice["prob"] for choice in record.get("choices") or () if choice["text"] == text]
         more = f" ({probs[0]:.0%})" if probs else ""
         cells = [shortened(str(record["id"]), _ID_WIDTH)] + ([_cut(prompt)] if has_prompts else [])
         wanted = [] if expected is None else [_cut(text_of(expected(record)))]
-        found.append((*cells, _cut(text) + more, *wanted))
+        table_rows.append((*cells, _cut(text) + more, *wanted))
     head = ["id", *(["prompt"] if has_prompts else []), "answer", *([] if expected is None else ["expected"])]
-    return Table(title, head, found, is_prose=True)
+    return Table(title, head, table_rows, is_prose=True)
 
 
 def changes(rows: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> Table:
@@ -331,9 +331,9 @@ def _answer(record: Mapping[str, Any]) -> str:
 def _hours(report: Report) -> tuple[str, str] | None:
     """Hours by output tokens or, of a job that generates nothing, by prompt tokens."""
     tokens = "output" if report["tokens"]["completion"] else "prompt"
-    found = report[f"device_hours_per_million_{tokens}_tokens"]
-    label = f"{found['unit'].upper()}-hours per million {tokens} tokens"
-    return None if found["hours"] is None else (label, f"{found['hours']:,.2f}")
+    figure = report[f"device_hours_per_million_{tokens}_tokens"]
+    label = f"{figure['unit'].upper()}-hours per million {tokens} tokens"
+    return None if figure["hours"] is None else (label, f"{figure['hours']:,.2f}")
 
 
 def numerics_text(numerics: Mapping[str, str]) -> str:

@@ -129,8 +129,8 @@ def _seconds(axes: Any, report: Report) -> None:
 
 
 def _reasons(axes: Any, report: Report) -> None:
-    found = sorted(report["finish_reasons"].items(), key=lambda item: item[1])
-    axes.barh([name for name, _ in found], [count for _, count in found], color=_DECODE)
+    reasons = sorted(report["finish_reasons"].items(), key=lambda item: item[1])
+    axes.barh([name for name, _ in reasons], [count for _, count in reasons], color=_DECODE)
     axes.grid(visible=False, axis="y")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("answers")
@@ -158,8 +158,8 @@ def _ticks(edges: list[float]) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         ticks = [float(f"{factor}e{decade}") for decade in decades for factor in factors]
-        if len(found := [tick for tick in ticks if low <= tick <= high]) >= _LEAST_TICKS:
-            return found
+        if len(inside := [tick for tick in ticks if low <= tick <= high]) >= _LEAST_TICKS:
+            return inside
     return [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
 
 

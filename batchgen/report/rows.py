@@ -97,7 +97,7 @@ class RowTotals:
     def report_section(self) -> dict[str, Any]:
         """The keys of a report that the rows alone determine; see ``build.KEYS``."""
         failed = self.errors.total()
-        found: dict[str, Any] = {
+        section: dict[str, Any] = {
             "rows": {"total": self.num_results + failed, "done": self.num_results, "failed": failed},
             "tokens": {name: self.tokens[name] for name in ("prompt", "cached", "completion")}
             | {"total": self.tokens["prompt"] + self.tokens["completion"]},
@@ -112,8 +112,8 @@ class RowTotals:
         }
         if self.num_reused:
             names = ("prompt", "completion")
-            found["reused"] = {"rows": self.num_reused, **{name: self.reused_tokens[name] for name in names}}
-        found["compared"] = f"{self.accuracy.digest:016x}" if self.accuracy.total else None
+            section["reused"] = {"rows": self.num_reused, **{name: self.reused_tokens[name] for name in names}}
+        section["compared"] = f"{self.accuracy.digest:016x}" if self.accuracy.total else None
         if self.accuracy.expected is not None:
-            found["accuracy"] = self.accuracy.section()
-        return found
+            section["accuracy"] = self.accuracy.section()
+        return section

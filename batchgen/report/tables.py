@@ -34,14 +34,14 @@ def failures(report: Report) -> Table:
 def labels(report: Report) -> Table:
     """Rows of each label by expected and found answer, its precision and recall; the most frequent labels."""
     accuracy = report.get("accuracy") or {}
-    found = accuracy.get("labels", ())[:SHOWN_LABELS]
+    labels = accuracy.get("labels", ())[:SHOWN_LABELS]
     rows = [
         (
             _label(each["label"]),
             *(f"{each[name]:,}" for name in ("expected", "found", "correct")),
             *("-" if each[name] is None else f"{each[name]:.1%}" for name in ("precision", "recall")),
         )
-        for each in found
+        for each in labels
     ]
     total = accuracy.get("num_labels", 0)
     title = "Labels" if len(rows) == total else f"Labels: {len(rows)} of {total:,}"
@@ -62,8 +62,8 @@ def confusions(report: Report) -> Table:
 
 def mistakes(report: Report) -> Table:
     """The labels that were most often taken for others."""
-    found = (report.get("accuracy") or {}).get("confusions", ())[:SHOWN_LABELS]
-    rows = [(_label(each["expected"]), _label(each["found"]), f"{each['rows']:,}") for each in found]
+    confusions = (report.get("accuracy") or {}).get("confusions", ())[:SHOWN_LABELS]
+    rows = [(_label(each["expected"]), _label(each["found"]), f"{each['rows']:,}") for each in confusions]
     return Table("Labels taken for others, the most frequent", ("expected", "found", "rows"), rows)
 
 
@@ -74,9 +74,9 @@ def _label(name: str) -> str:
 def latencies(report: Report) -> Table:
     """Percentiles of the timings of computed rows."""
     rows = [
-        (name.removesuffix("_s"), *(f"{value:,.3f}" for value in found.values()))
-        for name, found in report["latency_s"].items()
-        if None not in found.values()
+        (name.removesuffix("_s"), *(f"{value:,.3f}" for value in percentiles.values()))
+        for name, percentiles in report["latency_s"].items()
+        if None not in percentiles.values()
     ]
     return Table("Latency of a row, seconds", ("", "p50", "p90", "p99"), rows)
 

@@ -22,15 +22,15 @@ def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
     """Numbers of two invocations as one: ``max_*`` keys take the larger, others the sum, nested alike; lists join."""
     result = dict(totals)
     for key, value in more.items():
-        known = result.get(key)
-        are_lists = isinstance(value, list) and isinstance(known, list)
-        are_numbers = isinstance(value, int | float) and isinstance(known, int | float)
+        total = result.get(key)
+        are_lists = isinstance(value, list) and isinstance(total, list)
+        are_numbers = isinstance(value, int | float) and isinstance(total, int | float)
         if isinstance(value, Mapping):
-            result[key] = add_up(known if isinstance(known, Mapping) else {}, value)
+            result[key] = add_up(total if isinstance(total, Mapping) else {}, value)
         elif are_numbers and key.startswith("max_"):
-            result[key] = max(known, value)
+            result[key] = max(total, value)
         elif are_numbers or are_lists:
-            result[key] = known + value
+            result[key] = total + value
         else:
             result[key] = value
     return result

@@ -28,14 +28,14 @@ _MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """``tokenizer_config.json``; where it lists no tokens, what ``special_tokens_map.json`` says counts before it.
+    """``tokenizer_config.json``; where it lists no tokens, ``special_tokens_map.json`` counts before it.
 
     There the tokens that ``added_tokens.json`` lists, in still older files, are tokens too.
-    Raises ModelError, also for what are no tokens.
+    Raises ModelError, also for entries that are no tokens.
     """
-    found, older = (read_object(p, _MAX_FILE_BYTES) if (p := folder / name).exists() else {} for name in (CONFIG, _MAP))
-    settings = found if "added_tokens_decoder" in found else found | older
-    if "added_tokens_decoder" not in found and (oldest := folder / ADDED).exists():
+    own, older = (read_object(p, _MAX_FILE_BYTES) if (p := folder / name).exists() else {} for name in (CONFIG, _MAP))
+    settings = own if "added_tokens_decoder" in own else own | older
+    if "added_tokens_decoder" not in own and (oldest := folder / ADDED).exists():
         settings[ADDED] = _ids(oldest)
     try:
         _ = named_tokens(settings), _extra(settings)
@@ -49,9 +49,9 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
     extra = settings.get("extra_special_tokens")
     of_model = extra if isinstance(extra, dict) else {}
     values = {key: value for key, value in (*settings.items(), *of_model.items()) if key.endswith("_token")}
-    found = {key: _token(value, key) for key, value in values.items() if isinstance(value, str | dict)}
+    tokens = {key: _token(value, key) for key, value in values.items() if isinstance(value, str | dict)}
     listed = {token.content: token for token in _listed(settings)}
-    return {key: listed.get(str(_text(token)), token) for key, token in found.items()}
+    return {key: listed.get(str(_text(token)), token) for key, token in tokens.items()}
 
 
 def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_rows: int | None) -> None:
@@ -61,23 +61,23 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_r
     use it.
     """
     named, tokens = named_tokens(settings), _listed(settings)
-    texts = {_text(token) for token in named.values()}
+    named_texts = {_text(token) for token in named.values()}
     for token in tokens:
-        token.special = token.special or token.content in texts
+        token.special = token.special or token.content in named_texts
     extra, room = _extra(settings), INT32_MAX if num_rows is None else num_rows
-    tokens += _older(backend, settings, texts.union(map(_text, extra)))
-    known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
+    tokens += _older(backend, settings, named_texts.union(map(_text, extra)))
+    texts = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
     room -= backend.get_vocab_size() + sum(backend.token_to_id(token.content) is None for token in tokens)
     order = {name: place for place, name in enumerate(_NAMES)}
     in_order = sorted(named, key=lambda name: order.get(name, len(order)))
     for item in (*(named[name] for name in in_order), *extra):
-        if (text := _text(item)) in known:
+        if (text := _text(item)) in texts:
             continue
         is_new = backend.token_to_id(text) is None
         if not is_new or room > 0 or item in extra:
             tokens.append(AddedToken(item, special=True) if isinstance(item, str) else item)
             tokens[-1].special = True
-            known.add(text)
+            texts.add(text)
             room -= is_new
     backend.add_tokens(tokens)
     if settings.get("split_special_tokens") is True:
@@ -86,10 +86,10 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_r
 
 def _ids(path: Path) -> dict[str, int]:
     """Texts and their ids. Raises ModelError."""
-    found = read_object(path, _MAX_FILE_BYTES)
-    if not all(map(is_token_id, found.values())):
+    ids = read_object(path, _MAX_FILE_BYTES)
+    if not all(map(is_token_id, ids.values())):
         raise ModelError(f"{path}: must be an object of tokens and their ids")
-    return found
+    return ids
 
 
 def _older(

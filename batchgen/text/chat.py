@@ -45,8 +45,8 @@ class ChatTemplate:
         environment = _environment((now or datetime.now()).replace(tzinfo=None))
         try:
             tree = environment.parse(source)
-            known = {node.name for node in tree.find_all(nodes.Name)} & environment.globals.keys()
-            self.names = frozenset(meta.find_undeclared_variables(tree) | known)
+            functions = {node.name for node in tree.find_all(nodes.Name)} & environment.globals.keys()
+            self.names = frozenset(meta.find_undeclared_variables(tree) | functions)
             self._template = environment.from_string(tree)
         except Exception as error:  # code of a stranger, whose constants are computed here, may raise anything
             raise ChatTemplateError(f"the chat template does not compile: {one_line(error)}") from error

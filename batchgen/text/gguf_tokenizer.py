@@ -33,7 +33,7 @@ _WORDS = (
 
 
 class _Kind(NamedTuple):
-    """What the name of a pre-tokenizer stands for.
+    """Settings that the name of a pre-tokenizer stands for.
 
     ``words`` are found by this expression, or, where it is empty, by that of GPT-2 once digits are split off. With
     ``whole_words`` a word of the vocabulary is its token, whatever the merges make of it. ``is_composed``: texts are
@@ -67,10 +67,10 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None) -> Tokenizer:
         raise ModelError(f"{path}: {_KEY}model is {shown(model)}; tokenizers of 'gpt2' are read: {_REMEDY}")
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        known = ", ".join(map(repr, _KINDS))
-        raise ModelError(f"{path}: {_KEY}pre is {shown(name)}; pre-tokenizers {known} are read: {_REMEDY}")
-    found: list[Any] = [metadata.get(key) for key in _ARRAYS]
-    tokens, merges, types = found
+        names = ", ".join(map(repr, _KINDS))
+        raise ModelError(f"{path}: {_KEY}pre is {shown(name)}; pre-tokenizers {names} are read: {_REMEDY}")
+    arrays: list[Any] = [metadata.get(key) for key in _ARRAYS]
+    tokens, merges, types = arrays
     if not _is_list(tokens, str) or not _is_list(merges, str) or not (types is None or _is_list(types, int)):
         raise ModelError(f"{path}: tokens, merges or token types of {_KEY[:-1]} are missing or no lists: {_REMEDY}")
     special = {}
@@ -133,8 +133,8 @@ def _chat_template(
     path: Path, metadata: Mapping[str, Any], special: Mapping[str, str], now: datetime | None
 ) -> ChatTemplate | None:
     key = "tokenizer.chat_template"
-    found = {name: metadata.get(f"{key}.{name}" if name == "tool_use" else key) for name in ("default", "tool_use")}
-    templates = {name: source for name, source in found.items() if source is not None}
+    keys = {"default": key, "tool_use": f"{key}.tool_use"}
+    templates = {name: metadata[key] for name, key in keys.items() if metadata.get(key) is not None}
     if not all(isinstance(source, str) for source in templates.values()):
         raise ModelError(f"{path}: {key} is no text")
     if "default" not in templates:

@@ -135,23 +135,23 @@ class Grammars:
 
     def _prototype(self, text: str) -> Any:
         with self._lock:
-            if (known := self._compiled.get(text)) is not None:
+            if (matcher := self._compiled.get(text)) is not None:
                 self._compiled.move_to_end(text)
-                return known
-        found = self.compile(text)
+                return matcher
+        matcher = self.compile(text)
         with self._lock:
-            self._compiled[text] = found
+            self._compiled[text] = matcher
             while len(self._compiled) > _MAX_COMPILED or sum(map(len, self._compiled)) > _MAX_CHARS:
                 self._compiled.popitem(last=False)
-        return found
+        return matcher
 
     def _load_vocabulary(self) -> Any:
         try:
             ends = self.eos_token_ids or None
             named = {"n_vocab": self.vocab_size, "eos_token": ends, "slices": _SLICES}
-            found = library().LLTokenizer(self.tokenizer.to_json(), **named)
-            self._guessed_ends = () if ends else tuple(found.eos_tokens)
-            return found
+            vocabulary = library().LLTokenizer(self.tokenizer.to_json(), **named)
+            self._guessed_ends = () if ends else tuple(vocabulary.eos_tokens)
+            return vocabulary
         except BaseException as error:
             raise GrammarError(f"this tokenizer cannot be used with a grammar: {reason(error)}") from error
 
@@ -225,9 +225,9 @@ class Guide:
         if self.error:
             return
         if self._marker is not None:
-            found = self._marker.push(token_id)
-            if found is not None or token_id == self._marker_id:
-                remainder = self._marker.remainder.lstrip() if found else ""
+            marker = self._marker.push(token_id)
+            if marker is not None or token_id == self._marker_id:
+                remainder = self._marker.remainder.lstrip() if marker else ""
                 self._marker = None
                 self._start(remainder)
             return
@@ -240,18 +240,18 @@ class Guide:
             self._find_forced()
 
     def attempt(self, act: Callable[[Any], _Found]) -> _Found | None:
-        """What ``act`` makes of the matcher, or of one of its own if that has failed; None with an ``error``."""
-        found = act(self.matcher)
+        """Result of ``act`` on the matcher, or on one of its own if that has failed; None with an ``error``."""
+        result = act(self.matcher)
         if self._is_shared and "lexer" in self.matcher.get_error():
             self._is_shared = False
             self._grammars.forget(self.text)
             self._matcher = self._grammars.compile(self.text)
             if self.matcher.consume_tokens(self._consumed):
-                found = act(self.matcher)
+                result = act(self.matcher)
         if self.matcher.is_error():
             self.error = explained(self.matcher.get_error())
             return None
-        return found
+        return result
 
     def _start(self, text: str = "") -> None:
         """Begin; ``text`` is there already, since the token that ended the marker goes on with it."""

@@ -49,27 +49,27 @@ def library() -> Any:
 
 
 def source(llguidance: Any, text: str) -> str:
-    """The library's own grammar for what a canonical text asks for."""
-    asked = parsed(text)
+    """The library's own grammar for a canonical text of structured outputs."""
+    outputs = parsed(text)
     matcher = llguidance.LLMatcher
     schema = schema_of(text)
     if schema is not None:
-        schema = prepared(schema, closes_objects=asked.get("disable_additional_properties", True))
-        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked)))
-    if "regex" in asked:
-        return str(matcher.grammar_from_regex(portable(asked["regex"])))
-    if "choice" in asked:
-        return str(matcher.grammar_from_regex(any_of(asked["choice"])))
-    if _GBNF_RULE.search(asked["grammar"]):
+        schema = prepared(schema, closes_objects=outputs.get("disable_additional_properties", True))
+        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(outputs)))
+    if "regex" in outputs:
+        return str(matcher.grammar_from_regex(portable(outputs["regex"])))
+    if "choice" in outputs:
+        return str(matcher.grammar_from_regex(any_of(outputs["choice"])))
+    if _GBNF_RULE.search(outputs["grammar"]):
         raise ValueError("the grammar is GBNF (root ::= ...): write it in Lark (start: ...)")
-    return str(matcher.grammar_from_lark(asked["grammar"]))
+    return str(matcher.grammar_from_lark(outputs["grammar"]))
 
 
-def _json_options(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _json_options(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Fixed white space unless asked otherwise: models waste tokens in it, and hardly any token is forced without."""
-    if pattern := asked.get("whitespace_pattern"):
+    if pattern := outputs.get("whitespace_pattern"):
         return {"whitespace_flexible": True, "whitespace_pattern": white_space(pattern), **_STRICT}
-    separators = {"item_separator": ",", "key_separator": ":"} if asked.get("disable_any_whitespace") else _SEPARATORS
+    separators = {"item_separator": ",", "key_separator": ":"} if outputs.get("disable_any_whitespace") else _SEPARATORS
     return {"whitespace_flexible": False, **_STRICT, **separators}
 
 

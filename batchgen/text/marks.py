@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a probe showed: what is not in its prompt, and the messages whose parts are in it as they are written."""
+    """Findings of a probe: the parts that its prompt lacks, and the messages whose parts it has as they are written."""
 
     prompt: str
     hidden: Sequence[Place]
@@ -52,11 +52,13 @@ class _Marks:
         self._dumps: dict[int, int] = {}  # mark in the keys of a message's parts -> the message
 
     def seen(self, prompt: str) -> Seen:
+        """The findings in a prompt that the template made of the marked chat."""
         shown = {int(text or number) for text, number in _MARK.findall(prompt.casefold())}
         hidden = [place for n, place in enumerate(self._places) if n not in shown and n not in self._dumps]
         return Seen(prompt, hidden, frozenset(self._dumps[n] for n in shown & self._dumps.keys()))
 
     def message(self, number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with a mark in each of its parts; ``number`` is its place in the chat."""
         role = str(message.get("role"))
         marked = dict(message)
         for key in ("content", "refusal"):
@@ -80,6 +82,7 @@ class _Marks:
         return marked
 
     def tool(self, number: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A tool's function with a mark in each of its parts; ``number`` is its place among the tools."""
         function = function_of(tool)
         marked = dict(function)
         if not function.get("name"):  # no function: a template that writes the whole of a tool shows a key more

@@ -17,8 +17,7 @@ _STRING_LIMITS = ("maxLength", "enum", "const", "pattern", "format")
 
 def open_parts(schema: Any) -> list[str]:
     """Each open part with the keyword that it lacks, such as ``items[].name: no maxLength``; at most ``_MOST``."""
-    found = dict.fromkeys(_open(schema, "", schema, set()))
-    return [*found][:_MOST]
+    return [*dict.fromkeys(_open(schema, "", schema, set()))][:_MOST]
 
 
 def _open(schema: Any, path: str, root: Any, seen: set[str], *, is_branch: bool = False) -> Iterator[str]:
@@ -66,9 +65,9 @@ def _open_list(schema: Mapping[str, Any], path: str, root: Any, seen: set[str]) 
 
 
 def _definition(root: Any, reference: str) -> Any:
-    """What a reference inside of the schema stands for; None for any other."""
-    found = root
+    """The schema that a reference inside of ``root`` leads to; None for any other."""
+    schema = root
     for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else ():
         key = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return None if found is root else found
+        schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return None if schema is root else schema

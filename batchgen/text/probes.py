@@ -20,7 +20,7 @@ Answer = str | ChatTemplateError  # a prompt, or why there is none
 ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles, and what templates call them
 _ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template; of others it has a word
 _ROLE = "zqroleqz"  # known to no template
-_MAX_KNOWN = 4096  # shapes, of some hundred bytes each
+_MAX_SHAPES = 4096  # shapes, of some hundred bytes each
 _REMEDY = "leave it out, or name in model.tokenizer a folder whose template shows it"
 _HIDDEN = f"the model's chat template never shows it; {_REMEDY}"
 _NO_ROLE = f"the model's chat template does not know this role, and shows the turn as one of another; {_REMEDY}"
@@ -49,7 +49,7 @@ class HiddenError(ChatTemplateError):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a chat is given to the template: messages whose parts are joined, and roles that go by their alias."""
+    """Form in which the template gets a chat: messages whose parts are joined, and roles that go by their alias."""
 
     joined: frozenset[int] = frozenset()
     renamed: frozenset[str] = frozenset()
@@ -66,7 +66,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What holds for all chats of a shape; ``is_open`` where the template refuses the probe itself."""
+    """Findings about all chats of a shape; ``is_open`` where the template refuses the probe itself."""
 
     form: _Form
     hidden: HiddenError | None = None
@@ -82,7 +82,7 @@ class Probes:
 
     def __init__(self, render: Callable[[Sequence[Variables]], Iterator[Answer]]) -> None:
         self._render = render
-        self._known: dict[bytes, _Verdict] = {}  # by shape
+        self._by_shape: dict[bytes, _Verdict] = {}
         self._shows_reasoning: bool | None = None
 
     def render(self, chats: Sequence[Variables]) -> Iterator[Answer]:
@@ -101,15 +101,15 @@ class Probes:
 
     def _verdicts(self, chats: Sequence[Variables]) -> list[_Verdict]:
         shapes = [_shape(chat) for chat in chats]
-        new = {shape: chat for shape, chat in zip(shapes, chats, strict=True) if shape not in self._known}
+        new = {shape: chat for shape, chat in zip(shapes, chats, strict=True) if shape not in self._by_shape}
         new.pop(b"", None)
-        found = self._examined(self._examine(chat, appends=False) for chat in new.values())
-        verdicts = {shape: self._known[shape] for shape in shapes if shape in self._known} | {b"": _TOO_DEEP}
-        verdicts |= zip(new, found, strict=True)
+        examined = self._examined(self._examine(chat, appends=False) for chat in new.values())
+        verdicts = {shape: self._by_shape[shape] for shape in shapes if shape in self._by_shape} | {b"": _TOO_DEEP}
+        verdicts |= zip(new, examined, strict=True)
         for shape in new:
-            self._known[shape] = verdicts[shape]
-        while len(self._known) > _MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+            self._by_shape[shape] = verdicts[shape]
+        while len(self._by_shape) > _MAX_SHAPES:
+            del self._by_shape[next(iter(self._by_shape))]
         # The template may demand something of the texts themselves: each such chat is a shape by itself.
         own = [number for number, shape in enumerate(shapes) if verdicts[shape].is_open]
         examined = self._examined(self._examine(chats[number], appends=True) for number in own)
@@ -119,17 +119,17 @@ class Probes:
     def _examined(self, examinations: Iterable[_Examination]) -> list[_Verdict]:
         """The verdicts of examinations, in order; the chats that they ask for next are rendered together."""
         running = dict(enumerate(examinations))
-        asked = {number: next(examination) for number, examination in running.items()}
-        found: dict[int, _Verdict] = {}
-        while asked:
-            answers = list(self._render(list(asked.values())))
-            for number, answer in zip(list(asked), answers, strict=True):
+        chats = {number: next(examination) for number, examination in running.items()}
+        verdicts: dict[int, _Verdict] = {}
+        while chats:
+            answers = list(self._render(list(chats.values())))
+            for number, answer in zip(list(chats), answers, strict=True):
                 try:
-                    asked[number] = running[number].send(answer)
+                    chats[number] = running[number].send(answer)
                 except StopIteration as end:
-                    found[number] = end.value
-                    del asked[number]
-        return [found[number] for number in running]
+                    verdicts[number] = end.value
+                    del chats[number]
+        return [verdicts[number] for number in running]
 
     def _examine(self, chat: Variables, *, appends: bool) -> _Examination:
         """Find the form in which the template shows a chat; ``appends`` puts marks behind the texts."""
@@ -163,7 +163,7 @@ class Probes:
         return _Verdict(form)
 
     def _reasoning_shown(self) -> Generator[Variables, Answer, bool]:
-        """Whether the template shows the thoughts of the last turn, before an answer or a call."""
+        """Ask the template whether it shows the thoughts of the last turn, before an answer or a call."""
         if self._shows_reasoning is None:
             user = {"role": "user", "content": "a"}
             thoughts = dict.fromkeys(REASONING, "zq0qz")
@@ -171,16 +171,16 @@ class Probes:
             answered = [user, {"role": "assistant", "content": "b", **thoughts}]
             called = [user, {"role": "assistant", "content": "", **thoughts, "tool_calls": [call]}]
             called.append({"role": "tool", "name": "f", "tool_call_id": "callcall1", "content": "c"})
-            shown = False
+            is_shown = False
             for messages in (answered, called):
                 answer = yield {"messages": messages}
-                shown = shown or (isinstance(answer, str) and "zq0qz" in answer)
-            self._shows_reasoning = shown
+                is_shown = is_shown or (isinstance(answer, str) and "zq0qz" in answer)
+            self._shows_reasoning = is_shown
         return self._shows_reasoning
 
 
 def _probed(chat: Variables, form: _Form, appends: bool) -> Generator[Variables, Answer, Seen | None]:
-    """What the template shows of a chat in some form; None where it fails."""
+    """Findings in the template's prompt of a chat in some form; None where it fails."""
     marked, marks = marked_chat(form.of(chat), appends)
     answer = yield marked
     return marks.seen(answer) if isinstance(answer, str) else None
@@ -192,7 +192,7 @@ def _with_role(chat: Variables, role: str) -> Variables:
 
 
 def _shape(chat: Variables) -> bytes:
-    """What a template may branch on, as a digest: all but the words of texts, names, ids and schemas.
+    """Digest of all that a template may branch on: all but the words of texts, names, ids and schemas.
 
     It is ``b""`` where the chat is nested too deeply.
     """

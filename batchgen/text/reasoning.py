@@ -31,8 +31,8 @@ class Reasoning:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        found = None if _USUAL in source else _CLOSING.search(source)
-        self.closing = found[0] if found else _USUAL
+        match = None if _USUAL in source else _CLOSING.search(source)
+        self.closing = match[0] if match else _USUAL
         self.opening = self.closing.replace("/", "", 1).replace("END_", "START_").replace("end_", "start_")
         self.has_markers = self.closing in source or tokenizer.token_id(self.closing) is not None
 
@@ -153,11 +153,11 @@ class Thoughts:
 def find_marker(
     tokenizer: Tokenizer, marker: str, token_ids: Sequence[int], text: str, start: int = 0
 ) -> tuple[int, int]:
-    """Where a marker begins and ends in the text of tokens, at ``start`` at the earliest; -1 where it is not."""
+    """(begin, end) of a marker in the text of tokens, at ``start`` at the earliest; begin is -1 if it has none."""
     token_id = tokenizer.token_id(marker)
     if token_id in tokenizer.silent_token_ids:
-        for place, found in enumerate(token_ids):
-            at = len(tokenizer.decode(token_ids[:place])) if found == token_id else -1
+        for place, other_id in enumerate(token_ids):
+            at = len(tokenizer.decode(token_ids[:place])) if other_id == token_id else -1
             if at >= start:
                 return at, at
     at = text.find(marker, start)
@@ -167,9 +167,9 @@ def find_marker(
 def text_behind(
     tokenizer: Tokenizer, marker: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int], text: str
 ) -> str:
-    """What stands behind the first mention of a marker in the text of tokens; "" where it is not there.
+    """Text after the first mention of a marker in the text of tokens; "" where it has none.
 
-    Where the prompt ends in the marker, that is the whole text.
+    Where the prompt ends in the marker, it is the whole text.
     """
     if ends_in(tokenizer, prompt_token_ids, marker):
         return text

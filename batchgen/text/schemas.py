@@ -147,9 +147,9 @@ class _Preparation:
         constants = []
         for branch in branches if isinstance(branches, list) else ():
             reference = str(_mapping(branch).get("$ref"))
-            found = _mapping(self._definitions.get(reference, branch))
-            required = _texts(found.get("required"))
-            properties = _mapping(found.get("properties")).items()
+            schema = _mapping(self._definitions.get(reference, branch))
+            required = _texts(schema.get("required"))
+            properties = _mapping(schema.get("properties")).items()
             constants.append({name: _mapping(part).get("const") for name, part in properties if name in required})
         columns = ([constant.get(name) for constant in constants] for name in (constants[0] if constants else ()))
         return any(len(set(_texts(column))) == len(column) for column in columns)
@@ -268,9 +268,9 @@ def _narrow(schema: dict[str, Any], exclusive: str, inclusive: str, sign: int, o
     Beside any other, numbers have few enough decimals that none is the same double as the bound: 0.999... is not 1.
     In draft 4 the exclusive bound is a flag beside the inclusive one. Raises ValueError if it cannot be moved.
     """
-    known = _number(schema.get(inclusive))
+    limit = _number(schema.get(inclusive))
     is_flag = schema.get(exclusive) is True
-    bound = known if is_flag else _number(schema.get(exclusive))
+    bound = limit if is_flag else _number(schema.get(exclusive))
     if bound is not None and abs(bound) > _MAX_INTEGER:
         raise ValueError(f"{exclusive} {shown(bound, 40)} cannot be enforced: numbers from 2**53 on are rounded")
     if bound is None:
@@ -285,7 +285,7 @@ def _narrow(schema: dict[str, Any], exclusive: str, inclusive: str, sign: int, o
     moved = float(f"{bound + sign * nearest * 1e-6:.15g}")  # the digits that llguidance sees
     if moved == bound:
         raise ValueError(f"{exclusive} {shown(bound, 40)} is too near to the other bound to be enforced")
-    schema[inclusive] = moved if is_flag or known is None else sign * max(sign * known, sign * moved)
+    schema[inclusive] = moved if is_flag or limit is None else sign * max(sign * limit, sign * moved)
     del schema[exclusive]
 
 

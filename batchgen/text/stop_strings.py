@@ -55,19 +55,19 @@ class StopStrings:
             return None  # other special tokens, and rows of the model beyond the vocabulary, have no text
         self._open.append(token_id)
         text = self._text_of(self._open)
-        window, found = self._tail + text, None
+        window, match = self._tail + text, None
         if any(stop in window for stop in self._stop):
-            found = _first_completed(window, self._stop, len(self._tail) + _num_common(self._open_text, text))
+            match = _first_completed(window, self._stop, len(self._tail) + _num_common(self._open_text, text))
         self._open_text = text
         if not text.endswith(_UNDECODED):
             self._settle(len(self._open), text)
         elif len(self._open) >= _MAX_OPEN:
             cut = self._clean_cut()
             self._settle(cut, self._text_of(self._open[:cut]))
-        if found is None:
+        if match is None:
             return None
-        self.remainder = window[found[0] + len(found[1]) :]
-        return found[1]
+        self.remainder = window[match[0] + len(match[1]) :]
+        return match[1]
 
     def _text_of(self, tokens: list[int]) -> str:
         """The text of open tokens behind the context."""
@@ -99,10 +99,10 @@ def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
     Earlier occurrences, which ``min_tokens`` let pass, stay.
     """
     text, plain = decode(token_ids, shown_in=stop), decode(token_ids)
-    found = _first_completed(text, (stop,), _num_common(decode(token_ids[:-1], shown_in=stop), text))
-    if found is None:
+    match = _first_completed(text, (stop,), _num_common(decode(token_ids[:-1], shown_in=stop), text))
+    if match is None:
         return plain
-    end, count, before = found[0], len(token_ids), text
+    end, count, before = match[0], len(token_ids), text
     if text == plain:
         return text[:end]
     while len(before) > end:  # back to the token in which it begins, as special tokens before it have no text
@@ -126,5 +126,5 @@ def _num_common(first: str, second: str) -> int:
 def ends_in(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], marker: str) -> bool:
     """Whether a prompt ends in a text that is not empty, blanks aside. Special tokens count as text."""
     last = prompt_token_ids[-_BLANKS - len(marker.encode()) :]  # a byte each at worst
-    _, found, rest = tokenizer.decode(last, skip_special_tokens=False).rpartition(marker)
-    return bool(found) and not rest.strip()
+    _, last_marker, rest = tokenizer.decode(last, skip_special_tokens=False).rpartition(marker)
+    return bool(last_marker) and not rest.strip()

@@ -135,8 +135,8 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         if not token:
             return None
-        if found := _FALLBACK.fullmatch(token):
-            return bytes([int(found[1], 16)])
+        if match := _FALLBACK.fullmatch(token):
+            return bytes([int(match[1], 16)])
         if not self._is_byte_level or any(char not in _BYTES for char in token):
             return None
         return bytes(_BYTES[char] for char in token)

@@ -33,7 +33,7 @@ _BARE_CALL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family writes calls.
+    """Form in which a family writes calls.
 
     ``markers`` stand around them, the first one before; ``sign`` is what a template shows of a family that needs none.
     ``parse`` raises ValueError for malformed calls.
@@ -208,8 +208,8 @@ def _call(name: object, arguments: object) -> Call:
 
 
 def _past_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
 
 
 def _joined(parts: Sequence[str]) -> str:

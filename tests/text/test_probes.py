@@ -323,11 +323,11 @@ def test_what_a_template_may_branch_on_makes_another_shape(other: dict[str, Any]
 
 
 def test_the_shapes_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_MAX_KNOWN", 5)
+    monkeypatch.setattr(probes, "_MAX_SHAPES", 5)
     shown = Probes(ChatTemplate(PLAIN, {}).render)
     chats = [{"messages": [{"role": f"r{n}", "content": "a"}]} for n in range(20)]
     assert list(shown.render(chats)) == [f"r{n}: a\n" for n in range(20)]
-    assert len(shown._known) == 5
+    assert len(shown._by_shape) == 5
 
 
 def test_an_error_of_one_chat_stays_with_it() -> None:
