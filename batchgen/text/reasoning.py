@@ -46,10 +46,10 @@ class Reasoning:
         """The tokens of the closing marker by itself. Raises TokenizerError."""
         if (token_id := self._tokenizer.token_id(self.closing)) is not None:
             return (token_id,)
-        [found] = self._tokenizer.encode_batch([self.closing], add_special_tokens=False)
-        if isinstance(found, TokenizerError):
-            raise found
-        return tuple(found)
+        [token_ids] = self._tokenizer.encode_batch([self.closing], add_special_tokens=False)
+        if isinstance(token_ids, TokenizerError):
+            raise token_ids
+        return tuple(token_ids)
 
     def is_open(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether the answer to a prompt begins inside of thoughts: behind an opening marker, blanks aside.
@@ -144,7 +144,7 @@ class Thoughts:
 
     @property
     def _num_closing(self) -> int:
-        """How many of the newest tokens hold the closing marker."""
+        """Number of the newest tokens that hold the closing marker."""
         newest, closing = [*self._newest], self._markers.closing
         sizes = range(1, len(newest))
         return next((n for n in sizes if closing in self._markers.shown.decode(newest[-n:])), len(newest))
