@@ -172,11 +172,11 @@ class LLM:
         if isinstance(labels, str):
             raise UsageError(f"LLM.classify: labels is one string: give a list, [{labels!r}, ...]")
         own = self._model.config.labels if self._spec.embed.is_on else ()
-        choices = [] if labels is None else [str(label) for label in labels]
-        if bool(own) == bool(choices):
+        asked = self._spec.sampling.labels if labels is None else [str(label) for label in labels]
+        if bool(own) == bool(asked):
             what = f"has labels of its own: {', '.join(own)}" if own else "has no labels of its own: give labels=[...]"
             raise UsageError(f"LLM.classify: {self._spec.model.path} {what}")
-        spec = self._with(None, {"choices": choices}) if choices else self._spec
+        spec = self._spec if own else self._with(None, {"labels": asked})
         return self._answered(prompts, spec, use_tqdm)
 
     def __call__(self, batch: Any) -> pa.Table:

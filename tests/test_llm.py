@@ -138,10 +138,13 @@ def test_random_draws_of_a_table_need_an_id() -> None:
 
 def test_labels_are_scored() -> None:
     records = llm().classify(["Is it?", "Is it not?"], ["yes", "no"])
-    assert {record["text"] for record in records} <= {"yes", "no"}
+    assert {record["label"] for record in records} <= {"yes", "no"}
+    assert [record["scores"].keys() for record in records] == [{"yes", "no"}] * 2
     assert without_timings(llm().classify(["Is it?"], np.array(["yes", "no"]))) == without_timings(records[:1])
     with pytest.raises(UsageError, match="has no labels of its own"):
         llm().classify(["Is it?"])
+    by_default = llm(labels=["yes", "no"]).classify(["Is it?"])
+    assert without_timings(by_default) == without_timings(records[:1])
 
 
 def test_texts_become_an_array() -> None:

@@ -201,8 +201,8 @@ class Check:
         """Prefill each prompt with its output as one text; the logits must be those that the output came from."""
         if not self._has_head:
             return self._prove(name, self._engine(self.requests), self.requests, tolerance)
-        params = SamplingParams(choices=("what was generated",))
-        texts = [replace(r, params=params, choices=(self.solo.tokens[r.key],)) for r in self.requests]
+        params = SamplingParams(labels=("what was generated",))
+        texts = [replace(r, params=params, labels=(self.solo.tokens[r.key],)) for r in self.requests]
         return self._prove(name, self._engine(self.requests), texts, tolerance)
 
     def _prove(

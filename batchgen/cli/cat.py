@@ -36,7 +36,6 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     from batchgen.core.json_line import encode_json
     from batchgen.output.finalize import Rows, read_records
     from batchgen.output.formats import csv_format
-    from batchgen.output.formats.delimited import flat
     from batchgen.output.formats.jsonl import write_lines
     from batchgen.output.rundir import RunDir
 
@@ -49,8 +48,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
     form = form or ("csv" if spec.output.format == "csv" else "jsonl")
     if names:
-        shape = flat if form == "csv" else dict
-        _check(names, {name for _, record in read_records(run_dir, spec) for name in shape(record)})
+        _check(names, {name for _, record in read_records(run_dir, spec) for name in record})
 
     def rows() -> Iterator[tuple[int, bytes]]:
         for index, record in read_records(run_dir, spec):

@@ -88,7 +88,8 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "model": "revision batch_invariant",
     "input": "prompt_token_ids delimiter encoding chat_template_kwargs continue_final_message",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
-    "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize",
+    "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words",
+    "classify": "by",
     "embed": "normalize dimensions truncate",
     "engine": "max_num_batched_tokens kv_cache_dtype block_size prefix_caching share_duplicates "
     "longest_first forecast_memory",

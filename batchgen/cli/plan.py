@@ -31,7 +31,7 @@ from batchgen.core.errors import ExitCode
 @click.option("--shard", type=SHARD, help="Plan the I-th of N parts of the rows [1/1].")
 @run_option("--overwrite", is_flag=True, hidden=True, help="As for run: no result that is there is kept.")
 @json_option()
-@job_options("model", "input", "sampling", "embed", "engine", "output", "eval", "cluster")
+@job_options("model", "input", "sampling", "classify", "embed", "engine", "output", "eval", "cluster")
 def plan(job: str | None, as_json: bool, **values: Any) -> int:
     """Read a job's whole input and estimate what running it takes.
 

@@ -39,7 +39,7 @@ _MIXED_HELP = "Go on with a run begun on another CPU type."
 
 @click.command(cls=GroupedCommand)
 @click.argument("job", required=False, metavar="[JOB.toml|DATA|DIR]", type=JOB)
-@job_options("model", "input", "sampling", "embed", "engine", "output", "eval", "cluster")
+@job_options("model", "input", "sampling", "classify", "embed", "engine", "output", "eval", "cluster")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--update", is_flag=True, help="Keep rows that cannot differ, though much is lost.")
 @run_option("--max-error-rate", type=SHARE, help="Stop when more of the rows read fail, such as 5%.")

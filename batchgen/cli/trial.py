@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("job", required=False, metavar="[JOB.toml|DATA|DIR]", type=JOB)
 @click.option("-n", "--num-rows", type=COUNT, default="3", help="Rows to try, from the first on [3].")
 @json_option("One JSON object per row instead of text.")
-@job_options("model", "input", "sampling", "embed", "engine", "output", "eval")
+@job_options("model", "input", "sampling", "classify", "embed", "engine", "output", "eval")
 @click.pass_obj
 def try_command(
     engine_factory: EngineFactory | None, /, job: str | None, num_rows: int, as_json: bool, **values: Any

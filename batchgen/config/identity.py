@@ -59,7 +59,7 @@ def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -
     What ends an answer is judged token by token and sees no limit. So one that ended otherwise holds within its limit,
     and one that was cut off holds at exactly it. Raises KeyError or TypeError for a record that no run wrote.
     """
-    if params.n > 1 or params.choices or "finish_reason" not in record:
+    if params.n > 1 or params.labels or "finish_reason" not in record:
         return True
     count = record["usage"]["completion_tokens"]
     return bool(count == limit if record["finish_reason"] == FinishReason.LENGTH else count <= limit)
@@ -68,12 +68,12 @@ def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -
 def may_go_on(record: Mapping[str, Any], params: SamplingParams, limit: int) -> tuple[int, ...]:
     """The tokens of an answer that was cut off, behind which a row with a higher limit goes on; none if it cannot."""
     tokens = record.get("token_ids") or ()
-    is_cut = params.n == 1 and not params.choices and record.get("finish_reason") == FinishReason.LENGTH
+    is_cut = params.n == 1 and not params.labels and record.get("finish_reason") == FinishReason.LENGTH
     return tuple(tokens) if is_cut and 0 < len(tokens) == record["usage"]["completion_tokens"] < limit else ()
 
 
 def _is_drawn(params: SamplingParams) -> bool:
-    return not (params.is_greedy or params.choices or params.max_tokens == 0)
+    return not (params.is_greedy or params.labels or params.max_tokens == 0)
 
 
 @lru_cache(maxsize=256)

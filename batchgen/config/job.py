@@ -16,7 +16,7 @@ from typing import Any
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.embed import EmbedSpec
 from batchgen.config.output import EvalSpec, OutputSpec, listed
-from batchgen.config.sampling import ROW_KEYS, SAMPLING_KEYS
+from batchgen.config.sampling import CLASSIFY_KEYS, SAMPLING_KEYS
 from batchgen.core import keys
 from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
@@ -155,8 +155,8 @@ class InputSpec:
     @property
     def request_columns(self) -> frozenset[str]:
         """The columns that a row's prompt or request may be in as objects: all others are data."""
-        return frozenset({self.messages or "messages", "body", "tools", "tool_choice", "chat_template_kwargs"}).union(
-            {"sampling", *ROW_KEYS}
+        return frozenset(
+            {self.messages or "messages", "body", "tools", "tool_choice", "chat_template_kwargs", "sampling"}
         )
 
     @property
@@ -216,12 +216,16 @@ SECTIONS: dict[str, type[Any]] = {
     "embed": EmbedSpec,
     "eval": EvalSpec,
 }
-KEYS: dict[str, dict[str, Key]] = {name: keys_of(cls) for name, cls in SECTIONS.items()} | {"sampling": SAMPLING_KEYS}
+KEYS: dict[str, dict[str, Key]] = {name: keys_of(cls) for name, cls in SECTIONS.items()}
+KEYS |= {"sampling": SAMPLING_KEYS, "classify": CLASSIFY_KEYS}
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A whole job: everything that decides its outputs, and how they are made. See ``load_job``."""
+    """A whole job: everything that decides its outputs, and how they are made. See ``load_job``.
+
+    ``sampling`` has the values of [sampling] and of [classify].
+    """
 
     model: ModelSpec
     input: InputSpec
@@ -248,28 +252,41 @@ class JobSpec:
             if address and item.rpartition("/")[0] == address:
                 raise UsageError(f"the input {item} lies in {address}, where files are replaced: choose another folder")
 
-    def check_embed(self) -> None:
-        """Refuse what only text has in a job for vectors. Raises ``UsageError``."""
-        if not self.embed.is_on:
+    @property
+    def generates(self) -> bool:
+        """Whether rows become text: neither vectors nor the scores of labels."""
+        return not (self.embed.is_on or self.sampling.labels)
+
+    def check_kind(self) -> None:
+        """Refuse what only text has in a job for vectors or labels. Raises ``UsageError``."""
+        if self.generates:
             return
-        if self.sampling != SamplingParams() or self.over_preset is not None:
-            raise UsageError("[sampling] and [embed] exclude each other: a job gives text or vectors")
+        if self.embed.is_on and (self.sampling != SamplingParams() or self.over_preset is not None):
+            other = "classify" if self.sampling.labels else "sampling"
+            raise UsageError(f"[{other}] and [embed] exclude each other: a job gives text, labels or vectors")
         for name in ("messages", "system", "chat_template_kwargs"):
-            if getattr(self.input, name) is not None:
+            if self.embed.is_on and getattr(self.input, name) is not None:
                 raise UsageError(f"input.{name} is for chats, and [embed] takes plain texts: give input.prompt")
-        asked: dict[str, Any] = {"input.continue_final_message": self.input.continue_final_message}
+        if self.sampling.labels and self.output.format == "openai-batch":
+            raise UsageError(
+                'output.format = "openai-batch" has no place for scores of labels: choose jsonl or parquet'
+            )
+        asked: dict[str, Any] = {"input.continue_final_message": self.embed.is_on and self.input.continue_final_message}
         asked |= {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
         for name in [name for name, value in (asked | {"eval.extract": self.eval.extract}).items() if value]:
-            raise UsageError(f"{name} is for text, and [embed] gives vectors: leave it out")
+            gives = "[embed] gives vectors" if self.embed.is_on else "[classify] gives labels"
+            raise UsageError(f"{name} is for text, and {gives}: leave it out")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back.
 
         ``max_tokens`` is null where rows without one of their own have several.
         """
-        parts = {section: getattr(self, section) for section in KEYS}
+        parts = {section: getattr(self, section, self.sampling) for section in KEYS}
         data: dict[str, Any] = {
-            section: {name: item.written(getattr(part, name)) for name, item in keys_of(type(part)).items()}
+            section: {
+                name: KEYS[section][name].written(getattr(part, name)) for name in KEYS[section] if name != "preset"
+            }
             for section, part in parts.items()
         }
         if self.fills_context:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import KEYS, SECTIONS, JobSpec
-from batchgen.config.sampling import ParamError, merge_params, values_of
+from batchgen.config.sampling import CLASSIFY_KEYS, ParamError, merge_params, values_of
 from batchgen.config.settings import RawSettings, check_names, read_settings
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
@@ -95,7 +95,11 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
         homes = ["input"] if name == "prompt" else [section for section, keys in KEYS.items() if name in keys]
         if value is None:
             continue
-        if name in KEYS:
+        if isinstance(value, SamplingParams) and name == "sampling":
+            given = values_of(value)
+            labels = {key: given.pop(key) for key in CLASSIFY_KEYS if key in given}
+            sections |= {"sampling": given} | ({"classify": labels} if labels else {})
+        elif name in KEYS:
             sections[name] = _section(value)
         elif len(homes) == 1:
             single.append((homes[0], name, os.fspath(value) if isinstance(value, os.PathLike) else value))
@@ -114,8 +118,6 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _section(value: Any) -> Any:
     """A section of the job file, whose paths are strings."""
-    if isinstance(value, SamplingParams):
-        return values_of(value)
     if isinstance(value, str | os.PathLike):
         value = {"path": value}
     if not isinstance(value, Mapping):
@@ -146,7 +148,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     sampling = SamplingParams()
     over_preset: tuple[str, ...] | None = None
     for origin in origins:
-        given = {**origin.values.get("sampling", {}), **origin.structured()}
+        given = {**origin.values.get("sampling", {}), **origin.values.get("classify", {}), **origin.structured()}
         if given.pop("preset", None) is not None and origin.parsed("sampling", "preset"):
             over_preset = ()
         if over_preset is not None:
@@ -154,7 +156,8 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
         try:
             sampling = merge_params(sampling, given)
         except ParamError as error:
-            raise UsageError(f"{origin.place('sampling', error.key)}: {error}") from error
+            section = "classify" if error.key in CLASSIFY_KEYS else "sampling"
+            raise UsageError(f"{origin.place(section, error.key)}: {error}") from error
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
     is_open = all(origin.values.get("sampling", {}).get("max_tokens") is None for origin in origins)
     is_open &= parts["input"].may_have_batch_lines
@@ -177,7 +180,7 @@ def _check_together(spec: JobSpec) -> None:
         raise UsageError(f'input.delimiter is of tables, and input.format = "{spec.input.format}"')
     if spec.input.encoding and spec.input.format in ("parquet", "hf"):
         raise UsageError(f'input.encoding is of text, and input.format = "{spec.input.format}"')
-    spec.check_embed()
+    spec.check_kind()
     spec.check_destination()
     if Path(spec.output.path).is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")

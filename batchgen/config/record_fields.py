@@ -13,9 +13,9 @@ from batchgen.config.job import JobSpec
 
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
-    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
+    | {"prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
-VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # with [embed]
+VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request, of which only what is named is kept
 # What a response in OpenAI's form says of its request, where RecordBuilder keeps it.
 OF_REQUEST = ("url", "encoding_format", "model")
@@ -25,7 +25,7 @@ _PREFIXES = re.compile(f"^(?:{_PREFIX})+")
 
 def record_keys(spec: JobSpec) -> frozenset[str]:
     """The fields that an output record of this job may have beside kept columns."""
-    return RECORD_KEYS | VECTOR_KEYS if spec.embed.is_on else RECORD_KEYS
+    return RECORD_KEYS if spec.generates else RECORD_KEYS | VECTOR_KEYS
 
 
 def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Merging and checking of sampling values: of the job's [sampling], of a row's overrides, of an OpenAI body.
+"""Merging and checking of sampling values: of a job's [sampling] and [classify], a row's overrides, an OpenAI body.
 
 Kinds of single values are declared on the fields of ``SamplingParams``. Here are presets and the combinations of
 values that contradict each other. Nothing here knows a file format or the engine.
@@ -41,10 +41,11 @@ class ParamError(ValueError):
         self.key = key
 
 
-_PRESET_HELP = "model: the values of its generation_config.json"
+_PRESET_HELP = "model: those of its generation_config.json"
 _PARAMS = keys_of(SamplingParams)
+CLASSIFY_KEYS = {name: _PARAMS[name] for name in ("labels", "by")}
 SAMPLING_KEYS = {
-    **_PARAMS,
+    **{name: item for name, item in _PARAMS.items() if name not in CLASSIFY_KEYS},
     "preset": Key("preset", None, one_of("model"), _PRESET_HELP, "preset", "same"),
 }
 # What asks for structured outputs in a row, and how it says so in the words of the first.
@@ -52,10 +53,10 @@ _WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "structured_outputs": object_of,
     "response_format": from_response_format,
 }
-ROW_KEYS = tuple(dict.fromkeys((*SAMPLING_KEYS, *_WAYS)))
+ROW_KEYS = tuple(dict.fromkeys((*SAMPLING_KEYS, *CLASSIFY_KEYS, *_WAYS)))
 _GIVES_A_KEY = re.compile(rf"\A\s*\[?\s*{{|\b(?:{'|'.join(ROW_KEYS)})\b[\"']?\s*[:=]")
 _Made = TypeVar("_Made")
-_PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in SAMPLING_KEYS}
+_PARSE = {name: item.kind.parse for name, item in (SAMPLING_KEYS | CLASSIFY_KEYS).items()}
 
 
 def recommended_values(folder: Path) -> Mapping[str, Any] | None:
@@ -141,7 +142,7 @@ def _parsed(key: str, value: Any) -> Any:
     if key in OLD_NAMES:
         raise ParamError(key, f'{key} is structured_outputs = {{"{OLD_NAMES[key]}": ...}} here, as in vLLM since 0.12')
     if key not in _PARSE:
-        raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, tuple(SAMPLING_KEYS))}")
+        raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, tuple(_PARSE))}")
     return _checked(key, value, _PARSE[key])
 
 
@@ -177,17 +178,17 @@ def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], str]]:
     """Values that are impossible together: the keys concerned, the most telling first, and a sentence."""
     p = params
-    if p.choices:
+    if p.labels:
         asked = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}
         asked |= {"logprobs": p.logprobs is not None, "prompt_logprobs": p.prompt_logprobs is not None}
         asked |= {"thinking_token_budget": p.thinking_token_budget is not None}
         asked |= {"logit_bias": p.logit_bias, "allowed_token_ids": p.allowed_token_ids, "bad_words": p.bad_words}
         for key in [key for key, is_asked in asked.items() if is_asked]:
             value = shown(getattr(p, key), 80)
-            yield (key, "choices"), f"{key} = {value} does not go with choices: they are scored, nothing is generated"
+            yield (key, "labels"), f"{key} = {value} does not go with labels: they are scored, nothing is generated"
     if p.structured_outputs:
         asked = {
-            "choices": p.choices,
+            "labels": p.labels,
             "ignore_eos": p.ignore_eos,
             "min_tokens": p.min_tokens,
             "max_tokens": p.max_tokens == 0,
@@ -202,7 +203,7 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
         how = 'give its key after, such as "</think>", or the thoughts would have to fit too'
         yield ("thinking_token_budget", "structured_outputs"), f"{why}: {how}"
     if p.max_tokens == 0:
-        keys = ("max_tokens", "prompt_logprobs", "choices")
+        keys = ("max_tokens", "prompt_logprobs", "labels")
         if p.prompt_logprobs is None:
             yield keys, "max_tokens = 0 must be at least 1: only a row with prompt_logprobs may generate nothing"
         if p.n > 1:

@@ -24,7 +24,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20  # the limit of OpenAI's API and vLLM's default
-MAX_CHOICES = 1000
+MAX_LABELS = 1000
 MAX_BAD_WORDS = 1000
 # Variables of a chat template that something else sets, beside all that end in "_token".
 _SET_ELSEWHERE = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
@@ -230,12 +230,12 @@ def _at_most(limit: int) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
     return distinct
 
 
-def _choices(texts: tuple[str, ...]) -> tuple[str, ...]:
-    if texts and not 2 <= len(texts) <= MAX_CHOICES:  # a row may have none in a job whose other rows are scored
-        more = "; give --choices once per label" if len(texts) == 1 else ""
-        raise ValueError(f"must be a list of 2 to {MAX_CHOICES} strings, not of {len(texts)}{more}")
+def _labels(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if texts and not 2 <= len(texts) <= MAX_LABELS:
+        more = "; give --labels once per label" if len(texts) == 1 else ""
+        raise ValueError(f"must be a list of 2 to {MAX_LABELS} strings, not of {len(texts)}{more}")
     if len(set(texts)) < len(texts):
-        raise ValueError("holds the same choice twice")
+        raise ValueError("holds the same label twice")
     return _encodable(texts)
 
 
@@ -275,7 +275,7 @@ THINKING_BUDGET = integer(-1, INT32_MAX).then(lambda value: None if value == -1 
 MAX_REPEATS = integer(0, INT32_MAX).then(_max_repeats)
 STOP = STRINGS.then(_at_most(MAX_STOP_STRINGS))
 BAD_WORDS = STRINGS.then(_at_most(MAX_BAD_WORDS))
-CHOICES = STRINGS.then(_choices)
+LABELS = STRINGS.then(_labels)
 STRUCTURED = Kind(canonical, "JSON|FILE")
 TOKEN_IDS = Kind(_token_ids, "IDS", lambda text: [_number_in(part) for part in text.split(",")])
 LOGIT_BIAS = Kind(_logit_bias, "JSON")

@@ -67,8 +67,8 @@ class SamplingParams:
     repeat one run of up to 64 tokens this many times (0: never). ``logit_bias`` holds token ids with what is added to
     their logits, before penalties. Only ``allowed_token_ids``, if any, may come, and none that completes one of
     ``bad_words`` within the output. ``structured_outputs`` is the canonical text of
-    ``core.structured``, "" for free text. ``choices`` are texts to be scored as continuations instead of generating;
-    ``normalize`` "tokens" takes that with the best mean per token, not the best sum, of their log-probabilities.
+    ``core.structured``, "" for free text. ``labels`` are texts to be scored as continuations instead of generating;
+    ``by`` "mean" takes that with the best mean per token, not the best sum, of their log-probabilities.
     ``config.sampling.merge_params`` checks values; this class does not.
     """
 
@@ -99,8 +99,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = key(keys.ALLOWED_TOKEN_IDS, "The only tokens that may be generated", ())
     bad_words: tuple[str, ...] = key(keys.BAD_WORDS, "Text that may not be generated; may be repeated", ())
     structured_outputs: str = key(keys.STRUCTURED, "JSON schema, regex, choice or grammar that the text must fit", "")
-    choices: tuple[str, ...] = key(keys.CHOICES, "Text to score instead of generating; repeat it per choice", ())
-    normalize: str = key(one_of("none", "tokens"), "tokens: choose by the mean log-probability per token", "none")
+    labels: tuple[str, ...] = key(keys.LABELS, "Label that a row may get; may be repeated", ())
+    by: str = key(one_of("sum", "mean"), "mean: compare mean log-probabilities per token", "sum", flag="labels-by")
 
     @property
     def is_greedy(self) -> bool:
@@ -155,8 +155,8 @@ class Request:
     """A tokenized row, ready for the engine.
 
     ``key`` is the row's index, and ``draw`` what keys its randomness in place of that (``config.identity``).
-    ``output_token_ids`` are tokens that were generated earlier: the engine continues after them. ``choices`` holds the
-    tokens of ``params.choices``, in their order: with any, it is scored and generates nothing. ``bad_words`` holds the
+    ``output_token_ids`` are tokens that were generated earlier: the engine continues after them. ``labels`` holds the
+    tokens of ``params.labels``, in their order: with any, it is scored and generates nothing. ``bad_words`` holds the
     tokens of each way to write one of ``params.bad_words``. ``num_row_chars`` is about how much of its row is in memory
     until there is a result. ``pooling`` names the tokens of the prompt whose hidden states make up its vector
     (``POOLINGS``), "" for none: it generates nothing then. ``text_lengths`` are those of texts that get a vector each.
@@ -166,7 +166,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     output_token_ids: tuple[int, ...] = ()
-    choices: tuple[tuple[int, ...], ...] = ()
+    labels: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_row_chars: int = field(default=0, compare=False)
     pooling: str = ""
@@ -191,7 +191,7 @@ class Request:
         """Every list of token ids in the request that must be checked, all but ``stop_token_ids``."""
         biased = tuple(token for token, _ in self.params.logit_bias)
         lists = self.prompt_token_ids, self.output_token_ids, self.params.allowed_token_ids, biased
-        return *lists, *self.choices, *self.bad_words
+        return *lists, *self.labels, *self.bad_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +241,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of a request: one sample or ``n`` of them, scores of choices, or an error.
+    """Outcome of a request: one sample or ``n`` of them, scores of labels, or an error.
 
     ``token_ids``, ``finish_reason``, ``stop``, ``logprobs`` and ``is_complete`` are those of the first sample (see
-    ``Sample``), ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's
-    tokens, ``choice_means`` are those per token; then ``token_ids`` are the best choice's.
+    ``Sample``), ``more_samples`` holds the others. ``label_logprobs`` sums the log-probabilities of each label's
+    tokens, ``label_means`` are those per token; then ``token_ids`` are the best label's.
     ``prompt_logprobs`` has one entry per prompt token but the first. ``vector`` has the float32 numbers of a text's
     vector, or of those of all its tokens one after the other, or of ``num_texts`` texts.
     """
@@ -260,15 +260,15 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] | None = None
     more_samples: tuple[Sample, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    choice_logprobs: tuple[float, ...] = ()
-    choice_means: tuple[float, ...] = ()
+    label_logprobs: tuple[float, ...] = ()
+    label_means: tuple[float, ...] = ()
     is_complete: bool | None = None
     vector: bytes = b""
     num_texts: int = 1
 
-    def choice_scores(self, params: SamplingParams) -> tuple[float, ...]:
-        """The log-probabilities that decide between the choices: means per token, or sums."""
-        return self.choice_means if params.normalize == "tokens" else self.choice_logprobs
+    def label_scores(self, params: SamplingParams) -> tuple[float, ...]:
+        """The log-probabilities that decide between the labels: means per token, or sums."""
+        return self.label_means if params.by == "mean" else self.label_logprobs
 
     @property
     def num_completion_tokens(self) -> int:
@@ -277,8 +277,8 @@ class Result:
 
     @property
     def num_generated_tokens(self) -> int:
-        """``num_completion_tokens``, or 0 where choices were scored."""
-        return 0 if self.choice_logprobs else self.num_completion_tokens
+        """``num_completion_tokens``, or 0 where labels were scored."""
+        return 0 if self.label_logprobs else self.num_completion_tokens
 
     @property
     def num_computed_tokens(self) -> int:

@@ -98,8 +98,9 @@ _TABLE: dict[Synonym, str] = {
     ): "guided-json, guided-regex, guided-choice, guided-grammar, json-schema, schema, response-format, json mode, "
     "json, pydantic, guided decoding, grammar, regex, constrained, outlines, structured-output, xgrammar",
     Synonym(
-        "sampling.choices", 'the recipe is "Labels (classification)"'
-    ): "labels, classes, classification, zero-shot, classify, label, multiple choice, choice",
+        "classify.labels", 'the recipe is "Labels (classification)"'
+    ): "choices, classes, classification, zero-shot, classify, label, multiple choice, choice, candidate-labels",
+    Synonym("classify.by", "mean is per token"): "normalize, length-normalization, normalized-accuracy",
     Synonym("sampling.allowed_token_ids"): "logits-processors, logits-processor, allowed-tokens",
     Synonym("exactness"): "deterministic, determinism, reproducible, reproducibility, batch-invariance, random-seed",
     # Vectors

@@ -146,7 +146,7 @@ def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:
         return RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
     length = sequence.num_prompt_tokens if sequence.generates else sequence.num_tokens
     if length > limit - sequence.generates:
-        what = "the prompt has" if sequence.generates else "prompt and choice have"
+        what = "the prompt has" if sequence.generates else "prompt and label have"
         message = f"{what} {length} tokens; with max_model_len {limit} at most {limit - sequence.generates} fit"
         return RowError(RowErrorCode.TOO_LONG, message)
     needed = most_tokens(sequence, limit)

@@ -18,7 +18,7 @@ from batchgen.engine.sequence import RequestState
 
 MAX_REMEMBERED_TOKENS = 4_000_000  # 4 bytes each
 _OVERHEAD_TOKENS = 150  # memory of a result beside its tokens, in tokens
-_SCORE_TOKENS = 8  # memory of the log-probability of a choice, in tokens
+_SCORE_TOKENS = 8  # memory of the log-probability of a label, in tokens
 
 
 class Duplicates:
@@ -84,7 +84,7 @@ def _copied(result: Result, key: int, submitted_at: float) -> Result:
 def _size(result: Result, tokens: array[int]) -> int:
     """Approximate memory of a remembered result, in tokens."""
     numbers = len(result.vector) // tokens.itemsize
-    return _OVERHEAD_TOKENS + len(tokens) + numbers + _SCORE_TOKENS * len(result.choice_logprobs)
+    return _OVERHEAD_TOKENS + len(tokens) + numbers + _SCORE_TOKENS * len(result.label_logprobs)
 
 
 def _digest(state: RequestState) -> bytes | None:
@@ -95,8 +95,8 @@ def _digest(state: RequestState) -> bytes | None:
     request = state.request
     if state.digest is None and request.params.is_greedy:
         tokens = array("i", request.prompt_token_ids).tobytes()
-        choices = repr((request.choices, request.bad_words, request.pooling, request.text_lengths)).encode()
-        state.digest = blake2b(_name(request.params) + choices + b"\0" + tokens, digest_size=16).digest()
+        labels = repr((request.labels, request.bad_words, request.pooling, request.text_lengths)).encode()
+        state.digest = blake2b(_name(request.params) + labels + b"\0" + tokens, digest_size=16).digest()
     return state.digest
 
 

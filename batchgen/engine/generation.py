@@ -65,8 +65,8 @@ def unusable(request: Request, vocab_size: int, text: TextTools) -> RowError | N
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab_size:
                 return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {vocab_size}")
-    if () in request.choices:
-        return RowError(RowErrorCode.BAD_PARAM, "choices: one of the texts has no tokens")
+    if () in request.labels:
+        return RowError(RowErrorCode.BAD_PARAM, "labels: one of the texts has no tokens")
     makers = {
         "stop": text.stop_matcher,
         "structured_outputs": text.constraints,
@@ -83,7 +83,7 @@ class Generation:
     """The text of one sample so far, or a text to be scored.
 
     Attributes:
-        token_ids: those of the sequence, the same list: prompt and output, or prompt and choice.
+        token_ids: those of the sequence, the same list: prompt and output, or prompt and label.
         generates: whether tokens are generated behind them; if not, given ones are scored.
         counts: one of ``observers``, which the sampler reads; ``thoughts`` is another, of a row with a budget of them.
         unwatched_until: below so many tokens nothing but ``end_ids`` (with -1) ends it, and it asks the sampler for
@@ -224,7 +224,7 @@ class Generation:
         """Take note that it has ended; a text that is scored has no last token that says so."""
         self.finished_at = at
         if not self.generates:
-            self.finish_reason = FinishReason.STOP if self.request.choices else FinishReason.LENGTH
+            self.finish_reason = FinishReason.STOP if self.request.labels else FinishReason.LENGTH
             self.first_token_at = at
 
     def check_scores(self) -> None:
@@ -281,7 +281,7 @@ class Generation:
             self.next_scored = prompt if self.request.pooling == "last" else 1
             self.end_scored = 2 if self.request.pooling == "cls" else prompt + 1
 
-    def score_choice(self) -> None:
+    def score_label(self) -> None:
         """Score the tokens behind the prompt."""
         self.next_scored, self.end_scored = len(self.request.prompt_token_ids), len(self.token_ids)
 

@@ -1,6 +1,6 @@
 """State of the requests under way: ``Sequence`` (one sample), ``RequestState`` (one request).
 
-Most requests are one sequence. ``n`` samples are one each (greedy samples are equal, so one stands for all), choices to
+Most requests are one sequence. ``n`` samples are one each (greedy samples are equal, so one stands for all), labels to
 be scored are one each behind the same prompt. The prefix cache computes once what the sequences of a state share.
 """
 
@@ -29,7 +29,7 @@ class Sequence:
     request: Request
     state: RequestState
     sample_index: int = 0
-    choice: InitVar[tuple[int, ...] | None] = None  # tokens behind the prompt, to be scored; nothing is generated
+    label: InitVar[tuple[int, ...] | None] = None  # tokens behind the prompt, to be scored; nothing is generated
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     generates: bool = field(init=False)
@@ -45,12 +45,12 @@ class Sequence:
     max_state_tokens: int = 0  # most tokens whose state it will hold while it runs
     first_scheduled_at: float | None = None
 
-    def __post_init__(self, choice: tuple[int, ...] | None) -> None:
-        given = self.request.output_token_ids if choice is None else choice
+    def __post_init__(self, label: tuple[int, ...] | None) -> None:
+        given = self.request.output_token_ids if label is None else label
         self.token_ids = [*self.request.prompt_token_ids, *given]
         self.decoded_from = len(self.token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.generates = choice is None and self.request.params.max_tokens > 0
+        self.generates = label is None and self.request.params.max_tokens > 0
         self.generation = Generation(self.request, self.token_ids, self.generates)
 
     @property
@@ -102,10 +102,10 @@ class RequestState:
         self.digest: bytes | None = None
         self.followers: list[tuple[int, float]] = []
         self.refusal: RowError | None = None
-        if request.choices:
-            self.sequences = [Sequence(request, self, i, choice) for i, choice in enumerate(request.choices)]
+        if request.labels:
+            self.sequences = [Sequence(request, self, i, label) for i, label in enumerate(request.labels)]
             for sequence in self.sequences:
-                sequence.generation.score_choice()
+                sequence.generation.score_label()
             return
         if request.text_lengths:
             texts = [replace(request, prompt_token_ids=text, text_lengths=()) for text in request.texts]
@@ -141,12 +141,12 @@ class RequestState:
         base = Result(self.request.key, len(self.request.prompt_token_ids), error=self.error, timings=self._timings())
         if self.error is not None:
             return base
-        if self.request.choices:
+        if self.request.labels:
             sums = tuple(sum(score.logprob for score in s.generation.scores) for s in self.sequences)
-            means = tuple(map(truediv, sums, map(len, self.request.choices)))
-            scored = replace(base, finish_reason=FinishReason.STOP, choice_logprobs=sums, choice_means=means)
-            scores = scored.choice_scores(params)
-            return replace(scored, token_ids=self.request.choices[scores.index(max(scores))])
+            means = tuple(map(truediv, sums, map(len, self.request.labels)))
+            scored = replace(base, finish_reason=FinishReason.STOP, label_logprobs=sums, label_means=means)
+            scores = scored.label_scores(params)
+            return replace(scored, token_ids=self.request.labels[scores.index(max(scores))])
         if self.request.pooling:
             vector = b"".join(s.generation.vector for s in self.sequences)
             return replace(base, finish_reason=FinishReason.STOP, vector=vector, num_texts=len(self.sequences))

@@ -154,7 +154,7 @@ def default_sizes(*, is_cuda: bool) -> dict[str, int]:
 def _step_bytes(tokens: int, max_num_seqs: int, model: ModelConfig, itemsize: int) -> int:
     """Bytes that full steps take on a GPU beside weights and state, launched and recorded.
 
-    Logits have a float32 copy, and penalties int32 counts of all tokens. A step that scores prompts or choices may be
+    Logits have a float32 copy, and penalties int32 counts of all tokens. A step that scores prompts or labels may be
     asked for the logits of all its tokens.
     """
     logits, counts = max_num_seqs * model.vocab_size * (itemsize + 4), max_num_seqs * model.vocab_size * 4

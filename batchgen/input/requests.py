@@ -17,6 +17,7 @@ from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import Request, Row, SamplingParams
+from batchgen.core.units import shown
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
 from batchgen.input.rows import Embedded, RowProblem, bounded, num_chars
 from batchgen.text.chat import ChatTemplateError
@@ -30,7 +31,7 @@ _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer need
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
 _EMBEDDED = SamplingParams(max_tokens=0)
 # Sampling keys that are about text.
-_NEEDS_TOKENIZER = ("stop", "choices", "bad_words", "structured_outputs", "thinking_token_budget")
+_NEEDS_TOKENIZER = ("stop", "labels", "bad_words", "structured_outputs", "thinking_token_budget")
 
 _Made = TypeVar("_Made")
 Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
@@ -58,11 +59,11 @@ class RequestBuilder:
     A row's prompt is the column or template that [input] names; where it names none, the first column present and not
     null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
     a system message keeps it in place of the job's. Sampling values come from the job, then from the row's ``sampling``
-    object; ``recommended`` are what ``preset`` stands for in a row. A choice is tokenized by itself and its tokens
-    follow the prompt's, white space included: "yes" and " yes" are two choices.
+    object; ``recommended`` are what ``preset`` stands for in a row. A label is tokenized by itself and its tokens
+    follow the prompt's, white space included: "yes" and " yes" are two labels.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
-    ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
+    ``max_model_len - 1`` tokens, which leaves room to generate one; the longest label needs its own room, and a row
     that generates nothing needs none. With ``fills_context``, a request in OpenAI's form that gives no ``max_tokens``
     may go on to the end of the context, as at OpenAI and in vLLM. Ids that rows bring must be below ``vocab_size``.
     Where ``asked`` is ``Embedded``, rows become vectors and sampling values do not count. Raises UsageError when
@@ -92,7 +93,7 @@ class RequestBuilder:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         if refused := self._refusal(sampling):
-            raise UsageError(f"sampling.{refused}")
+            raise UsageError(f"{'classify' if refused.startswith('labels') else 'sampling'}.{refused}")
         try:
             self._check_grammar(sampling)
         except GrammarError as error:
@@ -109,7 +110,7 @@ class RequestBuilder:
 
     def _requests(self, drafts: Sequence[_Draft | Row]) -> Iterator[tuple[Row, Request | None]]:
         sound = [draft for draft in drafts if isinstance(draft, _Draft)]
-        lists = {draft.params.choices for draft in sound}  # most rows have the job's, so they are few
+        lists = {draft.params.labels for draft in sound}  # most rows have the job's, so they are few
         lists |= {_ways_to_write(draft.params.bad_words) for draft in sound}
         texts = self._encode(
             [
@@ -147,8 +148,11 @@ class RequestBuilder:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):
             raise RowProblem(RowErrorCode.BAD_PARAM, refused)
+        if bool(params.labels) != bool(self._sampling.labels):
+            what = f"labels = {shown(params.labels, 80)}: the job gives labels to all rows or to none"
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}; set [classify] labels, in whose place a row's own come")
         draft = _Draft(row, params, [prompt])
-        longest = self._min_tokens(max(params.choices, key=len, default=""))
+        longest = self._min_tokens(max(params.labels, key=len, default=""))
         self._check_estimate(draft, longest)
         return draft
 
@@ -164,11 +168,11 @@ class RequestBuilder:
             self._check_estimate(draft, 0)
         return draft
 
-    def _check_estimate(self, draft: _Draft, longest_choice: int) -> None:
+    def _check_estimate(self, draft: _Draft, longest_label: int) -> None:
         for prompt in draft.prompts:
             is_text = isinstance(prompt, PlainText)
             num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
-            self._check_length(draft, num_tokens, longest_choice, is_estimate=True, is_counted=not is_text)
+            self._check_length(draft, num_tokens, longest_label, is_estimate=True, is_counted=not is_text)
 
     def _cut(self, token_ids: tuple[int, ...], embedded: Embedded, *, is_text: bool) -> tuple[int, ...]:
         """At most as many tokens as the model takes; those that the tokenizer puts behind a text stay."""
@@ -227,7 +231,7 @@ class RequestBuilder:
 
     def _request(self, draft: _Draft, texts: Texts) -> tuple[Row, Request]:
         found = [texts[prompt] if isinstance(prompt, PlainText) else prompt for prompt in draft.prompts]
-        found += [texts[_apart(text)] for text in (*draft.params.choices, *_ways_to_write(draft.params.bad_words))]
+        found += [texts[_apart(text)] for text in (*draft.params.labels, *_ways_to_write(draft.params.bad_words))]
         encoded: list[tuple[int, ...]] = []
         for tokens in found:
             if isinstance(tokens, TokenizerError):
@@ -239,12 +243,12 @@ class RequestBuilder:
             prompts = [
                 self._cut(ids, self._embedded, is_text=is_text) for ids, is_text in zip(prompts, are_texts, strict=True)
             ]
-        choices, bad_words = others[: len(draft.params.choices)], others[len(draft.params.choices) :]
+        labels, bad_words = others[: len(draft.params.labels)], others[len(draft.params.labels) :]
         for prompt in prompts:
-            self._check_length(draft, len(prompt), max(map(len, choices), default=0))
+            self._check_length(draft, len(prompt), max(map(len, labels), default=0))
         if not all(prompts):  # a tokenizer without bos may drop all of a text
             raise RowProblem(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
-        for key, lists in (("choices", choices), ("bad_words", bad_words)):
+        for key, lists in (("labels", labels), ("bad_words", bad_words)):
             if () in lists:
                 raise RowProblem(RowErrorCode.BAD_PARAM, f"{key}: one of the texts has no tokens")
         try:
@@ -254,26 +258,26 @@ class RequestBuilder:
         row, size = draft.row, num_chars(draft.row.columns)
         pooling = self._embedded.pooling if self._embedded else ""
         lengths = tuple(map(len, prompts)) if len(prompts) > 1 else ()
-        rest = (tuple(choices), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index))
+        rest = (tuple(labels), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index))
         request = Request(row.index, tuple(chain(*prompts)), draft.params, row.output_token_ids, *rest)
         return replace(row, params=draft.params, prompt_token_ids=request.named_tokens), request
 
     def _check_length(
-        self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False, is_counted: bool = True
+        self, draft: _Draft, num_tokens: int, longest_label: int, *, is_estimate: bool = False, is_counted: bool = True
     ) -> None:
         """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score.
 
         In an estimate the row's own ids are counted, and nothing else.
         """
-        room = longest_choice or (1 if draft.params.max_tokens else 0)
+        room = longest_label or (1 if draft.params.max_tokens else 0)
         limit = self._max_model_len - room
         if num_tokens <= limit:
             return
         about = "at least " if is_estimate else ""
         given = f"{'' if is_counted else about}{num_tokens}"
         limits = f"the context of {self._max_model_len} allows at most {max(limit, 0)}"
-        with_choices = f" before a choice of {about}{longest_choice}" if longest_choice else ""
-        raise RowProblem(RowErrorCode.TOO_LONG, f"the prompt has {given} tokens; {limits}{with_choices}")
+        before_labels = f" before a label of {about}{longest_label}" if longest_label else ""
+        raise RowProblem(RowErrorCode.TOO_LONG, f"the prompt has {given} tokens; {limits}{before_labels}")
 
 
 def _attempt(row: Row, make: Callable[..., _Made], *args: object) -> _Made | Row:

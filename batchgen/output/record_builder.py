@@ -18,8 +18,8 @@ from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
 from batchgen.core.json_line import json_value
 from batchgen.core.keys import INT32_MAX
-from batchgen.core.records import FinishReason, Result, Row, Sample, SamplingParams, Timings
-from batchgen.output.scores import TokenScores, perplexity, rounded, softmax, vector_fields
+from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
+from batchgen.output.scores import TokenScores, perplexity, scored_fields, vector_fields
 from batchgen.text.grammar_source import library
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import Decode, cut_text
@@ -71,31 +71,27 @@ class RecordBuilder:
         """The output record of a row that has its prompt; the index is the id of a row without one.
 
         The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, tool_calls,
-        parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices,
+        parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples,
         prompt_logprobs, perplexity, kept columns. What a sample has is that of the first one; ``samples`` holds all of
         several.
         ``complete`` is whether the text fits its structured outputs and its tool calls are whole. ``parsed`` is its
-        JSON value, null where it has none or is not complete, and ``extracted`` what ``eval.extract`` finds in it. A
-        row whose ``choices`` were scored has the best of them as its text; ``choices`` holds each text, ``prob``
-        (softmax over the choices of the score that decides), ``logprob`` (the sum over its tokens) and ``mean_logprob``
-        (per token). With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it. A kept
-        column with the name of a field of the record is written as ``input_<name>``.
+        JSON value, null where it has none or is not complete, and ``extracted`` what ``eval.extract`` finds in it.
+        With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it, with [classify]
+        those of ``scored_fields``. A kept column with the name of a field of the record is written as
+        ``input_<name>``.
         """
         params, known = row.params, self.fingerprint(row)
-        if result.vector:
-            vector = vector_fields(result, self._spec.embed.pooling, self._labels)
+        if result.vector or params.labels:
+            vector = (
+                scored_fields(result.label_scores(params), params.labels)
+                if params.labels
+                else vector_fields(result, self._spec.embed.pooling, self._labels)
+            )
             timings = _timings(result.timings) | {"fingerprint": known}
             return self._of_vector(row, vector, result.num_prompt_tokens, timings)
         tools = self._tools_of(row)
         samples = [self._sample(sample, row, tools) for sample in result.samples]
         first = samples[0]
-        scores = result.choice_scores(params) if params.choices else ()
-        if scores:
-            best = params.choices[scores.index(max(scores))]
-            first |= {"text": best, "finish_reason": str(FinishReason.STOP)}
-            first |= {"reasoning": None} if self._reasoning is not None else {}
-            first |= {"parsed": _json_or_none(best)} if "json" in self._spec.output.parse else {}
-            first |= self._answer(first)
         payload = _head(row) | {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
@@ -107,12 +103,6 @@ class RecordBuilder:
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         if len(samples) > 1:
             payload["samples"] = samples
-        if scores:
-            found = zip(params.choices, softmax(scores), result.choice_logprobs, result.choice_means, strict=True)
-            payload["choices"] = [
-                {"text": text, "prob": rounded(prob), "logprob": rounded(total), "mean_logprob": rounded(mean)}
-                for text, prob, total, mean in found
-            ]
         if result.prompt_logprobs is not None:
             payload["prompt_logprobs"] = self._scores.fields(result.prompt_logprobs)
             payload["perplexity"] = perplexity(result.prompt_logprobs)
@@ -131,14 +121,15 @@ class RecordBuilder:
         for an ``earlier`` that no run wrote.
         """
         params = row.params
-        if vector := {name: earlier[name] for name in _VECTOR if name in earlier} if self._spec.embed.is_on else {}:
+        if not self._spec.generates:
+            vector = {name: earlier[name] for name in _VECTOR if name in earlier}
             timings = {**_timings(Timings()), "fingerprint": known, "reused": True}
-            return self._of_vector(row, vector, earlier["usage"]["prompt_tokens"], timings)
+            tokens = earlier["usage"]["prompt_tokens"]
+            return self._of_vector(row, vector, tokens, timings) if vector else None
         has_tools = self._tools_of(row) is not None
         first, several = self._taken(earlier, params, has_tools), earlier.get("samples") or ()
         samples = [self._taken(sample, params, has_tools) for sample in several]
-        names = (*(["choices"] if params.choices else ()),)
-        names += ("prompt_logprobs", "perplexity") if params.prompt_logprobs is not None else ()
+        names = ("prompt_logprobs", "perplexity") if params.prompt_logprobs is not None else ()
         is_whole = all(earlier.get(name) is not None for name in names if name != "perplexity")
         if first is None or None in samples or not is_whole:
             return None
@@ -165,7 +156,7 @@ class RecordBuilder:
         return {"reasoning_tokens": total}
 
     def _tools_of(self, row: Row) -> ToolCalls | None:
-        return None if row.params.choices or not self._spec.parses_tools(row.columns) else self._tools
+        return self._tools if self._spec.parses_tools(row.columns) else None
 
     def _taken(self, sample: Mapping[str, Any], params: SamplingParams, has_tools: bool) -> dict[str, Any] | None:
         """The fields of a sample that this job asks for; None where it lacks one."""
@@ -176,10 +167,9 @@ class RecordBuilder:
             "tool_calls": has_tools,
             "parsed": has_text and "json" in output.parse,
             "finish_reason": True,
-            "complete": (bool(params.structured_outputs) and not params.choices)
-            or (has_tools and sample.get("complete") is not None),
+            "complete": bool(params.structured_outputs) or (has_tools and sample.get("complete") is not None),
             "token_ids": output.token_ids or not has_text,
-            "logprobs": params.logprobs is not None and not params.choices,
+            "logprobs": params.logprobs is not None,
         }
         names = [name for name, is_wanted in wanted.items() if is_wanted]
         is_whole = all(sample.get(name) is not None or (name in _NULLABLE and name in sample) for name in names)

@@ -58,13 +58,23 @@ def perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
     return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
 
 
+def scored_fields(scores: Sequence[float], labels: Sequence[str]) -> dict[str, Any]:
+    """The most likely of the labels with its probability, and the probabilities of all, which add up to 1."""
+    fields = _label_fields(labels, softmax(scores))
+    rounded_scores = {label: round(prob, _DIGITS) for label, prob in fields["scores"].items()}
+    return fields | {"score": rounded_scores[fields["label"]], "scores": rounded_scores}
+
+
+def _label_fields(labels: Sequence[str], scores: Sequence[float]) -> dict[str, Any]:
+    best = max(scores)
+    return {"label": labels[scores.index(best)], "score": best, "scores": dict(zip(labels, scores, strict=True))}
+
+
 def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) -> dict[str, Any]:
     """``embedding``; ``embeddings`` of several texts, or of tokens by ``pooling``; with ``labels`` the best and all."""
     numbers = [float(f"{number:.9g}") for number in array("f", result.vector)]  # nine digits tell a float32
     if len(labels) > 1:
-        best = max(numbers)
-        scores = dict(zip(labels, numbers, strict=True))
-        return {"label": labels[numbers.index(best)], "score": best, "scores": scores}
+        return _label_fields(labels, numbers)
     if labels:
         return {"score": numbers[0]}
     if pooling == "tokens" or result.num_texts > 1:

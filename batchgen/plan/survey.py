@@ -68,7 +68,7 @@ class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``choice_tokens`` are those of choices that are scored; ``read_s`` is the time of reading and tokenizing. Rows that
+    ``label_tokens`` are those of labels that are scored; ``read_s`` is the time of reading and tokenizing. Rows that
     are taken over from an earlier run (``is_reused``) count in ``num_reused`` alone.
     """
 
@@ -85,7 +85,7 @@ class Survey:
         self.outputs: Counter[tuple[int, bool]] = Counter()
         self.prompts = RepeatCounter()
         self.blocks = RepeatCounter()
-        self.choice_tokens = 0
+        self.label_tokens = 0
         self.sampled: Reservoir[Request] = Reservoir(_NUM_SAMPLED)
         self.read_s = 0.0
         self.empty_fields: Counter[str] = Counter()  # of the prompt's template: rows that can run without them
@@ -108,9 +108,9 @@ class Survey:
 
     @property
     def computed_prompt_tokens(self) -> int:
-        """Tokens of prompts and choices that the engine computes: not those that an earlier prompt has begun with."""
+        """Tokens of prompts and labels that the engine computes: not those that an earlier prompt has begun with."""
         duplicates = self.prompts.repeated_weight if self._is_greedy else 0
-        return self.prompt_tokens + self.choice_tokens - max(duplicates, self.blocks.num_repeated * PREFIX_BLOCK)
+        return self.prompt_tokens + self.label_tokens - max(duplicates, self.blocks.num_repeated * PREFIX_BLOCK)
 
     def take(self, rows: Iterable[Row]) -> None:
         """Read, validate and tokenize ``rows``."""
@@ -130,7 +130,7 @@ class Survey:
     def _add(self, row: Row, request: Request) -> None:
         token_ids, params = request.prompt_token_ids, request.params
         length = len(token_ids)
-        is_scored = bool(request.choices)
+        is_scored = bool(request.labels)
         is_fixed = params.has_fixed_length or is_scored
         max_output = 0 if is_scored else min(params.max_tokens, max(self._max_model_len - length, 0))
         if template := self._validator.builder.finder.template:
@@ -139,7 +139,7 @@ class Survey:
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
         self._is_greedy &= params.is_greedy
         self._compare(token_ids)
-        self.choice_tokens += sum(map(len, request.choices))
+        self.label_tokens += sum(map(len, request.labels))
         self.sampled.add(request)
 
     def _compare(self, token_ids: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from batchgen.core.units import shortened
 
 Finder = Callable[[Mapping[str, Any]], Any]  # of the right answer in an output record
 SHOWN_LABELS = 12  # in a table of expected against found; of more labels the most frequent mistakes are shown
-_MOST_LABELS = 1000  # with more, answers are no labels: each row has choices of its own
+_MOST_LABELS = 1000  # with more, answers are no labels: each row has some of its own
 _NUM_WRONG = 5
 _SHOWN_CHARS = 200  # of a wrong answer, and of a label
 _Z = 1.959964  # of 95%
@@ -31,7 +31,7 @@ class Accuracy:
     """Counts of rows whose answer was compared with the one that ``expected`` finds in their record.
 
     ``answer`` is the rule by which the answer was found; without it whole texts are compared. ``has_labels`` says that
-    all answers are from a closed set; scored choices and classifiers' labels are in any case.
+    all answers are from a closed set; labels that were scored, and those of classifiers, are in any case.
     """
 
     expected: Finder | None = None
@@ -57,7 +57,7 @@ class Accuracy:
         self.digest = (self.digest + _digest(record["id"], expected)) & _MASK
         self.without_answer += answer is None
         self._add_samples(record, expected, right=right)
-        if self.has_labels or record.get("choices") is not None or "label" in record:
+        if self.has_labels or "text" not in record:
             self._add_label(text_of(expected).strip(), answer, right=right)
         if not right:
             self._add_wrong(record, answer, expected)

@@ -81,7 +81,7 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     if accuracy and not accuracy["total"]:
         yield "nothing was compared: no row that is done has a value in the column that [eval] expected names"
     elif accuracy and not accuracy["correct"]:
-        remedy = "get bare answers by choices, structured_outputs or a system prompt, or set [eval] extract"
+        remedy = "get bare answers by [classify] labels, structured_outputs or a system prompt, or set [eval] extract"
         if "without_answer" in accuracy or "num_labels" in accuracy or "structured" in report:  # one of these is set
             remedy = "its wrong rows show both"
         yield f"no answer equals [eval] expected (0 of {accuracy['total']:,}); {remedy}"

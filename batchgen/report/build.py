@@ -47,7 +47,7 @@ KEYS = {
     "errors": "failed rows by code",
     "finish_reasons": "samples of done rows by finish_reason; a row has n of them",
     "tokens": "of done rows: prompt, of them cached (found in the prefix cache, copies apart), completion (generated "
-    "by all samples; the text of a scored choice is not); total is prompt + completion",
+    "by all samples); total is prompt + completion",
     "duplicates": "rows that got a copy of an identical one's answer and were not computed",
     "copied_tokens": "their part of tokens: prompt, completion",
     "reused": "after an update or with output.reuse: rows kept from earlier results, and their part of tokens: prompt, "
@@ -96,9 +96,9 @@ KEYS = {
     "finds is the expected one (correct), their share (exact_match) and its 95% interval; up to five wrong rows; with "
     "eval.extract the rows in whose text none was found (without_answer). With n above 1 these "
     "are of the first sample, and samples has shares over rows: of right samples (mean), of rows whose most frequent "
-    "answer is right (majority), of those with a right one (best). Where answers are labels (choices, a classifier): "
-    "of up to 96 labels, the most frequent first, rows where it is expected, found, and both "
-    "(correct), precision and recall; the 144 most frequent confusions; and num_labels",
+    "answer is right (majority), of those with a right one (best). Where answers are labels ([classify], a "
+    "classifier, structured_outputs.choice): of up to 96 labels, the most frequent first, rows where it is expected, "
+    "found, and both (correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
 _OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "reused", "structured", "workers"}
 _OPTIONAL_KEYS |= {"compared", "empty_fields", "open_schema"}  # reports that are kept as a baseline may lack them

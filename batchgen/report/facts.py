@@ -274,19 +274,16 @@ def _resources(report: Report) -> Facts:
 
 
 def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected: Callable[..., Any] | None) -> Table:
-    """The beginnings of prompts and answers of records, with the probability of a choice, and what was expected.
+    """The beginnings of prompts and answers of records, and what was expected.
 
     Prompts that are not known are "".
     """
     has_prompts = any(prompt for prompt, _ in rows)
     table_rows = []
     for prompt, record in rows:
-        text = _answer(record)
-        probs = [choice["prob"] for choice in record.get("choices") or () if choice["text"] == text]
-        more = f" ({probs[0]:.0%})" if probs else ""
         cells = [shortened(str(record["id"]), _ID_WIDTH)] + ([_cut(prompt)] if has_prompts else [])
         wanted = [] if expected is None else [_cut(text_of(expected(record)))]
-        table_rows.append((*cells, _cut(text) + more, *wanted))
+        table_rows.append((*cells, _cut(_answer(record)), *wanted))
     head = ["id", *(["prompt"] if has_prompts else []), "answer", *([] if expected is None else ["expected"])]
     return Table(title, head, table_rows, is_prose=True)
 

@@ -56,11 +56,9 @@ class RowTotals:
         """Take in an output record.
 
         Latencies are those of rows that were computed: not of copies, nor of rows that an earlier invocation computed
-        all but the end of. The text of a scored choice was not generated.
+        all but the end of.
         """
         lengths, timings = {name: record["usage"][name] for name in _LENGTHS}, record["timings"]
-        if record.get("choices") is not None:
-            lengths["completion_tokens"] = 0
         is_computed, cached = timings["prefill_s"] > 0, timings["cached_tokens"]
         self.num_results += 1
         self.preemptions += timings["preemptions"]

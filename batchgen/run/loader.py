@@ -319,7 +319,7 @@ def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
 def _is_plain(spec: JobSpec) -> bool:
     """Whether a job takes the likeliest token and tells no more of it."""
     rows = spec.sampling
-    others = rows.choices, rows.structured_outputs, rows.logit_bias, rows.allowed_token_ids, rows.bad_words
+    others = rows.labels, rows.structured_outputs, rows.logit_bias, rows.allowed_token_ids, rows.bad_words
     is_scored = rows.logprobs is not None or rows.prompt_logprobs is not None
     return rows.is_greedy and not (rows.has_penalties or is_scored or any(others))
 

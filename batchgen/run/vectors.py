@@ -35,7 +35,7 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
     if spec.output.format == "openai-batch" and (config.labels or spec.embed.pooling == "tokens"):
         what = "scores of labels" if config.labels else "vectors of tokens"
         raise UsageError(f'output.format = "openai-batch" has no place for {what}: choose jsonl or parquet')
-    spec.check_embed()
+    spec.check_kind()
     return spec
 
 

@@ -167,11 +167,11 @@ def test_sampling_flags_come_to_what_a_job_file_would_say(job: JobMaker, capsys:
     assert {name: sampling[name] for name in expected} == expected
 
 
-def test_choices_are_repeated_and_may_hold_commas(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_are_repeated_and_may_hold_commas(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(2))
-    code, _, err = said(capsys, "run", job.toml(), "--choices", "yes, please", "--n", "2", "--choices", "no")
+    code, _, err = said(capsys, "run", job.toml(), "--labels", "yes, please", "--n", "2", "--labels", "no")
     assert code == 2
-    assert err.splitlines()[-1].endswith("--n: n = 2 does not go with choices: they are scored, nothing is generated")
+    assert err.splitlines()[-1].endswith("--n: n = 2 does not go with labels: they are scored, nothing is generated")
 
 
 def test_rows_come_from_standard_input_and_a_resume_reads_them_again(job: JobMaker) -> None:

@@ -106,8 +106,14 @@ def is_right(row: dict[str, Any]) -> bool:
 # The job, flags, exit code, number of records, and what holds for each record.
 CASES: list[Any] = [
     ("quickstart", ["--limit", "8"], 0, 8, is_right),
-    ("classify", [], 0, 12, lambda row: {c["text"] for c in row["choices"]} == {"bug", "question", "request"}),
-    ("rerank", [], 0, 12, lambda row: {c["text"] for c in row["choices"]} == {"yes", "no"}),
+    (
+        "classify",
+        [],
+        0,
+        12,
+        lambda row: row["scores"].keys() == {"bug", "question", "request"} and "input_label" in row,
+    ),
+    ("rerank", [], 0, 12, lambda row: row["scores"].keys() == {"yes", "no"}),
     ("csv", [], 3, 4, lambda row: row["text"] == row["capitals"]),
     ("thinking", [], 0, 12, lambda row: "reasoning" in row),
     ("samples", ["--limit", "3"], 0, 3, lambda row: len(row["samples"]) == 4),

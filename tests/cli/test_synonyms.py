@@ -61,8 +61,11 @@ TOPICS = {  # what the answer must say
     "umlaut": "input.encoding",
     "few-shot": "engine.prefix_caching",
     "encoding": "input.encoding",
-    "labels": '"Labels (classification)"',
-    "classify": '"Labels (classification)"',
+    "classes": '"Labels (classification)"',
+    "sampling.choices": "classify.labels",
+    "sampling.normalize": "classify.by",
+    "labels": "Labels (classification)",
+    "classify": "[classify]",
     "compare": "batchgen report A --compare B",
     "failed": "A row that failed",
     "error rows": "A row that failed",
@@ -136,7 +139,7 @@ FLAGS = {  # typed by habit: what the one line must name
     "--flash-attn": "are chosen by the device",
     "--mmap": "batchgen help Memory",
     "--mem-fraction-static": "a size such as 4GiB",
-    "--labels": "--choices",
+    "--choices": "--labels",
 }
 
 
@@ -170,8 +173,8 @@ def test_a_flag_that_is_misspelt_names_the_nearest_alone(
 
 
 def test_one_choice_says_how_to_give_more(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["run", "--choices", "positiv,negativ"]) == ExitCode.USAGE
-    assert capsys.readouterr().err.endswith("not of 1; give --choices once per label\n")
+    assert call(["run", "--labels", "positiv,negativ"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith("not of 1; give --labels once per label\n")
 
 
 @pytest.mark.parametrize(

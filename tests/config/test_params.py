@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchgen
-from batchgen.config.sampling import SAMPLING_KEYS, ParamError, merge_params
+from batchgen.config.sampling import CLASSIFY_KEYS, SAMPLING_KEYS, ParamError, merge_params
 from batchgen.core.keys import keys_of
 from batchgen.core.records import SamplingParams
 
 BASE = SamplingParams()
 FIELDS = [item.name for item in fields(SamplingParams)]
+KNOWN = SAMPLING_KEYS.keys() | CLASSIFY_KEYS.keys()
 
 ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     "max_tokens": [(1, 1), (16.0, 16)],
@@ -40,7 +41,7 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     "logprobs": [(0, 0), (20, 20), (True, 0), (False, None)],
     "prompt_logprobs": [(5.0, 5), (False, None)],
     "max_repeats": [(0, 0), (2, 2)],
-    "choices": [
+    "labels": [
         *((["yes", " yes"], ("yes", " yes")),),
         *(([str(i) for i in range(1000)], tuple(str(i) for i in range(1000))), ([], ())),
     ],
@@ -50,7 +51,7 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
     ],
     "allowed_token_ids": [([7, 2, 7], (2, 7)), ([], ())],
     "bad_words": [(["b", " a", "b"], ("b", " a")), ("a", ("a",))],
-    "normalize": [("tokens", "tokens")],
+    "by": [("mean", "mean")],
 }
 
 # Wrong for every key but the few that they fit.
@@ -79,8 +80,8 @@ REFUSED: list[tuple[str, Any]] = [
     *(("n", value) for value in (0, -1, 129, 1.5, "2", True)),
     *((key, value) for key in ("logprobs", "prompt_logprobs") for value in (-1, 21, 0.5, "5", [5])),
     *(("max_repeats", value) for value in (1, -1, 2.5, "3", True, 2**31)),
-    *(("choices", value) for value in (["a"], ["a", "a"], ["a", ""], ["a", 1], "ab", {"a": 1, "b": 2}, [["a", "b"]])),
-    *(("choices", value) for value in (["a", "\udfff"], [str(i) for i in range(1001)], [None, "a"], 2)),
+    *(("labels", value) for value in (["a"], ["a", "a"], ["a", ""], ["a", 1], "ab", {"a": 1, "b": 2}, [["a", "b"]])),
+    *(("labels", value) for value in (["a", "\udfff"], [str(i) for i in range(1001)], [None, "a"], 2)),
     *(("logit_bias", value) for value in ({"7": 101}, {"7": -100.5}, {"7": "1"}, {"7": True}, {"7": [1]}, {7.5: 1})),
     *(
         ("logit_bias", value)
@@ -89,14 +90,14 @@ REFUSED: list[tuple[str, Any]] = [
     *(("logit_bias", value) for value in ({"7" * 5000: 1}, {"7": float("nan")}, [[7, 1], [7, 1]], [[1, 2, 3]])),
     *(("allowed_token_ids", value) for value in (7, "7", [-1], [True], [2**31], ["7"])),
     *(("bad_words", value) for value in ("", ["a", ""], [7], "x" * 1001, "\ud800", [str(i) for i in range(1001)])),
-    *(("normalize", value) for value in ("sum", "", True, ["tokens"])),
+    *(("by", value) for value in ("tokens", "", True, ["tokens"])),
     *(("preset", value) for value in ("Model", "card", "", ["model"], {"model": 1}, 1, True, float("nan"))),
 ]
 
 
 def test_every_field_of_sampling_params_is_a_declared_key() -> None:
     assert [*keys_of(SamplingParams)] == FIELDS
-    assert [*FIELDS, "preset"] == [*SAMPLING_KEYS]
+    assert {*FIELDS, "preset"} == KNOWN
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -167,24 +168,24 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         merge_params(BASE, {"preset": "best"})
 
 
-CHOICES = {"choices": ["yes", "no"]}
+LABELS = {"labels": ["yes", "no"]}
 GUIDED = {"structured_outputs": {"regex": "a"}}
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
-        ({**CHOICES, "n": 2}, "n", "n = 2 does not go with choices"),
-        ({**CHOICES, "stop": "a"}, "stop", r"stop = \('a',\) does not go with choices"),
-        ({**CHOICES, "logprobs": 0}, "logprobs", "logprobs = 0 does not go with choices"),
-        ({**CHOICES, "prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs = 1 does not go with choices"),
-        ({**CHOICES, "max_repeats": 2}, "max_repeats", "max_repeats = 2 does not go with choices"),
-        ({**CHOICES, "logit_bias": {"1": 2}}, "logit_bias", r"logit_bias = \(\(1, 2.0\),\) does not go with choices"),
-        ({**CHOICES, "allowed_token_ids": [1]}, "allowed_token_ids", "allowed_token_ids = .* with choices"),
-        ({**CHOICES, "bad_words": "a"}, "bad_words", r"bad_words = \('a',\) does not go with choices"),
+        ({**LABELS, "n": 2}, "n", "n = 2 does not go with labels"),
+        ({**LABELS, "stop": "a"}, "stop", r"stop = \('a',\) does not go with labels"),
+        ({**LABELS, "logprobs": 0}, "logprobs", "logprobs = 0 does not go with labels"),
+        ({**LABELS, "prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs = 1 does not go with labels"),
+        ({**LABELS, "max_repeats": 2}, "max_repeats", "max_repeats = 2 does not go with labels"),
+        ({**LABELS, "logit_bias": {"1": 2}}, "logit_bias", r"logit_bias = \(\(1, 2.0\),\) does not go with labels"),
+        ({**LABELS, "allowed_token_ids": [1]}, "allowed_token_ids", "allowed_token_ids = .* with labels"),
+        ({**LABELS, "bad_words": "a"}, "bad_words", r"bad_words = \('a',\) does not go with labels"),
         ({**GUIDED, "allowed_token_ids": [1]}, "allowed_token_ids", "allowed_token_ids = .* structured_outputs"),
         ({**GUIDED, "bad_words": "a"}, "bad_words", "bad_words = .* does not go with structured_outputs"),
-        ({**CHOICES, "max_tokens": 0}, "max_tokens", "max_tokens = 0 must be at least 1"),
+        ({**LABELS, "max_tokens": 0}, "max_tokens", "max_tokens = 0 must be at least 1"),
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "only a row with prompt_logprobs"),
         ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "n", "n = 2 does not go with max_tokens = 0"),
         ({"max_tokens": 0, "prompt_logprobs": 0, "min_tokens": 1}, "min_tokens", "min_tokens = 1 is above"),
@@ -198,9 +199,9 @@ def test_values_that_contradict_each_other_are_refused(overrides: dict[str, Any]
 
 def test_a_contradiction_is_laid_to_the_layer_that_brought_it() -> None:
     base = merge_params(BASE, {"n": 2})
-    with pytest.raises(ParamError, match="n = 2 does not go with choices") as caught:
-        merge_params(base, CHOICES)
-    assert caught.value.key == "choices"
+    with pytest.raises(ParamError, match="n = 2 does not go with labels") as caught:
+        merge_params(base, LABELS)
+    assert caught.value.key == "labels"
 
 
 @pytest.mark.parametrize("overrides", [{"prompt_logprobs": 0}, {"prompt_logprobs": 20, "logprobs": 3}])
@@ -211,8 +212,6 @@ def test_a_scoring_job_may_generate_nothing(overrides: dict[str, Any]) -> None:
 def test_a_row_can_do_without_what_the_job_asks_for() -> None:
     base = merge_params(BASE, {"logprobs": 5, "stop": "a"})
     assert merge_params(base, {"logprobs": False, "stop": []}) == BASE
-    base = merge_params(BASE, CHOICES)
-    assert merge_params(base, {"choices": [], "n": 2}) == replace(BASE, n=2)
 
 
 def _value(key: str) -> st.SearchStrategy[Any]:
@@ -222,14 +221,14 @@ def _value(key: str) -> st.SearchStrategy[Any]:
     anything = st.none() | st.booleans() | texts | st.lists(texts | numbers, max_size=3)
     return anything | {
         "stop": st.lists(texts, max_size=20),
-        "choices": st.lists(texts, max_size=5),
+        "labels": st.lists(texts, max_size=5),
         "logit_bias": st.dictionaries(texts | numbers, numbers, max_size=2),
     }.get(key, numbers)
 
 
 @settings(deadline=None)
 @given(
-    st.fixed_dictionaries({}, optional={key: _value(key) for key in SAMPLING_KEYS}),
+    st.fixed_dictionaries({}, optional={key: _value(key) for key in sorted(KNOWN)}),
     st.dictionaries(st.text(max_size=5), st.none() | st.integers(), max_size=1),
 )
 def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unknown: dict[str, Any]) -> None:
@@ -239,7 +238,7 @@ def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unkn
     except ParamError as error:
         assert error.key in overrides and "\n" not in str(error)
         return
-    assert all(overrides[key] is None for key in unknown.keys() - set(SAMPLING_KEYS))
+    assert all(overrides[key] is None for key in unknown.keys() - KNOWN)
     assert 0 <= merged.min_tokens <= merged.max_tokens < 2**31
     assert merged.max_tokens > 0 or merged.prompt_logprobs is not None
     assert merged.temperature == 0 or merged.temperature >= 0.01
@@ -247,8 +246,8 @@ def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unkn
     assert 0.01 <= merged.repetition_penalty <= 100 and 1 <= merged.n <= 128 and merged.max_repeats != 1
     assert abs(merged.presence_penalty) <= 2 and abs(merged.frequency_penalty) <= 2
     assert all(value is None or 0 <= value <= 20 for value in (merged.logprobs, merged.prompt_logprobs))
-    assert all(text and text.encode() for text in (*merged.stop, *merged.choices))
-    assert not merged.choices or (merged.n, merged.stop, merged.logprobs) == (1, (), None)
+    assert all(text and text.encode() for text in (*merged.stop, *merged.labels))
+    assert not merged.labels or (merged.n, merged.stop, merged.logprobs) == (1, (), None)
     assert merge_params(merged, overrides) == merged
 
 
@@ -268,4 +267,4 @@ def test_something_acts_on_each_sampling_key() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
     }
-    assert set(SAMPLING_KEYS) - {"preset"} <= read
+    assert KNOWN - {"preset"} <= read

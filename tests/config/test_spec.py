@@ -166,7 +166,12 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ),
         ('[sampling]\nprset = "model"\n', r'sampling\.prset: unknown key \(did you mean "preset"'),
         ('preset = "model"\n', r"input\.preset: unknown key \(it belongs in \[sampling\]\)"),
-        ("[sampling]\nn = 2\nchoices = ['a', 'b']\n", r"job\.toml:8: sampling\.n: n = 2 does not go with choices"),
+        (
+            "[sampling]\nn = 2\n[classify]\nlabels = ['a', 'b']\n",
+            r"job\.toml:8: sampling\.n: n = 2 does not go with labels",
+        ),
+        ('[sampling]\nchoices = ["a", "b"]\n', r"sampling\.choices: unknown key \(.*here it is classify\.labels\)"),
+        ('[sampling]\nlabels = ["a", "b"]\n', r"sampling\.labels: unknown key \(it belongs in \[classify\]\)"),
         ('[sampling]\nstop = ""\n', r"job\.toml:8: sampling\.stop: stop = '' holds an empty string"),
         ("[sampling\n", r"job\.toml: not valid TOML: .*line 7"),
         *(
@@ -376,7 +381,7 @@ def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_spec_survives_json(tmp_path: Path) -> None:
     generated = 'stop_token_ids = [2, 3]\nstop = ["\\n\\n", "Q:"]\nn = 3\nlogprobs = 2\nmax_repeats = 4\n'
-    scored = 'choices = ["yes", " no"]\nnormalize = "tokens"\n'
+    scored = '[classify]\nlabels = ["yes", " no"]\nby = "mean"\n'
     restricted = 'allowed_token_ids = [7, 2]\nbad_words = ["a"]\nlogit_bias = { "7" = 1, "2" = -0.5 }\n'
     for sampling in (generated, scored, restricted, "prompt_logprobs = 0\nmax_tokens = 0\n"):
         extra = f'columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_cache_memory = "1GiB"\n'

@@ -232,7 +232,7 @@ def test_a_row_that_asks_twice_or_wrongly_is_refused_by_name(row: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("choices", ["a", "b"]), ("ignore_eos", True), ("min_tokens", 2), ("max_tokens", 0)]
+    ("key", "value"), [("labels", ["a", "b"]), ("ignore_eos", True), ("min_tokens", 2), ("max_tokens", 0)]
 )
 def test_what_no_structured_row_can_have_is_refused_with_both_remedies(key: str, value: object) -> None:
     others: dict[str, Any] = {"prompt_logprobs": 0} if key == "max_tokens" else {}

@@ -75,10 +75,10 @@ SAMPLED = SamplingParams(max_tokens=5, temperature=0.5)
                 *({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}),
                 *({"stop": ("x",)}, {"stop_token_ids": (3,)}, {"ignore_eos": True}, {"max_repeats": 3}),
                 *({"logit_bias": ((3, 1.0),)}, {"allowed_token_ids": (3,)}, {"bad_words": ("x",)}),
-                {"normalize": "tokens"},
+                {"by": "mean"},
             )
         ),
-        replace(GREEDY, params=replace(GREEDY.params, choices=("a", "b")), choices=((1,), (2,))),
+        replace(GREEDY, params=replace(GREEDY.params, labels=("a", "b")), labels=((1,), (2,))),
         replace(GREEDY, bad_words=((1, 2),)),
     ],
     ids=str,
@@ -92,12 +92,12 @@ def test_whatever_can_change_an_answer_makes_a_request_another_one(other: Reques
     assert known.answered(RequestState(replace(other, key=2))) is None
 
 
-def test_tokens_of_choices_and_prompt_are_not_taken_for_each_other() -> None:
-    params = SamplingParams(choices=("a", "b"))
+def test_tokens_of_labels_and_prompt_are_not_taken_for_each_other() -> None:
+    params = SamplingParams(labels=("a", "b"))
     known = Duplicates()
-    assert known.begin(RequestState(Request(0, (1, 2), params, choices=((3,), (4,)))))
-    assert known.begin(RequestState(Request(1, (1, 2), params, choices=((3,), (5,)))))
-    assert not known.begin(RequestState(Request(2, (1, 2), params, choices=((3,), (4,)))))
+    assert known.begin(RequestState(Request(0, (1, 2), params, labels=((3,), (4,)))))
+    assert known.begin(RequestState(Request(1, (1, 2), params, labels=((3,), (5,)))))
+    assert not known.begin(RequestState(Request(2, (1, 2), params, labels=((3,), (4,)))))
 
 
 def test_the_seed_and_earlier_tokens_make_no_difference_to_a_greedy_answer() -> None:
@@ -138,13 +138,13 @@ def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: p
     assert not known._under_way
 
 
-@pytest.mark.parametrize("more", [{"choice_logprobs": (-1.0,) * 600}, {"vector": bytes(4 * 4800)}])
-def test_scores_of_choices_and_vectors_count_towards_the_bound(
+@pytest.mark.parametrize("more", [{"label_logprobs": (-1.0,) * 600}, {"vector": bytes(4 * 4800)}])
+def test_scores_of_labels_and_vectors_count_towards_the_bound(
     more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(duplicates, "MAX_REMEMBERED_TOKENS", 10_000)
     known = Duplicates()
-    requests = [Request(key, (9, key), SamplingParams(), choices=((3,), (4,))) for key in range(10)]
+    requests = [Request(key, (9, key), SamplingParams(), labels=((3,), (4,))) for key in range(10)]
     for request in requests:
         group = RequestState(request)
         known.begin(group)

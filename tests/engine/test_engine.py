@@ -86,9 +86,9 @@ def test_a_full_context_ends_with_length(undisturbed: tuple[int, ...]) -> None:
         *((Request(1, (9,), GREEDY, (token,)), RowErrorCode.BAD_PARAM, [str(token)]) for token in (-1, 128)),
         (Request(1, (9,), replace(GREEDY, stop=("x",))), RowErrorCode.BAD_PARAM, ["tokenizer"]),
         (
-            Request(1, (9,), SamplingParams(choices=("a", ""), normalize="tokens"), choices=((9,), ())),
+            Request(1, (9,), SamplingParams(labels=("a", ""), by="mean"), labels=((9,), ())),
             RowErrorCode.BAD_PARAM,
-            ["choices: one of the texts has no tokens"],
+            ["labels: one of the texts has no tokens"],
         ),
     ],
     ids=str,

@@ -75,7 +75,7 @@ def requests_of_every_kind() -> tuple[Request, ...]:
         prompt = (9, 30, 77, 12, 5, 9, 30, 70, 2, 11, 18, 99) * (i % 2) + request.prompt_token_ids
         params = replace(KINDS[i // 2 % len(KINDS)], max_tokens=request.params.max_tokens)
         requests.append(Request(request.key, prompt, params, bad_words=WORDS if params.bad_words else ()))
-    scored = SamplingParams(max_tokens=0, choices=("one", "another"))
+    scored = SamplingParams(max_tokens=0, labels=("one", "another"))
     return *requests, *(Request(100 + i, (9, 30, 77, 12, 5 + i), scored, (), ((50, 51), (60,))) for i in range(2))
 
 
@@ -203,12 +203,12 @@ def test_a_step_with_rows_that_need_the_host_runs_by_itself() -> None:
     assert (engine.stats.num_steps, device.num_waits, device.num_ahead) == (20, 20, 14)
 
 
-def test_a_choice_whose_last_token_comes_after_its_scores_is_answered() -> None:
+def test_a_label_whose_last_token_comes_after_its_scores_is_answered() -> None:
     """The step that computes it samples nothing and scores nothing, and yet the sequence ends with it."""
-    request = Request(0, (9, 30, 77), SamplingParams(max_tokens=0, choices=("one",)), (), ((50, 51),))
+    request = Request(0, (9, 30, 77), SamplingParams(max_tokens=0, labels=("one",)), (), ((50, 51),))
     (result,) = checked_run(overlapping(Device(), max_num_batched_tokens=4), [request])
     (plain,) = engine_for(MODEL, num_blocks=200, block_size=4).run([request])
-    assert result.choice_logprobs == plain.choice_logprobs
+    assert result.label_logprobs == plain.label_logprobs
 
 
 def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:

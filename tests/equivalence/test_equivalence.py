@@ -167,7 +167,7 @@ def test_a_row_goes_on_from_any_token_of_an_earlier_run_as_if_undisturbed(
     resumed = [
         replace(request, output_token_ids=expected[request.key].token_ids[:end])
         for request in KINDS[rows].requests
-        for end in range(0 if request.choices else len(expected[request.key].token_ids))
+        for end in range(0 if request.labels else len(expected[request.key].token_ids))
     ]
     engine = engine_of(rows, "lfm2", dtype, room=30, share_duplicates=False, kv_cache_dtype=kv_cache_dtype)
     results = list(checked_run(engine, resumed))

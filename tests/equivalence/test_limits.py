@@ -21,7 +21,7 @@ def pairs(rows: str) -> dict[int, tuple[Request, Request]]:
     """Each row that generates, and the same with twice the limit, which draws as the first one does."""
     found = {}
     for request in KINDS[rows].requests:
-        if not request.choices and request.params.max_tokens:
+        if not request.labels and request.params.max_tokens:
             twice = replace(request.params, max_tokens=2 * request.params.max_tokens)
             found[request.key] = request, replace(request, key=_LARGER + request.key, draw=request.key, params=twice)
     return found

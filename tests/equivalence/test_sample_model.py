@@ -148,14 +148,14 @@ def test_a_stop_string_ends_an_answer_where_its_text_has_it() -> None:
         assert got == expected
 
 
-def test_the_right_answer_is_the_likeliest_choice() -> None:
+def test_the_right_answer_is_the_likeliest_label() -> None:
     """Each row's own answer against those of other rows, as a labelling job would ask."""
     spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
     sizes = {"max_model_len": 512, "vocab_size": 65536}
-    builder = RequestBuilder(spec, SamplingParams(), tokenizer(), **sizes)
+    builder = RequestBuilder(spec, SamplingParams(labels=("a", "b")), tokenizer(), **sizes)
     some = rows()[:60]
     asked = [
-        {"question": row["question"], "sampling": {"choices": [other["answer"], row["answer"]]}}
+        {"question": row["question"], "sampling": {"labels": [other["answer"], row["answer"]]}}
         for row, other in zip(some, some[7:] + some[:7], strict=True)
         if other["answer"] != row["answer"]
     ]

@@ -1,6 +1,6 @@
 """What is shared between requests changes nothing about any of them: cached = cold, to the bit.
 
-Prefixes taken over from the cache, identical requests, samples of one prompt and scores of choices, held against each
+Prefixes taken over from the cache, identical requests, samples of one prompt and scores of labels, held against each
 request run by itself in an engine that has seen nothing.
 """
 
@@ -83,33 +83,33 @@ def test_a_generated_token_has_the_log_probability_that_scoring_gives_it(dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_choice_is_worth_what_its_tokens_are_worth_after_the_prompt(dtype: str) -> None:
-    choices = ((7, 9), (100,), (8, 8, 8))
+def test_a_label_is_worth_what_its_tokens_are_worth_after_the_prompt(dtype: str) -> None:
+    labels = ((7, 9), (100,), (8, 8, 8))
     engine = roomy(dtype, max_num_batched_tokens=16)
-    request = Request(0, PROMPT, SamplingParams(choices=("a", "b", "c")), choices=choices)
+    request = Request(0, PROMPT, SamplingParams(labels=("a", "b", "c")), labels=labels)
     result = run(engine, [request])[0]
-    for choice, logprob in zip(choices, result.choice_logprobs, strict=True):
-        scores = result_of(roomy(dtype), PROMPT + choice, max_tokens=0, prompt_logprobs=0).prompt_logprobs
+    for label, logprob in zip(labels, result.label_logprobs, strict=True):
+        scores = result_of(roomy(dtype), PROMPT + label, max_tokens=0, prompt_logprobs=0).prompt_logprobs
         assert scores is not None
         assert logprob == sum(score.logprob for score in scores[len(PROMPT) - 1 :])
-    best = max(range(3), key=lambda i: result.choice_logprobs[i])
-    assert result.token_ids == choices[best]
+    best = max(range(3), key=lambda i: result.label_logprobs[i])
+    assert result.token_ids == labels[best]
     assert engine.stats.num_cached_tokens >= 2 * 32  # the prompt was computed once, up to its last whole block
     assert engine.stats.num_output_tokens == 0
 
 
-def test_the_best_choice_is_that_with_the_best_sum_or_mean_and_the_first_of_equals() -> None:
-    choices = ((40, 41, 42, 43), (50,), (60, 61), (50,))
+def test_the_best_label_is_that_with_the_best_sum_or_mean_and_the_first_of_equals() -> None:
+    labels = ((40, 41, 42, 43), (50,), (60, 61), (50,))
     prompts = [(9, 8 + i) for i in range(20)]
-    plain = [Request(i, prompt, SamplingParams(max_tokens=0), choices=choices) for i, prompt in enumerate(prompts)]
-    by_mean = [replace(r, params=replace(r.params, normalize="tokens")) for r in plain]
+    plain = [Request(i, prompt, SamplingParams(max_tokens=0), labels=labels) for i, prompt in enumerate(prompts)]
+    by_mean = [replace(r, params=replace(r.params, by="mean")) for r in plain]
     sums, means = (run(engine_of("sharing", room=40), requests) for requests in (plain, by_mean))
     for key, found in sums.items():
-        scores = found.choice_logprobs
-        assert means[key].choice_logprobs == scores
-        assert found.choice_means == means[key].choice_means
-        assert found.choice_means == tuple(s / len(c) for s, c in zip(scores, choices, strict=True))
-        for result, by in ((found, scores), (means[key], means[key].choice_means)):
-            assert result.token_ids == choices[by.index(max(by))]
+        scores = found.label_logprobs
+        assert means[key].label_logprobs == scores
+        assert found.label_means == means[key].label_means
+        assert found.label_means == tuple(s / len(c) for s, c in zip(scores, labels, strict=True))
+        for result, by in ((found, scores), (means[key], means[key].label_means)):
+            assert result.token_ids == labels[by.index(max(by))]
             assert by[1] == by[3]
     assert {r.token_ids for r in means.values()} != {r.token_ids for r in sums.values()}

@@ -37,7 +37,7 @@ from batchgen.workers.driver import _POISON
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"
 TEXTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-SECTIONS = ("model", "input", "sampling", "embed", "engine", "output", "eval", "cluster")
+SECTIONS = ("model", "input", "sampling", "classify", "embed", "engine", "output", "eval", "cluster")
 _TITLES = {"job-file": "The job file", "commands": "The commands", "records": "What a run writes"}
 _NOTE = "<!-- generated: change the code or tests/helpers/docs.toml, then run python tests/helpers/docs.py -->"
 

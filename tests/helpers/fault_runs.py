@@ -66,7 +66,7 @@ def mixed_rows(count: int) -> list[dict[str, Any] | str]:
     rows[3] = {"id": "q1", "question": "Twice?", "answer": "no"}
     rows[5] = {"id": "n", "question": "Three?", "sampling": {"n": 3, "temperature": 0.8, "seed": 5}}
     rows[6] = {"id": "l", "question": "How sure?", "sampling": {"logprobs": 2, "max_tokens": 3}}
-    rows[7] = {"id": "c", "question": "Which?", "sampling": {"choices": ["yes", "no"]}}
+    rows[7] = {"id": "c", "question": "Which?", "sampling": {"prompt_logprobs": 1, "max_tokens": 0}}
     rows[8] = {"id": 8, "question": ""}
     return rows
 

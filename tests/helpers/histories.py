@@ -42,7 +42,7 @@ ROWS = (
     *("empty", "cut", "add_file", "drop_file", "back", "limit"),
 )
 JOB = (
-    *("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "keep", "format", "ends", "choices"),
+    *("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "keep", "format", "ends"),
     *("max_model_len", "max_tokens", "seed"),
 )
 STARTS = ("run", "update", "stop", *KINDS)
@@ -56,7 +56,6 @@ _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
     "keep": (("*",), ("note",), ()),
     "format": FORMS,
     "ends": ((), ("zq",)),
-    "choices": ((), ("yes", "no")),
     "max_model_len": (None, 30, 24),
     "limit": (None, 5, 8),
 }
@@ -101,7 +100,7 @@ def history_of(seed: int, flags: tuple[str, ...] = ()) -> History:
     for _ in range(rng.randint(3, 6)):
         steps += [step(*rng.choice((ROWS, JOB, JOB))) for _ in range(rng.choice((0, 1, 1, 2)))]
         steps.append(step(*["update"] * 6, *["run"] * 4, *["stop"] * 2, *KINDS))
-    often = dict.fromkeys(_VALUES, 0.6) | {"temperature": 0.9, "choices": 0.1, "limit": 0.1, "max_model_len": 0.1}
+    often = dict.fromkeys(_VALUES, 0.6) | {"temperature": 0.9, "limit": 0.1, "max_model_len": 0.1}
     job = tuple((name, rng.randrange(len(values))) for name, values in _VALUES.items() if rng.random() < often[name])
     return History(rng.choice(FORMS), rng.random() < 0.5, rng.choice((9, 24)), job, tuple(steps), flags)
 
@@ -119,12 +118,6 @@ class State:
 
     def value(self, name: str) -> Any:
         return self.keys[name]
-
-    @cached_property
-    def asked(self) -> dict[str, Any]:
-        """The keys that the job file has: choices go with none of some."""
-        gone = ("n", "logprobs", "ends") if self.keys["choices"] else ()
-        return {name: value for name, value in self.job if name not in gone}
 
     @property
     def lines(self) -> list[str]:
@@ -144,10 +137,8 @@ class Answers:
         row, job = json.loads(self.state.lines[index]), self.state.keys
         body = row.get("body", row)
         own = body.get("sampling", {name: body[name] for name in ("temperature", "seed") if name in body})
-        names = ("temperature", "seed", "n", "logprobs", "ends", "choices")
+        names = ("temperature", "seed", "n", "logprobs", "ends")
         values = {name: job[name] for name in names} | own
-        if values["choices"]:
-            return body.get("prompt", body.get("question")), values["choices"], values["temperature"]
         drawn = row.get("custom_id", row.get("id", index)) if values["temperature"] else None
         seed = values["seed"] if values["temperature"] else None
         limits = self.limit(index) if values["n"] > 1 else None
@@ -163,10 +154,8 @@ class Answers:
         """Whether a result under the key of a row is that of the row."""
         reason, length, has_token_ids = found
         values = self.state.keys
-        if values["token_ids"] and not has_token_ids and not values["choices"]:
+        if values["token_ids"] and not has_token_ids:
             return False
-        if values["choices"]:
-            return not values["token_ids"] or has_token_ids
         limit = self.limit(index)
         return bool(values["n"] > 1 or (length == limit if reason == "length" else length <= limit))
 
@@ -270,11 +259,8 @@ class World:
         given["input"] |= {"format": "openai-batch"} if is_batch else {"prompt": "{question}"}
         given["input"] |= {"id": "id"} if self.history.has_ids and not is_batch else {}
         given["input"] |= {"limit": job["limit"]} if job["limit"] is not None else {}
-        if job["choices"]:
-            given["sampling"]["choices"] = list(job["choices"])
-        else:
-            given["sampling"] |= {"n": job["n"], "stop": list(job["ends"])}
-            given["sampling"] |= {"logprobs": job["logprobs"]} if job["logprobs"] is not None else {}
+        given["sampling"] |= {"n": job["n"], "stop": list(job["ends"])}
+        given["sampling"] |= {"logprobs": job["logprobs"]} if job["logprobs"] is not None else {}
         tables = [
             f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
             for name, keys in given.items()
@@ -444,7 +430,7 @@ class World:
     def loses_much(self) -> bool:
         """Whether an update of finished outputs to the state as it is must be asked for."""
         assert self.published is not None
-        was, now = self.published.asked, self.state.asked
+        was, now = self.published.keys, self.state.keys
         if was.keys() != now.keys() or any(was[name] != now[name] for name in now if name not in ("limit", "format")):
             return True
         if now["limit"] is not None and (was["limit"] is None or now["limit"] < was["limit"]):

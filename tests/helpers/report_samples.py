@@ -25,6 +25,14 @@ def record(index: int, **more: Any) -> dict[str, Any]:
     return {"id": f"r{index}", "index": index, "finish_reason": "stop", "usage": usage, "timings": timings, **more}
 
 
+def scored_record(index: int, label: str) -> dict[str, Any]:
+    """That of a row of a job with labels."""
+    plain = record(index, usage={"prompt_tokens": 10, "completion_tokens": 0})
+    left_out = ("text", "finish_reason")
+    fields = {"label": label, "score": 0.75, "scores": {label: 0.75, "other": 0.25}}
+    return {name: value for name, value in plain.items() if name not in left_out} | fields
+
+
 def made(errors: int = 0, rows: int = 20, **usage: Any) -> dict[str, Any]:
     totals = RowTotals()
     for index in range(rows):

@@ -77,7 +77,7 @@ class Kind:
     @property
     def longest(self) -> int:
         """Tokens of the longest row, which any pool must hold."""
-        ends = [[len(choice) for choice in r.choices] or [r.params.max_tokens] for r in self.requests]
+        ends = [[len(label) for label in r.labels] or [r.params.max_tokens] for r in self.requests]
         return max(len(r.prompt_token_ids) + max(end) for r, end in zip(self.requests, ends, strict=True))
 
 
@@ -127,8 +127,8 @@ def _sharing() -> tuple[Request, ...]:
             continue
         prompt = rng.choice(stems) + tuple(rng.randrange(8, 128) for _ in range(rng.randint(0, 12)))
         if key % 6 == 4:
-            choices = tuple(tuple(rng.randrange(8, 128) for _ in range(rng.randint(1, 5))) for _ in range(3))
-            made.append(Request(key, prompt, SamplingParams(choices=("a", "b", "c")), choices=choices))
+            labels = tuple(tuple(rng.randrange(8, 128) for _ in range(rng.randint(1, 5))) for _ in range(3))
+            made.append(Request(key, prompt, SamplingParams(labels=("a", "b", "c")), labels=labels))
         elif key % 6 == 3:
             made.append(Request(key, prompt, SamplingParams(max_tokens=14, ignore_eos=True, max_repeats=2)))
         else:

@@ -75,13 +75,13 @@ def _sample(request: Request, tokens: Sequence[int] | None, vocab_size: int) -> 
 def stub_result(request: Request, tokens: Sequence[int], timings: Timings, vocab_size: int) -> Result:
     """All that a request asks for beside its tokens, each derived from them."""
     params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
-    if request.choices:
-        sums = tuple(-sum(choice) / 100 for choice in request.choices)
-        means = tuple(total / len(choice) for total, choice in zip(sums, request.choices, strict=True))
+    if request.labels:
+        sums = tuple(-sum(label) / 100 for label in request.labels)
+        means = tuple(total / len(label) for total, label in zip(sums, request.labels, strict=True))
         base = Result(request.key, num_prompt_tokens, (), FinishReason.STOP, timings)
-        scored = replace(base, choice_logprobs=sums, choice_means=means)
-        scores = scored.choice_scores(params)
-        return replace(scored, token_ids=request.choices[scores.index(max(scores))])
+        scored = replace(base, label_logprobs=sums, label_means=means)
+        scores = scored.label_scores(params)
+        return replace(scored, token_ids=request.labels[scores.index(max(scores))])
     first, *others = (
         _sample(request if number == 0 else stub_sample(request, number), None if number else tokens, vocab_size)
         for number in range(params.n)
@@ -194,7 +194,7 @@ class StubEngine:
             if key in self.fails:
                 error = RowError(RowErrorCode.INTERNAL, "the stub fails this row")
                 results.append(Result(key, len(request.prompt_token_ids), timings=timings, error=error))
-            elif not request.choices and len(tokens) < min(stub_length(request), request.params.max_tokens):
+            elif not request.labels and len(tokens) < min(stub_length(request), request.params.max_tokens):
                 tokens.append(stub_token(request, len(tokens), self.vocab_size))
                 self.stats.num_output_tokens += 1
                 continue

@@ -230,7 +230,7 @@ def asked(url: str, **body: Any) -> Mapping[str, Any]:
         (COMPLETION_URL, {"n": 2, "best_of": 2}, {"n": 2}),
         (COMPLETION_URL, {"best_of": 1, "echo": False}, {}),
         (COMPLETION_URL, {"repetition_penalty": 1.1, "min_p": 0.5}, {"repetition_penalty": 1.1, "min_p": 0.5}),
-        (COMPLETION_URL, {"choices": ["a", "b"]}, {"choices": ("a", "b")}),
+        (COMPLETION_URL, {"stop_token_ids": [3]}, {"stop_token_ids": (3,)}),
         (CHAT_URL, {"logit_bias": {"50256": -100}}, {"logit_bias": ((50256, -100.0),)}),
         (CHAT_URL, {"logit_bias": {}}, {}),
         (COMPLETION_URL, {"logit_bias": None}, {}),

@@ -114,11 +114,11 @@ def test_names_are_expected_and_kept(form: str, job: JobMaker) -> None:
         },
         output={"path": str(job.output)},
         eval={"expected": "label"},
-        sampling={"choices": NAMES},
+        classify={"labels": NAMES},
     )
     outcome = job.run(spec)
     assert outcome.exit_code == 0
-    assert [row["label"] for row in job.outputs()] == ["World", None, None]
+    assert [row["input_label"] for row in job.outputs()] == ["World", None, None]
     accuracy = json.loads((job.output / "report.json").read_bytes())["accuracy"]
     assert accuracy["total"] == 1
 

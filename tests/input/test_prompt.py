@@ -150,7 +150,7 @@ def test_sampling_values_come_from_the_job_then_the_sampling_object(tokenizer: T
 
 
 def test_a_column_named_like_a_sampling_key_is_data(tokenizer: Tokenizer) -> None:
-    row = {"prompt": "Which?", "choices": ["a", "b"], "max_tokens": 3, "temperature": "hot"}
+    row = {"prompt": "Which?", "labels": ["a", "b"], "max_tokens": 3, "temperature": "hot"}
     [answer] = build(tokenizer, row)
     assert isinstance(answer, Request) and answer.params == JOB
 

@@ -1,4 +1,4 @@
-"""What rows ask for besides a prompt: choices to score, stop strings, presets, and the room that each needs."""
+"""What rows ask for besides a prompt: labels to score, stop strings, presets, and the room that each needs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from batchgen.text.grammar import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
 JOB = SamplingParams(max_tokens=32, seed=5)
+LABELLED = SamplingParams(labels=("a", "b"))
 
 
 def builder_of(tokenizer: Tokenizer | None, sampling: SamplingParams = JOB, **keys: Any) -> RequestBuilder:
@@ -38,21 +39,21 @@ def one(builder: RequestBuilder, **columns: Any) -> Request | Row:
     return answer
 
 
-def test_choices_are_tokenized_by_themselves_as_they_stand(tokenizer: Tokenizer) -> None:
-    choices = ["yes", " yes", "n<|im_end|>"]
-    answer = one(builder_of(tokenizer), prompt="ok?", choices=choices)
-    assert isinstance(answer, Request) and answer.params.choices == tuple(choices)
-    assert answer.choices == tuple(map(tuple, tokenizer.encode_batch(choices, add_special_tokens=False)))
-    assert len(answer.choices[0]) + 1 == len(answer.choices[1]) and answer.choices[2][-1] == 7
+def test_labels_are_tokenized_by_themselves_as_they_stand(tokenizer: Tokenizer) -> None:
+    labels = ["yes", " yes", "n<|im_end|>"]
+    answer = one(builder_of(tokenizer, LABELLED), prompt="ok?", labels=labels)
+    assert isinstance(answer, Request) and answer.params.labels == tuple(labels)
+    assert answer.labels == tuple(map(tuple, tokenizer.encode_batch(labels, add_special_tokens=False)))
+    assert len(answer.labels[0]) + 1 == len(answer.labels[1]) and answer.labels[2][-1] == 7
     assert tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False) == "<|startoftext|>ok?"
 
 
-def test_choices_of_the_job_and_of_rows_meet_in_one_chunk(tokenizer: Tokenizer) -> None:
-    builder = builder_of(tokenizer, SamplingParams(choices=("a", "bc")))
-    rows = [{"prompt": "a"}, {"prompt": "b", "choices": ["a", "x"]}, {"prompt": "c", "choices": []}]
+def test_labels_of_the_job_and_of_rows_meet_in_one_chunk(tokenizer: Tokenizer) -> None:
+    builder = builder_of(tokenizer, SamplingParams(labels=("a", "bc")))
+    rows = [{"prompt": "a"}, {"prompt": "b", "labels": ["a", "x"]}]
     answers = [request for _, request in builder.build([record(row) for row in rows]) if request]
     a, x, bc = (tuple(ids) for ids in tokenizer.encode_batch(["a", "x", "bc"], add_special_tokens=False))
-    assert [answer.choices for answer in answers] == [(a, bc), (a, x), ()]
+    assert [answer.labels for answer in answers] == [(a, bc), (a, x)]
     assert answers[0].prompt_token_ids == (1, *a)  # the same text as a prompt has its bos
 
 
@@ -65,15 +66,15 @@ def test_a_text_is_tokenized_once_a_chunk(tokenizer: Tokenizer, monkeypatch: pyt
         return encode(self, batch, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode_batch", noting)
-    builder = builder_of(tokenizer, SamplingParams(choices=("yes", "no")))
+    builder = builder_of(tokenizer, SamplingParams(labels=("yes", "no")))
     assert len([*builder.build([record({"prompt": prompt}) for prompt in ("p", "q", "p", "p")])]) == 4
     assert sorted(texts) == ["no", "p", "q", "yes"]
 
 
-def test_rows_of_token_ids_take_choices_where_there_is_a_tokenizer(tokenizer: Tokenizer) -> None:
-    answer = one(builder_of(tokenizer), prompt_token_ids=[1, 8], choices=["a", "b"])
+def test_rows_of_token_ids_take_labels_where_there_is_a_tokenizer(tokenizer: Tokenizer) -> None:
+    answer = one(builder_of(tokenizer, LABELLED), prompt_token_ids=[1, 8])
     assert isinstance(answer, Request) and answer.prompt_token_ids == (1, 8)
-    assert answer.choices == tuple(map(tuple, tokenizer.encode_batch(["a", "b"], add_special_tokens=False)))
+    assert answer.labels == tuple(map(tuple, tokenizer.encode_batch(["a", "b"], add_special_tokens=False)))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +83,14 @@ def test_rows_of_token_ids_take_choices_where_there_is_a_tokenizer(tokenizer: To
         (9, {}, 9),
         (10, {"max_tokens": 0, "prompt_logprobs": 0}, 10),
         (9, {"max_tokens": 1, "prompt_logprobs": 0}, 9),
-        (6, {"choices": ["a", "abcd"]}, 6),
-        (9, {"choices": ["a", "b"]}, 9),
+        (6, {"labels": ["a", "abcd"]}, 6),
+        (9, {"labels": ["a", "b"]}, 9),
     ],
 )
 def test_a_prompt_leaves_room_for_what_is_asked_for(
     num_tokens: int, sampling: dict[str, Any], limit: int, tokenizer: Tokenizer
 ) -> None:
-    builder = builder_of(tokenizer, max_model_len=10)
+    builder = builder_of(tokenizer, LABELLED if "labels" in sampling else JOB, max_model_len=10)
     assert isinstance(one(builder, prompt_token_ids=[8] * num_tokens, sampling=sampling), Request)
     answer = one(builder, prompt_token_ids=[8] * (num_tokens + 1), sampling=sampling)
     assert isinstance(answer, Row) and answer.error.code == "too_long"
@@ -97,13 +98,14 @@ def test_a_prompt_leaves_room_for_what_is_asked_for(
     assert answer.error.message.startswith(message)
 
 
-def test_a_choice_longer_than_the_context_is_refused_without_tokenizing_it(
+def test_a_label_longer_than_the_context_is_refused_without_tokenizing_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: pytest.fail("tokenized"))
-    answer = one(builder_of(tokenizer, max_model_len=10), prompt_token_ids=[8], choices=["a", "x" * 10_000])
+    builder = builder_of(tokenizer, LABELLED, max_model_len=10)
+    answer = one(builder, prompt_token_ids=[8], labels=["a", "x" * 10_000])
     assert isinstance(answer, Row)
-    limits = "the context of 10 allows at most 0 before a choice of at least 667"
+    limits = "the context of 10 allows at most 0 before a label of at least 667"
     assert (answer.error.code, answer.error.message) == ("too_long", f"the prompt has 1 tokens; {limits}")
 
 
@@ -114,7 +116,7 @@ def test_bad_words_are_tokenized_with_and_without_a_space_before_them(tokenizer:
     assert isinstance(job, Request) and isinstance(other, Request) and isinstance(none, Request)
     assert job.bad_words == tuple(map(tuple, tokenizer.encode_batch(ways, add_special_tokens=False)))
     assert other.bad_words == tuple(map(tuple, tokenizer.encode_batch(["a", " a"], add_special_tokens=False)))
-    assert none.bad_words == job.choices == ()
+    assert none.bad_words == job.labels == ()
 
 
 def test_a_token_that_the_model_does_not_have_makes_a_bad_row_or_job(tokenizer: Tokenizer) -> None:
@@ -128,24 +130,35 @@ def test_a_token_that_the_model_does_not_have_makes_a_bad_row_or_job(tokenizer: 
         builder_of(tokenizer, SamplingParams(allowed_token_ids=(vocab_size,)), vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize("sampling", [{"stop": "a"}, {"choices": ["a", "b"]}, {"bad_words": ["a"]}])
+@pytest.mark.parametrize("sampling", [{"stop": "a"}, {"labels": ["a", "b"]}, {"bad_words": ["a"]}])
 def test_a_row_that_needs_a_tokenizer_where_there_is_none_is_a_bad_one(sampling: dict[str, Any]) -> None:
     answer = one(builder_of(None), prompt_token_ids=[8], **sampling)
     assert isinstance(answer, Row) and answer.error.code == "bad_param"
     assert answer.error.message.startswith(f"{next(iter(sampling))} needs a tokenizer and this model has none; name")
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(stop=("a",)), SamplingParams(choices=("a", "b"))])
+@pytest.mark.parametrize("sampling", [SamplingParams(stop=("a",)), SamplingParams(labels=("a", "b"))])
 def test_a_job_that_needs_a_tokenizer_where_there_is_none_is_refused_at_once(sampling: SamplingParams) -> None:
-    with pytest.raises(UsageError, match=r"^sampling\.(stop|choices) needs a tokenizer and this model has none"):
+    with pytest.raises(
+        UsageError, match=r"^(sampling\.stop|classify\.labels) needs a tokenizer and this model has none"
+    ):
         builder_of(None, sampling)
 
 
-def test_a_choice_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("job", "labels"), [(JOB, ["a", "b"]), (LABELLED, [])])
+def test_a_job_gives_labels_to_all_rows_or_to_none(
+    tokenizer: Tokenizer, job: SamplingParams, labels: list[str]
+) -> None:
+    answer = one(builder_of(tokenizer, job), prompt="p", labels=labels)
+    assert isinstance(answer, Row) and answer.error.code == "bad_param"
+    assert answer.error.message.endswith("set [classify] labels, in whose place a row's own come")
+
+
+def test_a_label_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda _, texts, __: [[] if t == "b" else [8] for t in texts])
-    answer = one(builder_of(tokenizer), prompt="p", choices=["a", "b"])
+    answer = one(builder_of(tokenizer, LABELLED), prompt="p")
     assert isinstance(answer, Row)
-    assert (answer.error.code, answer.error.message) == ("bad_param", "choices: one of the texts has no tokens")
+    assert (answer.error.code, answer.error.message) == ("bad_param", "labels: one of the texts has no tokens")
 
 
 def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
@@ -167,17 +180,16 @@ def test_the_first_bad_value_is_the_one_named(tokenizer: Tokenizer) -> None:
         st.fixed_dictionaries(
             {"prompt": st.text("aé", max_size=4)},
             optional={
-                "choices": st.lists(st.text("ab", max_size=3), max_size=4),
+                "labels": st.lists(st.text("ab", max_size=3), max_size=4),
                 "stop": st.text("ab", max_size=2),
                 "max_tokens": st.integers(0, 3),
-                "prompt_logprobs": st.integers(0, 3),
             },
         ),
         max_size=6,
     )
 )
 def test_rows_get_the_answers_they_would_get_alone(tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> None:
-    builder = builder_of(tokenizer, max_model_len=6)
+    builder = builder_of(tokenizer, LABELLED, max_model_len=6)
     records = [record(row, index) for index, row in enumerate(rows)]
     assert [*builder.build(records)] == [answer for alone in records for answer in builder.build([alone])]
 
@@ -212,17 +224,6 @@ def with_grammars(tokenizer: Tokenizer, sampling: SamplingParams = FREE) -> Requ
 def test_a_sampling_object_replaces_the_job(tokenizer: Tokenizer, row: dict[str, Any], expected: str) -> None:
     answer = one(with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE)), prompt="p", **row)
     assert isinstance(answer, Request) and answer.params.structured_outputs == expected
-
-
-def test_a_row_of_a_structured_job_scores_choices_only_without_its_grammar(tokenizer: Tokenizer) -> None:
-    builder = with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE))
-    answer = one(builder, prompt="p", sampling={"choices": ["a", "b"]})
-    assert isinstance(answer, Row) and answer.error.code == "bad_param"
-    assert answer.error.message.startswith(
-        "choices = ('a', 'b') does not go with structured_outputs: change choices, or"
-    )
-    answer = one(builder, prompt="p", sampling={"choices": ["a", "b"], "structured_outputs": {}})
-    assert isinstance(answer, Request) and len(answer.choices) == 2 and not answer.params.structured_outputs
 
 
 def test_what_cannot_be_compiled_is_a_bad_row_or_a_refused_job(tokenizer: Tokenizer) -> None:

@@ -149,31 +149,31 @@ def test_nothing_is_started_where_nothing_is_missing_or_can_be_handed_over(
     assert not build._builders
 
 
-def job(**sampling: Any) -> JobSpec:
+def job(**sections: Any) -> JobSpec:
     model, rows = {"path": str(MODEL), "device": "cpu", "dtype": "float32"}, {"path": ["rows.jsonl"], "prompt": "text"}
-    return load_job(None, {"model": model, "input": rows, "output": {"path": "out"}, "sampling": sampling})
+    return load_job(None, {"model": model, "input": rows, "output": {"path": "out"}} | sections)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "others"),
+    ("sections", "others"),
     [
-        ({"max_tokens": 3}, False),
-        ({"temperature": 0.5}, True),
-        ({"repetition_penalty": 1.1}, True),
-        ({"logprobs": 0}, True),
-        ({"choices": ["yes", "no"]}, True),
-        ({"logit_bias": {"7": 1}}, True),
-        ({"allowed_token_ids": [7]}, True),
-        ({"bad_words": "a"}, True),
+        ({"sampling": {"max_tokens": 3}}, False),
+        ({"sampling": {"temperature": 0.5}}, True),
+        ({"sampling": {"repetition_penalty": 1.1}}, True),
+        ({"sampling": {"logprobs": 0}}, True),
+        ({"classify": {"labels": ["yes", "no"]}}, True),
+        ({"sampling": {"logit_bias": {"7": 1}}}, True),
+        ({"sampling": {"allowed_token_ids": [7]}}, True),
+        ({"sampling": {"bad_words": "a"}}, True),
     ],
 )
 def test_a_job_has_compiled_beside_it_what_its_rows_need(
-    sampling: dict[str, Any], others: bool, monkeypatch: pytest.MonkeyPatch
+    sections: dict[str, Any], others: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[tuple[str, ...], bool]] = []
     monkeypatch.setattr(build, "start", lambda *model, others=False: started.append((model, others)))
     monkeypatch.setattr(build, "_models", set())
-    load_engine(job(**sampling), read_model(job(**sampling)))
+    load_engine(job(**sections), read_model(job(**sections)))
     forms = ("float32", "bfloat16", "auto", "auto", "auto", "dense")
     assert started == [(forms, others), (forms, False)], "before torch is imported, and by whatever loads a model"
 

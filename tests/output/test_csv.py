@@ -88,22 +88,6 @@ def test_the_format_may_change_and_nothing_is_computed_again(job: JobMaker) -> N
         assert not job.engines, "a run begins the list anew"
 
 
-def test_a_choice_stands_beside_its_probability_and_no_column_of_that_name_is_lost() -> None:
-    file = io.BytesIO()
-    choices = [{"text": "a", "prob": 0.25}, {"text": "b", "prob": 0.75}]
-    rows = [{"id": 1, "text": "b", "prob": "own", "choices": choices, "finish_reason": "stop"}]
-    CsvFormat(has_id=False, has_bom=False).write(file, [json.dumps(row).encode() for row in rows])
-    assert file.getvalue().decode() == "input_prob,text,prob,finish_reason\r\nown,b,0.75,stop\r\n"
-    file = io.BytesIO()
-    more = json.dumps({"prob": "own", "input_prob": "other", **rows[0]}).encode()
-    CsvFormat(has_id=False, has_bom=False).write(file, [more])
-    expected = "input_input_prob,input_prob,text,prob,finish_reason\r\nown,other,b,0.75,stop\r\n"
-    assert file.getvalue().decode() == expected
-    file = io.BytesIO()
-    CsvFormat(has_id=False, has_bom=False).write(file, [b'{"text": "b", "prob": "own"}'])
-    assert file.getvalue().decode() == "prob,text\r\nown,b\r\n"
-
-
 # ---------------------------------------------------------------- what came in, and batchgen cat
 
 
@@ -172,8 +156,8 @@ def test_cat_prints_the_fields_asked_for_in_their_order(job: JobMaker, capsys: p
     assert rows.startswith("text,usage,id\r\n") and '"{""prompt_tokens"": ' in rows
     assert call(["cat", str(job.output), "--columns", "txt"]) == 2
     assert "--columns: no record has a field 'txt' (did you mean \"text\"?)" in capsys.readouterr().err
-    assert call(["cat", str(job.output), "--columns", "label"]) == 2  # the word that the field has for choices
-    assert "no record has a field 'label' (known: answer, finish_reason, id, " in capsys.readouterr().err
+    assert call(["cat", str(job.output), "--columns", "choices"]) == 2  # a word that users have for labels
+    assert "no record has a field 'choices' (known: answer, finish_reason, id, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
@@ -182,9 +166,9 @@ def test_cat_shows_lines_of_any_length_whole_on_a_terminal(
 ) -> None:
     job.write([{"id": f"q-{i}", "question": "Why?", "note": "€" * num} for i, num in enumerate((50_000, *[9000] * 9))])
     job.run(job.spec(output={"format": form}))
-    plain = printed(capsys, job.output)
+    plain = printed(capsys, job.output, "--columns", "id,note")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert printed(capsys, job.output) == plain.replace("\r\n", "\n")
+    assert printed(capsys, job.output, "--columns", "id,note") == plain.replace("\r\n", "\n")
 
 
 def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,14 +182,12 @@ def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, caps
 def test_cat_prints_the_columns_of_a_table_as_its_file_names_them(
     job: JobMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job.write([{"id": "a", "question": "Why?", "prob": "mine"}])
-    job.run(job.spec(sampling={"choices": ["yes", "no"]}, output={"format": "csv"}))
+    job.write([{"id": "a", "question": "Why?", "score": "mine"}])
+    job.run(job.spec(classify={"labels": ["yes", "no"]}, output={"format": "csv"}))
     (row,) = table(job.output / "outputs.csv")
-    lines = printed(capsys, job.output, "--columns", "prob,input_prob,usage").splitlines()
-    assert lines[0] == "prob,input_prob,usage"
-    assert lines[1].startswith(f'{row["prob"]},mine,"{{')
-    kept = printed(capsys, job.output, "--columns", "prob", "--format", "jsonl")
-    assert json.loads(kept) == {"prob": "mine"}
+    lines = printed(capsys, job.output, "--columns", "score,input_score,usage").splitlines()
+    assert lines[0] == "score,input_score,usage"
+    assert lines[1].startswith(f'{row["score"]},mine,"{{')
 
 
 def test_cat_says_where_there_is_nothing_to_print(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What rows may ask for besides text (log-probabilities, samples, choices) in each output format."""
+"""What rows may ask for besides text (log-probabilities, samples) in each output format."""
 
 from __future__ import annotations
 
@@ -41,12 +41,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "samples": {"token_ids": [5, 9], "logprobs": LOGPROBS, "samples": SAMPLES},
     "reasoning": {"reasoning": "so"},
     "structured": {"complete": False},
-    "choices": {
-        "choices": [
-            {"text": "yes", "prob": 0.939913, "logprob": -0.5, "mean_logprob": -0.5},
-            {"text": " no", "prob": 0.060087, "logprob": -3.25, "mean_logprob": -1.625},
-        ]
-    },
     "scoring": {"prompt_logprobs": LOGPROBS, "perplexity": 2.718282},
     "short": {"logprobs": [], "prompt_logprobs": [], "perplexity": None},
 }
@@ -74,10 +68,10 @@ def test_parquet_holds_what_the_record_held_in_fixed_types(asked: dict[str, Any]
 
 
 def test_parquet_has_columns_only_for_what_some_row_asked_for_and_fills_in_what_samples_lack() -> None:
-    rows = [record(0), record(1, **ASKED["choices"]), record(2)]
+    rows = [record(0), record(1, **ASKED["reasoning"]), record(2)]
     table = pq.read_table(io.BytesIO(written(ParquetFormat(), rows)))
-    assert table.column_names == [*record(0), "choices"]
-    assert table["choices"].to_pylist() == [None, ASKED["choices"]["choices"], None]
+    assert table.column_names == [*record(0), "reasoning"]
+    assert table["reasoning"].to_pylist() == [None, "so", None]
     samples = [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]
     (row,) = pq.read_table(io.BytesIO(written(ParquetFormat(), [record(0, samples=samples)]))).to_pylist()
     lacking = dict.fromkeys(("reasoning", "complete", "token_ids", "logprobs", "tool_calls"))
@@ -200,9 +194,6 @@ def test_tokens_without_a_tokenizer_are_known_by_their_ids() -> None:
     assert choice["logprobs"]["top_logprobs"] == [{"token_id:6": -0.5}]
 
 
-def test_scores_of_choices_and_of_the_prompt_are_kept_under_names_of_their_own() -> None:
-    found = body(record(0, **ASKED["choices"]), chat=True)
-    assert found["choices"][0]["scored_choices"] == ASKED["choices"]["choices"]
-    assert found["choices"][0]["message"]["content"] == " é"
+def test_scores_of_the_prompt_are_kept_under_names_of_their_own() -> None:
     found = body(record(0, **ASKED["scoring"]), chat=True)
     assert {name: found[name] for name in ASKED["scoring"]} == ASKED["scoring"]

@@ -21,7 +21,7 @@ from batchgen.output.record_builder import RecordBuilder
 
 ORDER = [
     *("id", "index", "text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason", "complete"),
-    *("usage", "timings", "token_ids", "logprobs", "samples", "choices"),
+    *("usage", "timings", "token_ids", "logprobs", "samples"),
 ]
 ORDER += ["prompt_logprobs", "perplexity"]
 SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",), columns=()), OutputSpec("out"))
@@ -42,15 +42,15 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 def payload(
     result: Result,
-    choices: tuple[str, ...] = (),
+    labels: tuple[str, ...] = (),
     *,
-    normalize: str = "none",
+    by: str = "sum",
     has_tokenizer: bool = True,
     **output: Any,
 ) -> dict[str, Any]:
     """The record as a reader of the outputs finds it."""
     spec = replace(SPEC, output=replace(SPEC.output, **output))
-    params = SamplingParams(choices=choices, normalize=normalize)
+    params = SamplingParams(labels=labels, by=by)
     record = RecordBuilder(spec, decode if has_tokenizer else None).result(replace(ROW, params=params), result)
     return json.loads(encode_json(record))
 
@@ -125,42 +125,34 @@ def test_a_perplexity_that_is_no_number_is_null(logprobs: tuple[float, ...]) -> 
 
 
 @pytest.mark.parametrize(("logprobs", "best"), [((-2.0, -1.0), " no"), ((-1.0, -2.0), "yes"), ((-1.0, -1.0), "yes")])
-def test_the_likeliest_choice_is_the_text(logprobs: tuple[float, ...], best: str) -> None:
-    scores = {"choice_logprobs": logprobs, "choice_means": logprobs}
-    record = payload(result(best, finish_reason=None, **scores), ("yes", " no"))
-    assert (record["text"], record["finish_reason"]) == (best, "stop")
-    assert [choice["logprob"] for choice in record["choices"]] == [*logprobs]
-
-
-def test_a_choice_has_its_share_of_probability_and_both_of_its_scores() -> None:
-    scores = {"choice_logprobs": (-1.0, -2.0), "choice_means": (-1.0, -0.5)}
-    record = payload(result("yes", finish_reason=None, **scores), ("yes", " no"))
-    prob = round(1 / (1 + math.exp(-1.0)), 6)
-    assert record["choices"] == [
-        {"text": "yes", "prob": prob, "logprob": -1.0, "mean_logprob": -1.0},
-        {"text": " no", "prob": round(1 - prob, 6), "logprob": -2.0, "mean_logprob": -0.5},
-    ]
+def test_the_most_likely_label_stands_in_place_of_a_text(logprobs: tuple[float, ...], best: str) -> None:
+    record = payload(result(best, label_logprobs=logprobs, label_means=logprobs), ("yes", " no"))
+    assert list(record) == ["id", "index", "label", "score", "scores", "usage", "timings"]
+    assert record["label"] == best and record["usage"] == {"prompt_tokens": 5, "completion_tokens": 0}
+    prob = round(1 / (1 + math.exp(logprobs[1] - logprobs[0])), 6)
+    assert record["scores"] == {"yes": prob, " no": round(1 - prob, 6)}
+    assert record["score"] == record["scores"][best]
 
 
 def test_where_the_mean_per_token_decides_the_best_and_the_probabilities_are_by_it() -> None:
-    scores = {"choice_logprobs": (-3.0, -4.0, -8.0), "choice_means": (-1.5, -1.0, -1.0)}
-    record = payload(result(" no", finish_reason=None, **scores), ("yes", " no", "never"), normalize="tokens")
-    assert record["text"] == " no"
-    first, second, third = (choice["prob"] for choice in record["choices"])
+    scores = {"label_logprobs": (-3.0, -4.0, -8.0), "label_means": (-1.5, -1.0, -1.0)}
+    record = payload(result(" no", **scores), ("yes", " no", "never"), by="mean")
+    assert record["label"] == " no"
+    first, second, third = record["scores"].values()
     assert first < second == third
     assert first + second + third == pytest.approx(1.0, abs=2e-6)
 
 
 @given(st.lists(st.floats(-5000, 0), min_size=2, max_size=8))
-def test_the_probabilities_of_choices_sum_to_one_however_unlikely_they_are(logprobs: list[float]) -> None:
-    scores = {"choice_logprobs": tuple(logprobs), "choice_means": tuple(logprobs)}
-    record = payload(result("a", finish_reason=None, **scores), tuple(map(str, range(len(logprobs)))))
-    assert sum(choice["prob"] for choice in record["choices"]) == pytest.approx(1.0, abs=1e-5)
+def test_the_scores_of_labels_sum_to_one_however_unlikely_they_are(logprobs: list[float]) -> None:
+    scores = {"label_logprobs": tuple(logprobs), "label_means": tuple(logprobs)}
+    record = payload(result("a", **scores), tuple(map(str, range(len(logprobs)))))
+    assert sum(record["scores"].values()) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_kept_columns_make_way_for_the_records_own_fields() -> None:
     spec = replace(SPEC, input=replace(SPEC.input, columns=("*",)))
-    columns = {"choices": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
+    columns = {"finish_reason": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
     record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), result())
     assert {name.removeprefix("input_"): value for name, value in list(record.items())[6:]} == columns
     assert not RECORD_KEYS & set(list(record)[6:])
@@ -258,12 +250,6 @@ def test_the_value_of_a_text_is_that_of_the_whole_text_or_null(text: str, value:
 @pytest.mark.parametrize(("is_complete", "value"), [(None, 12), (True, 12), (False, None)])
 def test_a_text_that_was_cut_off_has_no_value(is_complete: bool | None, value: int | None) -> None:
     assert parsed("12", is_complete=is_complete) == value
-
-
-def test_the_value_of_a_scored_row_is_that_of_its_likeliest_choice() -> None:
-    scores = {"choice_logprobs": (-2.0, -1.0), "choice_means": (-2.0, -1.0)}
-    record = payload(result("ab", finish_reason=None, **scores), ("true", "false"), parse=("json",))
-    assert (record["text"], record["parsed"]) == ("false", False)
 
 
 @pytest.mark.parametrize("keep", [(), ("*",)])

@@ -34,9 +34,9 @@ from batchgen.run.loader import read_model
 
 # Of RESULTS and of the records of each kind. Where one differs and that is meant, raise RESULTS and write both anew.
 GOLDEN = {
-    "RESULTS": 2,
+    "RESULTS": 3,
     "tokens": "a3c4fbdc6100cd65",
-    "texts": "7a7ef76add589159",
+    "texts": "c9b1003a222983a9",
     "reasoning": "185eaae223a160f6",
     "tools": "474190e0726458e7",
     "vectors": "2a3482cab9915086",
@@ -129,10 +129,10 @@ def texts(folder: Path) -> Iterator[dict[str, Any]]:
     ids = ids_of(plain.tokenizer, "sure é")
     yield plain.of("sure é", SamplingParams(logprobs=2), logprobs=scored(ids, 2))
     yield plain.of("x", SamplingParams(prompt_logprobs=1), prompt_logprobs=scored(PROMPT[1:], 1))
-    choices = SamplingParams(choices=("yes", "no", "it is not"))
+    labels = SamplingParams(labels=("yes", "no", "it is not"))
     sums, means = (-1.25, -2.5, -3.75), (-1.25, -1.25, -1.25)
-    yield plain.of("yes", choices, choice_logprobs=sums, choice_means=means)
-    yield plain.of("no", replace(choices, normalize="tokens"), choice_logprobs=sums, choice_means=(-2.0, -0.5, -1.25))
+    yield plain.of("yes", labels, label_logprobs=sums, label_means=means)
+    yield plain.of("no", replace(labels, by="mean"), label_logprobs=sums, label_means=(-2.0, -0.5, -1.25))
 
 
 def reasoning(folder: Path) -> Iterator[dict[str, Any]]:

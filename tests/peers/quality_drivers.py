@@ -29,17 +29,17 @@ def batchgen(given: argparse.Namespace, rows: list[Row]) -> Found:
     from batchgen.engine.load import load_weights
 
     model = load_weights(ModelSpec(path=given.model, **model_settings(given.dtype)))
-    scored = SamplingParams(choices=("the answer",))
+    scored = SamplingParams(labels=("the answer",))
     greedy = SamplingParams(max_tokens=given.max_tokens)
     requests = []
     for key, row in enumerate(rows):
         prompt = tuple(row["prompt_token_ids"])
-        requests.append(Request(2 * key, prompt, scored, choices=(tuple(row["answer_token_ids"]),)))
+        requests.append(Request(2 * key, prompt, scored, labels=(tuple(row["answer_token_ids"]),)))
         requests.append(Request(2 * key + 1, prompt, greedy))
     results = {r.key: r for r in Engine(model, EngineConfig(), eos_token_ids=given.ends).run(requests)}
     numbers = range(len(rows))
     answers = [list(results[2 * key + 1].token_ids) for key in numbers]
-    return f"{__version__} {model.numerics['dtype']}", [results[2 * key].choice_logprobs[0] for key in numbers], answers
+    return f"{__version__} {model.numerics['dtype']}", [results[2 * key].label_logprobs[0] for key in numbers], answers
 
 
 def _scored_by(model: Any, torch: Any, rows: list[Row]) -> Iterator[float]:

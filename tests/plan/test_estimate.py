@@ -119,9 +119,9 @@ def test_calibration_ends_in_time_and_expects_what_it_has_seen(job: JobMaker) ->
     assert found.estimate is not None and found.estimate.engine_s > 0
 
 
-def test_a_job_that_only_scores_choices_is_calibrated_too(job: JobMaker) -> None:
+def test_a_job_that_only_scores_labels_is_calibrated_too(job: JobMaker) -> None:
     job.write(rows_of(5))
-    found = calibrated(job.spec(engine={"threads": 1}, sampling={"choices": ["yes", "no"]}), 0.5)
+    found = calibrated(job.spec(engine={"threads": 1}, classify={"labels": ["yes", "no"]}), 0.5)
     assert found.estimate is not None and found.estimate.engine_s > 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from report_samples import ABOUT, engine, made, record
+from report_samples import ABOUT, engine, made, record, scored_record
 from run_helpers import JobMaker, quiet
 
 from batchgen.config.job import JobSpec
@@ -33,7 +33,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "drawn": {"temperature": 1.0, "seed": 3},
     "samples": {"temperature": 1.0, "n": 3},
     "equal samples": {"n": 2},
-    "choices": {"choices": ["yes", " no"]},
     "scored": {"max_tokens": 0, "prompt_logprobs": 0},
     "one token": {"max_tokens": 1},
     "wrong": {"temperature": -1.0},
@@ -52,8 +51,7 @@ def check(report: dict[str, Any], records: list[dict[str, Any]], errors: list[di
     assert rows["total"] == rows["done"] + rows["failed"]
     assert sum(report["finish_reasons"].values()) == sum(map(num_samples, records))
     assert tokens["prompt"] == sum(row["usage"]["prompt_tokens"] for row in records)
-    generated = [row["usage"]["completion_tokens"] for row in records if row.get("choices") is None]
-    assert tokens["completion"] == sum(generated)
+    assert tokens["completion"] == sum(row["usage"]["completion_tokens"] for row in records)
     assert tokens["total"] == tokens["prompt"] + tokens["completion"]
     assert 0 <= report["duplicates"] <= rows["done"]
     assert tokens["cached"] + copied["prompt"] <= tokens["prompt"]
@@ -142,7 +140,7 @@ def test_every_sample_has_its_finish_reason_in_the_report() -> None:
 def test_a_job_that_scores_generates_nothing_and_costs_by_its_prompts() -> None:
     totals = RowTotals()
     for index in range(4):
-        totals.add_result(record(index, choices=[{"text": "yes"}, {"text": "no"}]))
+        totals.add_result(scored_record(index, "yes"))
     report = build_report(totals, {"wall_s": 36.0, "seconds": {"generate": 36.0}}, ABOUT)
     assert (report["tokens"]["completion"], report["tokens"]["prompt"]) == (0, 40)
     assert report["device_hours_per_million_output_tokens"] == {"unit": "cpu", "hours": None}

@@ -83,7 +83,9 @@ def test_cpu_hours_count_threads_and_gpu_hours_do_not() -> None:
     assert gpu["device_hours_per_million_output_tokens"] == {"unit": "gpu", "hours": 200.0}
 
 
-@pytest.mark.parametrize(("rows", "kind"), [({}, "output"), ({"choices": [{"text": "a"}, {"text": "b"}]}, "prompt")])
+@pytest.mark.parametrize(
+    ("rows", "kind"), [({}, "output"), ({"usage": {"prompt_tokens": 10, "completion_tokens": 0}}, "prompt")]
+)
 def test_the_cost_is_the_gpu_hours_of_all_workers_at_the_price(rows: dict[str, Any], kind: str) -> None:
     totals = RowTotals()
     totals.add_result(record(0, **rows))

@@ -164,7 +164,7 @@ def test_an_exact_match_of_none_says_so_with_the_settings_that_would_help() -> N
     found["accuracy"] = {"correct": 0, "total": 100, "exact_match": 0.0}
     (text,) = [text for text in advice(found) if "expected" in text]
     assert "(0 of 100)" in text
-    assert "choices, structured_outputs" in text
+    assert "[classify] labels, structured_outputs" in text
     assert "0.00% (0 of 100)" in render_report(found)
     found["accuracy"] = {"correct": 0, "total": 0, "exact_match": None}
     assert any("nothing was compared" in text for text in advice(found))

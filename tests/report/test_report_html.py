@@ -126,20 +126,20 @@ def test_prompts_are_made_of_the_columns_of_the_input_and_of_no_answer(job: JobM
         assert text.count("Say ") == 1 + bool(columns)
 
 
-def test_texts_of_the_job_are_escaped_and_answers_cut_with_the_probability_of_a_choice() -> None:
+def test_texts_of_the_job_are_escaped_and_answers_cut_with_the_score_of_a_label() -> None:
     records = [
         {"id": "a", "text": "<b>" + "x" * 900, "answer": "y"},
-        {"id": "b", "text": "yes", "choices": [{"text": "yes", "prob": 0.75}, {"text": "no", "prob": 0.25}]},
+        {"id": "b", "label": "yes", "score": 0.75, "scores": {"yes": 0.75, "no": 0.25}},
         {"id": "c", "token_ids": [1, 2]},
     ]
     table = answers("The first answers", [("", record) for record in records], lambda record: record.get("answer"))
-    assert [row[1] for row in table.rows[1:]] == ["yes (75%)", "[1, 2]"]
+    assert [row[1] for row in table.rows[1:]] == ["yes (75.0%)", "[1, 2]"]
     assert len(table.rows[0][1]) == 400
     report = with_series(model="<script>alert(1)</script>", input=["<img src=x>"])
     report["slowest"][0]["id"] = "<b>id</b>"
     text = render_page(report, "runs/a", [table])
     assert not any(tag in text for tag in ("<b>x", "<script", "<img", "<b>id"))
-    assert 'class="text">yes (75%)' in text
+    assert 'class="text">yes (75.0%)' in text
 
 
 @given(st.floats(1e-5, 1e5), st.floats(1.03, 1e6))

@@ -69,35 +69,35 @@ def test_a_job_is_planned_stopped_resumed_and_reported(folder: Path, job: JobMak
     assert json.loads(planned.stdout)["rows"]["good"] == COUNT
 
 
-# ---------------------------------------------------------------- choices and their scores
+# ---------------------------------------------------------------- labels and their scores
 
 
 class ChoosingEngine(StubEngine):
-    """Likes the choice with the fewest tokens best."""
+    """Likes the label with the fewest tokens best."""
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         for request in reversed(list(requests)):
-            scores = tuple(-float(len(tokens)) for tokens in request.choices)
-            best = min(request.choices, key=len)
+            scores = tuple(-float(len(tokens)) for tokens in request.labels)
+            best = min(request.labels, key=len)
             means = (-1.0,) * len(scores)
-            yield Result(request.key, 5, best, FinishReason.STOP, choice_logprobs=scores, choice_means=means)
+            yield Result(request.key, 5, best, FinishReason.STOP, label_logprobs=scores, label_means=means)
 
 
 def choosing(spec: JobSpec, model: ModelInfo) -> Backend:
     return Backend(ChoosingEngine(), {"dtype": "float32", "device": "stub"}, 1)
 
 
-def test_the_choices_of_the_job_or_of_the_row_come_back_with_their_scores(job: JobMaker) -> None:
-    rows: list[dict[str, Any]] = [{**row, "choices": "mine", "sampling": {}} for row in rows_of(3)]
-    rows[1]["sampling"]["choices"] = ["zzzzzz", "q"]
-    rows[2]["sampling"]["choices"] = ["only one"]
+def test_the_labels_of_the_job_or_of_the_row_come_back_with_their_scores(job: JobMaker) -> None:
+    rows: list[dict[str, Any]] = [{**row, "label": "mine", "sampling": {}} for row in rows_of(3)]
+    rows[1]["sampling"]["labels"] = ["zzzzzz", "q"]
+    rows[2]["sampling"]["labels"] = ["only one"]
     job.write(rows)
-    spec = job.spec(sampling={"choices": ["a", "zzzz"]}, input={"columns": ["choices"]})
+    spec = job.spec(classify={"labels": ["a", "zzzz"]}, input={"columns": ["label"]})
     run_job(spec, engine_factory=choosing)
     first, second = job.outputs()
-    assert (first["text"], [choice["text"] for choice in first["choices"]]) == ("a", ["a", "zzzz"])
-    assert (second["text"], [choice["text"] for choice in second["choices"]]) == ("q", ["zzzzzz", "q"])
-    assert second["choices"][1]["logprob"] > second["choices"][0]["logprob"]
-    assert second["input_choices"] == "mine"
+    assert (first["label"], [*first["scores"]]) == ("a", ["a", "zzzz"])
+    assert (second["label"], [*second["scores"]]) == ("q", ["zzzzzz", "q"])
+    assert second["score"] == second["scores"]["q"] > second["scores"]["zzzzzz"]
+    assert second["input_label"] == "mine"
     (error,) = job.errors()
-    assert error["code"] == "bad_param" and error["message"].startswith("choices = ['only one'] must be a list of 2")
+    assert error["code"] == "bad_param" and error["message"].startswith("labels = ['only one'] must be a list of 2")

@@ -82,8 +82,8 @@ def length_of(row: dict[str, Any]) -> int:
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 1.0, "seed": 3, "n": 3}, {"logprobs": 2, "prompt_logprobs": 1}, {"choices": ["yes", "no"]}],
-    ids=["greedy", "sampled", "scored", "choices"],
+    [{}, {"temperature": 1.0, "seed": 3, "n": 3}, {"logprobs": 2, "prompt_logprobs": 1}],
+    ids=["greedy", "sampled", "scored"],
 )
 def test_exactly_the_changed_rows_are_computed(job: JobMaker, form: str, sampling: dict[str, Any]) -> None:
     rows = rows_of(200)
@@ -92,11 +92,23 @@ def test_exactly_the_changed_rows_are_computed(job: JobMaker, form: str, samplin
     job.run(job.spec(output={"format": form, "token_ids": True}, **sections))
     lengths = {row.get("custom_id", row["id"]): length_of(row) for row in outputs_of(job.output)}
     rows, num_changed, limited = changed(rows, 200, random.Random(5))
-    if "choices" not in sampling:  # which take no limit
-        num_changed += sum(lengths[name] > 15 or "n" in sampling for name in limited)
+    num_changed += sum(lengths[name] > 15 or "n" in sampling for name in limited)
     second(job, rows, output={"format": form, "token_ids": True}, **sections)
     assert computed(job) == num_changed
     assert_as_fresh(job, output={"format": form, "token_ids": True}, **sections)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_of_labels_the_changed_rows_alone_are_scored_again(job: JobMaker, form: str) -> None:
+    """Which take no limit of tokens."""
+    rows = rows_of(200)
+    sections: dict[str, Any] = {"classify": {"labels": ["yes", "no"]}, "output": {"format": form}}
+    job.write(rows)
+    job.run(job.spec(**sections))
+    rows, num_changed, _ = changed(rows, 200, random.Random(5))
+    second(job, rows, **sections)
+    assert computed(job) == num_changed
+    assert_as_fresh(job, **sections)
 
 
 def test_ten_thousand_rows(job: JobMaker) -> None:

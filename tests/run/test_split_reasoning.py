@@ -89,7 +89,7 @@ def test_reasoning_that_never_ends_leaves_no_text(job: JobMaker) -> None:
 
 @pytest.mark.usefixtures("spec")
 def test_each_sample_has_its_own(job: JobMaker) -> None:
-    job.write([*rows_of(2), {"id": "x", "question": "a", "sampling": {"choices": ["yes", "no"]}}])
+    job.write(rows_of(2))
     for form in ("jsonl", "parquet"):
         job.output = job.folder / form
         job.run(spec_of(job, output={"format": form}, sampling={"n": 2, "temperature": 1.0}, input={"limit": 2}))
@@ -98,14 +98,6 @@ def test_each_sample_has_its_own(job: JobMaker) -> None:
                 (answer(index), thought(index)),
                 (answer(index)[:-1], thought(index)),  # the stub's second sample is a token shorter
             ]
-
-
-@pytest.mark.usefixtures("spec")
-def test_a_scored_row_has_no_reasoning(job: JobMaker) -> None:
-    job.write([{"id": "x", "question": "a", "sampling": {"choices": ["<think>yes", "<think>no"]}}])
-    job.run(spec_of(job))
-    [row] = job.outputs()
-    assert row["text"] in ("<think>yes", "<think>no") and row["reasoning"] is None
 
 
 @pytest.mark.usefixtures("spec")

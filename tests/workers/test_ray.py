@@ -114,7 +114,7 @@ def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections
 
 def test_a_cluster_gives_the_rows_of_one_process(machines: Any, jobs: JobMaker) -> None:
     rows = [*rows_of(300), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}]
-    rows[7] = {"id": "c", "question": "Which?", "sampling": {"choices": ["yes", "no"]}}
+    rows[7] = {"id": "c", "question": "Which?", "sampling": {"prompt_logprobs": 1}}
     jobs.write(rows)
     spec = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
     alone = outputs(jobs, "alone", stub_factory(), **spec)
@@ -249,7 +249,7 @@ def test_machines_of_several_kinds_are_told_apart(machines: Any, jobs: JobMaker)
 
 def test_random_kills_of_workers_and_machines_lose_no_row_and_double_none(machines: Any, jobs: JobMaker) -> None:
     rows = [*rows_of(500), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}]
-    rows[7] = {"id": "c", "question": "Which?", "sampling": {"choices": ["yes", "no"]}}
+    rows[7] = {"id": "c", "question": "Which?", "sampling": {"prompt_logprobs": 1}}
     rows[9] = {"id": "n", "question": "Three?", "sampling": {"n": 3, "temperature": 0.8, "seed": 5}}
     jobs.write(rows)
     alone = outputs(jobs, "alone", stub_factory(), sampling={"temperature": 0.8, "logprobs": 1})

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
-from batchgen.config.record_fields import RECORD_KEYS, kept_name
+from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
@@ -25,7 +25,6 @@ _GIVEN = (  # what the model gave, in this order, behind the columns of the inpu
         "parsed",
         "reasoning",
         "tool_calls",
-        "prob",
         "scores",
         "samples",
         "perplexity",
@@ -33,7 +32,6 @@ _GIVEN = (  # what the model gave, in this order, behind the columns of the inpu
     *("embedding", "embeddings", "complete", "finish_reason", "token_ids"),
     *("logprobs", "prompt_logprobs"),
 )
-_PROB = "prob"  # a column of a job with choices
 _BUFFER_CHARS = 1 << 20
 
 
@@ -60,7 +58,7 @@ class CsvFormat(OutputFormat):
         text.write(BOM if self._has_bom else "")
         writer.writerow(names)
         for row in rows:
-            record = flat(json.loads(row))
+            record = json.loads(row)
             writer.writerow([_cell(record.get(name)) for name in names])
             if text.tell() > _BUFFER_CHARS:
                 _flush(text, file)
@@ -69,27 +67,11 @@ class CsvFormat(OutputFormat):
     def _names(self, rows: Iterable[bytes]) -> list[str]:
         """The columns that some row has: the id, those of the input in the order of their first row, and the answer."""
         found: dict[str, None] = {}
-        own = self._own
         for row in rows:
-            record = json.loads(row)
-            own |= {_PROB} if record.get("choices") else frozenset()
-            found |= dict.fromkeys(flat(record))
-        kept = [name for name in found if name not in own]
-        given = [name for name in _GIVEN if name in found and name in own]
+            found |= dict.fromkeys(json.loads(row))
+        kept = [name for name in found if name not in self._own]
+        given = [name for name in _GIVEN if name in found and name in self._own]
         return [*(["id"] if self._has_id else []), *kept, *(given or ["text", "finish_reason"])]
-
-
-def flat(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with the probability of the choice that was made beside those of all choices.
-
-    A kept column of that name gives way as one does that is named like a field of the record.
-    """
-    choices = record.get("choices")
-    if not choices:
-        return record
-    prob = next((choice["prob"] for choice in choices if choice["text"] == record["text"]), None)
-    own = kept_name(_PROB, record, frozenset({_PROB}))
-    return {own if name == _PROB else name: value for name, value in record.items()} | {_PROB: prob}
 
 
 def _cell(value: Any) -> str:

@@ -6,8 +6,7 @@ kept ``url`` says per row whether a chat or a text completion was asked for, and
 OpenAI lacks are added beside its own, where readers of its format ignore them: ``timings`` and ``kept_columns`` in the
 line; ``prompt_logprobs`` and ``perplexity`` in the body; ``reasoning_content``, where vLLM has it, ``parsed``,
 where OpenAI's SDK has it, and ``extracted`` in the message of a chat or the choice of a completion, and there
-``tool_calls``; ``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has no such
-reason, ``stop_reason`` in a choice.
+``tool_calls``; ``complete``, ``token_ids`` and, where OpenAI has no such reason, ``stop_reason`` in a choice.
 """
 
 from __future__ import annotations
@@ -119,8 +118,6 @@ def _choice(index: int, sample: Mapping[str, Any], chat: bool, row: int) -> dict
     if reason == FinishReason.REPETITION:
         choice["stop_reason"] = reason
     choice |= {name: sample[name] for name in ("complete", "token_ids") if name in sample}
-    if "choices" in sample:
-        choice["scored_choices"] = sample["choices"]
     return choice
 
 

@@ -36,7 +36,6 @@ def field_of(name: str, kind: Any) -> Any:
 
 _SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 _COUNTS = ("cached_tokens", "preemptions")
-_SCORES = ("prob", "logprob", "mean_logprob")
 _TOP_LOGPROB = pa.struct([("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())])
 _LOGPROBS = pa.list_(pa.struct([*_TOP_LOGPROB, ("top_logprobs", pa.list_(_TOP_LOGPROB))]))
 _TOKEN_IDS = pa.list_(pa.int32())
@@ -63,7 +62,6 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "token_ids": _TOKEN_IDS,
     "logprobs": _LOGPROBS,
     "samples": pa.list_(_SAMPLE),
-    "choices": pa.list_(pa.struct([("text", pa.string()), *((name, pa.float64()) for name in _SCORES)])),
     "prompt_logprobs": _LOGPROBS,
     "perplexity": pa.float64(),
     "embedding": pa.list_(pa.float32()),  # of a fixed size in each file
@@ -73,13 +71,13 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
 }
 # Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
 _ALWAYS = ("id", "index", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
-_OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples", "choices")
+_OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
 
 def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have."""
-    left_out = _OF_TEXT if spec.embed.is_on else VECTOR_KEYS
+    left_out = VECTOR_KEYS if spec.generates else _OF_TEXT
     found, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
     if spec.eval.extract:
         found["extracted"] = pa.string()
