@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.tiles import SplitCounters
-from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N, GROUP_M, PART_N
+from batchgen.kernels.cuda.tuning import GROUP_M
 
 
 class FixedOrderLinear:
@@ -33,7 +33,7 @@ class FixedOrderLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = x.new_empty(len(x), len(self.weight))
-        if self.num_parts > 1 and len(x) <= tuning.FEW_ROWS:
+        if self.num_parts > 1 and len(x) <= tuning.MOST_ROWS_IN_PARTS:
             self._launch_parts(x, out)
         else:
             options = tiles_of(x)
@@ -44,13 +44,15 @@ class FixedOrderLinear:
         return out if residual is None else out + residual
 
     def _launch_parts(self, x: Tensor, out: Tensor) -> None:
-        """Few rows, whose tiles would leave most of a GPU idle: the parts of a sum have programs of their own."""
+        """Rows whose tiles would leave most of a GPU idle: the parts of a sum have programs of their own."""
         (rows, width), out_features = x.shape, len(self.weight)
-        grid = (triton.cdiv(out_features, PART_N.value), self.num_parts, triton.cdiv(rows, BLOCK_M.value))
+        options = tiles_of(x, tuning.PART_TILE)
+        tile_m, tile_n = options["TILE"]
+        grid = (triton.cdiv(out_features, tile_n), self.num_parts, triton.cdiv(rows, tile_m))
         parts = x.new_empty(self.num_parts, rows, out_features, dtype=torch.float32)
         arrived = self._counters.at_least(grid[0] * grid[2], x.device)
         tensors = (x, self.weight, self.bias, parts, arrived, out)
-        matmul_in_parts[grid](tensors, rows, out_features, width, NUM_PARTS=self.num_parts, **block_sizes(x))
+        matmul_in_parts[grid](tensors, rows, out_features, width, NUM_PARTS=self.num_parts, **options)
 
 
 class CublasLinear:
@@ -74,15 +76,15 @@ def parts_of(out_features: int, width: int) -> int:
     return tuning.NUM_PARTS if out_features <= width else 1
 
 
-def tiles_of(x: Tensor) -> dict[str, Any]:
-    """Launch options of a product of x: many rows have tiles that read less, along the same steps of K."""
+def tiles_of(x: Tensor, few: tuple[int, int] = tuning.FEW_TILE) -> dict[str, Any]:
+    """Launch options of a product of x: ``few`` rows have small tiles, many ones that read less, along the same K."""
     if len(x) <= tuning.FEW_ROWS or x.element_size() == 4:  # no matrix instruction to feed: tall tiles spill registers
-        return {"TILE": (BLOCK_M.value, BLOCK_N.value), **block_sizes(x)}
+        return {"TILE": few, **block_sizes(x)}
     return {"TILE": tuning.TALL_TILE, **block_sizes(x), **tuning.TALL_OPTIONS}
 
 
 def block_sizes(x: Tensor) -> dict[str, Any]:
-    """Launch options of a product of x in tiles of ``BLOCK_M`` by ``BLOCK_N``."""
+    """Launch options of a product of x in small tiles."""
     if x.element_size() == 4:
         return {"BLOCK_K": tuning.BLOCK_K_FLOAT32, "enable_fp_fusion": True, **tuning.PRODUCT_OPTIONS_FLOAT32}
     return {"BLOCK_K": tuning.BLOCK_K, "enable_fp_fusion": True, **tuning.PRODUCT_OPTIONS}
@@ -138,15 +140,23 @@ def matmul(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def matmul_in_parts(tensors, rows, out_features, width, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
+def matmul_in_parts(
+    tensors,
+    rows,
+    out_features,
+    width,
+    TILE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """``matmul`` with one program per tile of ``out`` and part of ``width``; the bits are the same.
 
     The last to arrive adds up the parts, in order, and sets the counter in ``counters`` back to zero.
     """
     x, weight, bias, parts, counters, out = tensors
     tile, part = tl.program_id(0), tl.program_id(1)
-    n = tile * PART_N + tl.arange(0, PART_N)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile * TILE[1] + tl.arange(0, TILE[1])
+    m = tl.program_id(2) * TILE[0] + tl.arange(0, TILE[0])
     total = product(x, weight, m, n, rows, out_features, width, part, NUM_PARTS, BLOCK_K)
     row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
     inside = (row < rows) & (column < out_features)
@@ -157,7 +167,7 @@ def matmul_in_parts(tensors, rows, out_features, width, NUM_PARTS: tl.constexpr,
     tl.debug_barrier()  # every thread has written before one of them counts
     if tl.atomic_add(arrived, 1, sem="acq_rel") == NUM_PARTS - 1:
         tl.store(arrived, 0)
-        total = tl.zeros([BLOCK_M, PART_N], tl.float32)
+        total = tl.zeros([TILE[0], TILE[1]], tl.float32)
         for i in tl.static_range(NUM_PARTS):
             total += tl.load(parts + i * size + at, mask=inside, other=0.0)
         if bias is not None:

@@ -25,11 +25,13 @@ PROMPT_WARPS, TALL_PROMPT_WARPS = 4, 8  # of tiles up to 64 rows, and of taller 
 # Products.
 BLOCK_M = tl.constexpr(64)  # the least that a Hopper matrix instruction takes
 BLOCK_N = tl.constexpr(64)
+FEW_TILE = (BLOCK_M.value, BLOCK_N.value)
 TALL_TILE, TALL_OPTIONS = (128, 128), {"num_warps": 8, "num_stages": 3}  # of many rows; its stages fit in 96 KiB
 BLOCK_K, BLOCK_K_FLOAT32 = 64, 32
-PART_N = tl.constexpr(32)  # columns of a tile of a product in parts
+PART_TILE = (64, 32)  # of few rows of a product in parts
 NUM_PARTS = 4  # of the sum behind a layer, for few rows each added up by programs of its own
-FEW_ROWS = 256  # most that are multiplied in small tiles and by parts; taller tiles are better for more
+FEW_ROWS = 256  # most that are multiplied in small tiles; taller tiles are better for more
+MOST_ROWS_IN_PARTS = 2048  # more have tiles enough for all of a GPU
 GROUP_M = tl.constexpr(8)  # row tiles that go over the weight together, so that it is read from the L2 cache
 PRODUCT_OPTIONS = {"num_warps": 4, "num_stages": 4}
 PRODUCT_OPTIONS_FLOAT32 = {"num_warps": 8, "num_stages": 3}
