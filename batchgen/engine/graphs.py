@@ -82,15 +82,8 @@ class CudaRecorder:
         try:
             result = unowned(work())
         finally:
-            self._end(graph)
-        return result, graph
-
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        try:
             graph.capture_end()
-        except Exception:  # of a capture that is invalid, which leaves torch's pool open
-            torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
-            raise
+        return result, graph
 
 
 def unowned(tensor: Tensor) -> Tensor:

@@ -96,17 +96,6 @@ def test_a_capture_that_fails_is_ended_and_told_by_its_first_line(cuda: FakeCuda
     replay()
 
 
-def test_the_pool_of_a_capture_whose_end_fails_is_closed(cuda: FakeCuda) -> None:
-    """As an H200 did with torch 2.11: "already recording to mempool_id" was the error of the next one."""
-    recorder = CudaRecorder(DEVICE)
-    cuda.is_invalid = True
-    with pytest.raises(CaptureFailed, match=r"^operation failed due to a previous error during capture$"):
-        recorder.record(failing(cuda, "operation not permitted when stream is capturing"))
-    cuda.is_invalid = False
-    _, replay = recorder.record(ones)
-    replay()
-
-
 def test_memory_that_runs_out_in_a_capture_is_no_failure_to_record(cuda: FakeCuda) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         CudaRecorder(DEVICE).record(failing(cuda, "CUDA out of memory. Tried to allocate 2.00 GiB."))

@@ -15,7 +15,6 @@ class Stream:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
-        self.device_index = None if device is None else device.index
 
     def wait_stream(self, other: Stream) -> None:
         assert other is not self
@@ -29,22 +28,17 @@ class FakeCuda:
         self.captures: list[tuple[Stream, Any]] = []  # the stream and pool of each
         self.current = Stream()
         self.capturing: str | None = None
-        self.is_invalid = False  # what is captured, whose end fails and leaves its pool open
-        self.open_pool: Any = None
         fake = self
 
         class Graph:
             def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-                assert fake.capturing is None and fake.open_pool is None
-                fake.capturing, fake.open_pool = capture_error_mode, pool
+                assert fake.capturing is None
+                fake.capturing = capture_error_mode
                 fake.captures.append((fake.current, pool))
 
             def capture_end(self) -> None:
                 assert fake.capturing is not None
                 fake.capturing = None
-                if fake.is_invalid:
-                    raise RuntimeError("operation failed due to a previous error during capture")
-                fake.open_pool = None
 
             def replay(self) -> None:
                 fake.log.append("replay")
@@ -62,11 +56,6 @@ class FakeCuda:
             "empty_cache": lambda: self.log.append("empty_cache"),
         }.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch._C, "_cuda_endAllocateToPool", self._close, raising=False)  # absent from CPU builds
-
-    def _close(self, device: int, pool: Any) -> None:
-        assert device == 0 and pool is self.open_pool
-        self.open_pool = None
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
