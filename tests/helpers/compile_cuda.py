@@ -71,7 +71,7 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     kernels.swiglu(zeros(tokens, 2 * FF))
     for bias in (None, zeros(HIDDEN)):
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
-        for rows in (tokens, 300):
+        for rows in (tokens, 300, 3000):
             linear(zeros(rows, HIDDEN))
         for post in (None, zeros(HIDDEN)):
             kernels.add_and_norm(linear, zeros(tokens, HIDDEN), zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, post)

@@ -167,7 +167,7 @@ def matmul_in_parts(
     tl.debug_barrier()  # every thread has written before one of them counts
     if tl.atomic_add(arrived, 1, sem="acq_rel") == NUM_PARTS - 1:
         tl.store(arrived, 0)
-        total = tl.zeros([TILE[0], TILE[1]], tl.float32)
+        total = tl.zeros_like(total)
         for i in tl.static_range(NUM_PARTS):
             total += tl.load(parts + i * size + at, mask=inside, other=0.0)
         if bias is not None:
