@@ -66,7 +66,7 @@ MAX_FILES = {"workers": 15}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
 RELATIVE_WORDS = {"What", "That", "Whether", "Of", "So", "Where", "How", "If", "Why", "Which"}
-LOOSE_ROOMS = {"output", "input", "config", "run", "api", "lm_eval"}  # whose may begin so
+LOOSE_ROOMS = {"config", "run", "api", "lm_eval"}  # whose may begin so
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
     "commands": "bench cat check env help merge plan report run status try",

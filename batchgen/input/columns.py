@@ -33,7 +33,7 @@ def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> 
     """Look at the first of ``rows``, which are those of all shards. Returns lines that the user should read.
 
     Raises UsageError where many come first and none is JSON; where all of them lack a column that the job names,
-    naming the key, the nearest column and those found; where the prompt's template names no column or cannot be
+    naming the key, the nearest column and all others; where the prompt's template names no column or cannot be
     rendered for any of them; or where the job names no prompt and none of them has one.
     """
     tried = list(_tried(rows))
@@ -41,18 +41,18 @@ def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> 
     if not head:
         _refuse_other_format(tried)
         return []
-    found = list(dict.fromkeys(name for row in head for name in row.columns))
+    names = list(dict.fromkeys(name for row in head for name in row.columns))
     among = "the first row does not have" if len(head) == 1 else f"none of the first {len(head)} rows has"
     for key, name in _named(spec, finder):
-        if name not in found:
-            raise UsageError(f"{key} names column {name!r}, which {among}{resembling(name, found)}; {_listed(found)}")
+        if name not in names:
+            raise UsageError(f"{key} names column {name!r}, which {among}{resembling(name, names)}; {_listed(names)}")
     if finder.template:
         _check_template(spec.input.prompt or "", finder.template, head)
     if not any(finder.may_have_prompt(row.columns) for row in head):
-        names = " or ".join(map(repr, sorted(finder.prompt_columns)))
+        wanted = " or ".join(map(repr, sorted(finder.prompt_columns)))
         has_tokenizer = "prompt" in finder.prompt_columns
         advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
-        raise UsageError(f"the job names no prompt, and {among} a column {names}: {advice}; {_listed(found)}")
+        raise UsageError(f"the job names no prompt, and {among} a column {wanted}: {advice}; {_listed(names)}")
     return [*_renamed(head, spec), *_other_data(head), *_other_form(head, spec)]
 
 
@@ -81,11 +81,11 @@ def _other_data(rows: Sequence[Row]) -> Iterator[str]:
 
 def _check_template(prompt: str, template: Template, rows: Sequence[Row]) -> None:
     """Raises UsageError for a template without columns, and for one that fails on every one of ``rows``."""
-    said = f"input.prompt = {shortened(repr(prompt), _SHOWN_CHARS)}"
+    key = f"input.prompt = {shortened(repr(prompt), _SHOWN_CHARS)}"
     if not template.columns:
         meant = _FIELD.search(template.render({}))
         raise UsageError(
-            f"{said} has no column, so every row would get the same prompt; {{{{ is a literal brace: write "
+            f"{key} has no column, so every row would get the same prompt; {{{{ is a literal brace: write "
             f"{shortened(meant[0], _SHOWN_CHARS) if meant else '{column}'}"
         )
     problems = []
@@ -97,7 +97,7 @@ def _check_template(prompt: str, template: Template, rows: Sequence[Row]) -> Non
         else:
             return
     among = "the first row" if len(rows) == 1 else f"any of the first {len(rows)} rows"
-    raise UsageError(f"{said} cannot be filled in from {among}; {rows[0].source}:{rows[0].line}: {problems[0]}")
+    raise UsageError(f"{key} cannot be filled in from {among}; {rows[0].source}:{rows[0].line}: {problems[0]}")
 
 
 def _refuse_other_format(rows: Sequence[Row]) -> None:
@@ -132,7 +132,7 @@ def _named(spec: JobSpec, finder: ContentFinder) -> Iterator[tuple[str, str]]:
         yield "eval.expected", spec.eval.expected
 
 
-def _listed(found: Collection[str]) -> str:
-    shown = [shortened(repr(name), _SHOWN_CHARS) for name in list(found)[:_SHOWN_COLUMNS]]
-    more = f" and {len(found) - len(shown):,} more" if len(found) > len(shown) else ""
+def _listed(names: Collection[str]) -> str:
+    shown = [shortened(repr(name), _SHOWN_CHARS) for name in list(names)[:_SHOWN_COLUMNS]]
+    more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
     return f"columns found: {', '.join(shown) or 'none'}{more}"

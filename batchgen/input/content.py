@@ -51,7 +51,7 @@ _Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a row asks for: its prompt, and the sampling values it brings, not yet checked.
+    """Prompt of a row, and the sampling values that it brings, not yet checked.
 
     ``more`` are further texts of a request for a vector of each.
     """
@@ -113,8 +113,8 @@ class ContentFinder:
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
         check_purpose(request, self._embedded)
-        said = {name: value for name, value in request.sampling.items() if value is not None}
-        overrides = {**self._overrides(columns), **said}
+        sampling = {name: value for name, value in request.sampling.items() if value is not None}
+        overrides = {**self._overrides(columns), **sampling}
         if request.is_chat:
             kwargs = effort_kwargs(request.effort, self._names)
             kwargs |= _checked_kwargs(request.variables["chat_template_kwargs"])
@@ -247,10 +247,10 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
     if is_null(value) or value == "":
         return {}
     try:
-        found = TEMPLATE_KWARGS.parse(value) or {}
+        kwargs = TEMPLATE_KWARGS.parse(value) or {}
     except ValueError as error:
         raise RowProblem(RowErrorCode.BAD_PARAM, f"chat_template_kwargs = {shown(value, 80)} {error}") from None
-    return {name: item for name, item in found.items() if item is not None}
+    return {name: item for name, item in kwargs.items() if item is not None}
 
 
 def _check_final(where: str, message: Message) -> None:

@@ -124,9 +124,9 @@ class _Contents:
             for message in messages if isinstance(messages, list) else ():
                 content = message.get("content") if isinstance(message, Mapping) else None
                 if isinstance(content, str):
-                    found = _json_content(content)
-                    self._has_text |= found is None
-                    self._has_parts |= isinstance(found, list)
+                    parsed = _json_content(content)
+                    self._has_text |= parsed is None
+                    self._has_parts |= isinstance(parsed, list)
 
     def check(self) -> None:
         """Raises UsageError where the type was lost."""
@@ -138,11 +138,11 @@ class _Contents:
 def _json_content(text: str) -> str | list[Any] | None:
     """The text or the parts of a content that are written as JSON; None of other texts."""
     try:
-        found = json.loads(text) if text[:1] in ('"', "[") else None
+        parsed = json.loads(text) if text[:1] in ('"', "[") else None
     except (ValueError, RecursionError):
         return None
-    is_parts = isinstance(found, list) and found and all(isinstance(item, dict) and "type" in item for item in found)
-    return found if is_parts or isinstance(found, str) else None
+    is_parts = isinstance(parsed, list) and parsed and all(isinstance(item, dict) and "type" in item for item in parsed)
+    return parsed if is_parts or isinstance(parsed, str) else None
 
 
 def _unpadded(value: Any, is_read: bool = False) -> Any:

@@ -44,7 +44,7 @@ class LocalFile:
         return self.name
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """What a resume compares. Raises UsageError."""
+        """Fingerprint that a resume compares. Raises UsageError."""
         return digests.fingerprint(self.path)
 
     def check_version(self) -> None:
@@ -89,13 +89,13 @@ class RemoteFile:
 
     def check_version(self) -> None:
         try:
-            found = attempt("read", self.name, self._look)
+            num_bytes, version = attempt("read", self.name, self._look)
         except RemoteError as error:
             raise self._changed(error) from error
-        if found != (self.num_bytes, self.version):
-            sizes = f"it had {self.num_bytes:,} bytes and has {found[0]:,} now"
-            versions = f"its version was {self.version} and is {found[1]} now"
-            raise input_changed(self.name, versions if found[0] == self.num_bytes else sizes)
+        if (num_bytes, version) != (self.num_bytes, self.version):
+            sizes = f"it had {self.num_bytes:,} bytes and has {num_bytes:,} now"
+            versions = f"its version was {self.version} and is {version} now"
+            raise input_changed(self.name, versions if num_bytes == self.num_bytes else sizes)
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes from ``start`` up to ``end`` or the end of the file.

@@ -92,19 +92,19 @@ def _checked_message(where: str, message: object) -> Message:
 
 def _with_reasoning(where: str, message: Message) -> Message:
     """A message with its reasoning, if it has any, under all names that templates read."""
-    told = {name: message[name] for name in REASONING if message.get(name)}
-    for name, value in told.items():
+    texts = {name: message[name] for name in REASONING if message.get(name)}
+    for name, value in texts.items():
         if not isinstance(value, str):
             raise wrong_type(f"{where}.{name}", value, "a string")
-        if value != (first := next(iter(told.values()))):
-            what = f"{where} has other text in {name} than in {next(iter(told))}: a template shows one of them at most"
+        if value != (first := next(iter(texts.values()))):
+            what = f"{where} has other text in {name} than in {next(iter(texts))}: a template shows one of them at most"
             raise RowProblem(RowErrorCode.BAD_TYPE, what)
-    if lists := [name for name in _REASONING_LISTS if message.get(name) and not told]:
+    if lists := [name for name in _REASONING_LISTS if message.get(name) and not texts]:
         what = f"{where}.{lists[0]}: give the reasoning as a text, in reasoning_content"
         raise RowProblem(RowErrorCode.BAD_TYPE, what)
-    if not told and "" not in map(message.get, REASONING):
+    if not texts and "" not in map(message.get, REASONING):
         return {key: value for key, value in message.items() if key not in REASONING}
-    text = first if told else ""
+    text = first if texts else ""
     return {
         "thinking": text,
         **message,
@@ -176,20 +176,20 @@ def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
         _check_said(f"{where}.arguments", "call", function, _ABOUT_CALLS)
         return {**function, "arguments": {}}
     try:
-        found = parse_json(text) if isinstance(text, str) else arguments
+        parsed = parse_json(text) if isinstance(text, str) else arguments
     except RowProblem:
         return function  # a text that is no JSON is shown as it stands
-    return {**function, "arguments": found} if isinstance(found, dict) else function
+    return {**function, "arguments": parsed} if isinstance(parsed, dict) else function
 
 
 def checked_tools(value: object) -> list[dict[str, Any]]:
     """The tools of a row, if there are any; datasets often hold such objects as JSON text. Raises RowProblem."""
     tools = _from_text("'tools'", [] if is_null(value) else value, "a list of objects")
     try:
-        found = [_object("a tool", tool) for tool in tools]
+        objects = [_object("a tool", tool) for tool in tools]
     except RowProblem:
         raise wrong_type("'tools'", tools, "a list of objects") from None
-    return [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(found)]
+    return [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(objects)]
 
 
 def _checked_tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def _with_objects(where: str, function: dict[str, Any]) -> dict[str, Any]:
     if schema.get("properties") is None:
         return {**function, "parameters": schema}
     properties = _object(f"{where}.properties", schema["properties"])
-    known = {
+    parsed = {
         name: _object(f"{where}.properties[{name!r}]", item) if isinstance(item, str) else item
         for name, item in properties.items()
     }
-    return {**function, "parameters": {**schema, "properties": known}}
+    return {**function, "parameters": {**schema, "properties": parsed}}

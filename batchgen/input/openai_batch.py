@@ -105,7 +105,7 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
 
 
 def effort_kwargs(effort: Any, names: Collection[str]) -> dict[str, Any]:
-    """What a ``reasoning_effort`` sets of the variables ``names`` of a chat template; null sets none.
+    """Variables among the ``names`` of a chat template that a ``reasoning_effort`` sets; null sets none.
 
     "none" switches thoughts off, any other on, as in vLLM; a template without degrees has no other answer to them.
     Raises RowProblem bad_param for another value, and where the template has no variable that it could set.
@@ -116,11 +116,11 @@ def effort_kwargs(effort: Any, names: Collection[str]) -> dict[str, Any]:
         message = f"body field 'reasoning_effort' is {shown(effort, 60)}, none of {', '.join(_EFFORTS)}"
         raise RowProblem(RowErrorCode.BAD_PARAM, message)
     variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    found = {name: value for name, value in variables.items() if name in names}
-    if not found:
+    kwargs = {name: value for name, value in variables.items() if name in names}
+    if not kwargs:
         why = f"the model's chat template has no variable for it ({' or '.join(variables)})"
         raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'reasoning_effort': {why}; leave it out")
-    return found
+    return kwargs
 
 
 def _check_tools(body: Mapping[str, Any]) -> None:
@@ -155,12 +155,12 @@ def _check_tool(where: str, tool: Any, *, is_free: bool) -> None:
         raise RowProblem(RowErrorCode.BAD_PARAM, f"body field '{where}.function.strict' is true: {why}")
 
 
-def _check_inside(where: str, value: Any, known: Collection[str]) -> None:
+def _check_inside(where: str, value: Any, names: Collection[str]) -> None:
     """Refuse unknown fields of an object in the body."""
     if value is not None and not isinstance(value, dict):
         raise wrong_type(f"body field '{where}'", value, "an object")
     for name, item in (value or {}).items():
-        if item is not None and name not in known:
+        if item is not None and name not in names:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in body field '{where}'")
 
 
@@ -196,19 +196,17 @@ def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
     """Refuse a request for a vector in a job for text, and the other way round. Raises RowProblem bad_param."""
-    asked = request.embedding
-    if (asked is None) != (embedded is None):
+    vector = request.embedding
+    if (vector is None) != (embedded is None):
         what = (
             "a text, and this job gives vectors: run such rows as a job of their own, without [embed]"
-            if asked is None
+            if vector is None
             else "a vector, and this job gives text: run such rows as a job of their own, with --pooling"
         )
         raise RowProblem(RowErrorCode.BAD_PARAM, f"the request is for {what}")
-    if asked and embedded and asked["dimensions"] not in (None, embedded.dimensions):
-        message = (
-            f"body field 'dimensions' is {shown(asked['dimensions'])}, and the job's vectors have {embedded.dimensions}"
-        )
-        raise RowProblem(RowErrorCode.BAD_PARAM, message)
+    if vector and embedded and vector["dimensions"] not in (None, embedded.dimensions):
+        what = f"body field 'dimensions' is {shown(vector['dimensions'])}"
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}, and the job's vectors have {embedded.dimensions}")
 
 
 def inputs_of(value: Any, embedded: Embedded) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class RequestBuilder:
     def __init__(
         self,
         spec: InputSpec,
-        asked: SamplingParams | Embedded,
+        settings: SamplingParams | Embedded,
         tokenizer: Tokenizer | None,
         *,
         max_model_len: int,
@@ -84,9 +84,9 @@ class RequestBuilder:
     ) -> None:
         self._spec = spec
         self._fills_context = fills_context
-        self._embedded = asked if isinstance(asked, Embedded) else None
+        self._embedded = settings if isinstance(settings, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
-        self._sampling = sampling = _EMBEDDED if isinstance(asked, Embedded) else asked
+        self._sampling = sampling = _EMBEDDED if isinstance(settings, Embedded) else settings
         self._recommended = recommended
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -190,7 +190,7 @@ class RequestBuilder:
         return next((len(whole) - i - len(bare) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
 
     def _refusal(self, params: SamplingParams) -> str:
-        """Why this model cannot work with ``params``: begins with the key; empty if it can."""
+        """Reason for which this model cannot work with ``params``, which begins with the key; "" if it can."""
         named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key) not in ((), "", None)), "")
         if named and self._tokenizer is None:
             return f"{named} needs a tokenizer and this model has none; name one in model.tokenizer"
@@ -230,10 +230,10 @@ class RequestBuilder:
         return encoded
 
     def _request(self, draft: _Draft, texts: Texts) -> tuple[Row, Request]:
-        found = [texts[prompt] if isinstance(prompt, PlainText) else prompt for prompt in draft.prompts]
-        found += [texts[_apart(text)] for text in (*draft.params.labels, *_ways_to_write(draft.params.bad_words))]
+        parts = [texts[prompt] if isinstance(prompt, PlainText) else prompt for prompt in draft.prompts]
+        parts += [texts[_apart(text)] for text in (*draft.params.labels, *_ways_to_write(draft.params.bad_words))]
         encoded: list[tuple[int, ...]] = []
-        for tokens in found:
+        for tokens in parts:
             if isinstance(tokens, TokenizerError):
                 raise RowProblem(RowErrorCode.INTERNAL, str(tokens))
             encoded.append(tuple(tokens))
@@ -274,10 +274,10 @@ class RequestBuilder:
         if num_tokens <= limit:
             return
         about = "at least " if is_estimate else ""
-        given = f"{'' if is_counted else about}{num_tokens}"
+        length = f"{'' if is_counted else about}{num_tokens}"
         limits = f"the context of {self._max_model_len} allows at most {max(limit, 0)}"
         before_labels = f" before a label of {about}{longest_label}" if longest_label else ""
-        raise RowProblem(RowErrorCode.TOO_LONG, f"the prompt has {given} tokens; {limits}{before_labels}")
+        raise RowProblem(RowErrorCode.TOO_LONG, f"the prompt has {length} tokens; {limits}{before_labels}")
 
 
 def _attempt(row: Row, make: Callable[..., _Made], *args: object) -> _Made | Row:
@@ -301,7 +301,7 @@ def _ways_to_write(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _num_chars(item: PlainText | _Draft | Row) -> int:
-    """How many characters of an item are yet to be tokenized."""
+    """Number of characters of an item that are yet to be tokenized."""
     if isinstance(item, _Draft):
         return sum(len(text.text) for text in item.texts)
     return len(item.text) if isinstance(item, PlainText) else 0

@@ -154,7 +154,7 @@ def num_chars(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """How texts are prepared for vectors: see ``Request.pooling`` and ``config.embed.EmbedSpec``."""
+    """Settings with which texts are prepared for vectors: see ``Request.pooling`` and ``config.embed.EmbedSpec``."""
 
     pooling: str
     prefix: str

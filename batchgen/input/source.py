@@ -45,9 +45,9 @@ class Source:
 
     @property
     def output_format(self) -> str:
-        """What ``output.format = "auto"`` stands for: that of the files, if all have one."""
-        found = {file.output_format for file in self._files}
-        return found.pop() if len(found) == 1 else "jsonl"
+        """The format for ``output.format = "auto"``: that of the files, if all have one."""
+        formats = {file.output_format for file in self._files}
+        return formats.pop() if len(formats) == 1 else "jsonl"
 
     def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Rows:
         """The rows from ``start`` on, in input order, up to the job's limit.
@@ -86,7 +86,7 @@ class Source:
                 file.check_unchanged(self._digests)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """What a start compares: for each file its name, size in bytes and ``sha256``, of a remote one its
+        """Fingerprint that a start compares: for each file its name, size in bytes and ``sha256``, of a remote one its
         version (ETag, generation, blob id).
 
         It reads the local files whose digests are not known from end to end; modification times do not count. From
@@ -107,9 +107,8 @@ class Source:
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
     """The sum; None if one of them is unknown."""
-    found = [*numbers]
-    known = [number for number in found if number is not None]
-    return sum(known) if len(known) == len(found) else None
+    all_numbers = [*numbers]
+    return None if None in all_numbers else sum(filter(None, all_numbers))
 
 
 class Reading:
@@ -144,7 +143,7 @@ class RowRange:
         self.num_rows = yield from self.source.read(self.start, self._is_wanted)
 
     def count(self) -> int | None:
-        """How many rows the shard has; None where finding out would take too long."""
+        """Number of rows of the shard; None where counting would take too long."""
         total = self.source.num_rows()
         if total is None:
             size = self.source.num_bytes()
@@ -196,8 +195,8 @@ def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[
             return _parquet_files(path, is_left_out)
         if path.exists():
             return [path]
-        found = map(Path, glob.iglob(entry, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
-        matches = sorted(path for path in found if path.is_file() and not is_left_out(path))
+        paths = map(Path, glob.iglob(entry, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        matches = sorted(path for path in paths if path.is_file() and not is_left_out(path))
     except OSError as error:
         raise UsageError(f"cannot read input {entry}: {error.strerror}") from error
     if matches:
@@ -218,13 +217,13 @@ def _find_files(address: str) -> list[str]:
         return [address]
     store, path = open_store(address)
     with refusals_as_usage():
-        found = attempt("find", address, lambda: _listed(store, path))
-    if not found:
+        names = attempt("find", address, lambda: _listed(store, path))
+    if not names:
         if glob.has_magic(path):
             raise UsageError(f"no file matches input {address}")
         folder = address.rstrip("/")
         raise UsageError(f"input {address} is a folder without .parquet files; name files, as in '{folder}/*.jsonl'")
-    return [f"{scheme}://{name}" for name in sorted(found)]
+    return [f"{scheme}://{name}" for name in sorted(names)]
 
 
 def _listed(store: Any, path: str) -> list[str]:

@@ -70,7 +70,7 @@ class Template:
 
     @property
     def num_fields(self) -> int:
-        """How many different fields it has."""
+        """Number of different fields."""
         return len({part for part in self.parts if isinstance(part, tuple)})
 
 
@@ -84,15 +84,15 @@ def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
     value = columns[field[0]]
     for depth, step in enumerate(field[1:], 1):
         if isinstance(value, dict):
-            found = step in value
+            has_step = step in value
             value = value.get(step)
         elif isinstance(value, list) and step.isascii() and step.isdigit() and len(step) < 19:
-            found = int(step) < len(value)
-            value = value[int(step)] if found else None
+            has_step = int(step) < len(value)
+            value = value[int(step)] if has_step else None
         else:
             message = f"the template's {{{_shown(field)}}} looks for [{step}] in {_shown(field[:depth])}, which is "
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, message + type_name(value))
-        if not found:
+        if not has_step:
             message = f"no {step!r} in {_shown(field[:depth])}, which the prompt's template names"
             raise RowProblem(RowErrorCode.MISSING_COLUMN, message)
     return value

@@ -41,16 +41,16 @@ class RowValidator:
     def claim_ids(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with their ids; it is an error if an id is missing, invalid or that of an earlier row."""
         named = [with_id(row, self.spec) for row in rows]
-        known = [(row.index, self._known_by(row)) for row in named if row.error is None]
-        claims = [(index, row_id) for index, row_id in known if row_id is not None]
+        ids = [(row.index, self._id_of(row)) for row in named if row.error is None]
+        claims = [(index, row_id) for index, row_id in ids if row_id is not None]
         duplicates = self.ids.claim(claims) if claims else {}
         return [self._duplicate(row, duplicates[row.index]) if row.index in duplicates else row for row in named]
 
     def _duplicate(self, row: Row, first: int) -> Row:
-        message = f"row {first} already has the id {self._known_by(row)!r}"
+        message = f"row {first} already has the id {self._id_of(row)!r}"
         return row.failed(RowError(RowErrorCode.DUPLICATE_ID, message))
 
-    def _known_by(self, row: Row) -> str | int | None:
+    def _id_of(self, row: Row) -> str | int | None:
         """The id that a row's result is written with, where another row's result could be written with the same.
 
         An index that stands for a missing id is a number, which no ``custom_id`` of another row is, unless as text.

@@ -42,13 +42,13 @@ class Bucket:
 
     def entry(self, name: str) -> Entry | None:
         """The file of that name, None if there is none."""
-        info = self._found("look up", name, lambda: self._store.info(name))
+        info = self._if_present("look up", name, lambda: self._store.info(name))
         return _entry(info) if info is not None and info["type"] == "file" else None
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file, None if there is none."""
         at_once = {"max_concurrency": 1} if self._is_s3 else {}  # which spares a look at its size
-        content: bytes | None = self._found("read", name, lambda: self._store.cat_file(name, **at_once))
+        content: bytes | None = self._if_present("read", name, lambda: self._store.cat_file(name, **at_once))
         return content
 
     def write(self, name: str, content: bytes) -> None:
@@ -67,7 +67,7 @@ class Bucket:
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; one that is not there is none that is left."""
         if names:
-            self._found("remove", names[0], lambda: self._store.rm([*names]))
+            self._if_present("remove", names[0], lambda: self._store.rm([*names]))
 
     def prepare(self) -> None:
         """Nothing is needed before files are written."""
@@ -78,7 +78,7 @@ class Bucket:
     def _do(self, doing: str, name: str, call: Callable[[], T]) -> T:
         return attempt(doing, f"{self.address}/{name}", call)
 
-    def _found(self, doing: str, name: str, call: Callable[[], T]) -> T | None:
+    def _if_present(self, doing: str, name: str, call: Callable[[], T]) -> T | None:
         try:
             return self._do(doing, name, call)
         except RemoteError as error:
@@ -88,7 +88,7 @@ class Bucket:
 
 
 def _limit_s(num_bytes: int) -> float:
-    """How long a write may take; the libraries bound only how long an answer takes once all is sent."""
+    """Limit of a write in seconds; the libraries bound only the wait for an answer once all is sent."""
     return STILL_S + num_bytes / _SLOWEST
 
 

@@ -59,9 +59,9 @@ class EarlierRows:
 
     def seal(self) -> None:
         """Sort what was added."""
-        keys, locations = (np.frombuffer(found, np.uint64) for found in (self._keys, self._locations))
+        keys, locations = (np.frombuffer(column, np.uint64) for column in (self._keys, self._locations))
         order = np.argsort(keys, kind="stable")
-        self._keys, self._locations = (found[order].data for found in (keys, locations))
+        self._keys, self._locations = (column[order].data for column in (keys, locations))
         self._files = SegmentReader([place.path for place in self._places])
 
     def find(self, fingerprint: str) -> Iterator[Record]:

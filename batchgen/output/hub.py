@@ -50,8 +50,8 @@ class HubDataset:
     def entry(self, name: str) -> Entry | None:
         """The file of that name as of the last commit, None if there is none."""
         ask, path = self._api.get_paths_info, self._path(name)
-        found = self._do("look up", lambda: ask(self._repo, [path], repo_type="dataset"))
-        return next((Entry(info.size, "") for info in found if info.path == path and hasattr(info, "size")), None)
+        infos = self._do("look up", lambda: ask(self._repo, [path], repo_type="dataset"))
+        return next((Entry(info.size, "") for info in infos if info.path == path and hasattr(info, "size")), None)
 
     def read(self, name: str) -> bytes | None:
         """The content of a file, None if there is none."""
@@ -80,8 +80,8 @@ class HubDataset:
 
     def describe(self, manifest: Manifest, report: Mapping[str, Any], outputs: str) -> None:
         """Put a card into the next commit, unless there is one that a person wrote or has made their own."""
-        found = self.read(_CARD)
-        if found is None or _CARD_MARK.encode() in found:
+        existing = self.read(_CARD)
+        if existing is None or _CARD_MARK.encode() in existing:
             is_root = not self._folder
             title = (self._folder or self._repo).rpartition("/")[2]
             self.write(_CARD, card(title, manifest, report, outputs, is_root=is_root).encode())

@@ -69,7 +69,7 @@ class JournalEntry(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many rows ended in a result and how many in an error."""
+    """Number of rows that ended in a result, and in an error."""
 
     results: int = 0
     errors: int = 0

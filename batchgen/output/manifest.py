@@ -137,7 +137,7 @@ def _is_shard(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a job differs from the one a directory was begun with, one line per difference."""
+    """Differences of a job from the one that a directory was begun with, one line each."""
 
     refused: tuple[str, ...]  # these change outputs
     allowed: tuple[str, ...]
@@ -154,8 +154,8 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
 
 def kernels_of(manifest: Manifest) -> str | None:
     """The kernel set that a run was begun with; None where unknown."""
-    found = manifest.fingerprints.get("numerics", {}).get(KERNELS)
-    return None if found is None else str(found)
+    kernels = manifest.fingerprints.get("numerics", {}).get(KERNELS)
+    return None if kernels is None else str(kernels)
 
 
 def without_kernels(numerics: Mapping[str, str]) -> dict[str, str]:
@@ -192,7 +192,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
                 label = str(item.get("file", i))
                 counts[label] += 1
                 label = label if counts[label] == 1 else f"{label} ({counts[label]})"
-                flat |= _flat({key: known for key, known in item.items() if key != "file"}, f"{name}[{label}]")
+                flat |= _flat({key: part for key, part in item.items() if key != "file"}, f"{name}[{label}]")
             flat |= {f"{name}.order": files} if files else {}
         else:
             flat[name] = json.loads(encode_json(value))

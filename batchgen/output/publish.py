@@ -54,13 +54,13 @@ class PublishManifest:
         try:
             data = json.loads(content)
             del data["batchgen"]
-            found = cls(**data)
-            is_sound = found.num_results >= 0 and all(
-                {"bytes", "sha256", "version"} <= state.keys() for state in found.files.values()
+            manifest = cls(**data)
+            is_sound = manifest.num_results >= 0 and all(
+                {"bytes", "sha256", "version"} <= state.keys() for state in manifest.files.values()
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        return found if is_sound else None
+        return manifest if is_sound else None
 
 
 def open_destination(address: str) -> Bucket | HubDataset:
@@ -84,9 +84,9 @@ class Publication:
         UsageError.
         """
         self._to.prepare()
-        found = self._found(overwrite=overwrite) or self._own
-        if not found.complete and (found.files or not isinstance(self._to, HubDataset)):  # a commit is kept for ever
-            self._to.write(PUBLISHED, found.to_bytes())
+        begun = self._replaceable(overwrite=overwrite) or self._own
+        if not begun.complete and (begun.files or not isinstance(self._to, HubDataset)):  # a commit is kept for ever
+            self._to.write(PUBLISHED, begun.to_bytes())
             self._to.commit("Begin a run of batchgen")
 
     def publish(self) -> list[str]:
@@ -98,7 +98,7 @@ class Publication:
         to.prepare()
         count = report.get("rows", {}).get("done")
         now = replace(self._own, num_results=count if isinstance(count, int) else 0)
-        before = self._found(overwrite=False) or now
+        before = self._replaceable(overwrite=False) or now
         paths = {path.name: path for path in self._run_dir.finished_files()}
         states = {name: _state(path) for name, path in paths.items()}
         new = [name for name, state in states.items() if not self._is_there(name, state, before.files.get(name))]
@@ -126,35 +126,35 @@ class Publication:
             return False
         return entry.size == state["bytes"] and published["version"] in ("", entry.version)
 
-    def _found(self, *, overwrite: bool) -> PublishManifest | None:
+    def _replaceable(self, *, overwrite: bool) -> PublishManifest | None:
         """The files that this run has at the destination, or may replace there; None where it is empty.
 
         Another run that has published nothing is the rest of a run that was never finished.
         """
-        found = PublishManifest.read(self._to)
-        if found is not None and found.is_of(self._own):
-            return found
-        names = (*self._run_dir.finished_names, *(() if found else (PUBLISHED,)))
-        there = [name for name in names if self._to.entry(name) is not None]
-        if not there:
+        manifest = PublishManifest.read(self._to)
+        if manifest is not None and manifest.is_of(self._own):
+            return manifest
+        names = (*self._run_dir.finished_names, *(() if manifest else (PUBLISHED,)))
+        existing = [name for name in names if self._to.entry(name) is not None]
+        if not existing:
             return None
         if not overwrite:
-            whose = f" of another run, begun {found.created_at}" if found else ""
+            whose = f" of another run, begun {manifest.created_at}" if manifest else ""
             raise UsageError(
-                f"{self._to.address} holds {there[0]}{whose}: it is not replaced; choose another folder, remove it "
+                f"{self._to.address} holds {existing[0]}{whose}: it is not replaced; choose another folder, remove it "
                 "there, or start a new run with --overwrite"
             )
-        return replace(self._own, files=dict.fromkeys(there, _UNKNOWN))
+        return replace(self._own, files=dict.fromkeys(existing, _UNKNOWN))
 
 
 def _read_report(run_dir: RunDir) -> dict[str, Any]:
     """The content of ``report.json``, {} where it is none."""
     try:
-        found = json.loads(run_dir.report.read_bytes())
+        report = json.loads(run_dir.report.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    is_one = isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in ("rows", "tokens"))
-    return found if is_one else {}
+    is_one = isinstance(report, dict) and all(isinstance(report.get(key), dict) for key in ("rows", "tokens"))
+    return report if is_one else {}
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -80,14 +80,14 @@ class RecordBuilder:
         those of ``scored_fields``. A kept column with the name of a field of the record is written as
         ``input_<name>``.
         """
-        params, known = row.params, self.fingerprint(row)
+        params, fingerprint = row.params, self.fingerprint(row)
         if result.vector or params.labels:
             vector = (
                 scored_fields(result.label_scores(params), params.labels)
                 if params.labels
                 else vector_fields(result, self._spec.embed.pooling, self._labels)
             )
-            timings = _timings(result.timings) | {"fingerprint": known}
+            timings = _timings(result.timings) | {"fingerprint": fingerprint}
             return self._of_vector(row, vector, result.num_prompt_tokens, timings)
         tools = self._tools_of(row)
         samples = [self._sample(sample, row, tools) for sample in result.samples]
@@ -99,7 +99,7 @@ class RecordBuilder:
             **self._thought(row, result),
         }
         payload["timings"] = _timings(result.timings)
-        payload["timings"]["fingerprint"] = known
+        payload["timings"]["fingerprint"] = fingerprint
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         if len(samples) > 1:
             payload["samples"] = samples
@@ -114,8 +114,8 @@ class RecordBuilder:
         version = str(library().__version__) if row.params.structured_outputs else ""
         return fingerprint(draw_of(row.id, row.index), row.params, row.prompt_token_ids, limit, version)
 
-    def reused(self, row: Row, known: str, earlier: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The output record of a row as ``result`` makes it, from one of an earlier run with the fingerprint ``known``.
+    def reused(self, row: Row, fingerprint: str, earlier: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The output record of a row as ``result`` makes it, from one of an earlier run with that ``fingerprint``.
 
         None where that lacks what this job asks for. Columns are kept from ``row``. Raises KeyError or TypeError
         for an ``earlier`` that no run wrote.
@@ -123,7 +123,7 @@ class RecordBuilder:
         params = row.params
         if not self._spec.generates:
             vector = {name: earlier[name] for name in _VECTOR if name in earlier}
-            timings = {**_timings(Timings()), "fingerprint": known, "reused": True}
+            timings = {**_timings(Timings()), "fingerprint": fingerprint, "reused": True}
             tokens = earlier["usage"]["prompt_tokens"]
             return self._of_vector(row, vector, tokens, timings) if vector else None
         has_tools = self._tools_of(row) is not None
@@ -138,7 +138,7 @@ class RecordBuilder:
         counts = ["prompt_tokens", "completion_tokens"]
         counts += [] if params.thinking_token_budget is None else ["reasoning_tokens"]
         payload["usage"] = {name: usage[name] for name in counts}
-        payload["timings"] = {**_timings(Timings()), "fingerprint": known, "reused": True}
+        payload["timings"] = {**_timings(Timings()), "fingerprint": fingerprint, "reused": True}
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         payload |= {"samples": samples} if samples else {}
         return payload | {name: earlier.get(name) for name in names} | self._kept(row.columns)

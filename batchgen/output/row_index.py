@@ -103,8 +103,8 @@ class RowIndex:
 
     def _finished(self) -> Iterator[tuple[int, int]]:
         """Index and packed location of each finished row, in ascending order."""
-        found = zip(self._rows, self._packed, strict=False)
-        return ((index, packed) for index, packed in found if packed != _ABSENT)
+        rows = zip(self._rows, self._packed, strict=False)
+        return ((index, packed) for index, packed in rows if packed != _ABSENT)
 
     def _count(self, is_error: int, change: int) -> None:
         self.num_errors += change * is_error

@@ -128,8 +128,8 @@ class RunDir:
     def refuse_foreign_manifest(self) -> None:
         """Raises UsageError for a ``job.json`` alone that no run wrote, such as a job file or another program's."""
         try:
-            found = json.loads(read_regular(self.manifest))
-            is_ours = isinstance(found, dict) and {"version", "job", "output_keys"} <= found.keys()
+            content = json.loads(read_regular(self.manifest))
+            is_ours = isinstance(content, dict) and {"version", "job", "output_keys"} <= content.keys()
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError):
@@ -181,8 +181,8 @@ class RunDir:
 
     def journals(self) -> list[Begun]:
         """The jobs that have a folder in ``journal/``, the earliest first. Raises as ``read_manifest``."""
-        found = [path for path in self.journal.glob("*") if _number(path) and path.is_dir()]
-        read = [(path, RunDir(path).read_manifest()) for path in sorted(found, key=lambda path: (_number(path), path))]
+        paths = [path for path in self.journal.glob("*") if _number(path) and path.is_dir()]
+        read = [(path, RunDir(path).read_manifest()) for path in sorted(paths, key=lambda path: (_number(path), path))]
         return [Begun(path, manifest) for path, manifest in read if manifest is not None]
 
     def is_begun(self) -> bool:
@@ -198,11 +198,11 @@ class RunDir:
 
         It writes here, wherever the folder was when it was begun. Raises UsageError for a folder that holds none.
         """
-        found = [*filter(None, [self.read_manifest()]), *(begun.manifest for begun in self.unfinished())]
-        if not found:
+        manifests = [*filter(None, [self.read_manifest()]), *(begun.manifest for begun in self.unfinished())]
+        if not manifests:
             raise UsageError(f"{self.path} is not a run directory: it has no job.json")
-        job = found[-1].job
-        return replace(found[-1], job={**job, "output": {**job["output"], "path": str(self.path)}})
+        job = manifests[-1].job
+        return replace(manifests[-1], job={**job, "output": {**job["output"], "path": str(self.path)}})
 
     def kept_journal(self) -> Begun | None:
         """The job of the outputs with its rows, which are kept where the outputs are not exactly these."""
@@ -247,10 +247,10 @@ class RunDir:
         fresh = Digests()  # the files have taken the place of those that the others may be of
         files = {path.name: _named(path, fresh) for path in (*self._outputs, self.errors) if path.is_file()}
         states = digests.to_plain() | fresh.to_plain()
-        known = replace(begun.manifest, files=files, journal=begun.folder.name, file_states=states)
-        self.write_manifest(known)
+        finished = replace(begun.manifest, files=files, journal=begun.folder.name, file_states=states)
+        self.write_manifest(finished)
         self._remove_finished(keeps_rows=keeps_rows)
-        return known
+        return finished
 
     def remove_other_outputs(self, output_format: str) -> None:
         """Remove the outputs of other formats than this one, durably."""

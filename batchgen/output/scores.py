@@ -33,9 +33,9 @@ class TokenScores:
 
     def _field(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = None if self._decode is None else self._decode([token_id], skip_special_tokens=False)
-        known = self._token_bytes(token_id) if self._token_bytes and text and "\ufffd" in text else None
-        told = {} if known is None else {"bytes": [*known]}
-        return {"token_id": token_id, "token": text, **told, "logprob": rounded(logprob)}
+        content = self._token_bytes(token_id) if self._token_bytes and text and "\ufffd" in text else None
+        exact = {} if content is None else {"bytes": [*content]}
+        return {"token_id": token_id, "token": text, **exact, "logprob": rounded(logprob)}
 
 
 def rounded(logprob: float) -> float:

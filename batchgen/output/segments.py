@@ -92,8 +92,8 @@ def next_segment(folder: Path, last: Path | None) -> Path:
 
 def segments(folder: Path) -> list[Path]:
     """The segments of a journal in the order they were begun in; none if there is no journal."""
-    found = [path for path in folder.glob("*.seg") if _NAME.fullmatch(path.stem) and path.is_file()]
-    return sorted(found, key=lambda path: (_number(path), path.name))
+    paths = [path for path in folder.glob("*.seg") if _NAME.fullmatch(path.stem) and path.is_file()]
+    return sorted(paths, key=lambda path: (_number(path), path.name))
 
 
 def _number(path: Path) -> int:

@@ -44,7 +44,7 @@ class InputFile(ABC):
 
     @abstractmethod
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """What a resume compares; see ``Source.fingerprint``."""
+        """Fingerprint that a resume compares; see ``Source.fingerprint``."""
 
     def check_local_files(self, digests: Digests) -> None:
         """Raises InputError if a local file is no longer what its fingerprint says."""

@@ -39,7 +39,7 @@ _EXTENSION = b"ARROW:extension:name"  # of a field whose type's name was not kno
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """So many rows that the file should have and that cannot be read, and why."""
+    """Rows that the file should have and that cannot be read: their number, and the reason."""
 
     num_rows: int
     message: str
@@ -52,7 +52,7 @@ def check_names(names: Sequence[str], where: str) -> None:
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
-    """How many rows to convert at once, so that a batch takes some megabytes whatever the size of a row."""
+    """Number of rows to convert at once, so that a batch takes some megabytes whatever the size of a row."""
     return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
@@ -102,11 +102,11 @@ def rows_at(
     if len(places) < batch.num_rows:
         batch = _taken(batch, places)
     features = _features((batch.schema.metadata or {}).get(b"huggingface", b""))
-    found = {
+    all_conversions = {
         field.name: _conversion(field, field.name in request_columns, features.get(field.name))
         for field in batch.schema
     }
-    conversions = {name: convert for name, convert in found.items() if convert}
+    conversions = {name: convert for name, convert in all_conversions.items() if convert}
     try:
         rows = batch.to_pylist()
         for name, convert in conversions.items():
@@ -146,10 +146,10 @@ def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert]) -> RowValue
 @lru_cache(maxsize=8)
 def _features(metadata: bytes) -> Mapping[str, Any]:
     """The description that ``datasets`` has of each column; empty where it cannot be read."""
-    found: Any = {}
+    features: Any = {}
     with suppress(ValueError, RecursionError, LookupError, TypeError):
-        found = json.loads(metadata)["info"]["features"]
-    return found if isinstance(found, dict) else {}
+        features = json.loads(metadata)["info"]["features"]
+    return features if isinstance(features, dict) else {}
 
 
 def _conversion(field: pa.Field, is_request: bool, feature: Any = None) -> _Convert | None:
@@ -205,14 +205,14 @@ def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert
     if is_sequence and isinstance(_item(feature), dict):
         children = {name: [child] for name, child in _item(feature).items()}
     children = children if isinstance(children, dict) else {}
-    found = {child.name: _conversion(child, is_request, children.get(child.name)) for child in kind}
-    conversions = {name: convert for name, convert in found.items() if convert}
+    all_conversions = {child.name: _conversion(child, is_request, children.get(child.name)) for child in kind}
+    conversions = {name: convert for name, convert in all_conversions.items() if convert}
     if not conversions and not is_request:
         return None
 
     def convert(value: dict[str, Any]) -> dict[str, Any]:
-        said = value.items() if not is_request else [item for item in value.items() if item[1] is not None]
-        return {key: conversions[key](item) if key in conversions and item is not None else item for key, item in said}
+        items = value.items() if not is_request else [item for item in value.items() if item[1] is not None]
+        return {key: conversions[key](item) if key in conversions and item is not None else item for key, item in items}
 
     return convert
 
@@ -224,7 +224,7 @@ def _of_maps(kind: pa.MapType, is_request: bool) -> _Convert | None:
         return None
 
     def convert(pairs: list[tuple[Any, Any]]) -> Any:
-        said = [(key, item(value) if item and value is not None else value) for key, value in pairs]
-        return dict(said) if is_request else said
+        converted = [(key, item(value) if item and value is not None else value) for key, value in pairs]
+        return dict(converted) if is_request else converted
 
     return convert

@@ -61,8 +61,8 @@ class DelimitedFile(LinesFile):
         return (yield from super().read(at, stop, wanted))
 
     def lines(self, stream: BinaryIO, at: Cursor) -> Iterator[Line]:
-        found = _records(stream, at.offset, at.row, self._dialect)
-        return (line for line in found if line.cells or line.problem)
+        records = _records(stream, at.offset, at.row, self._dialect)
+        return (line for line in records if line.cells or line.problem)
 
     def columns(self, line: Line) -> dict[str, Any]:
         if len(line.cells) != len(self._names):
@@ -79,8 +79,8 @@ class DelimitedFile(LinesFile):
         self._has_bom = header.content.startswith(BOM)
         signs = "" if self._delimiter or is_tsv or b"," in header.content else _OTHER_DELIMITERS
         for sign in signs:
-            if sign.encode() in header.content and (found := self._split_by(sign)):
-                header = found
+            if sign.encode() in header.content and (split := self._split_by(sign)):
+                header = split
                 break
         if header.problem:
             raise self._error(header, str(header.problem))
@@ -180,7 +180,7 @@ def _records(stream: BinaryIO, offset: int, number: int, dialect: Any) -> Iterat
 
 
 def _broken(reason: str, line: int) -> RowProblem:
-    """What the reader could not take, in words of a table."""
+    """Error for a record that the reader refused, in words of a table."""
     words = {
         "new-line": "a carriage return stands in a cell without quotes",
         "unexpected end": "the quotes of a cell are never closed, and all that follows belongs to it",

@@ -124,12 +124,12 @@ class DatasetFile(InputFile):
 
 def _is_of_a_value(error: BaseException | None) -> bool:
     """Whether an error, which datasets wraps in its own, comes from values in a file, not from the way to it."""
-    found = []
-    while error is not None and error not in found:
-        found.append(error)
+    causes = []
+    while error is not None and error not in causes:
+        causes.append(error)
         error = error.__cause__ or error.__context__
-    is_of_reading = any(isinstance(item, OSError) for item in found)
-    return not is_of_reading and any(isinstance(item, ValueError | TypeError | pa.ArrowException) for item in found)
+    is_of_reading = any(isinstance(item, OSError) for item in causes)
+    return not is_of_reading and any(isinstance(item, ValueError | TypeError | pa.ArrowException) for item in causes)
 
 
 def _parse_name(text: str) -> tuple[str, dict[str, str]]:

@@ -83,10 +83,11 @@ class LinesFile(StoredFile):
         return _lines(stream, at.offset, at.row)
 
     def columns(self, line: Line) -> dict[str, Any]:
-        """What a line says. Raises RowProblem."""
+        """Columns of a line. Raises RowProblem."""
         return self._parse(line.content)
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """As in ``InputFile``; ``at.offset`` is a byte of the text, where a row begins."""
         index = at.index
         if stop is not None and index >= stop:
             return index

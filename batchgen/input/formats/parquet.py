@@ -46,6 +46,7 @@ class ParquetFile(StoredFile):
             raise UsageError(f"cannot read {self.content.name} as Parquet: {reason}") from error
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """As in ``InputFile``; ``at.offset`` is a row group and ``at.row`` a row in it."""
         index = at.index
         with self._open() as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]

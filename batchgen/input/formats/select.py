@@ -74,32 +74,32 @@ def _open_bytes(content: InputBytes, spec: InputSpec) -> InputFile:
     return FORMATS[_resolve(content, spec.format, spec.delimiter)].open(content, spec)
 
 
-def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
+def _resolve(content: InputBytes, name: str, delimiter: str | None) -> str:
     with content.open() as file:
         is_parquet = file.read(4) == _PARQUET_MAGIC
-    if given == "parquet" or (given == "auto" and is_parquet):
+    if name == "parquet" or (name == "auto" and is_parquet):
         return "parquet"
     if is_parquet:
-        raise UsageError(f'{content.name} is a Parquet file and input.format = "{given}"; leave the format to "auto"')
+        raise UsageError(f'{content.name} is a Parquet file and input.format = "{name}"; leave the format to "auto"')
     if packed := foreign_compression(content):
         remedy = "unpack it" if packed in ("zip", "7-Zip") else "recompress it with gzip or zstd"
         raise UsageError(f"{content.name} is compressed by {packed}, which cannot be read; {remedy}")
     head = _read_head(content)
     _refuse_as_text(content.name, head)
-    if given == "hf":
+    if name == "hf":
         raise UsageError(f'{content.name} is a file and input.format = "hf"; leave the format to "auto"')
-    found = given if given in FORMATS else "jsonl"  # OpenAI Batch lines
-    if given == "auto":
-        found = "csv" if delimiter else _detect(content, head)
-    if found in ("csv", "text") and not content.encoding:
+    resolved = name if name in FORMATS else "jsonl"  # OpenAI Batch lines
+    if name == "auto":
+        resolved = "csv" if delimiter else _detect(content, head)
+    if resolved in ("csv", "text") and not content.encoding:
         _refuse_other_encoding(content.name, head)
-    if found != "csv" and b"\r" in head.rstrip() and b"\n" not in head:  # a table's header says so itself
+    if resolved != "csv" and b"\r" in head.rstrip() and b"\n" not in head:  # a table's header says so itself
         lines = f"the lines of {content.name} end with CR alone"
         raise UsageError(f"{lines}; convert it: tr '\\r' '\\n' < FILE > NEW_FILE")
-    if found == "jsonl" and (program := _unrolling(head)):
+    if resolved == "jsonl" and (program := _unrolling(head)):
         what = "JSON over several lines or an array, not JSON Lines, one object per line"
         raise UsageError(f"{content.name} is {what}: jq -c {program} FILE > NEW_FILE.jsonl")
-    return found
+    return resolved
 
 
 def _read_head(content: InputBytes) -> bytes:
@@ -129,14 +129,14 @@ def _refuse_as_text(name: str, head: bytes) -> None:
 
 def _wide_encoding(head: bytes) -> str:
     """The encoding of text of two or four bytes per character, by its mark or its zeros; empty for other text."""
-    if found := next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), ""):
-        return found
+    if encoding := next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), ""):
+        return encoding
     probe = head[:_PROBE_BYTES]
     num_chars = len(probe) // 4
     zeros = [probe[place::4].count(0) for place in range(4)] if num_chars else [0] * 4
     shown = ["0" if count > 0.8 * num_chars else "1" if count < 0.2 * num_chars else "-" for count in zeros]
     for name, pattern in _WIDE_ZEROS.items():
-        if all(wanted in ("?", found) for wanted, found in zip(pattern, shown, strict=True)):
+        if all(wanted in ("?", sign) for wanted, sign in zip(pattern, shown, strict=True)):
             with suppress(UnicodeDecodeError):
                 probe[: 4 * num_chars].decode(name, "strict" if "32" in name else "ignore")
                 return name
@@ -149,13 +149,12 @@ def _refuse_other_encoding(name: str, head: bytes) -> None:
     That is the usual other encoding. A single line among many is left to the reader, which makes it an error row.
     """
     lines = head.split(b"\n")[: -1 if len(head) == _HEAD_BYTES else None]
-    others = [(number, line) for number, line in enumerate(lines, 1) if not line.isascii()]
-    found = [(number, _signs_of_cp1252(line)) for number, line in others]
-    is_single = len(found) == 1 < found[0][0] if found else True
-    if is_single or not all(signs for _, signs in found) or 20 * len(found) < len(lines):
+    others = [(number, _signs_of_cp1252(line)) for number, line in enumerate(lines, 1) if not line.isascii()]
+    is_single = len(others) == 1 < others[0][0] if others else True
+    if is_single or not all(signs for _, signs in others) or 20 * len(others) < len(lines):
         return
-    (number, signs), given = found[0], 'input.encoding = "cp1252" (--encoding cp1252)'
-    raise UsageError(f"{name}, line {number}, is not UTF-8: give {given} if {signs[0]!r} stands there, or its own")
+    (number, signs), remedy = others[0], 'input.encoding = "cp1252" (--encoding cp1252)'
+    raise UsageError(f"{name}, line {number}, is not UTF-8: give {remedy} if {signs[0]!r} stands there, or its own")
 
 
 def _signs_of_cp1252(line: bytes) -> str:

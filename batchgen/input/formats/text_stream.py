@@ -38,8 +38,8 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeDecodeError):
         raise error
     with suppress(UnicodeError):
-        found, end = codecs.lookup_error("surrogateescape")(error)
-        return str(found), end
+        escaped, end = codecs.lookup_error("surrogateescape")(error)
+        return str(escaped), end
     is_wide = error.encoding.startswith(("utf-16", "utf-32"))
     ends_line = not is_wide and b"\n" in error.object[error.start : error.end]
     return "\udcff\n" if ends_line else "\udcff", error.end
@@ -190,7 +190,7 @@ def _codec(stream: BinaryIO) -> str | None:
 
 
 def damage(stream: BinaryIO) -> str | None:
-    """Why a stream of ``open_text`` ended before its file did; None while it has not."""
+    """Damage that ended a stream of ``open_text`` before its file; None if there is none."""
     raw = getattr(stream, "raw", None)
     return raw.damage if isinstance(raw, Decompressed | Transcoded) else None
 

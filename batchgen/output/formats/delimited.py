@@ -16,7 +16,7 @@ from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
-_GIVEN = (  # what the model gave, in this order, behind the columns of the input
+_ANSWER = (  # what the model gave, in this order, behind the columns of the input
     *(
         "text",
         "extracted",
@@ -66,12 +66,12 @@ class CsvFormat(OutputFormat):
 
     def _names(self, rows: Iterable[bytes]) -> list[str]:
         """The columns that some row has: the id, those of the input in the order of their first row, and the answer."""
-        found: dict[str, None] = {}
+        columns: dict[str, None] = {}
         for row in rows:
-            found |= dict.fromkeys(json.loads(row))
-        kept = [name for name in found if name not in self._own]
-        given = [name for name in _GIVEN if name in found and name in self._own]
-        return [*(["id"] if self._has_id else []), *kept, *(given or ["text", "finish_reason"])]
+            columns |= dict.fromkeys(json.loads(row))
+        kept = [name for name in columns if name not in self._own]
+        answer = [name for name in _ANSWER if name in columns and name in self._own]
+        return [*(["id"] if self._has_id else []), *kept, *(answer or ["text", "finish_reason"])]
 
 
 def _cell(value: Any) -> str:

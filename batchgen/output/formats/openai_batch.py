@@ -38,10 +38,10 @@ class OpenAIBatchFormat(OutputFormat):
 
     def result_row(self, payload: bytes) -> bytes:
         """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
-        found = json.loads(payload)
-        names = RECORD_KEYS if "finish_reason" in found else RECORD_KEYS | VECTOR_KEYS
-        record = {name: value for name, value in found.items() if name in names}
-        kept = {name: value for name, value in found.items() if name not in names}
+        fields = json.loads(payload)
+        names = RECORD_KEYS if "finish_reason" in fields else RECORD_KEYS | VECTOR_KEYS
+        record = {name: value for name, value in fields.items() if name in names}
+        kept = {name: value for name, value in fields.items() if name not in names}
         index = record["index"]
         response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record, kept)}
         line = {**_head(record), "response": response, "error": None, "timings": record["timings"]}
@@ -76,8 +76,8 @@ class OpenAIBatchFormat(OutputFormat):
         return body | {name: record[name] for name in ("prompt_logprobs", "perplexity") if name in record}
 
     def _named(self, kept: Mapping[str, Any]) -> str:
-        asked = kept.get("model")
-        return asked if isinstance(asked, str) and asked else self.model
+        name = kept.get("model")
+        return name if isinstance(name, str) and name else self.model
 
     def _embedding(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
         """The body of one or several vectors; base64 is of the float32 numbers, lowest byte first."""
@@ -143,11 +143,11 @@ def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _chat_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
     """``bytes`` is null where the token is no whole number of characters and the record does not tell them."""
-    text, known = _token_text(token), token.get("bytes")
-    if known is None:
+    text, content = _token_text(token), token.get("bytes")
+    if content is None:
         return {"token": text, "logprob": token["logprob"], "bytes": None if "\ufffd" in text else [*text.encode()]}
-    shown = bytes(known).decode(errors="backslashreplace")  # as OpenAI shows it
-    return {"token": shown, "logprob": token["logprob"], "bytes": known}
+    shown = bytes(content).decode(errors="backslashreplace")  # as OpenAI shows it
+    return {"token": shown, "logprob": token["logprob"], "bytes": content}
 
 
 def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -164,10 +164,10 @@ def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _by_text(tops: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Log-probabilities by text; of tokens with the same text the likeliest, which comes first, counts."""
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for top in tops:
-        found.setdefault(_token_text(top), top["logprob"])
-    return found
+        logprobs.setdefault(_token_text(top), top["logprob"])
+    return logprobs
 
 
 def _token_text(token: Mapping[str, Any]) -> str:

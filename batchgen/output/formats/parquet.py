@@ -78,16 +78,16 @@ _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarr
 def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have."""
     left_out = VECTOR_KEYS if spec.generates else _OF_TEXT
-    found, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
+    types, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
     if spec.eval.extract:
-        found["extracted"] = pa.string()
+        types["extracted"] = pa.string()
         more.append(pa.field("extracted", pa.string()))
     if "json" in spec.output.parse:
-        found["parsed"] = _INFERRED
+        types["parsed"] = _INFERRED
         more.append(field_of("parsed", None))
     if more:
-        found["samples"] = pa.list_(pa.struct([*_SAMPLE, *more]))
-    return found
+        types["samples"] = pa.list_(pa.struct([*_SAMPLE, *more]))
+    return types
 
 
 class ParquetFormat(OutputFormat):
@@ -155,11 +155,10 @@ def _sized(name: str, group: Sequence[Mapping[str, Any]]) -> Any:
     return pa.list_(pa.list_(pa.float32(), len(first[0])))
 
 
-def _common_type(known: Any, values: list[Any]) -> Any:
-    """The type that holds what ``known`` holds and ``values`` too, None if there is none."""
+def _common_type(kind: Any, values: list[Any]) -> Any:
+    """The type that holds all values of type ``kind`` and ``values`` too, None if there is none."""
     try:
-        found = pa.array(values).type
-        schemas = [pa.schema([("column", kind)]) for kind in (known, found)]
+        schemas = [pa.schema([("column", each)]) for each in (kind, pa.array(values).type)]
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
     except _UNFIT:
         return None
@@ -185,7 +184,7 @@ def _is_json(field: Any) -> bool:
 
 
 def _check_of(field: Any) -> Callable[[Any], bool]:
-    """Whether a value goes into a field unchanged, as a function that is fast for many of them."""
+    """Function that tells whether a value goes into a field unchanged, and is fast for many of them."""
     kind = field.type
     if _is_json(field):
         return lambda _: True
