@@ -117,7 +117,7 @@ class LLM:
         values.
         """
         spec = self._with(sampling_params, sampling)
-        raw = replace(spec.input, chat=False, system=None, continue_final_message=False)
+        raw = replace(spec.input, chat_template="none", system=None, continue_final_message=False)
         return self._answered(prompts, replace(spec, input=raw), use_tqdm)
 
     def chat(

@@ -84,8 +84,8 @@ CONCEPTS = {
     """,
     "[model]": "adapter batch_invariant device dtype path quantization revision tokenizer",
     "[input]": """
-        chat chat_template_kwargs columns continue_final_message delimiter encoding format id limit messages path prompt
-        prompt_token_ids system
+        chat_template chat_template_kwargs columns continue_final_message delimiter encoding format id limit messages
+        path prompt prompt_token_ids system
     """,
     "[sampling]": """
         allowed_token_ids bad_words frequency_penalty ignore_eos logit_bias logprobs max_repeats

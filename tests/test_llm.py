@@ -65,7 +65,7 @@ def test_prompts_and_chats_get_the_records_of_a_run() -> None:
         of_texts, of_chats = model.generate(texts, params), model.chat(chats, params)
         assert without_timings(model.chat(chats[3], params, temperature=0)) != without_timings(of_chats[3:4])
         assert model.generate(texts[0], max_tokens=9)[0]["usage"] != of_chats[0]["usage"]
-    run = batchgen.generate(texts, MODEL, sampling=params, input={"chat": False}, engine_factory=factory)
+    run = batchgen.generate(texts, MODEL, sampling=params, input={"chat_template": "none"}, engine_factory=factory)
     assert without_timings(of_texts) == without_timings(run.rows)
     run = batchgen.generate(chats, MODEL, sampling=params, engine_factory=factory)
     assert without_timings(of_chats) == without_timings(run.rows)

@@ -1,4 +1,4 @@
-"""Files that a job names in ``sampling.structured_outputs``: a JSON schema, or a grammar.
+"""Text files that a job names: a JSON schema or a grammar in ``sampling.structured_outputs``, a chat template.
 
 Their content becomes part of the job, so that a run can only be resumed with what they held when it was begun. Rows
 name no files: a dataset must not decide what is read on this machine.
@@ -36,7 +36,7 @@ def with_files(given: object, resolve: Callable[[str], str]) -> dict[str, Any]:
     if isinstance(given, str) and given and not _is_json(given):
         given = {"json": given}
     asked = object_of(given)
-    for part, is_content, read in (("json", _is_json, _read_schema), ("grammar", _is_grammar, _read)):
+    for part, is_content, read in (("json", _is_json, _read_schema), ("grammar", _is_grammar, read_part)):
         value = asked.get(part)
         if isinstance(value, str) and value and not is_content(value):
             try:
@@ -54,7 +54,7 @@ def _is_grammar(text: str) -> bool:
     return ":" in text or "\n" in text
 
 
-def _read(path: Path) -> str:
+def read_part(path: Path) -> str:
     """The text of a file. Raises ValueError, which names it."""
     try:
         return read_text(path, _MAX_BYTES)
@@ -68,7 +68,7 @@ def _read(path: Path) -> str:
 
 def _read_schema(path: Path) -> Any:
     try:
-        found = json.loads(_read(path))
+        found = json.loads(read_part(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:

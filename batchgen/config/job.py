@@ -119,6 +119,7 @@ class InputSpec:
 
     ``path`` entries are absolute (or ``-``, ``hf:...``, an address), it is empty only for commands that read no input;
     ``columns == ("*",)`` keeps all columns. At most one of ``prompt``, ``messages``, ``prompt_token_ids`` is set.
+    ``chat_template`` is "auto", "none", or the text of a template.
     """
 
     path: tuple[str, ...] = key(
@@ -139,13 +140,18 @@ class InputSpec:
     messages: str | None = key(_COLUMN, "Column with a chat, a list of messages", None)
     prompt_token_ids: str | None = key(_COLUMN, "Column with token ids, used unchanged", None)
     system: str | None = key(string(empty=True), "System prompt", None)
-    chat: bool = key(BOOL, "Send prompts without the chat template", True)
+    chat_template: str = key(string("auto|none|FILE"), "Template of chats; none: raw prompts", "auto")
     chat_template_kwargs: Mapping[str, Any] | None = key(
         keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
     )
     continue_final_message: bool = key(BOOL, "Continue the last message of chats, the assistant's", False)
     columns: tuple[str, ...] = key(_COLUMNS, "Columns copied to the output", ("*",))
     limit: int | None = key(integer(1), "Take the first N rows only", None)
+
+    @property
+    def is_templated(self) -> bool:
+        """Whether a chat template is put around prompts."""
+        return self.chat_template != "none"
 
     @property
     def is_mapped(self) -> bool:

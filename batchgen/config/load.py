@@ -170,9 +170,10 @@ def _check_together(spec: JobSpec) -> None:
     if len(named) > 1:
         raise UsageError(f"input.{named[0]} and input.{named[1]} exclude each other: a row has one prompt")
     for name in ("system", "chat_template_kwargs"):
-        if getattr(spec.input, name) is not None and not spec.input.chat:
-            raise UsageError(f"input.{name} needs input.chat = true: a raw completion has no chat template")
-    if spec.input.continue_final_message and (spec.input.prompt or spec.input.prompt_token_ids or not spec.input.chat):
+        if getattr(spec.input, name) is not None and not spec.input.is_templated:
+            raise UsageError(f'input.{name} needs a chat template, and input.chat_template = "none"')
+    has_chats = spec.input.is_templated and not (spec.input.prompt or spec.input.prompt_token_ids)
+    if spec.input.continue_final_message and not has_chats:
         raise UsageError("input.continue_final_message needs chats: name their column in input.messages")
     if "-" in spec.input.path and len(spec.input.path) > 1:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')

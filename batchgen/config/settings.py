@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.grammar_files import FileError, with_files
+from batchgen.config.grammar_files import FileError, read_part, with_files
 from batchgen.config.job import KEYS
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
@@ -225,6 +225,8 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
     """
     if (section, key) == ("input", "path"):
         return tuple(_input(base, item) for item in value)
+    if (section, key) == ("input", "chat_template"):
+        return value if value in ("auto", "none") else read_part(Path(_absolute(base, value)))
     if section == "output" and key in ("path", "reuse"):
         return _absolute(base, value) if key == "path" else tuple(_absolute(base, item) for item in value)
     if section == "model" and key in ("path", "adapter", "tokenizer") and value and not value.startswith("dummy:"):

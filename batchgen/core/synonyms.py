@@ -61,7 +61,9 @@ _TABLE: dict[Synonym, str] = {
     ): "summary, summaries, summarize, summarization, translate, translation",
     Synonym("input.messages"): "conversation, conversations, chat-column, sharegpt",
     Synonym("input.system"): "system-prompt, system-message, persona",
-    Synonym("input.chat"): "apply-chat-template, chat-template, no-chat-template, raw, completion",
+    Synonym(
+        "input.chat_template", "none sends prompts as they are"
+    ): "chat, no-chat, apply-chat-template, no-chat-template, raw, completion",
     Synonym(
         "input.continue_final_message", "the model goes on with the assistant's last message"
     ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, prefix-completion",

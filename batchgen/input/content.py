@@ -161,7 +161,7 @@ class ContentFinder:
                 return {name: read}
         if not self._has_tokenizer:
             return {"prompt_token_ids": readers["prompt_token_ids"]}
-        if not self._spec.chat:
+        if not self._spec.is_templated:
             del readers["messages"]
         return readers
 
@@ -187,7 +187,7 @@ class ContentFinder:
 
     def _from_text(self, what: str, value: object, columns: Mapping[str, Any]) -> Prompt:
         text = _checked_text(what, value)
-        if not self._spec.chat:
+        if not self._spec.is_templated:
             return PlainText(text, True)
         variables = {"chat_template_kwargs": columns.get("chat_template_kwargs")}
         return self._chat(what, [{"role": "user", "content": text}], variables)
@@ -195,8 +195,9 @@ class ContentFinder:
     def _from_messages(
         self, name: str, value: object, columns: Mapping[str, Any], continues: bool | None = None
     ) -> Chat:
-        if not self._spec.chat:
-            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
+        if not self._spec.is_templated:
+            what = f'{name!r} is a chat, but the job says chat_template = "none"'
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
         return self._chat(name, checked_messages(name, value), columns, continues)
 
     def _chat(
@@ -286,12 +287,13 @@ def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
             if getattr(spec, key):
                 remedy = "name one in model.tokenizer, or give rows prompt_token_ids"
                 raise UsageError(f"input.{key} needs a tokenizer and this model has none; {remedy}")
-    elif not spec.chat:
+    elif not spec.is_templated:
         for key in ("messages", "system", "chat_template_kwargs"):
             if getattr(spec, key):
-                raise UsageError(f"input.{key} needs a chat: drop it, or drop input.chat = false")
+                raise UsageError(f'input.{key} needs a chat: drop it, or drop input.chat_template = "none"')
     elif tokenizer.chat_template is None:
-        raise UsageError("the model has no chat template; set input.chat = false (--no-chat) for raw completion")
+        remedy = 'set input.chat_template = "none" for raw completion, or name a file that has one'
+        raise UsageError(f"the model has no chat template; {remedy}")
     else:
         _check_names(spec.chat_template_kwargs or (), tokenizer.chat_template.names)
 

@@ -153,7 +153,7 @@ class ModelInfo:
             kept = embed.dimensions or widths[-1]
             takes_lists = embed.pooling != "tokens" and not self.config.labels
             asked = Embedded(embed.pooling or "", embed.prompt or "", embed.truncate, kept, takes_lists)
-            where = replace(where, chat=False)
+            where = replace(where, chat_template="none")
             if spec.engine.max_model_len is None:
                 longest = min(longest, self.vectors.max_tokens or longest)
         return RequestBuilder(
@@ -198,16 +198,17 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         config = lora.added_to(config)
     folder = None if is_dummy(model.path) else resolve_model(model.path, model.revision, _MODEL_PATTERNS)
     tokenizer, own_tokenizer_folder = None, None
+    template = spec.input.chat_template if spec.input.chat_template not in ("auto", "none") else None
     if model.tokenizer:
         revision = "main"  # model.revision is that of the model's own repository
         own_tokenizer_folder = resolve_model(model.tokenizer, revision, _TOKENIZER_PATTERNS)
         states = _states(own_tokenizer_folder) | states
-        tokenizer = Tokenizer.load(own_tokenizer_folder, now, config.vocab_size)
+        tokenizer = Tokenizer.load(own_tokenizer_folder, now, config.vocab_size, template)
     elif folder is not None and (tokenizer_folder(folder) / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.load(tokenizer_folder(folder), now, config.vocab_size)
+        tokenizer = Tokenizer.load(tokenizer_folder(folder), now, config.vocab_size, template)
     elif folder is not None and is_gguf(folder):
         try:
-            tokenizer = read_gguf_tokenizer(folder, now)
+            tokenizer = read_gguf_tokenizer(folder, now, template)
         except ModelError:
             if spec.input.prompt_token_ids is None:
                 raise

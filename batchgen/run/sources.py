@@ -56,7 +56,7 @@ class Sources:
         self.num_old = self.files_before = 0
         self.files_now = num_files(manifest)
         self._manifest, self._mine = manifest, mine
-        self._printed_at = manifest.rendered_at if prints_date and spec.input.chat else None
+        self._printed_at = manifest.rendered_at if prints_date and spec.input.is_templated else None
         self._builder = builder
         self._rows = EarlierRows()
         if run_dir is not None:

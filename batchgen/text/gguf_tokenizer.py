@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from batchgen.core.errors import ModelError
 from batchgen.core.gguf import read_header
 from batchgen.core.units import shown
-from batchgen.text.chat import ChatTemplate, ChatTemplateError, in_one
-from batchgen.text.tokenizer import Tokenizer, reason
+from batchgen.text.tokenizer import Tokenizer, compiled, reason
 
 _KEY = "tokenizer.ggml."
 _ARRAYS = [_KEY + name for name in ("tokens", "merges", "token_type")]
@@ -55,7 +54,7 @@ _KINDS = {
 }
 
 
-def read_gguf_tokenizer(path: Path, now: datetime | None = None) -> Tokenizer:
+def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: str | None = None) -> Tokenizer:
     """The tokenizer in a GGUF file; ``now`` is the local time that its chat template may print.
 
     Its end tokens are in the config that is read from the same file. Raises ModelError if the file is unusable, or has
@@ -78,7 +77,8 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None) -> Tokenizer:
         token_id = metadata.get(f"{_KEY}{key}_token_id")
         if type(token_id) is int and token_id < len(tokens):
             special[role] = tokens[token_id]
-    template = _chat_template(path, metadata, special, now)
+    place, templates = ("input.chat_template", {"default": template}) if template else _template_sources(path, metadata)
+    chat_template = compiled(place, templates, special, now)
     bos = special.get("bos_token") if metadata.get(_KEY + "add_bos_token", kind.has_bos) else None
     try:
         backend = _backend(kind, tokens, merges)
@@ -86,7 +86,7 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None) -> Tokenizer:
         if bos is not None:
             ids = [(bos, backend.token_to_id(bos))]
             backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=ids)
-        return Tokenizer(backend, chat_template=template)
+        return Tokenizer(backend, chat_template=chat_template)
     except BaseException as error:
         raise ModelError(f"{path} has no usable tokenizer: {reason(error)}") from error
 
@@ -129,17 +129,11 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
     backend.add_tokens(added)
 
 
-def _chat_template(
-    path: Path, metadata: Mapping[str, Any], special: Mapping[str, str], now: datetime | None
-) -> ChatTemplate | None:
+def _template_sources(path: Path, metadata: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Templates by name; none without a default one."""
     key = "tokenizer.chat_template"
     keys = {"default": key, "tool_use": f"{key}.tool_use"}
     templates = {name: metadata[key] for name, key in keys.items() if metadata.get(key) is not None}
     if not all(isinstance(source, str) for source in templates.values()):
         raise ModelError(f"{path}: {key} is no text")
-    if "default" not in templates:
-        return None
-    try:
-        return ChatTemplate(in_one(templates), special, now)
-    except ChatTemplateError as error:
-        raise ModelError(f"{path}: {error}") from error
+    return str(path), templates if "default" in templates else {}

@@ -62,17 +62,20 @@ class Tokenizer:
         backend.encode("")  # fails here rather than on each row if it adds special tokens that it does not have
 
     @classmethod
-    def load(cls, folder: Path, now: datetime | None = None, num_rows: int | None = None) -> Tokenizer:
+    def load(
+        cls, folder: Path, now: datetime | None = None, num_rows: int | None = None, template: str | None = None
+    ) -> Tokenizer:
         """Load the files of ``folder``; ``now`` is the local time that its chat template may print.
 
-        The model has ``num_rows`` rows for tokens, if that is known. Raises ModelError naming the file that is missing
-        or unusable.
+        The model has ``num_rows`` rows for tokens, if that is known. A ``template`` takes the place of its own. Raises
+        ModelError naming the file that is missing or unusable.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
         special = special_tokens(folder)
-        chat_template = _load_chat_template(folder, special, now)
+        place, templates = ("input.chat_template", {"default": template}) if template else _template_sources(folder)
+        chat_template = compiled(place, templates, special, now)
         eos_token_ids = set(generation_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -196,22 +199,27 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {key: str(token) for key, token in named_tokens(read_settings(folder)).items()}
 
 
-def _load_chat_template(folder: Path, special_tokens: Mapping[str, str], now: datetime | None) -> ChatTemplate | None:
-    """Template of ``chat_template.jinja`` and the files of further ones, else of ``tokenizer_config.json``."""
+def _template_sources(folder: Path) -> tuple[str, dict[str, str]]:
+    """Templates by name of ``chat_template.jinja`` and the files of further ones, else of ``tokenizer_config.json``."""
     more = folder / MORE_TEMPLATES
     places = [folder / "chat_template.jinja", more / "default.jinja", more / "tool_use.jinja"]
     files = {path.stem.replace("chat_template", "default"): path for path in places if path.exists()}
     path = files.get("default", folder / CONFIG)
     templates = {} if "default" in files else _named_templates(path)
     templates |= {name: read_text(file, _MAX_FILE_BYTES) for name, file in files.items()}
-    if not templates:
-        return None
+    return str(path), templates
+
+
+def compiled(
+    place: str, templates: Mapping[str, str], special_tokens: Mapping[str, str], now: datetime | None
+) -> ChatTemplate | None:
+    """The template of those that a ``place`` holds by name, if any. Raises ModelError, which names the place."""
     try:
-        return ChatTemplate(in_one(templates), special_tokens, now)
+        return ChatTemplate(in_one(templates), special_tokens, now) if templates else None
     except KeyError:
-        raise ModelError(f"{path}: chat_template lists templates, but none is named 'default'") from None
+        raise ModelError(f"{place}: chat_template lists templates, but none is named 'default'") from None
     except ChatTemplateError as error:
-        raise ModelError(f"{path}: {error}") from error
+        raise ModelError(f"{place}: {error}") from error
 
 
 def _named_templates(path: Path) -> dict[str, str]:

@@ -96,7 +96,7 @@ SWITCHES = {
     "--no-batch-invariant": ("model", "batch_invariant"),
 }
 NAMED = (
-    "--model --revision --dtype --device --tokenizer --input --prompt --system --no-chat --columns --limit",
+    "--model --revision --dtype --device --tokenizer --input --prompt --system --chat-template --columns --limit",
     "--max-tokens --temperature --seed --ignore-eos --output --token-ids --workers --ray",
     "--threads --max-num-batched-tokens --max-num-seqs --block-size --kv-cache-memory --max-model-len",
     "--overwrite --max-error-rate --deadline --max-runtime --max-total-tokens --shard",

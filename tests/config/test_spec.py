@@ -50,7 +50,7 @@ def with_flags(section: str, key: str, value: object) -> dict[str, dict[str, Any
 def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     spec = from_text(tmp_path, minimal())
     assert (spec.model.revision, spec.model.dtype, spec.model.device) == ("main", "auto", "auto")
-    assert (spec.input.format, spec.input.chat, spec.input.columns) == ("auto", True, ("*",))
+    assert (spec.input.format, spec.input.chat_template, spec.input.columns) == ("auto", "auto", ("*",))
     assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
     assert spec.engine == EngineConfig()
     assert set(spec.to_dict()["engine"].values()) == {"auto", True}
@@ -146,13 +146,13 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[enigne]\n", r'unknown section \[enigne\] \(did you mean "engine"'),
         ("limit = 0\n", r"job\.toml:7: input\.limit = 0: must be an integer of at least 1"),
         ("limit = true\n", r"input\.limit = True: must be an integer"),
-        ('chat = "yes"\n', r"input\.chat = 'yes': must be true or false"),
+        ('chat_template = "none.jinja"\n', r"input\.chat_template = 'none.jinja': cannot read .*none\.jinja: No"),
         ('format = "json"\n', r'must be one of auto, jsonl.*did you mean "jsonl"'),
         ('columns = ["*", "a"]\n', r'"\*" alone for all columns'),
         ('id = ""\n', r"input\.id = '': must be a string that is not empty"),
         ("prompt = 3\n", r"input\.prompt = 3: must be a string"),
         ('prompt = "a"\nmessages = "b"\n', r"input\.prompt and input\.messages exclude each other"),
-        ('chat = false\nsystem = "s"\n', r"input\.system needs input\.chat = true"),
+        ('chat_template = "none"\nsystem = "s"\n', "input.system needs a chat template, and input.chat_template"),
         (
             '[engine]\nkv_cache_memory = "4 gigs"\n',
             r'engine\.kv_cache_memory = \'4 gigs\': must be a size such as "4GiB"',

@@ -251,7 +251,7 @@ class World:
         model = MODEL if "real" in self.history.flags else text_model()
         given: dict[str, dict[str, Any]] = {
             "model": {"path": str(model)},
-            "input": {"path": str(self.work / "in" / "*.jsonl"), "columns": list(job["keep"]), "chat": False},
+            "input": {"path": str(self.work / "in" / "*.jsonl"), "columns": list(job["keep"]), "chat_template": "none"},
             "sampling": {name: job[name] for name in ("max_tokens", "temperature", "seed")},
             "output": {"path": str(folder), "format": job["format"], "token_ids": job["token_ids"]},
             "engine": {"max_model_len": job["max_model_len"] or "auto"},

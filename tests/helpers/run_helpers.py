@@ -33,7 +33,7 @@ MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the c
 # A job that names one of these renders chats with the sample model's template, or with its own.
 CHAT_KEYS = [
     *(("model", key) for key in ("path", "tokenizer")),
-    *(("input", key) for key in ("messages", "format", "system", "chat", "chat_template_kwargs")),
+    *(("input", key) for key in ("messages", "format", "system", "chat_template", "chat_template_kwargs")),
 ]
 
 
@@ -85,10 +85,11 @@ class JobMaker:
         is_chat = any(key in sections.get(section, ()) for section, key in CHAT_KEYS)
         flags: dict[str, dict[str, Any]] = {
             "model": {"path": str(MODEL if is_chat else text_model())},
-            "input": {"path": [str(self.input)], "id": "id", "prompt": "{question}", "chat": is_chat},
+            "input": {"path": [str(self.input)], "id": "id", "prompt": "{question}"},
             "output": {"path": str(self.output), "format": "jsonl"},
             "sampling": {"max_tokens": 16},
         }
+        flags["input"]["chat_template"] = "auto" if is_chat else "none"
         for name, values in sections.items():
             flags[name] = {**flags.get(name, {}), **values}
         return load_job(None, flags)
@@ -108,7 +109,7 @@ class JobMaker:
                 "path": list(spec.input.path),
                 "id": spec.input.id,
                 "prompt": spec.input.prompt,
-                "chat": spec.input.chat,
+                "chat_template": spec.input.chat_template,
             },
             "output": {"path": spec.output.path, "format": spec.output.format},
             "sampling": {name: getattr(spec.sampling, name) for name in ("max_tokens", "min_tokens", "temperature")},

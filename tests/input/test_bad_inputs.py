@@ -193,7 +193,7 @@ def test_a_bad_line_is_one_error_row_and_costs_no_neighbour(name: str, tmp_path:
         ({"prompt": "hi", "a": None}, {"id": "a"}, "bad_type"),
         ({"prompt": "hi", "a": 1.5}, {"id": "a"}, "bad_type"),
         ({"prompt": "hi", "a": ["x"]}, {"id": "a"}, "bad_type"),
-        ({"messages": [{"role": "user", "content": "hi"}]}, {"chat": False}, "missing_column"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, {"chat_template": "none"}, "missing_column"),
         ({"prompt": "hi"}, {"format": "openai-batch"}, "missing_column"),
         ({"custom_id": "a", "method": "POST"}, {"format": "openai-batch"}, "missing_column"),
     ],

@@ -98,7 +98,7 @@ def test_a_rows_impossible_variables_make_it_an_error_row(tokenizer: Tokenizer, 
 
 def test_variables_are_not_looked_at_where_no_chat_is_rendered(tokenizer: Tokenizer) -> None:
     columns = {"chat_template_kwargs": 7, "tools": 7}
-    assert answer(tokenizer, {"prompt": "Hi", **columns}, chat=False) == "<|startoftext|>Hi"
+    assert answer(tokenizer, {"prompt": "Hi", **columns}, chat_template="none") == "<|startoftext|>Hi"
     assert answer(tokenizer, {"prompt_token_ids": [1], **columns}) == "<|startoftext|>"
     assert NO_THOUGHTS not in answer(tokenizer, {"prompt": "Hi", "tools": 7})  # tools belong to a row's messages
 

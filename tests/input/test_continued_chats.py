@@ -119,7 +119,9 @@ def test_a_template_that_changes_the_text_is_an_error_row(tmp_path: Path) -> Non
         assert "changes the text of the final message" in str(found) or "never shows" in str(found)
 
 
-@pytest.mark.parametrize("keys", [{"prompt": "{q}"}, {"prompt_token_ids": "ids"}, {"messages": "m", "chat": False}])
+@pytest.mark.parametrize(
+    "keys", [{"prompt": "{q}"}, {"prompt_token_ids": "ids"}, {"messages": "m", "chat_template": "none"}]
+)
 def test_a_job_without_chats_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"input\.continue_final_message needs chats: name their column in"):
         load_job(
@@ -135,7 +137,7 @@ def test_a_job_without_chats_is_refused(keys: dict[str, Any]) -> None:
 def test_the_text_is_the_continuation_alone_and_another_job(job: JobMaker) -> None:
     asked = {"role": "user", "content": 'Write "shadow" in capital letters.'}
     job.write([{"messages": [asked, {"role": "assistant", "content": "SHA"}]}, {"messages": [asked]}])
-    keys = {"prompt": None, "id": None, "chat": True}
+    keys = {"prompt": None, "id": None, "chat_template": "auto"}
     spec = job.spec(model={"path": str(MODEL)}, input={**keys, "continue_final_message": True})
     assert run_job(spec, quiet()).exit_code == 3
     [row] = job.outputs()

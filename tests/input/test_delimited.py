@@ -281,7 +281,17 @@ def test_processes_killed_at_any_moment_end_as_one_run(job: JobMaker, tmp_path: 
     job.run(spec)
     expected = job.outputs()
     words = ["run", "--model", spec.model.path, "--input", str(job.input), "--id", "id", "--prompt", "{question}"]
-    words += ["--no-chat", "--max-tokens", "16", "--output", str(tmp_path / "killed"), "--output-format", "jsonl", "-q"]
+    words += [
+        "--chat-template",
+        "none",
+        "--max-tokens",
+        "16",
+        "--output",
+        str(tmp_path / "killed"),
+        "--output-format",
+        "jsonl",
+        "-q",
+    ]
     for _ in range(8):
         process = start(words, step_s=0.02)
         time.sleep(rng.uniform(0.5, 1.5))

@@ -232,7 +232,8 @@ def test_a_run_over_requests_says_how_to_get_openais_form(job: JobMaker, capsys:
     job.write([line()])
     for form, says in (("jsonl", True), ("openai-batch", False)):
         spec = job.spec(
-            input={"prompt": None, "id": None, "chat": True}, output={"path": str(job.folder / form), "format": form}
+            input={"prompt": None, "id": None, "chat_template": "auto"},
+            output={"path": str(job.folder / form), "format": form},
         )
         assert job.run(spec, RunOptions()).exit_code == 0
         assert ("--output-format openai-batch gives the answers" in capsys.readouterr().err) == says

@@ -64,7 +64,7 @@ def chat(*turns: tuple[str, str]) -> str:
         ({"q": "hi", "prompt": "no"}, {"prompt": "q"}, chat(("user", "hi"))),
         ({"q": "hi", "n": {"a": [1, True]}}, {"prompt": "{q}: {n[a][0]}"}, chat(("user", "hi: 1"))),
         ({"prompt": "hi"}, {"system": "Be terse."}, chat(("system", "Be terse."), ("user", "hi"))),
-        ({"prompt": "hi"}, {"chat": False}, "<|startoftext|>hi"),
+        ({"prompt": "hi"}, {"chat_template": "none"}, "<|startoftext|>hi"),
         ({"messages": [{"role": "user", "content": "hi"}], "prompt": "no"}, {}, chat(("user", "hi"))),
         ({"messages": None, "prompt_token_ids": None, "prompt": "hi"}, {}, chat(("user", "hi"))),
         (
@@ -92,7 +92,7 @@ def test_the_prompt_is_what_the_job_names_or_else_the_first_column_there_is(
 
 
 def test_the_user_can_end_a_turn_inside_a_prompt(tokenizer: Tokenizer) -> None:
-    [answer] = build(tokenizer, {"prompt": "a<|im_end|>"}, chat=False)
+    [answer] = build(tokenizer, {"prompt": "a<|im_end|>"}, chat_template="none")
     assert isinstance(answer, Request) and answer.prompt_token_ids[-1] == 7
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
 
 def test_a_huge_prompt_is_refused_without_tokenizing_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", None)
-    [answer] = build(tokenizer, {"prompt": "x" * 1000}, max_model_len=10, chat=False)
+    [answer] = build(tokenizer, {"prompt": "x" * 1000}, max_model_len=10, chat_template="none")
     assert isinstance(answer, Row)
     assert answer.error.message.startswith("the prompt has at least 67 tokens; the context of 10 allows")
 
@@ -189,10 +189,10 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
         ({"prompt": "{a[b}"}, "cannot read the field"),
         ({"prompt": "{a[]}"}, "cannot read the field"),
         ({"prompt": "{[a]}"}, "cannot read the field"),
-        ({"messages": "m", "chat": False}, "input.messages needs a chat"),
-        ({"system": "s", "chat": False}, "input.system needs a chat"),
+        ({"messages": "m", "chat_template": "none"}, "input.messages needs a chat"),
+        ({"system": "s", "chat_template": "none"}, "input.system needs a chat"),
         ({"system": "caf\udce9"}, "input.system holds bytes that are not UTF-8"),
-        ({"prompt": "caf\udce9 {a}", "chat": False}, "input.prompt holds bytes that are not UTF-8"),
+        ({"prompt": "caf\udce9 {a}", "chat_template": "none"}, "input.prompt holds bytes that are not UTF-8"),
     ],
 )
 def test_an_input_section_that_cannot_work_is_refused_before_any_row(
@@ -211,9 +211,9 @@ def test_an_input_section_that_needs_a_tokenizer_is_refused_without_one(key: str
 
 def test_a_model_without_a_chat_template_needs_raw_completion(tmp_path: Path) -> None:
     plain = Tokenizer.load(write_tokenizer(tmp_path, chat_template=None))
-    with pytest.raises(UsageError, match=r"no chat template; set input\.chat = false"):
+    with pytest.raises(UsageError, match=r"no chat template; set input\.chat_template = "):
         build(plain, {"prompt": "hi"})
-    assert codes(build(plain, {"prompt": "hi"}, chat=False)) == ["ok"]
+    assert codes(build(plain, {"prompt": "hi"}, chat_template="none")) == ["ok"]
     assert codes(build(plain, {"ids": [8]}, prompt_token_ids="ids")) == ["ok"]
 
 

@@ -24,7 +24,7 @@ LABELLED = SamplingParams(labels=("a", "b"))
 
 def builder_of(tokenizer: Tokenizer | None, sampling: SamplingParams = JOB, **keys: Any) -> RequestBuilder:
     keys = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE} | keys
-    return RequestBuilder(InputSpec(path=("rows.jsonl",), chat=False), sampling, tokenizer, **keys)
+    return RequestBuilder(InputSpec(path=("rows.jsonl",), chat_template="none"), sampling, tokenizer, **keys)
 
 
 def record(columns: dict[str, Any], index: int = 0) -> Row:

@@ -22,7 +22,7 @@ JOB = SamplingParams(max_tokens=32, seed=5)
 def asked(tokenizer: Tokenizer, columns: dict[str, Any]) -> Any:
     """The sampling values that a row asks for, or the code and message of its error."""
     sizes = {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
-    builder = RequestBuilder(InputSpec(path=("a",), prompt="q", chat=False), JOB, tokenizer, **sizes)
+    builder = RequestBuilder(InputSpec(path=("a",), prompt="q", chat_template="none"), JOB, tokenizer, **sizes)
     [(row, _)] = builder.build([Row(0, "a", 1, {"q": "Hi", **columns}, Cursor(0, 0, 1, 1))])
     return f"{row.error.code}: {row.error.message}" if row.error else row.params
 

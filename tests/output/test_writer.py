@@ -46,7 +46,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def spec(output_format: str = "jsonl", *, chat: bool = True) -> JobSpec:
     output = OutputSpec(path="unused", format=output_format)
-    return JobSpec(ModelSpec("m"), InputSpec(("in",), chat=chat), output)
+    return JobSpec(ModelSpec("m"), InputSpec(("in",), chat_template="auto" if chat else "none"), output)
 
 
 def begun_in(run_dir: RunDir, shard: Shard = WHOLE) -> Begun:

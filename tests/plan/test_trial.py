@@ -18,7 +18,7 @@ def test_prompts_are_shown_as_sent_and_nothing_is_written(job: JobMaker, capsys:
     job.write(rows_of(9))
     before = sorted(job.folder.iterdir())
     engines: list[StubEngine] = []
-    assert call(["try", str(job.toml(input={"chat": True}))], stub_factory(engines)) == 0
+    assert call(["try", str(job.toml(input={"chat_template": "auto"}))], stub_factory(engines)) == 0
     out, said = capsys.readouterr()
     assert said == f"batchgen: next: batchgen run {job.folder / 'job.toml'}\n"
     question = json.loads(job.input.read_text().splitlines()[1])["question"]

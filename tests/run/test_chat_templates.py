@@ -20,7 +20,7 @@ from batchgen import LLM
 from batchgen.bench.workload import from_file
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.core.records import SamplingParams
 from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
@@ -242,3 +242,31 @@ def test_an_evaluation_is_refused_where_its_description_would_not_be_shown(job: 
     chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}]
     with pytest.raises(UsageError, match=r"messages\[0\]\.content: the model's chat template never shows it"):
         model.apply_chat_template(chat)
+
+
+# ---------------------------------------------------------------- a template that the job names
+
+
+def test_a_file_takes_the_place_of_the_models_template_and_its_text_is_of_the_job(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run(spec_with(job, THINKING, "own"))
+    own = job.outputs()
+    file = job.folder / "chat.jinja"
+    file.write_text(THINKING, encoding="utf-8")
+    job.output = job.folder / "named"
+    model = {"tokenizer": str(write_tokenizer(job.folder / "plain", chat_template=None))}
+    spec = job.spec(input={"chat_template": str(file)}, model=model)
+    assert spec.input.chat_template == THINKING
+    job.run(spec)
+    assert job.outputs() == own
+    file.write_text(f"{THINKING}!", encoding="utf-8")
+    with pytest.raises(ResumeMismatch, match="chat_template"):
+        job.run(job.spec(input={"chat_template": str(file)}, model=model))
+
+
+def test_a_template_that_does_not_compile_is_named_by_its_key(job: JobMaker) -> None:
+    job.write(rows_of(1))
+    file = job.folder / "chat.jinja"
+    file.write_text("{% for", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"^input\.chat_template: the chat template does not compile: "):
+        job.run(job.spec(input={"chat_template": str(file)}))

@@ -73,7 +73,7 @@ def _written(path: Path, text: str) -> Path:
 
 def generated(given: Any, prompt: str | None = PROMPT) -> batchgen.Run:
     return batchgen.generate(
-        given, model=text_model(), prompt=prompt, input={"chat": False}, engine_factory=stub_factory([])
+        given, model=text_model(), prompt=prompt, input={"chat_template": "none"}, engine_factory=stub_factory([])
     )
 
 

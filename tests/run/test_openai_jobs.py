@@ -15,7 +15,7 @@ from batchgen.core.errors import ResumeMismatch
 from batchgen.core.records import Request
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-NO_PROMPT = {"id": None, "prompt": None, "chat": True}
+NO_PROMPT = {"id": None, "prompt": None, "chat_template": "auto"}
 
 
 def line(name: str, **body: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_a_row_may_ask_for_it_in_each_format(job: JobMaker, whole: list[dict[str
     job.output = job.folder / "openai"
     spec = job.spec(
         model={"dtype": "float32"},
-        input={"id": None, "prompt": None, "format": "openai-batch", "chat": False},
+        input={"id": None, "prompt": None, "format": "openai-batch", "chat_template": "none"},
         output={"path": str(job.output), "token_ids": True},
         engine={"threads": 1},
     )

@@ -33,7 +33,7 @@ class Folder:
         self.data.mkdir()
         self.keys: dict[str, dict[str, Any]] = {
             "model": {"path": job.spec().model.path},
-            "input": {"path": "data/*.jsonl", "id": "id", "prompt": "{question}", "chat": False, "columns": "*"},
+            "input": {"path": "data/*.jsonl", "id": "id", "prompt": "{question}", "chat_template": "none"},
             "sampling": {"max_tokens": 8},
             "output": {"path": str(self.path)},
         }

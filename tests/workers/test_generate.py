@@ -35,7 +35,7 @@ NAN = float("nan")
 def generated(rows: Any, engines: list[StubEngine] | None = None, **keys: Any) -> batchgen.Run:
     given = {"model": text_model(), "prompt": "{question}", "sampling": {"max_tokens": 16}, **keys}
     stub = given.pop("stub", {})
-    given["input"] = {"chat": False, **given.get("input", {})}
+    given["input"] = {"chat_template": "none", **given.get("input", {})}
     return batchgen.generate(rows, engine_factory=stub_factory(engines, **stub), **given)
 
 
