@@ -85,7 +85,7 @@ CONCEPTS = {
     "[model]": "adapter batch_invariant device dtype path quantization revision tokenizer",
     "[input]": """
         chat_template chat_template_kwargs columns continue_final_message delimiter encoding format id limit messages
-        path prompt prompt_token_ids system
+        path prompt prompt_token_ids special_tokens system
     """,
     "[sampling]": """
         allowed_token_ids bad_words frequency_penalty ignore_eos logit_bias logprobs max_repeats

@@ -86,7 +86,7 @@ run_option = partial(click.option, cls=RunOption)
 
 _EXPERT_KEYS = {  # shown by --help-all alone
     "model": "revision batch_invariant",
-    "input": "prompt_token_ids delimiter encoding chat_template_kwargs continue_final_message",
+    "input": "prompt_token_ids delimiter encoding chat_template_kwargs continue_final_message special_tokens",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words",
     "classify": "by",

@@ -145,6 +145,9 @@ class InputSpec:
         keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
     )
     continue_final_message: bool = key(BOOL, "Continue the last message of chats, the assistant's", False)
+    special_tokens: str = key(
+        one_of("allow", "text", "refuse"), "What a special token in a row's text is: one, text, an error", "allow"
+    )
     columns: tuple[str, ...] = key(_COLUMNS, "Columns copied to the output", ("*",))
     limit: int | None = key(integer(1), "Take the first N rows only", None)
 

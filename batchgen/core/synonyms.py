@@ -67,6 +67,9 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "input.continue_final_message", "the model goes on with the assistant's last message"
     ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, prefix-completion",
+    Synonym(
+        "input.special_tokens", "rows write special tokens unless it says text or refuse"
+    ): "split-special-tokens, prompt injection, injection, control-tokens, sanitize, untrusted",
     Synonym("input.columns"): "keep-columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
     Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",

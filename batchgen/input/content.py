@@ -6,7 +6,7 @@ It checks the rows' content and the job's [input] section; it counts no tokens a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.config.job import InputSpec
@@ -27,10 +27,14 @@ _MAX_SHOWN_CHARS = 60  # of a template, in messages
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A text yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them."""
+    """A text yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them.
+
+    ``marked`` is the text with marks around parts of the row that hold special tokens (``text.special_tokens``).
+    """
 
     text: str
     add_special_tokens: bool
+    marked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,25 @@ _Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name
 class Content:
     """Prompt of a row, and the sampling values that it brings, not yet checked.
 
-    ``more`` are further texts of a request for a vector of each.
+    ``more`` are further texts of a request for a vector of each. ``marked`` is the chat with marks, as those of
+    ``PlainText.marked``.
     """
 
     prompt: Prompt
     overrides: Mapping[str, Any]
     more: Sequence[PlainText | list[int]] = ()
+    marked: Chat | None = None
+
+    def with_marks(self, content: Content) -> Content:
+        """This content with the marks that the same row's other one has."""
+        if isinstance(self.prompt, Chat) and isinstance(content.prompt, Chat):
+            return replace(self, marked=content.prompt if content.prompt != self.prompt else None)
+        first, *more = map(_with_marks, (self.prompt, *self.more), (content.prompt, *content.more))
+        return replace(self, prompt=first, more=more)
+
+
+def _with_marks(plain: Any, marked: Any) -> Any:
+    return replace(plain, marked=marked.text) if isinstance(plain, PlainText) and plain != marked else plain
 
 
 class ContentFinder:
@@ -69,8 +86,9 @@ class ContentFinder:
     A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
     column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages, and beside that one
     ``tool_choice``: with "none" the tools stay out of the prompt, as a model that knows of none calls none. A name
-    that the chat template never mentions is refused, since it would change nothing. Raises UsageError when [input]
-    cannot work with this tokenizer (None: the model has none).
+    that the chat template never mentions is refused, since it would change nothing. ``mark`` makes of a value of the
+    row what is to stand in the prompt; it may raise RowProblem. Raises UsageError when [input] cannot work with this
+    tokenizer (None: the model has none).
     """
 
     def __init__(
@@ -79,8 +97,10 @@ class ContentFinder:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         embedded: Embedded | None = None,
+        mark: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         _check_spec(spec, tokenizer)
+        self._mark = mark
         self._spec = spec
         self._has_tokenizer = tokenizer is not None
         self._names = tokenizer.chat_template.names if tokenizer and tokenizer.chat_template else frozenset[str]()
@@ -136,7 +156,7 @@ class ContentFinder:
             return self._from_ids(name, value)
         text = _checked_text(f"column {name!r}", value)
         self._require_tokenizer()
-        return PlainText(text, True)
+        return PlainText(self._mark(text), True)
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
@@ -148,7 +168,7 @@ class ContentFinder:
         """The columns a prompt may be in, each with what reads it."""
 
         def from_text(name: str, columns: Mapping[str, Any]) -> Prompt:
-            return self._from_text(f"column {name!r}", columns[name], columns)
+            return self._from_text(f"column {name!r}", self._mark(columns[name]), columns)
 
         readers: dict[str, _Reader] = {
             "prompt_token_ids": lambda name, columns: self._from_ids(name, columns[name]),
@@ -168,7 +188,8 @@ class ContentFinder:
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
             template = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
-            text = self.template.render(columns)
+            values = {name: self._mark(columns[name]) for name in self.template.columns & {*columns}}
+            text = self.template.render(values)
             empty = self.template.empty_fields(columns)
             if empty and len(empty) == self.template.num_fields and text.strip():
                 named = (
@@ -198,7 +219,7 @@ class ContentFinder:
         if not self._spec.is_templated:
             what = f'{name!r} is a chat, but the job says chat_template = "none"'
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
-        return self._chat(name, checked_messages(name, value), columns, continues)
+        return self._chat(name, self._mark(checked_messages(name, value)), columns, continues)
 
     def _chat(
         self, name: str, messages: Sequence[Message], columns: Mapping[str, Any], continues: bool | None = None
@@ -215,8 +236,8 @@ class ContentFinder:
         if not (is_null(choice) or choice in ("", "auto", "none")):
             why = "must be auto or none: no answer is forced to call a tool"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} {why}")
-        kwargs = _checked_kwargs(columns.get("chat_template_kwargs"))
-        offered = {"tools": tools} if tools and choice != "none" else {}
+        kwargs = self._mark(_checked_kwargs(columns.get("chat_template_kwargs")))
+        offered = {"tools": self._mark(tools)} if tools and choice != "none" else {}
         variables = {**(self._spec.chat_template_kwargs or {}), **kwargs, **offered}
         if unused := [name for name in variables if name not in self._names]:
             why = f"chat_template_kwargs: {shown(unused[0], 60)}: the model's chat template has no such variable"

@@ -25,11 +25,13 @@ from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
 from batchgen.text.probes import HiddenError
 from batchgen.text.reasoning import Reasoning
+from batchgen.text.special_tokens import are_sound
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
 _EMBEDDED = SamplingParams(max_tokens=0)
+_UNSOUND = "a special token in the row cannot become plain text: the chat template looks at that text, or changes it"
 # Sampling keys that are about text.
 _NEEDS_TOKENIZER = ("stop", "labels", "bad_words", "structured_outputs", "thinking_token_budget")
 
@@ -86,6 +88,9 @@ class RequestBuilder:
         self._fills_context = fills_context
         self._embedded = settings if isinstance(settings, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
+        self._marking: ContentFinder | None = None
+        if spec.special_tokens != "allow" and tokenizer is not None:
+            self._marking = ContentFinder(spec, tokenizer, vocab_size, self._embedded, self._marked)
         self._sampling = sampling = _EMBEDDED if isinstance(settings, Embedded) else settings
         self._recommended = recommended
         self._tokenizer = tokenizer
@@ -123,21 +128,36 @@ class RequestBuilder:
             yield (made, None) if isinstance(made, Row) else made
 
     def _drafts(self, rows: Sequence[Row]) -> Iterator[_Draft | Row]:
-        contents = [_attempt(row, self.finder.find, row.columns) if row.error is None else row for row in rows]
-        prompts = [content.prompt for content in contents if isinstance(content, Content)]
+        contents = [_attempt(row, self._content, row.columns) if row.error is None else row for row in rows]
+        prompts = [prompt for item in contents if isinstance(item, Content) for prompt in (item.prompt, item.marked)]
         chats = [prompt.variables for prompt in prompts if isinstance(prompt, Chat)]
         rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
         for row, content in zip(rows, contents, strict=True):
             yield content if isinstance(content, Row) else _attempt(row, self._draft, row, content, rendered)
 
+    def _content(self, columns: Mapping[str, Any]) -> Content:
+        content = self.finder.find(columns)
+        return content.with_marks(self._marking.find(columns)) if self._marking else content
+
+    def _marked(self, value: Any) -> Any:
+        """A value of a row with marks where it has special tokens. Raises RowProblem where the job refuses them."""
+        assert self._tokenizer is not None
+        special = self._tokenizer.special_tokens
+        if self._spec.special_tokens == "refuse" and (token := special.found(value)):
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"the prompt holds {token}, which special_tokens says to refuse")
+        return special.marked(value)
+
     def _draft(self, row: Row, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
         prompt = content.prompt
         if isinstance(prompt, Chat):
-            text = next(rendered)
+            text, marked = next(rendered), next(rendered) if content.marked else ""
             if isinstance(text, ChatTemplateError):
                 what = text.describe(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
-            prompt = PlainText(text, add_special_tokens=False)
+            prompt = PlainText(text, add_special_tokens=False, marked=str(marked))
+        texts = [item for item in (prompt, *content.more) if isinstance(item, PlainText) and item.marked]
+        if not all(are_sound(text.text, text.marked) for text in texts):
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, _UNSOUND)
         if self._embedded is not None:
             return self._embedded_draft(row, [prompt, *content.more], self._embedded)
         try:
@@ -158,7 +178,7 @@ class RequestBuilder:
 
     def _embedded_draft(self, row: Row, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
         made = [
-            PlainText(embedded.prefix + prompt.text, add_special_tokens=True)
+            PlainText(embedded.prefix + prompt.text, True, prompt.marked and embedded.prefix + prompt.marked)
             if isinstance(prompt, PlainText)
             else prompt
             for prompt in prompts
@@ -223,10 +243,13 @@ class RequestBuilder:
             return encoded
         texts = dict.fromkeys(all_texts)
         for add_special_tokens in (False, True):
-            wanted = [text for text in texts if text.add_special_tokens == add_special_tokens]
+            wanted = [text for text in texts if text.add_special_tokens == add_special_tokens and not text.marked]
             for batch in bounded(wanted, _num_chars, _MAX_ENCODED_CHARS):
                 token_ids = self._tokenizer.encode_batch([text.text for text in batch], add_special_tokens)
                 encoded |= zip(batch, token_ids, strict=True)
+        for text in texts:
+            if text.marked:
+                encoded[text] = self._tokenizer.special_tokens.encode(text.marked, text.add_special_tokens)
         return encoded
 
     def _request(self, draft: _Draft, texts: Texts) -> tuple[Row, Request]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from datetime import datetime
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from batchgen.core.units import one_line
 from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.probes import Probes
+from batchgen.text.special_tokens import SpecialTokens
 
 _MAX_FILE_BYTES = 1 << 26
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a token of one byte in SentencePiece's BPE
@@ -97,6 +99,11 @@ class Tokenizer:
         if len(texts) == 1:
             return [problem]
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """Its special tokens, to keep them out of the texts of rows."""
+        return SpecialTokens(self._backend)
 
     def to_json(self) -> str:
         """The tokenizer as the text of a ``tokenizer.json``, without truncation and padding."""

@@ -36,6 +36,8 @@ def test_a_word_of_the_field_leads_somewhere(capsys: pytest.CaptureFixture[str],
 TOPICS = {  # what the answer must say
     "thinking budget": "sampling.thinking_token_budget",
     "limit thoughts": "sampling.thinking_token_budget",
+    "prompt injection": "input.special_tokens",
+    "prefill-response": "input.continue_final_message",
     "budget of thoughts": "sampling.thinking_token_budget",
     "max_thinking": "sampling.thinking_token_budget",
     "output.max_thinking_tokens": "sampling.thinking_token_budget",
