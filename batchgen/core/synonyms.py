@@ -188,7 +188,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym("OpenAI Batch files"): "openai, batch api, run-batch, requests, chat completions, server, serve",
     Synonym("Evaluate with lm-evaluation-harness"): "lm-eval, lm-evaluation-harness, harness, benchmark, mmlu",
     Synonym(
-        "Kinds of machine", "it runs on Linux on x86-64; macOS and Arm are not tested"
+        "Kinds of machine", "it runs on Linux on x86-64, and on Arm in an emulator; macOS is not tested"
     ): "windows, mac, macos, mps, arm, apple, wsl, requirements, m1",
 }
 
