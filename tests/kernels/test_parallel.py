@@ -314,11 +314,16 @@ def test_a_copy_of_the_process_starts_threads_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(parallel, "num_usable_cpus", lambda: 2)
     torch.set_num_threads(2)
     rows, done, came = torch.ones(5, 7), torch.zeros(9), torch.zeros(2)
-    program = program_of(rows, 100_000)
-    running = threading.Thread(target=program.run)
+    program, (began, may_end) = program_of(rows, 3), (threading.Event(), threading.Event())
+
+    def until_copied(_: GrowingProgram) -> Tensor:
+        began.set()
+        may_end.wait()
+        return rows
+
+    running = threading.Thread(target=parallel.pool().run_growing, args=(until_copied,))
     running.start()
-    while parallel.LAUNCHING.acquire(blocking=False):
-        parallel.LAUNCHING.release()
+    began.wait()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what forks beside threads is asked for here
         child = os.fork()
@@ -331,8 +336,11 @@ def test_a_copy_of_the_process_starts_threads_of_its_own(monkeypatch: pytest.Mon
             os._exit(0 if done.eq(done[0]).all() and torch.equal(rows, expected(rows)) else 1)
         finally:
             os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+    status = os.waitpid(child, 0)[1]
+    may_end.set()
     running.join()
+    assert status == 0
+    program.run()
     assert torch.equal(rows, expected(rows))
 
 
