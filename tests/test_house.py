@@ -88,8 +88,8 @@ CONCEPTS = {
         path prompt prompt_token_ids special_tokens system
     """,
     "[sampling]": """
-        allowed_token_ids bad_words frequency_penalty ignore_eos logit_bias logprobs max_repeats
-        max_tokens min_p min_tokens n presence_penalty preset prompt_logprobs repetition_penalty seed stop
+        allowed_token_ids bad_words frequency_penalty generation_config ignore_eos logit_bias logprobs max_repeats
+        max_tokens min_p min_tokens n presence_penalty prompt_logprobs repetition_penalty seed stop
         stop_token_ids structured_outputs temperature thinking_token_budget top_k top_p
     """,
     "[classify]": "by labels",

@@ -244,7 +244,7 @@ class JobSpec:
     cluster: ClusterSpec = ClusterSpec()
     embed: EmbedSpec = EmbedSpec()
     eval: EvalSpec = EvalSpec()
-    over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
+    own_sampling: tuple[str, ...] | None = None  # keys given over the model's generation_config, until it is found
     fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
 
     def parses_tools(self, columns: Mapping[str, Any]) -> bool:
@@ -270,7 +270,7 @@ class JobSpec:
         """Refuse what only text has in a job for vectors or labels. Raises ``UsageError``."""
         if self.generates:
             return
-        if self.embed.is_on and (self.sampling != SamplingParams() or self.over_preset is not None):
+        if self.embed.is_on and (self.sampling != SamplingParams() or self.own_sampling is not None):
             other = "classify" if self.sampling.labels else "sampling"
             raise UsageError(f"[{other}] and [embed] exclude each other: a job gives text, labels or vectors")
         for name in ("messages", "system", "chat_template_kwargs"):
@@ -294,7 +294,9 @@ class JobSpec:
         parts = {section: getattr(self, section, self.sampling) for section in KEYS}
         data: dict[str, Any] = {
             section: {
-                name: KEYS[section][name].written(getattr(part, name)) for name in KEYS[section] if name != "preset"
+                name: KEYS[section][name].written(getattr(part, name))
+                for name in KEYS[section]
+                if name != "generation_config"
             }
             for section, part in parts.items()
         }

@@ -146,13 +146,13 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
                     merged[section].pop(key, None)
             merged[section] |= values
     sampling = SamplingParams()
-    over_preset: tuple[str, ...] | None = None
+    own_sampling: tuple[str, ...] | None = None
     for origin in origins:
         given = {**origin.values.get("sampling", {}), **origin.values.get("classify", {}), **origin.structured()}
-        if given.pop("preset", None) is not None and origin.parsed("sampling", "preset"):
-            over_preset = ()
-        if over_preset is not None:
-            over_preset += tuple(name for name, value in given.items() if value is not None)
+        if given.pop("generation_config", None) is not None:
+            own_sampling = () if origin.parsed("sampling", "generation_config") == "auto" else None
+        if own_sampling is not None:
+            own_sampling += tuple(name for name, value in given.items() if value is not None)
         try:
             sampling = merge_params(sampling, given)
         except ParamError as error:
@@ -161,7 +161,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
     is_open = all(origin.values.get("sampling", {}).get("max_tokens") is None for origin in origins)
     is_open &= parts["input"].may_have_batch_lines
-    return JobSpec(sampling=sampling, over_preset=over_preset, fills_context=is_open, **parts)
+    return JobSpec(sampling=sampling, own_sampling=own_sampling, fills_context=is_open, **parts)
 
 
 def _check_together(spec: JobSpec) -> None:

@@ -1,6 +1,6 @@
 """Merging and checking of sampling values: of a job's [sampling] and [classify], a row's overrides, an OpenAI body.
 
-Kinds of single values are declared on the fields of ``SamplingParams``. Here are presets and the combinations of
+Kinds of single values are declared on the fields of ``SamplingParams``. Here are the combinations of
 values that contradict each other. Nothing here knows a file format or the engine.
 """
 
@@ -30,7 +30,6 @@ _ALWAYS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "dola_layers", "constraints"), (None,)),
 }
 _IF_DRAWN = {"typical_p": (None, 1), "epsilon_cutoff": (None, 0), "eta_cutoff": (None, 0), "top_h": (None,)}
-_NO_PRESET = "the model has no generation_config.json whose values are possible and done here"
 
 
 class ParamError(ValueError):
@@ -41,26 +40,27 @@ class ParamError(ValueError):
         self.key = key
 
 
-_PRESET_HELP = "model: those of its generation_config.json"
 _PARAMS = keys_of(SamplingParams)
 CLASSIFY_KEYS = {name: _PARAMS[name] for name in ("labels", "by")}
 SAMPLING_KEYS = {
     **{name: item for name, item in _PARAMS.items() if name not in CLASSIFY_KEYS},
-    "preset": Key("preset", None, one_of("model"), _PRESET_HELP, "preset", "same"),
+    "generation_config": Key(
+        "generation_config", "none", one_of("none", "auto"), "auto: the model's values", "generation-config", "same"
+    ),
 }
 # What asks for structured outputs in a row, and how it says so in the words of the first.
 _WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "structured_outputs": object_of,
     "response_format": from_response_format,
 }
-ROW_KEYS = tuple(dict.fromkeys((*SAMPLING_KEYS, *CLASSIFY_KEYS, *_WAYS)))
+ROW_KEYS = tuple(dict.fromkeys((*_PARAMS, *_WAYS)))
 _GIVES_A_KEY = re.compile(rf"\A\s*\[?\s*{{|\b(?:{'|'.join(ROW_KEYS)})\b[\"']?\s*[:=]")
 _Made = TypeVar("_Made")
-_PARSE = {name: item.kind.parse for name, item in (SAMPLING_KEYS | CLASSIFY_KEYS).items()}
+_PARSE = {name: item.kind.parse for name, item in _PARAMS.items()}
 
 
 def recommended_values(folder: Path) -> Mapping[str, Any] | None:
-    """What ``preset = "model"`` stands for: the sampling values of a model's ``generation_config.json``, if it has one.
+    """Sampling values of a model's ``generation_config.json``, if it has one: those of ``generation_config = "auto"``.
 
     ``do_sample = false`` is greedy, as in transformers, and so is a file that has neither that key nor a temperature.
     Raises ModelError naming the file and a key whose value is impossible, or asks for what is not done here.
@@ -74,7 +74,9 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
             found |= {} if raw.get(name) is None else {name: _PARSE[name](raw[name])}
         except ValueError as error:
             wrong = f"{name} = {shown(raw[name], 80)} {error}"
-            raise ModelError(f"{folder / GENERATION_CONFIG}: {wrong}; mend it, or leave out the preset") from None
+            raise ModelError(
+                f"{folder / GENERATION_CONFIG}: {wrong}; mend it, or leave out sampling.generation_config"
+            ) from None
     samples = raw.get("do_sample")
     if not isinstance(samples, bool | None):
         raise ModelError(f"{folder / GENERATION_CONFIG}: do_sample = {shown(samples, 80)} must be true or false")
@@ -82,7 +84,9 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
     for name, neutral in {**_ALWAYS, **(_IF_DRAWN if is_drawn else {})}.items():
         if raw.get(name) not in neutral:
             wrong = f"{name} = {shown(raw[name], 80)} is not done here"
-            raise ModelError(f"{folder / GENERATION_CONFIG}: {wrong}; take it out of a copy, or leave out the preset")
+            raise ModelError(
+                f"{folder / GENERATION_CONFIG}: {wrong}; take it out of a copy, or leave out sampling.generation_config"
+            )
     if is_drawn:
         return {"temperature": 1.0, **found}
     return {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
@@ -94,21 +98,14 @@ def values_of(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name in _PARAMS if (value := getattr(params, name)) != getattr(default, name)}
 
 
-def merge_params(
-    base: SamplingParams, overrides: Mapping[str, Any], recommended: Mapping[str, Any] | None = None
-) -> SamplingParams:
+def merge_params(base: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
     """``base`` with the values of ``overrides`` in place of its own; null means "not given".
 
-    A ``preset`` stands for the values ``recommended``: they replace the base's, and other values of ``overrides``
-    replace them. All ``ROW_KEYS`` may be given. Raises ParamError on an unknown key, a wrong type, a value out of
-    range, a preset that this model does not have, or values that contradict each other.
+    All ``ROW_KEYS`` may be given. Raises ParamError on an unknown key, a wrong type, a value out of range, or values
+    that contradict each other.
     """
     said = {key: value for key, value in overrides.items() if value is not None}
     given = {key: _parsed(key, value) for key, value in _translated(said).items()}
-    if (preset := given.pop("preset", None)) is not None:
-        if recommended is None:
-            raise ParamError("preset", f'preset = "{preset}": {_NO_PRESET}')
-        given = {**recommended, **given}
     if not given:
         return base
     merged = replace(base, **given)

@@ -94,7 +94,9 @@ _TABLE: dict[Synonym, str] = {
     ): "do-sample, greedy, temp, sampling-temperature, creativity",
     Synonym("sampling.n"): "num-return-sequences, best-of, num-generations, samples, candidates, num-samples-per-row",
     Synonym("sampling.stop"): "stop-sequences, stop-words, until, eos, end, stop-strings, stop-sequence",
-    Synonym("sampling.preset"): "generation-config, sampling-preset, default-sampling, recommended",
+    Synonym(
+        "sampling.generation_config", "auto takes the model's values"
+    ): "preset, sampling-preset, default-sampling, recommended",
     Synonym("sampling.max_repeats"): "repetition-detection, loop, loops, no-repeat-ngram-size, repetition, ngram",
     Synonym("sampling.logprobs"): "top-logprobs, probabilities, return-logprobs",
     Synonym("sampling.prompt_logprobs"): "perplexity, loglikelihood, echo, ppl",

@@ -61,7 +61,7 @@ class RequestBuilder:
     A row's prompt is the column or template that [input] names; where it names none, the first column present and not
     null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
     a system message keeps it in place of the job's. Sampling values come from the job, then from the row's ``sampling``
-    object; ``recommended`` are what ``preset`` stands for in a row. A label is tokenized by itself and its tokens
+    object; A label is tokenized by itself and its tokens
     follow the prompt's, white space included: "yes" and " yes" are two labels.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
@@ -81,7 +81,6 @@ class RequestBuilder:
         max_model_len: int,
         vocab_size: int,
         grammars: Grammars | None = None,
-        recommended: Mapping[str, Any] | None = None,
         fills_context: bool = False,
     ) -> None:
         self._spec = spec
@@ -92,7 +91,6 @@ class RequestBuilder:
         if spec.special_tokens != "allow" and tokenizer is not None:
             self._marking = ContentFinder(spec, tokenizer, vocab_size, self._embedded, self._marked)
         self._sampling = sampling = _EMBEDDED if isinstance(settings, Embedded) else settings
-        self._recommended = recommended
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
@@ -163,7 +161,7 @@ class RequestBuilder:
         try:
             base, is_open = self._sampling, self._fills_context and self._spec.is_batch_line(row.columns)
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
-            params = merge_params(base, content.overrides, self._recommended)
+            params = merge_params(base, content.overrides)
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):

@@ -147,7 +147,7 @@ class _Job(Invocation):
         printed_at = (current.rendered_at if current else rendered_at(self.spec)) or now
         with self.progress.phase("finding the model", "load"):
             self.model = read_model(self.spec, printed_at)
-        if current is None and (hint := self.model.preset_hint(self.spec)):
+        if current is None and (hint := self.model.recommended_hint(self.spec)):
             self.progress.display.note(hint)
         self.spec = self.model.resolved(self.spec)
         with self.progress.phase("checking the input", "read"):

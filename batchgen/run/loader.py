@@ -113,28 +113,31 @@ class ModelInfo:
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
 
     def resolved(self, spec: JobSpec) -> JobSpec:
-        """The job with what its "auto" and presets mean with this model. Raises UsageError where they mean nothing."""
-        return with_embedding(self._with_preset(spec), self.config, self.vectors)
+        """The job with what its "auto" means with this model. Raises UsageError where they mean nothing."""
+        return with_embedding(self._with_recommended(spec), self.config, self.vectors)
 
-    def _with_preset(self, spec: JobSpec) -> JobSpec:
-        """The job with the values of ``preset = "model"``, if it asks for them. Raises UsageError without any."""
-        if spec.over_preset is None:
+    def _with_recommended(self, spec: JobSpec) -> JobSpec:
+        """The job with the values of the model, if it asks for them. Raises UsageError without any."""
+        if spec.own_sampling is None:
             return spec
-        values = self.recommended and {k: v for k, v in self.recommended.items() if k not in spec.over_preset}
+        if self.recommended is None:
+            why = "the model has no generation_config.json whose values are possible and done here"
+            raise UsageError(f'sampling.generation_config = "auto": {why}')
+        values = {name: value for name, value in self.recommended.items() if name not in spec.own_sampling}
         try:
-            sampling = merge_params(spec.sampling, {"preset": "model"}, values)
+            sampling = merge_params(spec.sampling, values)
         except ParamError as error:
             raise UsageError(f"sampling.{error}") from None
-        return replace(spec, sampling=sampling, over_preset=None)
+        return replace(spec, sampling=sampling, own_sampling=None)
 
-    def preset_hint(self, spec: JobSpec) -> str | None:
+    def recommended_hint(self, spec: JobSpec) -> str | None:
         """A line for a model that recommends sampling where the job does not ask for any."""
         values = self.recommended or {}
-        if not values.get("temperature") or not spec.sampling.is_greedy or spec.over_preset is not None:
+        if not values.get("temperature") or not spec.sampling.is_greedy or spec.own_sampling is not None:
             return None
         text = ", ".join(f"{name} = {value:g}" for name, value in values.items())
         said = f"the model's generation_config.json recommends {text}; rows are greedy"
-        return f"{said} unless they ask for more: --preset model takes these values"
+        return f"{said} unless they ask for more: --generation-config auto takes these values"
 
     def refuse_as_target(self, run_dir: RunDir) -> None:
         """Raises UsageError if the run would write into the folder of its model or tokenizer."""
@@ -163,7 +166,6 @@ class ModelInfo:
             grammars=self.grammars,
             max_model_len=longest,
             vocab_size=self.config.vocab_size,
-            recommended=self.recommended,
             fills_context=spec.fills_context,
         )
 
@@ -242,7 +244,7 @@ def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
     try:
         return recommended_values(folder)
     except ModelError:
-        if spec.over_preset is not None:
+        if spec.own_sampling is not None:
             raise
         return None
 

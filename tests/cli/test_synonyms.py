@@ -110,7 +110,7 @@ FLAGS = {  # typed by habit: what the one line must name
     "--checkpoint-dir": "the same command goes on",
     "--gpu-memory-utilization": "--kv-cache-memory",
     "--kv-dtype": "--kv-cache-dtype",
-    "--generation-config": "--preset",
+    "--preset": "--generation-config",
     "--max-new-tokens": "--max-tokens",
     "--n-predict": "--max-tokens",
     "--force": "--overwrite",

@@ -91,13 +91,12 @@ REFUSED: list[tuple[str, Any]] = [
     *(("allowed_token_ids", value) for value in (7, "7", [-1], [True], [2**31], ["7"])),
     *(("bad_words", value) for value in ("", ["a", ""], [7], "x" * 1001, "\ud800", [str(i) for i in range(1001)])),
     *(("by", value) for value in ("tokens", "", True, ["tokens"])),
-    *(("preset", value) for value in ("Model", "card", "", ["model"], {"model": 1}, 1, True, float("nan"))),
 ]
 
 
 def test_every_field_of_sampling_params_is_a_declared_key() -> None:
     assert [*keys_of(SamplingParams)] == FIELDS
-    assert {*FIELDS, "preset"} == KNOWN
+    assert {*FIELDS, "generation_config"} == KNOWN
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -146,26 +145,6 @@ def test_min_tokens_is_held_against_the_merged_max_tokens() -> None:
     base = merge_params(BASE, {"max_tokens": 10, "min_tokens": 10})
     with pytest.raises(ParamError, match="min_tokens = 10 is above max_tokens = 9"):
         merge_params(base, {"max_tokens": 9})
-
-
-RECOMMENDED = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
-
-
-def test_a_preset_is_a_base_that_values_beside_it_win_over() -> None:
-    base = merge_params(BASE, {"temperature": 1.5, "max_tokens": 9, "min_p": 0.5})
-    merged = merge_params(base, {"top_k": 3, "preset": "model", "temperature": None}, RECOMMENDED)
-    assert merged == replace(base, temperature=0.1, top_k=3, repetition_penalty=1.05)
-
-
-@pytest.mark.parametrize("values", [{"temperature": 0}, {"top_k": 0}, {"repetition_penalty": 1.0}])
-def test_a_later_layer_wins_over_a_preset(values: dict[str, Any]) -> None:
-    base = merge_params(BASE, {"preset": "model"}, RECOMMENDED)
-    assert merge_params(base, values) == replace(base, **values)
-
-
-def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ParamError, match=r"^preset = 'best' must be one of model$"):
-        merge_params(BASE, {"preset": "best"})
 
 
 LABELS = {"labels": ["yes", "no"]}
@@ -267,4 +246,4 @@ def test_something_acts_on_each_sampling_key() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
     }
-    assert KNOWN - {"preset"} <= read
+    assert KNOWN - {"generation_config"} <= read

@@ -161,11 +161,11 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[sampling]\nmax_tokens = 0\n", r"job\.toml:8: sampling\.max_tokens: .*0"),
         ("[sampling]\ntemperature = nan\n", r"sampling\.temperature"),
         (
-            '[sampling]\npreset = "best"\n',
-            r"job\.toml:8: sampling\.preset = 'best': must be one of model",
+            '[sampling]\ngeneration_config = "best"\n',
+            r"job\.toml:8: sampling\.generation_config = 'best': must be one of none, auto",
         ),
-        ('[sampling]\nprset = "model"\n', r'sampling\.prset: unknown key \(did you mean "preset"'),
-        ('preset = "model"\n', r"input\.preset: unknown key \(it belongs in \[sampling\]\)"),
+        ('[sampling]\npreset = "model"\n', r"sampling\.preset: unknown key \(.*here it is sampling\.generation_config"),
+        ('generation_config = "auto"\n', r"input\.generation_config: unknown key \(it belongs in \[sampling\]\)"),
         (
             "[sampling]\nn = 2\n[classify]\nlabels = ['a', 'b']\n",
             r"job\.toml:8: sampling\.n: n = 2 does not go with labels",
@@ -407,15 +407,17 @@ def test_a_spec_edited_into_another_shape_is_refused(tmp_path: Path, section: st
         job_from_dict(data)
 
 
-def test_what_stands_beside_a_preset_or_comes_later_wins(tmp_path: Path) -> None:
-    text = minimal('[sampling]\npreset = "model"\ntop_k = 7\n')
+def test_what_stands_beside_the_models_values_or_comes_later_wins(tmp_path: Path) -> None:
+    text = minimal('[sampling]\ngeneration_config = "auto"\ntop_k = 7\n')
     spec = from_text(tmp_path, text, {"sampling": {"min_p": 0.5}})
-    assert (spec.sampling, spec.over_preset) == (SamplingParams(top_k=7, min_p=0.5), ("top_k", "min_p"))
+    assert (spec.sampling, spec.own_sampling) == (SamplingParams(top_k=7, min_p=0.5), ("top_k", "min_p"))
     text = minimal("[sampling]\ntop_k = 7\n")
-    spec = from_text(tmp_path, text, {"sampling": {"preset": "model", "min_p": 0.5}})
-    assert (spec.sampling, spec.over_preset) == (SamplingParams(top_k=7, min_p=0.5), ("min_p",))
-    with pytest.raises(UsageError, match=r"sampling\.preset = 'best': must be one of model"):
-        from_text(tmp_path, minimal('[sampling]\npreset = "best"\n'), {"sampling": {"preset": "model"}})
+    spec = from_text(tmp_path, text, {"sampling": {"generation_config": "auto", "min_p": 0.5}})
+    assert (spec.sampling, spec.own_sampling) == (SamplingParams(top_k=7, min_p=0.5), ("min_p",))
+    auto, none = ({"sampling": {"generation_config": value}} for value in ("auto", "none"))
+    assert from_text(tmp_path, minimal('[sampling]\ngeneration_config = "auto"\n'), none).own_sampling is None
+    with pytest.raises(UsageError, match=r"sampling\.generation_config = 'best': must be one of none, auto"):
+        from_text(tmp_path, minimal('[sampling]\ngeneration_config = "best"\n'), auto)
 
 
 def test_engine_sizes_do_not_count_as_changing_outputs() -> None:

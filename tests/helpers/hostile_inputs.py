@@ -388,7 +388,7 @@ _FLAGS = (
         *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-cache-memory", "--block-size"),
         "--columns",
     ),
-    *("--prompt", "--id", "--input-format", "--dtype", "--device", "--preset", "--revision"),
+    *("--prompt", "--id", "--input-format", "--dtype", "--device", "--generation-config", "--revision"),
     *("--tokenizer", "--chat-template-kwargs"),
 )
 

@@ -1,4 +1,4 @@
-"""What rows ask for besides a prompt: labels to score, stop strings, presets, and the room that each needs."""
+"""What rows ask for besides a prompt: labels to score, stop strings, and the room that each needs."""
 
 from __future__ import annotations
 
@@ -159,13 +159,6 @@ def test_a_label_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch: 
     answer = one(builder_of(tokenizer, LABELLED), prompt="p")
     assert isinstance(answer, Row)
     assert (answer.error.code, answer.error.message) == ("bad_param", "labels: one of the texts has no tokens")
-
-
-def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
-    builder = builder_of(tokenizer, recommended={"temperature": 0.1, "top_k": 50})
-    answer = one(builder, prompt="p", preset="model", sampling={"top_k": 7})
-    assert isinstance(answer, Request)
-    assert answer.params == SamplingParams(max_tokens=32, seed=5, temperature=0.1, top_k=7)
 
 
 def test_the_first_bad_value_is_the_one_named(tokenizer: Tokenizer) -> None:

@@ -16,7 +16,6 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict, load_job
 from batchgen.config.sampling import recommended_values
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
-from batchgen.input.source import open_source
 from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
 from batchgen.run.invocation import RunOptions
@@ -77,7 +76,7 @@ def test_a_models_values_are_those_of_its_generation_config(tmp_path: Path, gene
         ({"top_k": True}, r"top_k = True must be"),
         ({"min_p": [0.1]}, r"min_p = \[0\.1\] must be"),
         ({"repetition_penalty": 0}, r"repetition_penalty = 0 must be"),
-        ({"num_beams": 4}, r"num_beams = 4 is not done here; take it out of a copy, or leave out the preset"),
+        ({"num_beams": 4}, r"num_beams = 4 is not done here; take it out of a copy, or leave out"),
         ({"no_repeat_ngram_size": 2}, r"no_repeat_ngram_size = 2 is not done here"),
         ({"suppress_tokens": [5]}, r"suppress_tokens = \[5\] is not done here"),
         ({"stop_strings": ["a"]}, r"stop_strings = \['a'\] is not done here"),
@@ -92,16 +91,13 @@ def test_a_models_values_are_those_of_its_generation_config(tmp_path: Path, gene
 def test_an_impossible_generation_config_is_named_with_its_key(job: JobMaker, generation: Any, message: str) -> None:
     job.write(rows_of(1))
     with pytest.raises(ModelError, match=message):
-        job.run(spec_with(job, generation, preset="model"))
+        job.run(spec_with(job, generation, generation_config="auto"))
     assert not job.output.exists()
 
 
 def test_impossible_values_stop_no_job_that_does_not_ask_for_them(job: JobMaker) -> None:
-    job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "sampling": {"preset": "model"}}])
-    assert job.run(spec_with(job, {"top_p": 0, "temperature": 1.0})).exit_code == 3
-    assert [record["id"] for record in job.outputs()] == [1]
-    (error,) = job.errors()
-    assert "generation_config.json whose values are possible and done here" in error["message"]
+    job.write(rows_of(2))
+    assert job.run(spec_with(job, {"top_p": 0, "temperature": 1.0})).exit_code == 0
 
 
 @given(
@@ -130,10 +126,10 @@ def test_any_generation_config_is_taken_or_named(tmp_path_factory: pytest.TempPa
         ({}, {}, SAMPLES),
         ({"temperature": 1.5, "min_p": 0.25}, {}, {**SAMPLES, "min_p": 0.25}),
         ({"temperature": 1.5}, {"top_k": 3, "temperature": 0.0}, {**SAMPLES, "top_k": 3, "temperature": 0.0}),
-        ({"preset": "model", "top_k": 5}, {"preset": None}, {**SAMPLES, "top_k": 5}),
+        ({"generation_config": "auto", "top_k": 5}, {"generation_config": None}, {**SAMPLES, "top_k": 5}),
     ],
 )
-def test_what_stands_beside_the_preset_or_comes_later_wins(
+def test_what_stands_beside_the_models_values_or_comes_later_wins(
     job: JobMaker, tmp_path: Path, before: dict[str, Any], beside: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     job.write(rows_of(1))
@@ -145,14 +141,14 @@ def test_what_stands_beside_the_preset_or_comes_later_wins(
         "input": {"path": [str(job.input)]},
         "output": {"path": str(job.output)},
     }
-    spec = load_job(tmp_path / "job.toml", {**flags, "sampling": {"preset": "model", **beside}})
+    spec = load_job(tmp_path / "job.toml", {**flags, "sampling": {"generation_config": "auto", **beside}})
     sampling = read_model(spec).resolved(spec).sampling
     assert {name: getattr(sampling, name) for name in expected} == expected
 
 
 def test_a_run_samples_as_its_model_recommends_and_its_manifest_holds_the_values(job: JobMaker) -> None:
     job.write(rows_of(30))
-    spec = spec_with(job, QWEN3, preset="model", seed=3)
+    spec = spec_with(job, QWEN3, generation_config="auto", seed=3)
     assert job.run(spec, quiet(max_total_tokens=400)).exit_code == 75
     kept = job_from_dict(RunDir(job.output).job().job).sampling
     assert {name: getattr(kept, name) for name in SAMPLES} == SAMPLES
@@ -164,30 +160,20 @@ def test_a_run_samples_as_its_model_recommends_and_its_manifest_holds_the_values
     assert job.outputs() == found
 
 
-def test_a_row_may_ask_for_what_the_model_recommends(job: JobMaker) -> None:
-    job.write([{"question": "a", "sampling": {"preset": name, "top_k": 3}} for name in ("model", "best")])
-    spec = spec_with(job, QWEN3)
-    builder = read_model(spec).builder(spec)
-    (first, _), (second, _) = builder.build([*open_source(spec.input).read()])
-    assert second.error
-    assert (first.params.temperature, first.params.top_k) == (0.6, 3)
-    assert second.error.message.startswith("preset = 'best' must be")
-
-
-def test_a_preset_that_a_model_does_not_have_is_refused(job: JobMaker) -> None:
+def test_values_that_a_model_does_not_have_are_refused(job: JobMaker) -> None:
     job.write(rows_of(1))
-    said = r'^sampling\.preset = "model": the model has no generation_config\.json whose '
+    said = r'^sampling\.generation_config = "auto": the model has no generation_config\.json whose '
     with pytest.raises(UsageError, match=said):
-        job.run(spec_with(job, None, preset="model"))
+        job.run(spec_with(job, None, generation_config="auto"))
     with pytest.raises(UsageError, match=r"has no generation_config"):
-        make_plan(job.spec(model={"path": "dummy:LFM2-350M"}, sampling={"preset": "model"}))
+        make_plan(job.spec(model={"path": "dummy:LFM2-350M"}, sampling={"generation_config": "auto"}))
 
 
 @pytest.mark.parametrize(
     ("generation", "sampling", "says"),
     [
         (QWEN3, {}, True),
-        (QWEN3, {"preset": "model"}, False),
+        (QWEN3, {"generation_config": "auto"}, False),
         (QWEN3, {"temperature": 0.7}, False),
         ({**QWEN3, "do_sample": False}, {}, False),
         ({"eos_token_id": 7}, {}, False),
