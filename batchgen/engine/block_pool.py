@@ -90,7 +90,7 @@ class BlockPool:
 
     def register(self, block: int, block_hash: bytes) -> None:
         """Make a full block known under a hash, unless another block is."""
-        if block_hash not in self._block_of and block not in self._hash_of:
+        if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
