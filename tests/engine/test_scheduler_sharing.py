@@ -143,6 +143,20 @@ def test_a_preempted_sequence_takes_up_its_own_blocks_again() -> None:
     assert scheduler.num_cached_tokens == 0, "what it had itself is no hit"
 
 
+def test_preempted_sequences_wait_for_no_beginning_and_come_back_before_a_fresh_one() -> None:
+    """Their common beginning was emptied meanwhile; what waits for it is only ever a fresh sequence."""
+    scheduler = make()
+    first, second = add(scheduler, 0, (*STEM, 50), max_tokens=9), add(scheduler, 1, (*STEM, 51), max_tokens=9)
+    step(scheduler)
+    step(scheduler)
+    add(scheduler, 2, (*STEM, 52))
+    scheduler._preempt(second)
+    scheduler._preempt(first)
+    scheduler.pool.free(scheduler.pool.allocate(scheduler.pool.num_free))
+    assert step(scheduler) == {0: 15, 1: 14}
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1}
+
+
 def test_families_of_many_waiting_rows_do_not_hold_up_the_rest() -> None:
     """More rows wait for one beginning than are passed over in a step; they are admitted when it is there."""
     scheduler = make(num_seqs=200, num_blocks=1000, longest_first=False)

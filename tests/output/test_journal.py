@@ -241,6 +241,18 @@ def test_partials_survive_and_go_when_their_row_finishes(tmp_path: Path) -> None
     again.close()
 
 
+def test_partials_of_a_row_that_another_copy_of_the_folder_finished_are_left_out(tmp_path: Path) -> None:
+    filled(tmp_path / "here", [3])
+    filled(tmp_path / "there", [4])
+    journal = Journal.open(tmp_path / "there")
+    journal.save_partials({3: (1, 2)})
+    journal.close()
+    shutil.copytree(tmp_path / "there", tmp_path / "here", dirs_exist_ok=True)
+    journal = Journal.open(tmp_path / "here")
+    assert ([*journal.done], journal.partials) == ([3, 4], {})
+    journal.close()
+
+
 def test_the_counts_of_a_running_journal_are_read_without_touching_it(tmp_path: Path) -> None:
     assert Journal.read(tmp_path / "journal").counts == Counts() and not (tmp_path / "journal").exists()
     journal = Journal.open(tmp_path)

@@ -87,10 +87,17 @@ def test_dead_letters_are_in_input_order_and_none_where_no_row_failed(run_dir: R
     assert not run_dir.errors.exists(), "those of an earlier run"
 
 
-def test_outputs_of_another_format_go_once_the_new_ones_are_there(run_dir: RunDir) -> None:
+def test_outputs_of_another_format_go_once_the_new_ones_are_there(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, had_outputs = finalize_module.commit_staged, list[bool]()
+    monkeypatch.setattr(
+        finalize_module, "commit_staged", lambda path: (had_outputs.append(run_dir.has_outputs()), commit(path))
+    )
     for output_format in ("parquet", "jsonl", "parquet"):
         written(run_dir, [record(0)], output_format=output_format)
         assert [path.name for path in run_dir.path.glob("outputs.*")] == [run_dir.outputs(output_format).name]
+    assert had_outputs == [False, True, True], "a kill leaves the folder with outputs"
 
 
 def test_dead_letters_of_no_row_are_put_in_place_at_no_moment(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
