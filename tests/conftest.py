@@ -57,9 +57,10 @@ PROMISE = {  # by room, the files that hold it; "*": all
     "kernels": "attention experts linear mask parallel quantize rope_conv rows sampling_kernel shared_prefixes",
     # No row lost, none twice.
     "output": "durability journal rundir writer",
-    "run": "backend crashes histories identity kill_points merge resume run signals stdin stop update",
+    "run": "backend crashes custom_ids histories identity kill_points merge resume run signals stdin stop update",
     # The scheduler.
-    "engine": "admission block_pool build_input engine penalties sampler scheduler scheduler_sharing sequence sizes",
+    "engine": "admission block_pool build_input duplicates engine penalties sampler scheduler scheduler_sharing "
+    "sequence sizes",
     # The prompt is what the user wrote, and a bad row costs itself alone.
     "input": "bad_inputs changed_input chat_columns chat_formats columns prompt reader reader_properties",
     # The contract.

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 from run_helpers import JobMaker, rows_of
+from stub_engine import stub_factory
+
+from batchgen.plan.dry_run import make_plan
+from batchgen.plan.trial import try_job
 
 
 def test_ids_of_one_text_are_one_custom_id(job: JobMaker) -> None:
     job.write([{"id": name, "question": "Why?"} for name in (5, "5", 6)])
-    job.run(job.spec(output={"format": "openai-batch"}))
+    spec = job.spec(output={"format": "openai-batch"})
+    assert make_plan(spec)["rows"] == {"total": 3, "good": 2, "bad": 1}
+    tried = try_job(spec, 3, print, stub_factory())
+    assert [row.record.get("code") for row in tried] == [None, "duplicate_id", None]
+    job.run(spec)
     assert [row["custom_id"] for row in job.outputs()] == ["5", "6"]
     (letter,) = job.errors()
     assert (letter["index"], letter["error"]["code"]) == (1, "duplicate_id")
