@@ -154,7 +154,7 @@ class LLM:
         """
         spec = self._spec
         if not spec.embed.is_on or self._model.config.labels or spec.embed.pooling == "tokens":
-            raise UsageError(f'LLM.embed: {spec.model.path} does not give one vector per text: give pooling="mean"')
+            raise UsageError(f'LLM.embed: {spec.model.path} does not give one embedding per text: give pooling="mean"')
         records = self._answered(prompts, spec, use_tqdm, warns=False)
         if failed := next((record for record in records if "code" in record), None):
             raise UsageError(f"LLM.embed: prompts[{failed['index']}]: {failed['code']}: {failed['message']}")
@@ -202,7 +202,7 @@ class LLM:
     def _with(self, params: SamplingParams | None, over: Mapping[str, Any]) -> JobSpec:
         """The job with other sampling values. Raises UsageError."""
         if self._spec.embed.is_on:
-            raise UsageError(f"LLM: {self._spec.model.path} gives vectors, no text: use embed or classify")
+            raise UsageError(f"LLM: {self._spec.model.path} gives embeddings, no text: use embed or classify")
         if not isinstance(params, SamplingParams | None):
             what = f"sampling_params is of type {type(params).__name__}, not SamplingParams"
             raise UsageError(f"LLM: {what}: a row's own values go into its column sampling")

@@ -41,9 +41,9 @@ _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]
     flag_value="auto",
     type=click.Choice(["auto", *POOLINGS]),
     metavar="[POOLING]",
-    help="Vectors of the prompts, no answers [as the checkpoint pools, or mean].",
+    help="Embeddings of the prompts, no answers [as the checkpoint pools, or mean].",
 )
-@click.option("--max-tokens", type=COUNT, metavar="N", help="Most tokens of an answer in FILE [256].")
+@click.option("--max-tokens", type=COUNT, metavar="N", help="Maximum number of tokens of an answer in FILE [256].")
 @click.option("--ignore-eos", is_flag=True, help="Generate all max_tokens, as synthetic requests do.")
 @click.option("--lengths", type=click.Choice(["unknown", "known"]), default="unknown", help=_LENGTHS_HELP)
 @click.option("--repeats", type=COUNT, default=3, metavar="R", help="Runs of the workload [3].")
@@ -57,9 +57,9 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
 
     The workload is a file, or made up from a number of requests and their lengths. A row of a file has a prompt,
     messages or prompt_token_ids, and perhaps max_tokens. The model's own EOS token ends an answer, or with --ignore-eos
-    its max_tokens. As in a real job the engine does not know how long an answer will be, unless --lengths known tells
-    it. nano-vllm names the workload of that engine's own benchmark: 256 requests of 100 to 1024 tokens in and out. With
-    --texts nothing is generated: each prompt becomes a vector.
+    its max_tokens. As in a real job the engine does not know how long an answer will be, unless --lengths known
+    says so. nano-vllm names the workload of that engine's own benchmark: 256 requests of 100 to 1024 tokens in and out.
+    With --texts nothing is generated: each prompt becomes an embedding.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(where)
     config = load_config(where.path, where.revision)
     if not (config.has_head or pooling):
-        raise UsageError(f"{where.path} gives vectors, no text: add --texts")
+        raise UsageError(f"{where.path} gives embeddings, no text: add --texts")
     if pooling and values["num_requests"] is not None:
         values["output_len"] = values["output_len"] or "1"
     requests = _requests(values, config.vocab_size, tokenizer)

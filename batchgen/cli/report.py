@@ -33,7 +33,7 @@ def report(
     max_regress_speed: float | None,
     max_regress_accuracy: float | None,
 ) -> int:
-    """Show how a finished run went: time, speed, failures.
+    """Show how a finished run went: time, throughput, failures.
 
     With --compare the figures of OTHER appear next to it and, where it is a folder, which answers changed. Each gate
     counts only where it is given; with either, a larger share of failed rows is a regression too. A gate that finds

@@ -55,8 +55,8 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
 
     A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Of a changed input only what is
     new is computed; a changed job is taken up with --update, which keeps rows that cannot differ. Every key of the job
-    file has a flag, and flags win. In place of a job file stands a run directory, which has its own job, or data, whose
-    outputs go into runs/NAME. SIGTERM or Ctrl-C stops the run within 10 seconds with exit code 75 and loses nothing.
+    file has a flag, and flags win. Instead of a job file it takes a run directory, which has a job, or data, whose
+    outputs go into runs/NAME. SIGTERM or Ctrl-C stops it within 10 seconds with exit code 75 and loses nothing.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The section [embed] of a job: rows become vectors, or the scores of labels, in place of text."""
+"""The section [embed] of a job: rows become vectors, or the scores of labels, instead of text."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class EmbedSpec:
     vector. Texts beyond the longest that the model takes are cut where ``truncate`` is set, or refused.
     """
 
-    pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make a text's vector", None)
+    pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make an embedding", None)
     prompt: str | None = key(
         string(empty=True),
         "Put before each text: a name of the checkpoint, else the text itself",
         None,
         flag="embed-prompt",
     )
-    normalize: bool | None = key(_BOOL_OR_AUTO, "Divide vectors by their length", None, flag="embed-normalize")
-    dimensions: int | None = key(_DIMENSIONS, "Keep the first N numbers of each vector", None)
-    truncate: bool = key(BOOL, "Refuse texts that are too long, in place of cutting them", True)
+    normalize: bool | None = key(_BOOL_OR_AUTO, "Divide embeddings by their length", None, flag="embed-normalize")
+    dimensions: int | None = key(_DIMENSIONS, "Keep the first N numbers of each embedding", None)
+    truncate: bool = key(BOOL, "Refuse texts that are too long, instead of cutting them", True)
 
     @property
     def is_on(self) -> bool:

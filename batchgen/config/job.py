@@ -91,7 +91,7 @@ class ModelSpec:
     dtype: str = key(
         one_of("auto", "bfloat16", "float16", "float32"), "Number format to compute in", "auto", resume="compared"
     )
-    quantization: str = key(one_of("none", "w8a16", "w8a8"), "Weights in 8 bits; w8a8: activations too", "none")
+    quantization: str = key(one_of("none", "w8a16", "w8a8"), "int8 weights; w8a8: int8 activations too", "none")
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", resume="compared")
     device: str = key(_DEVICE, "Where the model runs", "auto", resume="compared")
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", resume="compared")
@@ -190,8 +190,12 @@ class EngineConfig:
     Raises UsageError naming an unknown type, or a size below 1 or above what the host has memory to keep track of.
     """
 
-    max_num_batched_tokens: int | None = key(integer_or_auto(1, 1 << 20), "Most tokens per step", None, resume="free")
-    max_num_seqs: int | None = key(integer_or_auto(1, 1 << 16), "Most sequences running at once", None, resume="free")
+    max_num_batched_tokens: int | None = key(
+        integer_or_auto(1, 1 << 20), "Maximum number of tokens per step", None, resume="free"
+    )
+    max_num_seqs: int | None = key(
+        integer_or_auto(1, 1 << 16), "Maximum number of running sequences", None, resume="free"
+    )
     block_size: int | None = key(integer_or_auto(1, 1 << 16), "Tokens per KV block", None, resume="free")
     kv_cache_memory: int | None = key(_SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", None, resume="free")
     kv_cache_dtype: str = key(
@@ -200,7 +204,7 @@ class EngineConfig:
     max_model_len: int | None = key(_POSITIVE_OR_AUTO, "Longest prompt plus output, in tokens", None)
     look_ahead: int | None = None
     threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, resume="free")
-    prefix_caching: bool = key(BOOL, "Compute shared beginnings of prompts for each row anew", True, resume="free")
+    prefix_caching: bool = key(BOOL, "Compute shared prefixes of prompts for each row anew", True, resume="free")
     share_duplicates: bool = key(BOOL, "Compute identical greedy rows one by one", True, resume="free")
     longest_first: bool = key(BOOL, "Start rows in the order of the input", True, resume="free")
     forecast_memory: bool = key(BOOL, "Start rows without a forecast of their memory", True, resume="free")
@@ -272,7 +276,7 @@ class JobSpec:
             return
         if self.embed.is_on and (self.sampling != SamplingParams() or self.own_sampling is not None):
             other = "classify" if self.sampling.labels else "sampling"
-            raise UsageError(f"[{other}] and [embed] exclude each other: a job gives text, labels or vectors")
+            raise UsageError(f"[{other}] and [embed] exclude each other: a job gives text, labels or embeddings")
         for name in ("messages", "system", "chat_template_kwargs"):
             if self.embed.is_on and getattr(self.input, name) is not None:
                 raise UsageError(f"input.{name} is for chats, and [embed] takes plain texts: give input.prompt")
@@ -283,7 +287,7 @@ class JobSpec:
         asked: dict[str, Any] = {"input.continue_final_message": self.embed.is_on and self.input.continue_final_message}
         asked |= {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
         for name in [name for name, value in (asked | {"eval.extract": self.eval.extract}).items() if value]:
-            gives = "[embed] gives vectors" if self.embed.is_on else "[classify] gives labels"
+            gives = "[embed] gives embeddings" if self.embed.is_on else "[classify] gives labels"
             raise UsageError(f"{name} is for text, and {gives}: leave it out")
 
     def to_dict(self) -> dict[str, Any]:

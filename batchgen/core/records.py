@@ -72,7 +72,7 @@ class SamplingParams:
     ``config.sampling.merge_params`` checks values; this class does not.
     """
 
-    max_tokens: int = key(integer(0, INT32_MAX), "Most tokens to generate", 256)
+    max_tokens: int = key(integer(0, INT32_MAX), "Maximum number of tokens to generate", 256)
     min_tokens: int = key(integer(0, INT32_MAX), "Generate at least N tokens", 0)
     temperature: float = key(keys.TEMPERATURE, "0: most likely token; higher: more random", 0.0)
     top_p: float = key(number(0, 1, above_low=True), "Keep the most likely tokens up to this total probability", 1.0)
@@ -90,7 +90,7 @@ class SamplingParams:
     logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K most likely ones", None)
     prompt_logprobs: int | None = key(keys.LOGPROBS, "Add the prompt's log-probabilities and perplexity", None)
     thinking_token_budget: int | None = key(
-        keys.THINKING_BUDGET, "Most tokens of thought before the answer; -1: no limit", None
+        keys.THINKING_BUDGET, "Maximum number of tokens of thought; -1: no limit", None
     )
     max_repeats: int = key(keys.MAX_REPEATS, "End a row whose last tokens repeat N times; 0: never", 0)
     logit_bias: tuple[tuple[int, float], ...] = key(

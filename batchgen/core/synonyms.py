@@ -29,12 +29,12 @@ class Synonym(NamedTuple):
 
 _TABLE: dict[Synonym, str] = {
     # The model
-    Synonym("model.path"): "model-name, model-id, pretrained, checkpoint-path, model-path",
+    Synonym("model.path"): "model-name, model-id, pretrained, checkpoint-path, model-path, hf-repo, hf-file",
     Synonym(
         "model.quantization", "8 bits are w8a16, and with activations in 8 bits too w8a8"
     ): "weights, activations, quantize, int8, load-in-8bit, load-in-4bit, w8a8, w8a16, "
     "bits, 8bit, fp8, awq, gptq, quant",
-    Synonym("model.adapter"): "lora, lora-path, enable-lora, lora-modules, peft, adapters, qlora",
+    Synonym("model.adapter"): "lora, lora-path, enable-lora, lora-modules, max-lora-rank, peft, adapters, qlora",
     Synonym("model.dtype"): "torch-dtype, precision, bf16, fp16, half, data-type",
     Synonym("model.tokenizer"): "tokenizer-path, tokenizer-name, tokenizer-mode",
     Synonym("model.revision"): "branch, commit, tag, model-revision, tokenizer-revision",
@@ -45,22 +45,29 @@ _TABLE: dict[Synonym, str] = {
     ): "ngl, n-gpu-layers, gpu-layers, num-gpu, offload",
     Synonym(
         "GPUs", "the kernels, those of attention too, are chosen by the device"
-    ): "flash-attn, fa, flash-attention, attn-implementation, attention-backend",
-    Synonym("Memory", "the whole model must fit into the memory"): "ram, mmap, no-mmap, mlock",
+    ): "flash-attn, fa, flash-attention, attn-implementation, attention-backend, enforce-eager, compilation-config, "
+    "cuda-graph, async-scheduling",
+    Synonym("Memory", "the whole model must fit into the memory"): "ram, mmap, no-mmap, mlock, cpu-offload-gb, swap",
     Synonym("GGUF"): "llama.cpp, gguf-file, ollama",
-    Synonym("Models"): "huggingface, hub, trust-remote-code, supported models, architectures, download",
+    Synonym(
+        "Models"
+    ): "huggingface, hub, trust-remote-code, supported models, architectures, download, load-format, hf-overrides",
+    Synonym(
+        "Models", "models read and write text"
+    ): "image, images, vision, vlm, multimodal, modalities, limit-mm-per-prompt, audio, video",
+    Synonym("Environment variables", "HF_HOME is the folder of downloads"): "download-dir, cache-dir, hf-home",
     Synonym("Credentials"): "hf-token, token, gated, login, api-key, proxy, https-proxy, auth",
     # The input
-    Synonym("input.path"): "file, files, data, dataset-path, input-file, data-files, prompts",
+    Synonym("input.path"): "file, files, data, dataset-path, input-file, data-files, prompts, f",
     Synonym(
         "A dataset of the Hub", 'a dataset is --input "hf:NAME?split=S&config=C"'
-    ): "dataset, hf-dataset, dataset-name, split, config, subset, datasets, streaming, dataset-split",
+    ): "name, dataset, hf-dataset, dataset-name, split, config, subset, datasets, streaming, dataset-split",
     Synonym("input.prompt"): "template, prompt-template, prompt-column, text-column, column, field, text, instruction",
     Synonym(
         "input.prompt", "the prompt asks for it, as in jobs/summarize.toml"
     ): "summary, summaries, summarize, summarization, translate, translation",
     Synonym("input.messages"): "conversation, conversations, chat-column, sharegpt",
-    Synonym("input.system"): "system-prompt, system-message, persona",
+    Synonym("input.system"): "system-prompt, system-message, persona, sys",
     Synonym(
         "input.chat_template", "none sends prompts as they are"
     ): "chat, no-chat, apply-chat-template, no-chat-template, raw, completion",
@@ -82,36 +89,50 @@ _TABLE: dict[Synonym, str] = {
         "engine.prefix_caching", "prompts that begin alike are computed once: put first what all share"
     ): "few-shot, shared prefix, prompt caching, prefix-cache, radix, num-fewshot",
     Synonym(
-        "too_long", "a prompt is never cut, but texts for vectors are"
+        "too_long", "a prompt is never cut, but texts for embeddings are"
     ): "truncation, truncate-prompt-tokens, truncation-side",
-    Synonym("Tool calls"): "function calling, functions, tools, tool-choice, tool use, mcp, agents",
+    Synonym("Tool calls"): "function calling, function-call, functions, tools, tool-choice, "
+    "parallel-tool-calls, tool use, mcp, agents",
     # Sampling
     Synonym(
         "sampling.max_tokens"
     ): "max-new-tokens, max-completion-tokens, n-predict, max-length, max-output-tokens, length, max-gen-toks",
+    Synonym("sampling.min_tokens"): "min-new-tokens, min-length",
+    Synonym("sampling.repetition_penalty"): "repeat-penalty, rep-pen",
+    Synonym(
+        "sampling.min_p", "top_k, top_p and min_p leave out unlikely tokens"
+    ): "typical-p, mirostat, samplers, top-a, tfs, epsilon-cutoff, eta-cutoff",
+    Synonym("sampling.seed"): "s, rng-seed, manual-seed",
     Synonym(
         "sampling.temperature", "0, the default, is greedy"
     ): "do-sample, greedy, temp, sampling-temperature, creativity",
+    Synonym(
+        "sampling.n", "there is no beam search; n draws several answers"
+    ): "num-beams, beam-search, use-beam-search, length-penalty, early-stopping",
     Synonym("sampling.n"): "num-return-sequences, best-of, num-generations, samples, candidates, num-samples-per-row",
-    Synonym("sampling.stop"): "stop-sequences, stop-words, until, eos, end, stop-strings, stop-sequence",
+    Synonym(
+        "sampling.stop"
+    ): "stop-sequences, stop-words, until, eos, end, stop-strings, stop-sequence, include-stop-str-in-output",
     Synonym(
         "sampling.generation_config", "auto takes the model's values"
-    ): "preset, sampling-preset, default-sampling, recommended",
+    ): "preset, sampling-preset, default-sampling, recommended, override-generation-config",
     Synonym("sampling.max_repeats"): "repetition-detection, loop, loops, no-repeat-ngram-size, repetition, ngram",
-    Synonym("sampling.logprobs"): "top-logprobs, probabilities, return-logprobs",
+    Synonym("sampling.logprobs"): "top-logprobs, probabilities, return-logprobs, max-logprobs, logprob-token-ids",
     Synonym("sampling.prompt_logprobs"): "perplexity, loglikelihood, echo, ppl",
     Synonym(
         "sampling.structured_outputs"
     ): "guided-json, guided-regex, guided-choice, guided-grammar, json-schema, schema, response-format, json mode, "
-    "json, pydantic, guided decoding, grammar, regex, constrained, outlines, structured-output, xgrammar",
+    "json, pydantic, guided decoding, grammar, regex, constrained, outlines, structured-output, xgrammar, "
+    "guided-decoding-backend, structured-outputs-config",
     Synonym(
         "classify.labels", 'the recipe is "Labels (classification)"'
     ): "choices, classes, classification, zero-shot, classify, label, multiple choice, choice, candidate-labels",
     Synonym("classify.by", "mean is per token"): "normalize, length-normalization, normalized-accuracy",
     Synonym("sampling.allowed_token_ids"): "logits-processors, logits-processor, allowed-tokens",
     Synonym("exactness"): "deterministic, determinism, reproducible, reproducibility, batch-invariance, random-seed",
-    # Vectors
-    Synonym("embed.pooling", "--pooling gives vectors"): "embed, embedding, embeddings, vector, encode, task, runner",
+    # Embeddings
+    Synonym("embed.pooling", "--pooling gives embeddings"): "embed, embedding, embeddings, vector, vectors, encode, "
+    "task, runner, convert, pooler-config",
     Synonym("Reranking"): "rerank, reranker, cross-encoder, relevance, rag",
     Synonym("embed.prompt", "a name of the checkpoint or the text itself"): "prompt-name, prefix, instruct",
     Synonym("embed.dimensions"): "truncate-dim, matryoshka, dim, dims",
@@ -119,14 +140,16 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "engine.max_num_seqs", "batches form by themselves, and this bounds them"
     ): "batch-size, max-batch-size, concurrency, max-concurrent-requests, num-seqs, per-device-batch-size, bs, "
-    "batch, size",
+    "batch, size, np, parallel, cont-batching, padding",
     Synonym("engine.max_num_batched_tokens", "prompts are prefilled in parts of this size"): "chunked-prefill, "
-    "enable-chunked-prefill, prefill-chunk-size, max-prefill-tokens, max-batch-tokens, token-budget",
-    Synonym("engine.kv_cache_memory"): "kv-memory, kv-cache-memory-bytes, oom, out of memory, swap-space, kv-cache",
+    "enable-chunked-prefill, prefill-chunk-size, max-prefill-tokens, max-batch-tokens, token-budget, "
+    "b, ub, ubatch-size",
+    Synonym("engine.kv_cache_memory"): "kv-memory, kv-cache-memory-bytes, oom, out of memory, swap-space, kv-cache, "
+    "num-gpu-blocks-override",
     Synonym(
         "engine.kv_cache_memory", "it takes a size such as 4GiB, not a share"
     ): "gpu-memory-utilization, mem-fraction-static",
-    Synonym("engine.kv_cache_dtype"): "kv-dtype, kv-cache-quantization, cache-type-k",
+    Synonym("engine.kv_cache_dtype"): "kv-dtype, kv-cache-quantization, cache-type-k, cache-type-v",
     Synonym(
         "engine.max_model_len"
     ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length, num-ctx, c",
@@ -145,6 +168,8 @@ _TABLE: dict[Synonym, str] = {
     "tensor parallel, pipeline-parallel-size, tp, pp, model parallel, expert-parallel, sharding, tp-size",
     Synonym("cluster.step_timeout"): "patience, request-timeout, worker-timeout",
     Synonym("cluster.load_timeout"): "load-patience",
+    Synonym("cluster.ray"): "distributed-executor-backend, ray-address",
+    Synonym("cluster.resources"): "accelerator-type",
     Synonym("cluster.cpus_per_worker"): "worker-cpus, num-cpus",
     Synonym("cluster.gpus_per_worker"): "worker-gpus",
     Synonym("Docker"): "container, image, dockerfile",
@@ -175,7 +200,7 @@ _TABLE: dict[Synonym, str] = {
         "try", "it shows prompts as they are sent"
     ): "preview, show-prompt, prompt-preview, rendered, playground, demo",
     Synonym("check"): "verify, test, self-test, doctor",
-    Synonym("Watching"): "verbose, debug, log-level, logging, log, progress, tqdm, monitor",
+    Synonym("Watching"): "verbose, v, debug, log-level, logging, log, progress, tqdm, monitor",
     Synonym("Prometheus"): "metrics, metrics-file, grafana, textfile collector, node exporter",
     Synonym("Stopping early", "--max-runtime and --deadline stop a run"): "timeout, time-limit, interrupt, ctrl-c, "
     "sigterm, cancel, stop-after, walltime, max-time, time, runtime, max-runtime",
@@ -187,10 +212,13 @@ _TABLE: dict[Synonym, str] = {
     Synonym("What the report says", "what most of the time went into"): "bound, bound-by, bottleneck",
     Synonym("python"): "from python, python api, library, sdk, notebook, jupyter, api, import, pandas, dataframe, llm, "
     "map-batches, ray data, spark",
-    Synonym("OpenAI Batch files"): "openai, batch api, run-batch, requests, chat completions, server, serve",
+    Synonym("OpenAI Batch files"): "openai, batch api, run-batch, requests, chat completions, encoding-format",
+    Synonym(
+        "OpenAI Batch files", "nothing is served: requests are read from a file"
+    ): "server, serve, host, port, endpoint, served-model-name, stream",
     Synonym("Evaluate with lm-evaluation-harness"): "lm-eval, lm-evaluation-harness, harness, benchmark, mmlu",
     Synonym(
-        "Kinds of machine", "it runs on Linux on x86-64, and on Arm in an emulator; macOS is not tested"
+        "CPU types", "it runs on Linux on x86-64, and on Arm in an emulator; macOS is not tested"
     ): "windows, mac, macos, mps, arm, apple, wsl, requirements, m1",
 }
 

@@ -199,14 +199,14 @@ def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
     vector = request.embedding
     if (vector is None) != (embedded is None):
         what = (
-            "a text, and this job gives vectors: run such rows as a job of their own, without [embed]"
+            "a text, and this job gives embeddings: run such rows as a job of their own, without [embed]"
             if vector is None
-            else "a vector, and this job gives text: run such rows as a job of their own, with --pooling"
+            else "an embedding, and this job gives text: run such rows as a job of their own, with --pooling"
         )
         raise RowProblem(RowErrorCode.BAD_PARAM, f"the request is for {what}")
     if vector and embedded and vector["dimensions"] not in (None, embedded.dimensions):
         what = f"body field 'dimensions' is {shown(vector['dimensions'])}"
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}, and the job's vectors have {embedded.dimensions}")
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}, and the job's embeddings have {embedded.dimensions}")
 
 
 def inputs_of(value: Any, embedded: Embedded) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class VectorHead:
             width = layer.outputs
             self._layers.append((_loaded(layer, kernels, dtype, device), layer.has_tanh))
         if settings.dimensions and settings.dimensions > width:
-            raise ModelError(f"embed.dimensions = {settings.dimensions}: the model's vectors have {width}")
+            raise ModelError(f"embed.dimensions = {settings.dimensions}: the model's embeddings have {width}")
 
     def __call__(self, states: np.ndarray) -> np.ndarray:
         for linear, has_tanh in self._layers:

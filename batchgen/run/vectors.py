@@ -28,12 +28,12 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
     if not spec.embed.is_on and config.has_head and not (files.is_there and is_default):
         return spec
     if not is_default:
-        raise UsageError(f"{path} gives vectors, no text: write [embed] in place of [sampling]")
+        raise UsageError(f"{path} gives embeddings, no text: write [embed] instead of [sampling]")
     if spec.eval.expected and len(config.labels) < 2:
         raise UsageError("eval.expected compares texts or labels, and this job gives neither: leave it out")
     spec = replace(spec, embed=_resolved(spec.embed, config, files, path))
     if spec.output.format == "openai-batch" and (config.labels or spec.embed.pooling == "tokens"):
-        what = "scores of labels" if config.labels else "vectors of tokens"
+        what = "scores of labels" if config.labels else "embeddings of tokens"
         raise UsageError(f'output.format = "openai-batch" has no place for {what}: choose jsonl or parquet')
     spec.check_kind()
     return spec
@@ -46,11 +46,11 @@ def _resolved(asked: EmbedSpec, config: ModelConfig, files: VectorFiles, path: s
         pooling = files.pooling or ("last" if config.labels and config.is_causal else "")
     if not pooling:
         raise UsageError(
-            f"{path} does not say which tokens make up a vector: give embed.pooling (--pooling) cls, last or mean, as "
-            "the model's card says"
+            f"{path} does not say which tokens make up an embedding: give embed.pooling (--pooling) cls, last or mean, "
+            "as the model's card says"
         )
     if config.labels and (asked.dimensions or asked.normalize or pooling == "tokens"):
-        raise UsageError(f"{path} gives scores of labels: dimensions, normalize and tokens are for vectors")
+        raise UsageError(f"{path} gives scores of labels: dimensions, normalize and tokens are for embeddings")
     prompt = files.default_prompt if asked.prompt is None else asked.prompt
     normalize = files.normalize if asked.normalize is None else asked.normalize
     return replace(asked, pooling=pooling, prompt=files.prompts.get(prompt, prompt), normalize=normalize)

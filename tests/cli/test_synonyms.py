@@ -142,7 +142,50 @@ FLAGS = {  # typed by habit: what the one line must name
     "--mmap": "batchgen help Memory",
     "--mem-fraction-static": "a size such as 4GiB",
     "--choices": "--labels",
+    "-v": "Watching",
+    "--name": "hf:NAME",
+    "--num-beams": "no beam search",
+    "--repeat-penalty": "--repetition-penalty",
+    "--host": "nothing is served",
+    "--download-dir": "HF_HOME",
 }
+
+
+NAMES = {  # each a flag, a key or a word of the table
+    "vLLM's flags": """
+        tokenizer tokenizer-mode trust-remote-code dtype revision tokenizer-revision max-model-len quantization
+        enforce-eager kv-cache-dtype block-size enable-prefix-caching kv-cache-memory-bytes gpu-memory-utilization
+        swap-space cpu-offload-gb max-num-seqs max-num-batched-tokens enable-chunked-prefill tensor-parallel-size
+        pipeline-parallel-size data-parallel-size seed enable-lora lora-modules max-lora-rank guided-decoding-backend
+        structured-outputs-config reasoning-parser enable-auto-tool-choice tool-call-parser chat-template
+        generation-config served-model-name load-format download-dir device speculative-config task runner convert
+        limit-mm-per-prompt hf-token logits-processors max-logprobs attention-backend async-scheduling hf-overrides
+        compilation-config pooler-config api-key host port distributed-executor-backend num-gpu-blocks-override""",
+    "vLLM's SamplingParams": """
+        n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
+        stop_token_ids bad_words include_stop_str_in_output ignore_eos max_tokens min_tokens logprobs prompt_logprobs
+        logits_processors truncate_prompt_tokens structured_outputs guided_decoding logit_bias allowed_token_ids
+        thinking_token_budget repetition_detection logprob_token_ids use_beam_search""",
+    "OpenAI's bodies": """
+        model messages max_tokens max_completion_tokens temperature top_p n stop seed logprobs top_logprobs logit_bias
+        presence_penalty frequency_penalty response_format tools tool_choice parallel_tool_calls stream functions
+        function_call modalities custom_id input prompt encoding_format dimensions echo best_of""",
+    "transformers' generate": """
+        max_new_tokens min_new_tokens do_sample num_beams num_return_sequences length_penalty early_stopping typical_p
+        no_repeat_ngram_size repetition_penalty torch_dtype device_map attn_implementation load_in_8bit load_in_4bit
+        trust_remote_code batch_size padding truncation max_length cache_dir""",
+    "llama.cpp's flags": """
+        ngl n-gpu-layers c ctx-size n-predict t threads b batch-size ub ubatch-size temp top-k top-p min-p
+        repeat-penalty mirostat samplers f file grammar json-schema s seed mlock no-mmap fa flash-attn np parallel
+        cont-batching cache-type-k cache-type-v lora model hf-repo hf-file sys system-prompt v verbose""",
+}
+
+
+@pytest.mark.parametrize("tool", NAMES)
+def test_the_names_of_a_tool_lead_somewhere(tool: str) -> None:
+    flags = {flag.lstrip("-") for option in cli.commands["run"].params for flag in option.opts}
+    keys = {key for section in KEYS.values() for key in section}
+    assert [name for name in NAMES[tool].split() if not (name in flags | keys or synonym_of(name))] == []
 
 
 @pytest.mark.parametrize(

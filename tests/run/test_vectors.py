@@ -316,14 +316,14 @@ def test_other_settings_are_not_resumed(folder: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--temperature", "0.5"], "write [embed] in place of [sampling]"),
+        (["--temperature", "0.5"], "write [embed] instead of [sampling]"),
         (["--pooling", "cls", "--max-tokens", "3"], "exclude each other"),
         (["--dimensions", "1000"], "192"),
         (["--extract", "last_number"], "eval.extract is for text"),
         (["--expected", "answer"], "neither"),
         (["--parse", "json"], "output.parse is for text"),
         (["--pooling", "max"], "must be one of"),
-        (["--pooling", "tokens", "--output-format", "openai-batch"], "has no place for vectors of tokens"),
+        (["--pooling", "tokens", "--output-format", "openai-batch"], "has no place for embeddings of tokens"),
         (["--embed-normalize", "perhaps"], "true or false"),
     ],
 )
@@ -402,4 +402,4 @@ def test_plan_counts_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_recipe_runs(tmp_path: Path) -> None:
-    assert command("run", REPOSITORY / "jobs" / "vectors.toml", "--output", tmp_path / "run", "-q") == 0
+    assert command("run", REPOSITORY / "jobs" / "embeddings.toml", "--output", tmp_path / "run", "-q") == 0
