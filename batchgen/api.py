@@ -78,8 +78,8 @@ class Run:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        found = read_records(self._run_dir, self._spec)
-        return [record for _, record in sorted(found, key=lambda item: item[0])]
+        records = read_records(self._run_dir, self._spec)
+        return [record for _, record in sorted(records, key=lambda item: item[0])]
 
     def read(self) -> None:
         """Read ``rows`` and ``errors`` now, before the run directory is removed."""
@@ -198,7 +198,7 @@ def run_job(
 
 
 def plan_job(job: str | os.PathLike[str] | None = None, *, calibrates: bool = False, **keys: Any) -> dict[str, Any]:
-    """What ``batchgen plan JOB --json`` prints: rows, bad rows, tokens, memory and time of a job, computing none."""
+    """The plan that ``batchgen plan JOB --json`` prints: rows, bad rows, tokens, memory and time of a job."""
     options = _take_options({name: keys.pop(name) for name in ("shard", "overwrite") if name in keys})
     name = None if job is None else os.fspath(job)
     shard = None if options.shard == WHOLE else options.shard
@@ -237,17 +237,17 @@ def _option(name: str, value: Any) -> Any:
 
 def _take_options(keys: dict[str, Any]) -> RunOptions:
     """The options of the command among the arguments of a call, which they leave. Raises UsageError."""
-    given: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for name in [name for name in (*_SWITCHES, *_OPTIONS) if name in keys]:
         value = keys.pop(name)
         try:
             if value is not None:
-                given[name] = _option(name, value)
+                chosen[name] = _option(name, value)
         except ValueError as error:
             raise UsageError(f"{name} = {shown(value, 60)}: {error}") from None
-    limits = Limits(given.pop("deadline", None), given.pop("max_runtime", None), given.pop("max_total_tokens", None))
-    progress: Literal["quiet", "bar"] = "quiet" if given.pop("quiet", False) else "bar"
-    return RunOptions(limits=limits, progress=progress, may_exit=False, **given)
+    limits = Limits(chosen.pop("deadline", None), chosen.pop("max_runtime", None), chosen.pop("max_total_tokens", None))
+    progress: Literal["quiet", "bar"] = "quiet" if chosen.pop("quiet", False) else "bar"
+    return RunOptions(limits=limits, progress=progress, may_exit=False, **chosen)
 
 
 def _finished(spec: JobSpec, outcome: Outcome, lost: str, labels: Any) -> Run:
@@ -278,14 +278,14 @@ def _misleads(labels: Any) -> bool:
 
 def _spec(path: str | None, sections: Mapping[str, Any]) -> JobSpec:
     """The job; ``path`` is None for rows in memory. Raises UsageError."""
-    given = sections.get("input", {})
-    if not isinstance(given, Mapping):
+    values = sections.get("input", {})
+    if not isinstance(values, Mapping):
         return job_from_values(sections, "generate")  # which refuses it
-    if "path" in given:
+    if "path" in values:
         raise UsageError("generate: input has a path, and the rows are given as the first argument")
-    if path is None and given.get("format", "auto") not in _LINES_FORMATS:
-        raise UsageError(f"generate: input.format = {given['format']!r} is a format of files, not of rows in memory")
-    return job_from_values({**sections, "input": {**given, "path": "-" if path is None else path}}, "generate")
+    if path is None and values.get("format", "auto") not in _LINES_FORMATS:
+        raise UsageError(f"generate: input.format = {values['format']!r} is a format of files, not of rows in memory")
+    return job_from_values({**sections, "input": {**values, "path": "-" if path is None else path}}, "generate")
 
 
 def _pass_on_signal(outcome: Outcome) -> None:

@@ -139,8 +139,8 @@ class LLM:
             raise UsageError("LLM.chat: messages is a string: a chat is a list of messages")
         chats = [messages] if len(messages) and isinstance(messages[0], Mapping) else messages
         more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-        given = {name: value for name, value in more.items() if value is not None}
-        rows = [{"messages": [*chat], **given} for chat in chats]
+        columns = {name: value for name, value in more.items() if value is not None}
+        rows = [{"messages": [*chat], **columns} for chat in chats]
         spec = _asks(self._with(sampling_params, sampling), messages="messages")
         continues = continue_final_message or spec.input.continue_final_message
         return self._answered(
@@ -172,11 +172,11 @@ class LLM:
         if isinstance(labels, str):
             raise UsageError(f"LLM.classify: labels is one string: give a list, [{labels!r}, ...]")
         own = self._model.config.labels if self._spec.embed.is_on else ()
-        asked = self._spec.sampling.labels if labels is None else [str(label) for label in labels]
-        if bool(own) == bool(asked):
+        names = self._spec.sampling.labels if labels is None else [str(label) for label in labels]
+        if bool(own) == bool(names):
             what = f"has labels of its own: {', '.join(own)}" if own else "has no labels of its own: give labels=[...]"
             raise UsageError(f"LLM.classify: {self._spec.model.path} {what}")
-        spec = self._spec if own else self._with(None, {"labels": asked})
+        spec = self._spec if own else self._with(None, {"labels": names})
         return self._answered(prompts, spec, use_tqdm)
 
     def __call__(self, batch: Any) -> pa.Table:
@@ -206,10 +206,10 @@ class LLM:
         if not isinstance(params, SamplingParams | None):
             what = f"sampling_params is of type {type(params).__name__}, not SamplingParams"
             raise UsageError(f"LLM: {what}: a row's own values go into its column sampling")
-        given = {} if params is None else values_of(params)
+        values = {} if params is None else values_of(params)
         base = self._spec.sampling if params is None else SamplingParams()
         try:
-            return replace(self._spec, sampling=merge_params(base, {**given, **over}))
+            return replace(self._spec, sampling=merge_params(base, {**values, **over}))
         except ParamError as error:
             raise UsageError(f"LLM: {error}") from None
 
@@ -277,12 +277,12 @@ class LLM:
 
 def _refuse_jobs(sections: Mapping[str, Any]) -> None:
     """Raises UsageError for keys that would have no effect here."""
-    given = [f"cluster.{name}" for name in sections.get("cluster", {})]
+    keys = [f"cluster.{name}" for name in sections.get("cluster", {})]
     for section, names in _OF_JOBS.items():
-        found = sections.get(section, {})
-        given += [f"{section}.{name}" for name in names if isinstance(found, Mapping) and name in found]
-    if given:
-        raise UsageError(f"LLM: {given[0]} is a key of jobs: batchgen.generate takes it")
+        values = sections.get(section, {})
+        keys += [f"{section}.{name}" for name in names if isinstance(values, Mapping) and name in values]
+    if keys:
+        raise UsageError(f"LLM: {keys[0]} is a key of jobs: batchgen.generate takes it")
 
 
 def _asks(spec: JobSpec, prompt: str | None = None, messages: str | None = None) -> JobSpec:

@@ -67,8 +67,8 @@ class BatchgenLM(TemplateLM):
         for name, value in keys.items():
             section = next((section for section in _SECTIONS if name in KEYS[section]), None)
             if section is None:
-                known = [key for section in _SECTIONS for key in KEYS[section]]
-                raise UsageError(f"lm-eval: unknown model argument {name!r}{nearest(name, known)}")
+                names = [key for section in _SECTIONS for key in KEYS[section]]
+                raise UsageError(f"lm-eval: unknown model argument {name!r}{nearest(name, names)}")
             self._tables[section][name] = "auto" if (name, value) == _DEFAULT_DEVICE else value
         if max_length is not None:
             self._tables["engine"]["max_model_len"] = max_length + 1
@@ -91,12 +91,12 @@ class BatchgenLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is scored after: the token that begins texts, else the one that ends them."""
+        """Token after which a text without context is scored: that which begins texts, else that which ends them."""
         return self._eos if self._bos is None else self._bos
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval knows the chat template by."""
+        """Name under which lm-eval keeps the chat template."""
         model = self._tables["model"]
         return str(model.get("tokenizer") or model["path"]).replace("/", "__")
 
@@ -129,8 +129,8 @@ class BatchgenLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """A text for each request, cut at the first of its stop strings."""
         rows = []
-        for context, given in (request.args for request in requests):
-            values = normalize_gen_kwargs(given, self.max_gen_toks)
+        for context, kwargs in (request.args for request in requests):
+            values = normalize_gen_kwargs(kwargs, self.max_gen_toks)
             until, num_tokens = values.pop("until", None) or [], values.pop("max_gen_toks")
             values.pop("do_sample", None)  # the temperature says it
             if not 0 < num_tokens < self.max_length:
@@ -159,10 +159,10 @@ class BatchgenLM(TemplateLM):
         windows: list[Scored] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
-            found = get_rolling_token_windows(
+            rolling = get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
             )
-            windows += [(None, *make_disjoint_window(window)) for window in found]
+            windows += [(None, *make_disjoint_window(window)) for window in rolling]
             owners += [number] * (len(windows) - len(owners))
         totals = [0.0] * len(requests)
         scores = self._loglikelihood_tokens(windows, kind="loglikelihood_rolling")
@@ -177,7 +177,7 @@ class BatchgenLM(TemplateLM):
         read: Callable[[Run], list[Any]],
         sampling: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """What ``read`` makes of the run over ``rows``; in the folder ``output`` each list of rows has its own run."""
+        """Result of ``read`` on the run over ``rows``; in the folder ``output`` each list of rows has its own run."""
         if not rows:
             return []
         with ExitStack() as stack:

@@ -168,31 +168,31 @@ def _run(bench: Bench, requests: list[Request], name: str) -> tuple[float, Engin
     return wall_s, engine.stats, reported_sizes(engine.config, model)
 
 
-def render(found: dict[str, Any]) -> str:
+def render(result: dict[str, Any]) -> str:
     """The result of a benchmark, with its ``model`` and ``lengths``, as text for a person, within 80 columns."""
-    integers, name = integers_text(found), " + ".join(found[key] for key in ("model", "adapter") if key in found)
-    walls = [run["wall_s"] for run in found["runs"]]
-    lengths = f"{found['lengths']} to the engine" if found["ends"] == "forced" else "up to the model's own end token"
-    tokens, sizes = found["num_requests_tokens"], found["engine"]
+    integers, name = integers_text(result), " + ".join(result[key] for key in ("model", "adapter") if key in result)
+    walls = [run["wall_s"] for run in result["runs"]]
+    lengths = f"{result['lengths']} to the engine" if result["ends"] == "forced" else "up to the model's own end token"
+    tokens, sizes = result["num_requests_tokens"], result["engine"]
     lines = [
-        f"{name}  {found['dtype']} on {found['device']}, "
-        f"{counted(found['threads'], 'thread')}, {found['backend']} kernels",
+        f"{name}  {result['dtype']} on {result['device']}, "
+        f"{counted(result['threads'], 'thread')}, {result['backend']} kernels",
         *([f"  linears          {integers}"] if integers else []),
-        f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {found['num_steps']:,} steps",
-        *([] if found["ends"] == "none" else [f"  output lengths   {lengths}"]),
-        f"  wall time        {found['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",
-        f"  texts/s          {found['requests_per_s']:.1f}"
-        if found["ends"] == "none"
-        else f"  output tokens/s  {found['output_tokens_per_s']:.1f}",
-        f"  total tokens/s   {found['total_tokens_per_s']:.1f}",
-        f"  roofline         {found['roofline_s']:.2f} s at {found['roofline_flops_per_s'] / 1e9:.0f} GFLOP/s, "
-        f"{found['memory_bytes_per_s'] / 1e9:.0f} GB/s",
-        f"  share of it      {found['roofline_share']:.1%}",
-        *([f"    ({why})"] if (why := excess_reason(found["roofline_share"])) else []),
+        f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {result['num_steps']:,} steps",
+        *([] if result["ends"] == "none" else [f"  output lengths   {lengths}"]),
+        f"  wall time        {result['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",
+        f"  texts/s          {result['requests_per_s']:.1f}"
+        if result["ends"] == "none"
+        else f"  output tokens/s  {result['output_tokens_per_s']:.1f}",
+        f"  total tokens/s   {result['total_tokens_per_s']:.1f}",
+        f"  roofline         {result['roofline_s']:.2f} s at {result['roofline_flops_per_s'] / 1e9:.0f} GFLOP/s, "
+        f"{result['memory_bytes_per_s'] / 1e9:.0f} GB/s",
+        f"  share of it      {result['roofline_share']:.1%}",
+        *([f"    ({why})"] if (why := excess_reason(result["roofline_share"])) else []),
         f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
         f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
         + ("" if sizes["kv_cache_dtype"] == "auto" else f", {sizes['kv_cache_dtype']}"),
-        f"  peak memory      {found['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        f"  peak memory      {result['peak_memory_bytes'] / 2**20:,.0f} MiB"
         + (f", {sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU" if "max_device_bytes" in sizes else ""),
     ]
     return "\n".join(lines)

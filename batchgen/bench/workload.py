@@ -112,11 +112,11 @@ def from_file(
             continue
         try:
             row = json.loads(line)
-            given, most = (row.get(name) for name in ("prompt_token_ids", "max_tokens"))
+            token_ids, most = (row.get(name) for name in ("prompt_token_ids", "max_tokens"))
             max_tokens = default.max_tokens if most is None else most
-            if any(type(number) is not int or number < 0 for number in (max_tokens, *(given or ()))):
+            if any(type(number) is not int or number < 0 for number in (max_tokens, *(token_ids or ()))):
                 raise ValueError("token ids and max_tokens are whole numbers from 0 on")
-            prompt = _token_ids(row, tokenizer) if given is None else tuple(given)
+            prompt = _token_ids(row, tokenizer) if token_ids is None else tuple(token_ids)
         except (RowProblem, ChatTemplateError) as error:
             raise UsageError(f"{path}, line {number}: {error}") from None
         except (ValueError, KeyError, TypeError, AttributeError, TokenizerError) as error:
@@ -137,10 +137,10 @@ def _token_ids(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     if is_chat:
         chat = checked_messages("messages", messages) if messages else [{"role": "user", "content": text}]
         (text,) = tokenizer.render_chats([chat])
-    found = text if isinstance(text, Exception) else tokenizer.encode_batch([str(text)], not is_chat)[0]
-    if isinstance(found, Exception):
-        raise found
-    return tuple(found)
+    ids = text if isinstance(text, Exception) else tokenizer.encode_batch([str(text)], not is_chat)[0]
+    if isinstance(ids, Exception):
+        raise ids
+    return tuple(ids)
 
 
 def as_texts(requests: list[Request], pooling: str) -> list[Request]:

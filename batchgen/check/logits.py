@@ -70,10 +70,10 @@ class Trace:
     @property
     def digest(self) -> str:
         """A digest of all logits as float32: the same on machines that compute the same bits."""
-        found = blake2b(digest_size=16)
+        digest = blake2b(digest_size=16)
         for place in sorted(self.logits):
-            found.update(self.logits[place].float().contiguous().numpy().tobytes())
-        return found.hexdigest()
+            digest.update(self.logits[place].float().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def record(self, engine: Engine, requests: Sequence[Request]) -> Trace:
         """Add a run of requests on an engine whose sampler is a ``LogitsRecorder``; texts have their own tokens.
@@ -118,8 +118,8 @@ class LogitsComparison:
         self.num_compared = self.num_flipped = 0
         self.divergence: Divergence | None = None
         for key in sorted(got.tokens):
-            found = self._compare(key, expected, got, tolerance)
-            self.divergence = self.divergence or found
+            divergence = self._compare(key, expected, got, tolerance)
+            self.divergence = self.divergence or divergence
 
     def _compare(self, key: int, expected: Trace, got: Trace, tolerance: float) -> Divergence | None:
         divergence = None

@@ -71,8 +71,8 @@ def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list
         UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.
     """
     with stdin_as_file(spec.input) as readable:
-        asked = replace(spec, input=readable, sampling=params, fills_context=False)
-        builder = info.builder(asked if info.config.has_head else info.resolved(asked))
+        job = replace(spec, input=readable, sampling=params, fills_context=False)
+        builder = info.builder(job if info.config.has_head else info.resolved(job))
         source = open_source(readable)
         check_columns(source.read(), spec, builder.finder)
         prompts = []
@@ -213,7 +213,7 @@ class Check:
         tolerance: float = 0.0,
         note: Callable[[Engine], str] = lambda engine: "",
     ) -> Proof:
-        found = LogitsComparison(self.solo, Trace().record(engine, requests), tolerance)
-        flipped = f"{counted(found.num_flipped, 'near tie')} flipped" if found.num_flipped else ""
-        gaps = (tolerance, found.largest_gap, found.largest_share)
-        return Proof(name, found.num_compared, *gaps, note(engine) or flipped, found.divergence)
+        comparison = LogitsComparison(self.solo, Trace().record(engine, requests), tolerance)
+        flipped = f"{counted(comparison.num_flipped, 'near tie')} flipped" if comparison.num_flipped else ""
+        gaps = (tolerance, comparison.largest_gap, comparison.largest_share)
+        return Proof(name, comparison.num_compared, *gaps, note(engine) or flipped, comparison.divergence)

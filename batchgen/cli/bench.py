@@ -92,10 +92,10 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     if lengths == "unknown" and is_forced:
         requests = hide_lengths(requests)
     ends = frozenset(model.config.eos_token_ids + (tokenizer.eos_token_ids if tokenizer else ()))
-    found = measure.benchmark(measure.Bench(model, spec.engine, ends, note), requests, repeats)
+    result = measure.benchmark(measure.Bench(model, spec.engine, ends, note), requests, repeats)
     kind = "none" if pooling else "forced" if is_forced else "model"
-    found = {**where.named, "lengths": lengths, "ends": kind, **found}
-    show(json.dumps(found, indent=2) if as_json else measure.render(found))
+    result = {**where.named, "lengths": lengths, "ends": kind, **result}
+    show(json.dumps(result, indent=2) if as_json else measure.render(result))
     return ExitCode.OK
 
 

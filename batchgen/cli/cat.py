@@ -62,10 +62,10 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     return ExitCode.OK
 
 
-def _check(names: list[str], known: set[str]) -> None:
+def _check(names: list[str], fields: set[str]) -> None:
     for name in names:
-        if name not in known:
-            hint = resembling(name, sorted(known)) or f" (known: {', '.join(sorted(known))})"
+        if name not in fields:
+            hint = resembling(name, sorted(fields)) or f" (known: {', '.join(sorted(fields))})"
             raise UsageError(f"--columns: no record has a field {name!r}{hint}")
 
 

@@ -49,10 +49,10 @@ def check(path: str | None, as_json: bool, **values: Any) -> int:
     require_address_space()
     from batchgen.check.run import run_check
 
-    found = run_check(spec, has_input=path is not None, log=say, show=(lambda line: None) if as_json else show)
+    result = run_check(spec, has_input=path is not None, log=say, show=(lambda line: None) if as_json else show)
     if as_json:
-        show(json.dumps(found, indent=2))
-    if not found["ok"]:
-        first, more = found["failed"][0], len(found["failed"]) - 1
+        show(json.dumps(result, indent=2))
+    if not result["ok"]:
+        first, more = result["failed"][0], len(result["failed"]) - 1
         raise GateFailed(first + (f" (and {counted(more, 'more proof')})" if more else ""))
     return ExitCode.OK

@@ -32,7 +32,7 @@ def env(as_json: bool) -> int:
     from batchgen.kernels.processor import cpu_obstacle, num_usable_cpus, processor_variant
 
     facts = machine_facts()
-    found = {
+    content = {
         **facts["machine"],
         "kernels": cpu_obstacle() or processor_variant(),
         "cpus": num_usable_cpus(),
@@ -43,11 +43,11 @@ def env(as_json: bool) -> int:
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
     if as_json:
-        show(json.dumps(found, indent=2))
+        show(json.dumps(content, indent=2))
         return ExitCode.OK
-    sizes = f"{found['available_bytes'] / 2**30:.1f} GiB free of {found['memory_bytes'] / 2**30:.1f}"
-    lines = [(name, str(found[name])) for name in ("platform", "processor", "python", "kernels", "cpus")]
-    lines += [("memory", sizes), ("gpus", str(found["gpus"]))]
-    lines += [(name, value) for part in ("versions", "variables") for name, value in found[part].items()]
+    sizes = f"{content['available_bytes'] / 2**30:.1f} GiB free of {content['memory_bytes'] / 2**30:.1f}"
+    lines = [(name, str(content[name])) for name in ("platform", "processor", "python", "kernels", "cpus")]
+    lines += [("memory", sizes), ("gpus", str(content["gpus"]))]
+    lines += [(name, value) for part in ("versions", "variables") for name, value in content[part].items()]
     show("\n".join(labelled(lines)))
     return ExitCode.OK

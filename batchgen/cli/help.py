@@ -90,7 +90,7 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
     wanted = _words(topic)
     if not wanted:
         return index
-    known = [section for page, text in pages.items() for section in sections(page, text)]
+    all_sections = [section for page, text in pages.items() for section in sections(page, text)]
 
     def distance(section: Section) -> tuple[int, int]:
         words = _words(section.name)
@@ -99,13 +99,13 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
             return (0 if words == wanted else 1 if is_end else 2), section.level
         return 3, 0
 
-    best = min(known, key=distance)
+    best = min(all_sections, key=distance)
     if distance(best) < (3, 0):
         return best
-    if places := [shlex.quote(s.name) for s in known if s.level == 2 and _stands_in(topic, s)]:
+    if places := [shlex.quote(s.name) for s in all_sections if s.level == 2 and _stands_in(topic, s)]:
         title = f"# {' and '.join(topic.split())} {'are' if ' ' in topic else 'is'} found in"
         return Section(topic, 1, [title, "", *(f"* `batchgen help {name}`" for name in places)])
-    hint = resembling(topic, [*pages, *commands, *(section.name for section in known)])
+    hint = resembling(topic, [*pages, *commands, *(section.name for section in all_sections)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
 
 
@@ -147,15 +147,15 @@ def _words(text: str) -> list[str]:
 
 def render(section: Section, width: int) -> str:
     """A section as text of ``width`` columns: headings in bold, paragraphs filled, tables aligned, code as it is."""
-    found: list[str] = []
+    lines: list[str] = []
     indent = "  "
     for block in _blocks(section.lines):
         if heading := _HEADING.fullmatch(block[0]):
             indent = "  " * max(len(heading[1]) - section.level + (section.level > 1), 1)
-            found.append(indent[2:] + click.style(_plain(heading[2]), bold=True))
+            lines.append(indent[2:] + click.style(_plain(heading[2]), bold=True))
         else:
-            found += [(indent + line).rstrip() for line in _block(block, width - len(indent))]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(found).strip("\n"))
+            lines += [(indent + line).rstrip() for line in _block(block, width - len(indent))]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).strip("\n"))
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
@@ -193,12 +193,12 @@ def _table(lines: Sequence[str], width: int) -> list[str]:
     widths = [max(len(_plain(cell)) for cell in column) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
-    found = []
+    table = []
     for row in rows:
         cells = [_wrapped(cell, size) for cell, size in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
-            found.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)))
-    return [found[0], "  ".join("-" * size for size in widths), *found[1:]]
+            table.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)))
+    return [table[0], "  ".join("-" * size for size in widths), *table[1:]]
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -50,8 +50,8 @@ def load_spec(
         return load_job(Path(job) if job else None, flags, needs=needs or PLACES), shard or WHOLE
     from batchgen.output.rundir import RunDir
 
-    known = RunDir(absolute(Path(job))).job()
-    return load_job(None, flags, needs=needs or PLACES, begun=known.job), shard or known.shard
+    begun = RunDir(absolute(Path(job))).job()
+    return load_job(None, flags, needs=needs or PLACES, begun=begun.job), shard or begun.shard
 
 
 def is_run_folder(job: str | None) -> bool:

@@ -154,10 +154,8 @@ def usage_error(error: click.ClickException, argv: Sequence[str]) -> str:
     read = f"; try '{ctx.command_path} --help'" if ctx else ""
     name = error.option_name if isinstance(error, click.NoSuchOption) else ""
     if not name.startswith("--"):  # click reads -ngl as -n -g -l, or where -n takes a value as -n gl
-        known = (
-            word for word in argv if re.fullmatch(r"-[a-z]{2,}", word) and word.startswith(name) and synonym_of(word)
-        )
-        name = next(known, name)
+        words = (word for word in argv if re.fullmatch(r"-[a-z]{2,}", word) and word.startswith(name))
+        name = next(filter(synonym_of, words), name)
     if not name:
         return f"{error.format_message().rstrip('.')}{read}"
     if (synonym := synonym_of(name)) is None:

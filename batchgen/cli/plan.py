@@ -60,10 +60,10 @@ def plan(job: str | None, as_json: bool, **values: Any) -> int:
     if values["overwrite"]:
         refuse_own_rows(spec)
     options = {"output_tokens": values["expect_output"], "shard": shard, "starts_anew": values["overwrite"]}
-    found = make_plan(spec, calibrates=values["calibrate"], **options)
-    show(json.dumps(found, indent=2) if as_json else render_plan(found))
+    result = make_plan(spec, calibrates=values["calibrate"], **options)
+    show(json.dumps(result, indent=2) if as_json else render_plan(result))
     if values["fail_if_over"] is not None:
-        check_time(found, values["fail_if_over"])
+        check_time(result, values["fail_if_over"])
     if not as_json:
         say_next("run", job, flags)
     return ExitCode.OK

@@ -71,29 +71,29 @@ def report(
     if compare is not None and price_per_hour is not None:
         raise UsageError("--compare shows no cost: leave out --price-per-hour")
     run_dir = RunDir(folder)
-    found = read_report(run_dir)
+    content = read_report(run_dir)
     with suppress(UsageError):  # of a job.json that cannot be read: the report can
         if run_dir.is_complete() and run_dir.unfinished():
             say(f"another job was begun in {folder} and is not finished: the report is of the one before")
     if compare is not None:
         before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
         answers = None if compare.is_file() else compared_answers(run_dir, RunDir(compare))
-        comparison = compare_reports(found, before, gates, answers)
+        comparison = compare_reports(content, before, gates, answers)
         if html is not None:
             tables = [*comparison_tables(comparison)]
             tables += [changed_rows(run_dir, RunDir(compare), answers["changed"])] if answers else []
-            write_html(found, html, str(folder.absolute()), [*tables, *shown_rows(run_dir, found)])
+            write_html(content, html, str(folder.absolute()), [*tables, *shown_rows(run_dir, content)])
         if as_json or html is None:
             show(json.dumps(comparison, indent=2) if as_json else render_comparison(comparison))
         check_gates(comparison)
         return ExitCode.OK
     if price_per_hour is not None:
-        found["cost"] = cost_of(found, price_per_hour)
+        content["cost"] = cost_of(content, price_per_hour)
     if html is not None:
-        write_html(found, html, str(folder.absolute()), shown_rows(run_dir, found))
+        write_html(content, html, str(folder.absolute()), shown_rows(run_dir, content))
     if as_json:
-        show(json.dumps(found, indent=2))
+        show(json.dumps(content, indent=2))
     elif html is None:
-        show(render_report(found))
+        show(render_report(content))
         say_next("cat", folder)
     return ExitCode.OK

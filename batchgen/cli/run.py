@@ -85,8 +85,8 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
 def _run_options(values: dict[str, Any]) -> RunOptions:
     from batchgen.run.invocation import RunOptions
 
-    given = {item.name: values[item.name] for item in fields(RunOptions) if item.name in values}
-    return RunOptions(progress="quiet" if values["quiet"] else "json" if values["json_progress"] else "auto", **given)
+    options = {item.name: values[item.name] for item in fields(RunOptions) if item.name in values}
+    return RunOptions(progress="quiet" if values["quiet"] else "json" if values["json_progress"] else "auto", **options)
 
 
 def _conclude(outcome: Outcome, values: dict[str, Any], folder: Path) -> int:
@@ -117,13 +117,13 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
     from batchgen.run.status import read_status, render_status, watch_status
 
     if not watch:
-        found = read_status(folder)
-        show(json.dumps(found, indent=2) if as_json else render_status(found))
+        state = read_status(folder)
+        show(json.dumps(state, indent=2) if as_json else render_status(state))
         return ExitCode.OK
-    for found in watch_status(folder):
+    for state in watch_status(folder):
         if sys.stdout.isatty() and not as_json:
             click.clear()
-        show(json.dumps(found) if as_json else render_status(found))
+        show(json.dumps(state) if as_json else render_status(state))
     return ExitCode.OK
 
 

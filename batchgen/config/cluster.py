@@ -46,15 +46,15 @@ def _duration(value: object) -> str:
 
 def _resources(value: object) -> Mapping[str, float]:
     try:
-        found: Any = json.loads(value) if isinstance(value, str) else value
-        return {name: AMOUNT.parse(amount) for name, amount in found.items()}
+        amounts: Any = json.loads(value) if isinstance(value, str) else value
+        return {name: AMOUNT.parse(amount) for name, amount in amounts.items()}
     except (ValueError, AttributeError):
         raise ValueError('must be an object of names and amounts above 0, such as {"spot": 0.01}') from None
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """How many workers run the engines, and where; without ``workers`` and ``ray`` this process does.
+    """Number and place of the workers that run engines; without ``workers`` and ``ray`` this process does.
 
     ``workers`` is a number, "MIN:MAX", "auto" or empty; the timeouts are durations such as "60s".
     """

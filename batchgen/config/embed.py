@@ -26,9 +26,9 @@ _DIMENSIONS = integer(1, 1 << 20)
 
 @dataclass(frozen=True)
 class EmbedSpec:
-    """How texts become vectors. ``pooling`` is None for a job that generates text.
+    """Settings of vectors of texts. ``pooling`` is None for a job that generates text.
 
-    "auto" is what the checkpoint says, of pooling and of ``normalize`` (None). ``prompt`` is put before each
+    "auto", and ``normalize`` None, stand for the checkpoint's own. ``prompt`` is put before each
     text: the name of one of the checkpoint's prompts, else the text itself. ``dimensions`` keeps the first numbers of a
     vector. Texts beyond the longest that the model takes are cut where ``truncate`` is set, or refused.
     """

@@ -26,24 +26,24 @@ class FileError(ValueError):
         self.value = value
 
 
-def with_files(given: object, resolve: Callable[[str], str]) -> dict[str, Any]:
+def with_files(outputs: object, resolve: Callable[[str], str]) -> dict[str, Any]:
     """``structured_outputs`` as a job gives it, with the contents of files in place of their paths.
 
     A text is that of a JSON object where it begins with ``{``, else the path of a JSON schema; so is a text as
     ``json``. A text as ``grammar`` is a grammar where it holds a colon or a newline, else the path of one. ``resolve``
     makes a path absolute, or raises ValueError. Raises FileError, or ValueError for what is no object.
     """
-    if isinstance(given, str) and given and not _is_json(given):
-        given = {"json": given}
-    asked = object_of(given)
+    if isinstance(outputs, str) and outputs and not _is_json(outputs):
+        outputs = {"json": outputs}
+    parts = object_of(outputs)
     for part, is_content, read in (("json", _is_json, _read_schema), ("grammar", _is_grammar, read_part)):
-        value = asked.get(part)
+        value = parts.get(part)
         if isinstance(value, str) and value and not is_content(value):
             try:
-                asked[part] = read(Path(resolve(value)))
+                parts[part] = read(Path(resolve(value)))
             except ValueError as error:
                 raise FileError(part, value, str(error)) from None
-    return asked
+    return parts
 
 
 def _is_json(text: str) -> bool:
@@ -68,13 +68,13 @@ def read_part(path: Path) -> str:
 
 def _read_schema(path: Path) -> Any:
     try:
-        found = json.loads(read_part(path))
+        schema = json.loads(read_part(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
-    if found is None:
+    if schema is None:
         raise ValueError(f"{path} holds null, which asks for nothing")
-    if found and isinstance(found, dict) and found.keys() <= {*FORMS, *OPTIONS}:  # a schema that restricts nothing
+    if schema and isinstance(schema, dict) and schema.keys() <= {*FORMS, *OPTIONS}:  # a schema that restricts nothing
         raise ValueError(f"{path} is a whole structured_outputs, not a JSON schema: give it as structured_outputs")
-    return found
+    return schema

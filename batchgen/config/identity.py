@@ -1,4 +1,4 @@
-"""Which rows have one result: the draw of a row, the fingerprint of all that decides its result, and its limit.
+"""Identity of results: the draw of a row, the fingerprint of all that decides its result, and its limit.
 
 A result depends on nothing but its own request, the model, and how that computes. So a row whose fingerprint is that of
 an earlier one has its result, as far as the limit of its tokens lets the answer end where it ended. Nothing here knows
@@ -20,7 +20,7 @@ from batchgen.core.records import FinishReason, SamplingParams
 
 
 def draw_of(row_id: str | int | None, index: int) -> int:
-    """What keys the randomness of a row: its id, or its index where it has none.
+    """Key of a row's randomness: its id, or its index where it has none.
 
     Integers from 0 are themselves, so that an id column of row numbers draws as no id does; others are hashed. An id
     draws the same wherever its row stands in the input.
@@ -49,8 +49,8 @@ def fingerprint(
     drawn = b"%d" % draw if _is_drawn(params) else b""
     limited = b"%d" % limit if params.n > 1 else b""
     library = grammar_library.encode() if params.structured_outputs else b""
-    asked = b"\0".join((_params_name(params), drawn, limited, library, b""))
-    return blake2b(asked + array("i", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
+    settings = b"\0".join((_params_name(params), drawn, limited, library, b""))
+    return blake2b(settings + array("i", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -> bool:

@@ -80,7 +80,7 @@ _POSITIVE_OR_AUTO = integer_or_auto(1)
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, and in what form it runs.
+    """The model, and the form in which it runs.
 
     A resume compares the content that ``path`` and ``adapter`` lead to and the dtype, device and kernels that the model
     really runs with, not these values; ``quantization`` is compared as it is written here.
@@ -115,7 +115,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Which rows, and how a row becomes a prompt.
+    """The rows, and the way from a row to its prompt.
 
     ``path`` entries are absolute (or ``-``, ``hf:...``, an address), it is empty only for commands that read no input;
     ``columns == ("*",)`` keeps all columns. At most one of ``prompt``, ``messages``, ``prompt_token_ids`` is set.
@@ -254,9 +254,9 @@ class JobSpec:
     def parses_tools(self, columns: Mapping[str, Any]) -> bool:
         """Whether the tool calls in a row's answer are parsed: the job asks, or it is a Batch request with tools."""
         is_line = self.input.is_batch_line(columns)
-        asked = columns["body"] if is_line else columns
-        wants = "tool_calls" in self.output.parse or (is_line and bool(asked.get("tools")))
-        return wants and asked.get("tool_choice") != "none"
+        request = columns["body"] if is_line else columns
+        wants = "tool_calls" in self.output.parse or (is_line and bool(request.get("tools")))
+        return wants and request.get("tool_choice") != "none"
 
     def check_destination(self) -> None:
         """Refuse to publish over the input. Raises ``UsageError``."""
@@ -284,9 +284,11 @@ class JobSpec:
             raise UsageError(
                 'output.format = "openai-batch" has no place for scores of labels: choose jsonl or parquet'
             )
-        asked: dict[str, Any] = {"input.continue_final_message": self.embed.is_on and self.input.continue_final_message}
-        asked |= {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
-        for name in [name for name, value in (asked | {"eval.extract": self.eval.extract}).items() if value]:
+        settings: dict[str, Any] = {
+            "input.continue_final_message": self.embed.is_on and self.input.continue_final_message
+        }
+        settings |= {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
+        for name in [name for name, value in (settings | {"eval.extract": self.eval.extract}).items() if value]:
             gives = "[embed] gives embeddings" if self.embed.is_on else "[classify] gives labels"
             raise UsageError(f"{name} is for text, and {gives}: leave it out")
 

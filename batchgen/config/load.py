@@ -96,9 +96,9 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
         if value is None:
             continue
         if isinstance(value, SamplingParams) and name == "sampling":
-            given = values_of(value)
-            labels = {key: given.pop(key) for key in CLASSIFY_KEYS if key in given}
-            sections |= {"sampling": given} | ({"classify": labels} if labels else {})
+            params = values_of(value)
+            labels = {key: params.pop(key) for key in CLASSIFY_KEYS if key in params}
+            sections |= {"sampling": params} | ({"classify": labels} if labels else {})
         elif name in KEYS:
             sections[name] = _section(value)
         elif len(homes) == 1:
@@ -107,12 +107,12 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
             places = " or ".join(f"{section}={{{name!r}: ...}}" for section in homes)
             raise UsageError(f"{source}: {name} is a key of several sections: give it as {places}")
         else:
-            known = [*KEYS, *(key for keys in KEYS.values() for key in keys)]
-            hint = synonym.hint() if (synonym := synonym_of(name)) else resembling(name, known)
+            names = [*KEYS, *(key for keys in KEYS.values() for key in keys)]
+            hint = synonym.hint() if (synonym := synonym_of(name)) else resembling(name, names)
             raise UsageError(f"{source}: unknown argument {name!r}{hint or ' (its keys: batchgen help job-file)'}")
     for section, name, value in single:
-        found = sections.setdefault(section, {})
-        sections[section] = {**found, name: value} if isinstance(found, Mapping) else found  # which is refused later
+        values = sections.setdefault(section, {})
+        sections[section] = {**values, name: value} if isinstance(values, Mapping) else values  # which is refused later
     return sections
 
 
@@ -126,8 +126,8 @@ def _section(value: Any) -> Any:
 
 
 def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
-    given = settings.values.get(section, {})
-    return {key: settings.parsed(section, key) for key in KEYS[section] if given.get(key) is not None}
+    values = settings.values.get(section, {})
+    return {key: settings.parsed(section, key) for key in KEYS[section] if values.get(key) is not None}
 
 
 def _merge(origins: Sequence[RawSettings]) -> JobSpec:
@@ -148,13 +148,13 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     sampling = SamplingParams()
     own_sampling: tuple[str, ...] | None = None
     for origin in origins:
-        given = {**origin.values.get("sampling", {}), **origin.values.get("classify", {}), **origin.structured()}
-        if given.pop("generation_config", None) is not None:
+        overrides = {**origin.values.get("sampling", {}), **origin.values.get("classify", {}), **origin.structured()}
+        if overrides.pop("generation_config", None) is not None:
             own_sampling = () if origin.parsed("sampling", "generation_config") == "auto" else None
         if own_sampling is not None:
-            own_sampling += tuple(name for name, value in given.items() if value is not None)
+            own_sampling += tuple(name for name, value in overrides.items() if value is not None)
         try:
-            sampling = merge_params(sampling, given)
+            sampling = merge_params(sampling, overrides)
         except ParamError as error:
             section = "classify" if error.key in CLASSIFY_KEYS else "sampling"
             raise UsageError(f"{origin.place(section, error.key)}: {error}") from error

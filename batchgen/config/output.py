@@ -16,8 +16,8 @@ def listed(text: str) -> list[str]:
 
 
 def _parts(names: tuple[str, ...]) -> tuple[str, ...]:
-    asked = {_PART.parse(name) for name in names}
-    return tuple(name for name in _PART.choices if name in asked)
+    parts = {_PART.parse(name) for name in names}
+    return tuple(name for name in _PART.choices if name in parts)
 
 
 def _destination(*schemes: str) -> Kind:
@@ -26,8 +26,8 @@ def _destination(*schemes: str) -> Kind:
     def parse(text: str) -> str:
         scheme = scheme_of(text)
         if text and scheme is None:
-            known = ", ".join(f"{name}://" for name in schemes)
-            raise ValueError(f"is not a URL ({known}); leave it out to keep files on this machine only")
+            addresses = ", ".join(f"{name}://" for name in schemes)
+            raise ValueError(f"is not a URL ({addresses}); leave it out to keep files on this machine only")
         if text:
             check_address(text, schemes)
         if any(mark in text for mark in "*?[]"):
@@ -46,7 +46,7 @@ _FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """Where results go and in what form; ``path`` is the run directory, absolute, and "" if a command writes none.
+    """Place and form of results; ``path`` is the run directory, absolute, and "" if a command writes none.
 
     ``parse`` names what is taken out of a text or read in it. The finished files are copied to ``publish``; "" is none.
     """
@@ -76,7 +76,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """How right answers are counted.
+    """Settings of the count of right answers.
 
     ``expected`` names a column that is kept and compared with the text, or with what the rule ``extract`` of
     ``core.answers`` finds in it: exact match goes into the report.

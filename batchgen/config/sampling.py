@@ -68,10 +68,10 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
     raw = generation_config(folder)
     if raw is None:
         return None
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in _RECOMMENDED:
         try:
-            found |= {} if raw.get(name) is None else {name: _PARSE[name](raw[name])}
+            values |= {} if raw.get(name) is None else {name: _PARSE[name](raw[name])}
         except ValueError as error:
             wrong = f"{name} = {shown(raw[name], 80)} {error}"
             raise ModelError(
@@ -80,7 +80,7 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
     samples = raw.get("do_sample")
     if not isinstance(samples, bool | None):
         raise ModelError(f"{folder / GENERATION_CONFIG}: do_sample = {shown(samples, 80)} must be true or false")
-    is_drawn = samples or (samples is None and "temperature" in found)
+    is_drawn = samples or (samples is None and "temperature" in values)
     for name, neutral in {**_ALWAYS, **(_IF_DRAWN if is_drawn else {})}.items():
         if raw.get(name) not in neutral:
             wrong = f"{name} = {shown(raw[name], 80)} is not done here"
@@ -88,8 +88,8 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
                 f"{folder / GENERATION_CONFIG}: {wrong}; take it out of a copy, or leave out sampling.generation_config"
             )
     if is_drawn:
-        return {"temperature": 1.0, **found}
-    return {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+        return {"temperature": 1.0, **values}
+    return {name: value for name, value in values.items() if name == "repetition_penalty"} | {"temperature": 0.0}
 
 
 def values_of(params: SamplingParams) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def merge_params(base: SamplingParams, overrides: Mapping[str, Any]) -> Sampling
     All ``ROW_KEYS`` may be given. Raises ParamError on an unknown key, a wrong type, a value out of range, or values
     that contradict each other.
     """
-    said = {key: value for key, value in overrides.items() if value is not None}
-    given = {key: _parsed(key, value) for key, value in _translated(said).items()}
-    if not given:
+    set_values = {key: value for key, value in overrides.items() if value is not None}
+    values = {key: _parsed(key, value) for key, value in _translated(set_values).items()}
+    if not values:
         return base
-    merged = replace(base, **given)
+    merged = replace(base, **values)
     for keys, message in _contradictions(merged):
-        raise ParamError(next((key for key in keys if key in given), keys[0]), message)
+        raise ParamError(next((key for key in keys if key in values), keys[0]), message)
     return merged
 
 
@@ -120,16 +120,16 @@ def in_object(value: Any) -> Mapping[str, Any] | None:
     A word or a number is such data, as no key has a value in it. Raises ValueError for what gives a key a value
     otherwise, or tries to.
     """
-    found = value
+    parsed = value
     if isinstance(value, str):
         try:
-            found = json.loads(value) if value else {}
+            parsed = json.loads(value) if value else {}
         except (ValueError, RecursionError):
-            found = None
+            parsed = None
     elif value is None:
         return {}
-    if isinstance(found, Mapping):
-        return found
+    if isinstance(parsed, Mapping):
+        return parsed
     if _GIVES_A_KEY.search(value if isinstance(value, str) else json.dumps(value, default=str)):
         raise ValueError("gives sampling values, but is no object of them; if it is other data, rename the column")
     return None
@@ -144,7 +144,7 @@ def _parsed(key: str, value: Any) -> Any:
 
 
 def _checked(key: str, value: object, parse: Callable[[Any], _Made]) -> _Made:
-    """What ``parse`` makes of the value of a key; its ValueError becomes a ParamError that names both."""
+    """Result of ``parse`` on the value of a key; its ValueError becomes a ParamError that names both."""
     try:
         return parse(value)
     except ValueError as error:
@@ -159,16 +159,16 @@ def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     names = [name for name in _WAYS if name in overrides]
     if not names:
         return overrides
-    asked: dict[str, Any] = {}
-    asking = ""
+    outputs: dict[str, Any] = {}
+    source = ""
     for name in names:
         parts = _checked(name, overrides[name], _WAYS[name])
         if any(part not in (None, False) for part in parts.values()):
-            if asking:
-                raise ParamError(name, f"{asking} and {name} both say what the text must look like: give one of them")
-            asking = name
-        asked |= parts
-    text = _checked(asking or names[0], overrides[asking or names[0]], lambda _: canonical(asked))
+            if source:
+                raise ParamError(name, f"{source} and {name} both say what the text must look like: give one of them")
+            source = name
+        outputs |= parts
+    text = _checked(source or names[0], overrides[source or names[0]], lambda _: canonical(outputs))
     return {**{key: value for key, value in overrides.items() if key not in _WAYS}, "structured_outputs": text}
 
 
@@ -176,15 +176,15 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
     """Values that are impossible together: the keys concerned, the most telling first, and a sentence."""
     p = params
     if p.labels:
-        asked = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}
-        asked |= {"logprobs": p.logprobs is not None, "prompt_logprobs": p.prompt_logprobs is not None}
-        asked |= {"thinking_token_budget": p.thinking_token_budget is not None}
-        asked |= {"logit_bias": p.logit_bias, "allowed_token_ids": p.allowed_token_ids, "bad_words": p.bad_words}
-        for key in [key for key, is_asked in asked.items() if is_asked]:
+        conflicts = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}
+        conflicts |= {"logprobs": p.logprobs is not None, "prompt_logprobs": p.prompt_logprobs is not None}
+        conflicts |= {"thinking_token_budget": p.thinking_token_budget is not None}
+        conflicts |= {"logit_bias": p.logit_bias, "allowed_token_ids": p.allowed_token_ids, "bad_words": p.bad_words}
+        for key in [key for key, is_set in conflicts.items() if is_set]:
             value = shown(getattr(p, key), 80)
             yield (key, "labels"), f"{key} = {value} does not go with labels: they are scored, nothing is generated"
     if p.structured_outputs:
-        asked = {
+        conflicts = {
             "labels": p.labels,
             "ignore_eos": p.ignore_eos,
             "min_tokens": p.min_tokens,
@@ -192,7 +192,7 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
             "allowed_token_ids": p.allowed_token_ids,
             "bad_words": p.bad_words,
         }
-        for key in [key for key, is_asked in asked.items() if is_asked]:
+        for key in [key for key, is_set in conflicts.items() if is_set]:
             why = f"{key} = {shown(getattr(p, key), 80)} does not go with structured_outputs"
             yield (key, "structured_outputs"), f"{why}: change {key}, or give structured_outputs = {{}} for free text"
     if p.structured_outputs and p.thinking_token_budget is not None and "after" not in parsed(p.structured_outputs):

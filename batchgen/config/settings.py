@@ -49,7 +49,7 @@ class RawSettings:
     text: str = field(default="", repr=False)
 
     def place(self, section: str, key: str) -> str:
-        """Where a value was written: ``job.toml:12: model.dtype`` or ``--dtype``."""
+        """Place of a value: ``job.toml:12: model.dtype`` or ``--dtype``."""
         if not self.file:
             name = key.partition(".")[0]
             return f"--{KEYS[section][name].flag if name in KEYS[section] else key}"
@@ -251,8 +251,8 @@ def _input(base: Path, item: str) -> str:
 def _absolute(base: Path, path: str) -> str:
     check_path(path)
     try:
-        found = os.path.normpath(absolute(base / Path(path).expanduser()))
+        normal = os.path.normpath(absolute(base / Path(path).expanduser()))
     except RuntimeError:
         raise ValueError("has a ~ that stands for no folder") from None
-    check_path(found)
-    return found
+    check_path(normal)
+    return normal

@@ -57,7 +57,7 @@ Resume = Literal["same", "compared", "free"]
 
 
 class Key(NamedTuple):
-    """A declared key. ``help`` says what a value does, of a switch that which is not its default.
+    """A declared key. ``help`` describes the value; for a switch, the one that is not its default.
 
     ``resume`` says what a resume may change: nothing, as outputs depend on the value ("same"); the value, if what it
     leads to is the same, such as the content of a file ("compared"); or all of it ("free").

@@ -192,7 +192,7 @@ UNTRIED_DEVICES = ("mps", "xpu")  # torch's names of the GPUs of Apple and Intel
 def visible_gpus(device: str) -> list[str]:
     """The CUDA devices that a job may share out, by their names in CUDA_VISIBLE_DEVICES; none if it names one itself.
 
-    ``device`` is the job's. A driver's files tell, so that torch need not be imported.
+    ``device`` is the job's. The driver's files under /dev are read, so torch is not imported.
     """
     if device not in ("auto", "cuda"):
         return []

@@ -69,12 +69,12 @@ class BlockPool:
 
     def find(self, block_hashes: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest known run of ``block_hashes``, from the first on."""
-        found = []
+        blocks = []
         for block_hash in block_hashes:
             if (block := self._block_of.get(block_hash)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def num_unused(self, blocks: Iterable[int]) -> int:
         """Number of ``blocks`` that are free."""

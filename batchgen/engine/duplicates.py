@@ -37,11 +37,11 @@ class Duplicates:
     def answered(self, state: RequestState) -> Result | None:
         """The result of an identical request that has one, under this request's key."""
         digest = _digest(state)
-        found = self._finished.get(digest) if digest is not None else None
-        if found is None:
+        finished = self._finished.get(digest) if digest is not None else None
+        if finished is None:
             return None
         self.num_shared += 1
-        result, tokens = found
+        result, tokens = finished
         return replace(result, key=state.request.key, token_ids=tuple(tokens))
 
     def begin(self, state: RequestState) -> bool:

@@ -238,4 +238,4 @@ class Engine:
         tokens = {s: s.state.resumable_tokens for s in self.scheduler.unfinished()}
         for sequence in () if self.overlap is None else self.overlap.pending:
             tokens[sequence] = tokens[sequence][:-1]
-        return {s.request.key: found for s, found in tokens.items() if found}
+        return {s.request.key: ids for s, ids in tokens.items() if ids}

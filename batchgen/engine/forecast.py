@@ -79,11 +79,10 @@ class MemoryForecast:
         self._running: list[Sequence] = []
         # By convolution slot: ``num_tokens`` that a sequence can come to, and its prompt (huge if its length is fixed).
         self._bounds = np.zeros((2, max_num_seqs), dtype=np.int64)
-        # Once asked for: of each running sequence, by ascending first row, the tokens it will still add (negative),
-        # those it holds alone and its slot; how many blocks have several holders; by block, the slot of a holder.
-        self._rows: np.ndarray | None = None
-        self._num_shared = 0
-        self._holder: np.ndarray | None = None
+        # Made when first needed after ``look``.
+        self._rows: np.ndarray | None = None  # [3, running], by the first row: -tokens still to add, tokens alone, slot
+        self._num_shared = 0  # blocks with several holders
+        self._holder: np.ndarray | None = None  # by block, the slot of a holder
 
     def look(self, running: list[Sequence]) -> None:
         """Begin an admission beside ``running``, a list that grows with what is admitted."""

@@ -204,10 +204,10 @@ class Generation:
         if constraint is not None and newest not in self.eos_token_ids:
             constraint.push(newest)
         for observer in self.observers:  # each sees every token; the first has precedence
-            asked = observer.push(newest)
-            is_loop = asked is not None and asked.reason is FinishReason.REPETITION
+            stop = observer.push(newest)
+            is_loop = stop is not None and stop.reason is FinishReason.REPETITION
             if not (is_loop and is_forced):  # forced tokens are no loop of the model
-                ending = ending or asked
+                ending = ending or stop
         if num_output_tokens >= params.min_tokens:
             if newest in params.stop_token_ids or (newest in self.eos_token_ids and not params.ignore_eos):
                 return FinishReason.STOP

@@ -197,12 +197,12 @@ class CudaGraphs:
         static.fill(None)
         static.inputs.token_ids.fill_(_ANOTHER_TOKEN)
         static.feed[::2] += size.num_seqs
-        tolerance, found = 0.0 if self.model.kernels.batch_invariant else _MOST_APART, list[Tensor]()
+        tolerance, tensors = 0.0 if self.model.kernels.batch_invariant else _MOST_APART, list[Tensor]()
         for step in (replay, lambda: self._fed_step(static)):
             self.last_token_ids.fill_(_ANOTHER_TOKEN)
-            found += [step().float().clone(), self.last_token_ids[: size.num_seqs].clone()]
+            tensors += [step().float().clone(), self.last_token_ids[: size.num_seqs].clone()]
         self.last_token_ids.zero_()
-        replayed, ids, launched, expected = found
+        replayed, ids, launched, expected = tensors
         is_same = torch.allclose(
             replayed, launched, rtol=0, atol=tolerance * float(launched.abs().max()), equal_nan=True
         )
@@ -211,8 +211,8 @@ class CudaGraphs:
 
     def _fed_step(self, static: StaticInput) -> Tensor:
         """Logits of a step from the last ids to the next; both lie at one address, as a stream keeps the order."""
-        known = torch.cat((static.inputs.token_ids, self.last_token_ids))
-        token_ids = known.index_select(0, static.feed).clamp_(min=0)  # -1 must not index the embeddings
+        all_ids = torch.cat((static.inputs.token_ids, self.last_token_ids))
+        token_ids = all_ids.index_select(0, static.feed).clamp_(min=0)  # -1 must not index the embeddings
         inputs = replace(static.inputs, token_ids=token_ids)
         logits = self.model.forward(inputs, self.state, self.max_model_len - 1)
         self.last_token_ids[: len(logits)] = self.model.kernels.argmax_or_none(logits)
@@ -291,8 +291,8 @@ class StaticInput:
         host["block_tables"][count:, 0] = padding.block
         if inputs is not None:
             for name in ("token_ids", "positions", "conv_slots", "slot_mapping", "query_blocks"):
-                given = getattr(inputs, name)
-                host[name][: len(given)] = given
+                values = getattr(inputs, name)
+                host[name][: len(values)] = values
             host["block_tables"][:count, :width] = inputs.block_tables
         self._target.copy_(source.memory, non_blocking=True)
         if source.copied is not None:

@@ -97,8 +97,8 @@ class StopObserver:
         self._matcher = matcher
 
     def push(self, token_id: int) -> Stop | None:
-        found = self._matcher.push(token_id)
-        return None if found is None else Stop(FinishReason.STOP, found)
+        stop = self._matcher.push(token_id)
+        return None if stop is None else Stop(FinishReason.STOP, stop)
 
 
 class LoopDetector:
@@ -187,8 +187,8 @@ class TokenRules:
 
 def rules_for(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenRules | None:
     """The rules of rows that ask for these, None if they ask for nothing; all ids are below ``vocab_size``."""
-    asked = params.allowed_token_ids, bad_words, params.logit_bias
-    return _made(*asked, vocab_size) if any(asked) else None
+    rules = params.allowed_token_ids, bad_words, params.logit_bias
+    return _made(*rules, vocab_size) if any(rules) else None
 
 
 @lru_cache(maxsize=_MAX_KEPT)

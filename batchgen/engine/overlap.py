@@ -145,11 +145,11 @@ class DeviceTokenCounts:
         for start in range(0, len(slots), _ROWS):
             part = slice(start, start + _ROWS)
             repetition, frequency, presence = columns[part].T.unsqueeze(2)
-            times, given = self._times[of_slots[part]], logits[places[part]]
-            lowered = torch.where(given > 0, given / repetition, given * repetition)
+            times, before = self._times[of_slots[part]], logits[places[part]]
+            lowered = torch.where(before > 0, before / repetition, before * repetition)
             lowered -= frequency * (times - 1).clamp(min=0)
             lowered -= presence * (times > 1)
-            logits[places[part]] = torch.where(times > 0, lowered, given)
+            logits[places[part]] = torch.where(times > 0, lowered, before)
         return of_slots
 
     def add(self, slots: Tensor, token_ids: Tensor) -> None:

@@ -144,9 +144,9 @@ def _known_faults(kernels: Kernels, setting: Setting, *, finds: bool) -> Mapping
     if not finds and not path.exists():
         return {}
     key = _key(kernels, setting)
-    if (found := kept(path, key)) is None and finds:
-        keep(path, key, found := find_faults(kernels, setting))
-    return {name: str(why) for name, why in (found or {}).items()}
+    if (faults := kept(path, key)) is None and finds:
+        keep(path, key, faults := find_faults(kernels, setting))
+    return {name: str(why) for name, why in (faults or {}).items()}
 
 
 def find_faults(kernels: Kernels, setting: Setting) -> dict[str, str]:
@@ -169,13 +169,13 @@ def device_fault(kernels: Kernels, setting: Setting) -> str:
     saved = replace(setting.config, dtype=str(setting.dtype).removeprefix("torch."))  # as weights are held elsewhere
     on_cpu = replace(setting, config=saved, device=torch.device("cpu"))
     try:
-        found = _numbers(kernels, setting)
+        actual = _numbers(kernels, setting)
     except Exception as error:  # torch has many for operations that a device lacks
         return f"a small model fails there ({' '.join(str(error).split())[:200] or type(error).__name__})"
     expected = _numbers(_plain(kernels, on_cpu), on_cpu)
     apart = torch.inf  # numbers that are not finite end a row, so that others follow
-    if found.shape == expected.shape:
-        apart = float((found - expected).norm() / expected.norm())
+    if actual.shape == expected.shape:
+        apart = float((actual - expected).norm() / expected.norm())
     is_near = apart <= _MOST_APART[setting.dtype]
     return "" if is_near else f"the numbers of a small model differ from the CPU's, by {apart:.2g} of their length"
 
@@ -183,20 +183,20 @@ def device_fault(kernels: Kernels, setting: Setting) -> str:
 def _numbers(kernels: Kernels, setting: Setting) -> torch.Tensor:
     """Logits, or hidden states, of prompts and of outputs that are the same on any device."""
     numbers: list[torch.Tensor] = []
-    given = setting.requests()
+    requests = setting.requests()
     if setting.shrunk.has_head:
         forced = (min(_FIRST_TOKEN, setting.config.vocab_size - 1),)
         params = replace(_GREEDY, allowed_token_ids=forced)
         scored = replace(params, prompt_logprobs=0)  # which takes no prefix from others
-        given = [replace(r, params=scored if r.key < len(_LENGTHS) else params) for r in given]
-    for _ in setting.engine(setting.decoder(kernels), partial(_KeepingRunner, numbers)).run(given):
+        requests = [replace(r, params=scored if r.key < len(_LENGTHS) else params) for r in requests]
+    for _ in setting.engine(setting.decoder(kernels), partial(_KeepingRunner, numbers)).run(requests):
         pass
     return torch.cat(numbers)
 
 
 def _plain(kernels: Kernels, setting: Setting) -> PlainKernels:
-    given = setting.device, setting.dtype
-    return PlainKernels(*given, weights=kernels.weights, activations=kernels.activations)
+    place = setting.device, setting.dtype
+    return PlainKernels(*place, weights=kernels.weights, activations=kernels.activations)
 
 
 def _draw(kernels: Kernels, setting: Setting) -> None:

@@ -54,7 +54,7 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
 
 
 class CpuRecordings:
-    """Runs the steps of one model, with no kernel that waits for Python; decode steps are recorded, by size."""
+    """Runs the steps of one model from lists of launches; decode steps are recorded, once per size."""
 
     def __init__(self, model: Decoder, state: StateCache, recorder: LaunchRecorder) -> None:
         self.model, self.state, self.recorder = model, state, recorder

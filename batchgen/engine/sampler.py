@@ -92,8 +92,8 @@ class Sampler:
         token_ids = self._choose(logits, sequences, asking, best if mask is None else None)
         if raw is not None:
             wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
-            found = self._logprobs(raw, token_ids[reported].tolist(), wanted)
-            for i, logprob in zip(reported, found, strict=True):
+            logprobs = self._logprobs(raw, token_ids[reported].tolist(), wanted)
+            for i, logprob in zip(reported, logprobs, strict=True):
                 sequences[i].generation.logprobs.append(logprob)
         return token_ids
 
@@ -143,9 +143,9 @@ class Sampler:
             return
         tokens = [s.token_ids[i] for s, indexes in scored for i in indexes]
         wanted = [s.generation.num_top(i) for s, indexes in scored for i in indexes]
-        found = iter(self._logprobs(logits, tokens, wanted))
+        logprobs = iter(self._logprobs(logits, tokens, wanted))
         for sequence, indexes in scored:
-            for logprob in islice(found, len(indexes)):
+            for logprob in islice(logprobs, len(indexes)):
                 sequence.generation.book_score(logprob)
 
     def _logprobs(self, logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprob]:
@@ -228,13 +228,13 @@ def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float
     """
     width = logits.shape[1]
     top = logits.topk(min(max(num_top) + 1, width) if any(num_top) else 0, dim=1)
-    found = []
+    likeliest = []
     for row, (k, values, ids) in enumerate(zip(num_top, top.values.tolist(), top.indices.tolist(), strict=True)):
         if 0 < k < len(values) and values[k - 1] == values[k]:
             tied = (logits[row] >= values[k - 1]).nonzero()[:, 0]
             values, ids = logits[row, tied].tolist(), tied.tolist()  # noqa: PLW2901 - a better answer for this row
-        found.append(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:k])
-    return found
+        likeliest.append(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:k])
+    return likeliest
 
 
 def add_biases(logits: Tensor, rows: Sequence_[int], rules: Sequence_[TokenRules]) -> None:

@@ -96,4 +96,4 @@ class Schedule:
     def scored(self) -> list[tuple[Sequence, range]]:
         """The tokens (indexes) that this step's logits score, by sequence."""
         wanted = [s for s in self.watched if s.generation.is_scored]
-        return [(s, found) for s in wanted if (found := s.scored_in(self.entries[s]))]
+        return [(s, indexes) for s in wanted if (indexes := s.scored_in(self.entries[s]))]

@@ -242,9 +242,9 @@ class Scheduler:
             return
         size, rows = self.config.block_size, zip(schedule.entries.items(), schedule.starts, strict=True)
         filled = [(s, start) for (s, n), start in rows if start % size + n >= size or start < s.decoded_from]
-        known = set(schedule.completing) if filled else ()
+        completing = set(schedule.completing) if filled else ()
         for sequence, start in filled:
-            is_known = sequence in known or not (sequence.generates or sequence.num_owed)
+            is_known = sequence in completing or not (sequence.generates or sequence.num_owed)
             if is_known and sequence.conv_slot is not None and sequence.generation.error is None:
                 self._register(sequence, 0 if start < sequence.decoded_from else start // size)
 

@@ -46,8 +46,8 @@ class Sequence:
     first_scheduled_at: float | None = None
 
     def __post_init__(self, label: tuple[int, ...] | None) -> None:
-        given = self.request.output_token_ids if label is None else label
-        self.token_ids = [*self.request.prompt_token_ids, *given]
+        output_ids = self.request.output_token_ids if label is None else label
+        self.token_ids = [*self.request.prompt_token_ids, *output_ids]
         self.decoded_from = len(self.token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.generates = label is None and self.request.params.max_tokens > 0

@@ -1,4 +1,4 @@
-"""What an invocation needs of an engine, in this process or elsewhere, and what it tells of itself to get one."""
+"""Interface between an invocation and an engine, in this process or elsewhere, and the context that creates one."""
 
 from __future__ import annotations
 

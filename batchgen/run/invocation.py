@@ -155,12 +155,12 @@ class Invocation(ABC):
         self._num_told = len(backend.notes)
 
     def _context(self) -> RunContext:
-        known = self.manifest.fingerprints
+        fingerprints = self.manifest.fingerprints
         return RunContext(
             self.manifest.rendered_at,
-            known["model"],
+            fingerprints["model"],
             self.digests.to_plain(),
-            known.get("numerics"),
+            fingerprints.get("numerics"),
             self.progress.rows_total,
             self.progress.display.note,
             self.options.allow_mixed_kernels,
@@ -232,8 +232,8 @@ class Invocation(ABC):
                 f"{folder} was begun in {numerics_text(was)}, here the model runs in {numerics_text(now)}, "
                 f"which gives other tokens: go on with {flags}, or start anew with --overwrite"
             )
-        known = {numerics[KERNELS] for numerics in (begun, backend.numerics) if KERNELS in numerics}
-        if len(known) < 2 or self.options.allow_mixed_kernels:
+        kernels = {numerics[KERNELS] for numerics in (begun, backend.numerics) if KERNELS in numerics}
+        if len(kernels) < 2 or self.options.allow_mixed_kernels:
             return backend
         raise ResumeMismatch(
             f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {backend.numerics[KERNELS]}, "

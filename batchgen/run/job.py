@@ -122,10 +122,10 @@ class _Job(Invocation):
             return source
         is_resumed = any(manifest.job["input"]["path"] == ["-"] for manifest in self.jobs.manifests)
         with self.progress.phase("reading standard input", "read"):
-            found = self.stdin.path if self.options.keeps_stdin else self.stdin.read(is_resumed=is_resumed)
-        if is_resumed and found in (None, self.run_dir.spool) and not self.options.keeps_stdin:
+            spool = self.stdin.path if self.options.keeps_stdin else self.stdin.read(is_resumed=is_resumed)
+        if is_resumed and spool in (None, self.run_dir.spool) and not self.options.keeps_stdin:
             self.progress.display.note("stdin is empty: using the rows saved at the first start")
-        return self._open_source(found) if found is not None and found.is_file() else None
+        return self._open_source(spool) if spool is not None and spool.is_file() else None
 
     def _open_source(self, path: Path | None = None) -> Source:
         """The rows that the job names, or those of the file that stands for them."""
@@ -196,17 +196,17 @@ class _Job(Invocation):
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
             self._count(self._rows(source, None))
         earlier_runs(self.spec)
-        known = self.jobs.current
-        numerics = inherited_numerics(known, self.spec) if known else None
+        earlier = self.jobs.current
+        numerics = inherited_numerics(earlier, self.spec) if earlier else None
         self.set_numerics(self.load().numerics if numerics is None else numerics)
-        if known is None:
+        if earlier is None:
             self.run_dir.refuse_foreign_files()
             if self.options.overwrite:
                 self.run_dir.clear()
             if self.stdin is not None:
                 self.stdin.keep()
         self.progress.begin_anew()
-        self.manifest = replace(self.manifest, taken=known is None and not self.spec.output.reuse)
+        self.manifest = replace(self.manifest, taken=earlier is None and not self.spec.output.reuse)
         begun = self.run_dir.begin(self.manifest)
         self.progress.go_on(begun.folder.name)
         if self.options.shard != WHOLE and self.model.prints_date:
@@ -306,9 +306,9 @@ class _Job(Invocation):
 
     def _keep_file_states(self, manifest: Manifest) -> None:
         """Save what is known of the files by now, so that the next start need not read them."""
-        known = replace(manifest, file_states=self.digests.to_plain())
-        if known != manifest:
-            self.run_dir.write_manifest(known)
+        updated = replace(manifest, file_states=self.digests.to_plain())
+        if updated != manifest:
+            self.run_dir.write_manifest(updated)
 
     def _finish(self, journal: Journal, num_rows: int) -> Outcome:
         """Write the outputs and the report; then the folder's ``job.json`` names them, and the journals go."""

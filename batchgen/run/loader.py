@@ -83,14 +83,14 @@ class ModelInfo:
         Reads every file of unknown digest from end to end. Raises UsageError if one cannot be read, ModelError if one
         has changed since this model was read.
         """
-        found: dict[str, Any] = {"weights": self.path} if self.folder is None else {}
+        digest_of: dict[str, Any] = {"weights": self.path} if self.folder is None else {}
         for name, folder, patterns in self.parts:
             files = {path.name: digests.digest(path) for path in model_files(folder, patterns)}
-            found |= {name: files} if name else files
+            digest_of |= {name: files} if name else files
         for path, state in self.read_states.items():
             if digests.state(path) != state:
                 raise _changed(path)
-        return found
+        return digest_of
 
     @property
     def prints_date(self) -> bool:
@@ -136,8 +136,8 @@ class ModelInfo:
         if not values.get("temperature") or not spec.sampling.is_greedy or spec.own_sampling is not None:
             return None
         text = ", ".join(f"{name} = {value:g}" for name, value in values.items())
-        said = f"the model's generation_config.json recommends {text}; rows are greedy"
-        return f"{said} unless they ask for more: --generation-config auto takes these values"
+        note = f"the model's generation_config.json recommends {text}; rows are greedy"
+        return f"{note} unless they ask for more: --generation-config auto takes these values"
 
     def refuse_as_target(self, run_dir: RunDir) -> None:
         """Raises UsageError if the run would write into the folder of its model or tokenizer."""
@@ -150,18 +150,18 @@ class ModelInfo:
     def builder(self, spec: JobSpec) -> RequestBuilder:
         """The builder of requests of a ``resolved`` job. Raises UsageError if [input] does not fit the model."""
         embed, where, longest = spec.embed, spec.input, self.max_model_len
-        asked: SamplingParams | Embedded = spec.sampling
+        settings: SamplingParams | Embedded = spec.sampling
         if embed.is_on:
             widths = [self.config.hidden_size, *(layer.outputs for layer in self.vectors.dense)]
             kept = embed.dimensions or widths[-1]
             takes_lists = embed.pooling != "tokens" and not self.config.labels
-            asked = Embedded(embed.pooling or "", embed.prompt or "", embed.truncate, kept, takes_lists)
+            settings = Embedded(embed.pooling or "", embed.prompt or "", embed.truncate, kept, takes_lists)
             where = replace(where, chat_template="none")
             if spec.engine.max_model_len is None:
                 longest = min(longest, self.vectors.max_tokens or longest)
         return RequestBuilder(
             where,
-            asked,
+            settings,
             self.tokenizer,
             grammars=self.grammars,
             max_model_len=longest,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
     from batchgen.run.backend import Backend
 
 
-_SAID = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of a record or sample is its answer
+_ANSWERS = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of a record or sample is its answer
 
 
 def _expected(spec: JobSpec) -> Finder | None:
@@ -88,7 +88,7 @@ def last_report(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
-    """What a person looks at in a finished run: rows with wrong answers, the first rows, failed rows, and its job.
+    """Tables of a finished run for a person: rows with wrong answers, the first rows, failed rows, and its job.
 
     Empty where its files no longer tell them.
     """
@@ -110,8 +110,8 @@ def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
 def _wrong(run_dir: RunDir, spec: JobSpec, report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of the wrong answers that the report names."""
     ids = {str(row["id"]) for row in (report.get("accuracy") or {}).get("wrong", ())}
-    found = (record for _, record in read_records(run_dir, spec) if str(record["id"]) in ids)
-    return [*islice(found, len(ids))]
+    records = (record for _, record in read_records(run_dir, spec) if str(record["id"]) in ids)
+    return [*islice(records, len(ids))]
 
 
 def _prompt(spec: JobSpec, record: Mapping[str, Any]) -> str:
@@ -148,14 +148,14 @@ def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:
 def changed_rows(now: RunDir, before: RunDir, changed: Mapping[str, Any]) -> Table:
     """Prompts and answers of both runs, of the first rows whose answers changed (``answer_changes``)."""
     ids = list(map(str, changed["ids"]))
-    found = []
+    rows_of_runs = []
     for run_dir in (before, now):
         manifest = run_dir.read_manifest()
         spec = job_from_dict(manifest.job if manifest else {}, run_dir.manifest)
         records = ((str(record["id"]), record) for _, record in read_records(run_dir, spec))
         wanted = islice(((row_id, record) for row_id, record in records if row_id in ids), len(ids))
-        found.append({row_id: (_prompt(spec, record), record) for row_id, record in wanted})
-    was, is_now = found
+        rows_of_runs.append({row_id: (_prompt(spec, record), record) for row_id, record in wanted})
+    was, is_now = rows_of_runs
     rows = [(*is_now[row_id], was[row_id][1]) for row_id in ids if row_id in was and row_id in is_now]
     return changes(rows)
 
@@ -166,8 +166,8 @@ def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
     spec = job_from_dict(manifest.job, run_dir.manifest)
     accuracy = _totals_of(spec).accuracy
     for _, record in read_records(run_dir, spec):
-        said = [{name: sample.get(name) for name in _SAID} for sample in record.get("samples") or [record]]
-        yield str(record["id"]), encode_json(said).decode(), accuracy.verdict(record)
+        answers = [{name: sample.get(name) for name in _ANSWERS} for sample in record.get("samples") or [record]]
+        yield str(record["id"]), encode_json(answers).decode(), accuracy.verdict(record)
 
 
 def has_failed_rows(run_dir: RunDir) -> bool:

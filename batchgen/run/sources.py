@@ -80,13 +80,13 @@ class Sources:
 
         Else the tokens of an answer that was cut off by a lower limit, behind which it goes on.
         """
-        known = self._builder.fingerprint(row)
+        fingerprint = self._builder.fingerprint(row)
         limit = limit_of(row.params, len(row.prompt_token_ids), self._builder.max_model_len)
         begun: tuple[int, ...] = ()
-        for earlier in self._rows.find(known):
+        for earlier in self._rows.find(fingerprint):
             with suppress(KeyError, TypeError, AttributeError):  # what no run wrote
                 if still_holds(earlier, row.params, limit):
-                    record = self._builder.reused(row, known, earlier)
+                    record = self._builder.reused(row, fingerprint, earlier)
                     if record is not None:
                         return record, ()
                 else:
@@ -121,10 +121,10 @@ class Sources:
 
     def _computes_alike(self, run_dir: RunDir, earlier: Manifest) -> bool:
         has_numerics = all("numerics" in manifest.fingerprints for manifest in (self._manifest, earlier))
-        found = differences(*(_facts(manifest, has_numerics) for manifest in (earlier, self._manifest)))
-        if found:
-            self.lines.append(f"no row of {run_dir.path} can be kept: {'; '.join(found)}")
-        return not found
+        changes = differences(*(_facts(manifest, has_numerics) for manifest in (earlier, self._manifest)))
+        if changes:
+            self.lines.append(f"no row of {run_dir.path} can be kept: {'; '.join(changes)}")
+        return not changes
 
     def _tell_changes(self, run_dir: RunDir, earlier: Manifest, added: Sequence[object]) -> None:
         if not added:
@@ -154,7 +154,7 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
     One of another record version has no manifest to compare. Raises UsageError for a folder that holds no run, or whose
     files are of two jobs, LockedError for one that is in use.
     """
-    found: list[tuple[RunDir, Manifest | OtherVersion]] = []
+    runs: list[tuple[RunDir, Manifest | OtherVersion]] = []
     for folder in dict.fromkeys(spec.output.reuse):
         run_dir = RunDir(Path(folder))
         if is_own(spec, folder):
@@ -164,14 +164,14 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
         try:
             last, begun = run_dir.read_manifest(), run_dir.unfinished()
         except OtherVersion as other:
-            found.append((run_dir, other))
+            runs.append((run_dir, other))
             continue
         if last is None and not begun:
             raise UsageError(f"output.reuse: {folder} is not a run directory: it has no job.json")
         if last is not None and is_between(run_dir, last, Digests(last.file_states)):
             raise UsageError(f"output.reuse: {folder} is between two jobs: run its job again first")
-        found.append((run_dir, last or begun[-1].manifest))
-    return found
+        runs.append((run_dir, last or begun[-1].manifest))
+    return runs
 
 
 def is_between(run_dir: RunDir, last: Manifest, digests: Digests) -> bool:

@@ -1,4 +1,4 @@
-"""When and why an invocation stops early: signals, a deadline, limits on time and tokens, too many failed rows.
+"""Reasons to stop an invocation early: signals, a deadline, limits on time and tokens, too many failed rows.
 
 All of them become one flag with one reason, which the loop that generates obeys; ``watchdog`` enforces the time limit
 of the shutdown. Rows and the journal are unknown here.
@@ -20,6 +20,7 @@ from batchgen.core.units import format_duration
 from batchgen.run.watchdog import Watchdog
 
 RESUME = "run again to resume"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DRAIN_S = 8.0  # limit of a graceful shutdown; 10 s are promised, and the exit itself takes time too
 
 
@@ -140,8 +141,7 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        signals = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
+        signals = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         if self._may_exit:
             self._watchdog = Watchdog(signals, DRAIN_S, lambda: self.reason)
         previous = {number: signal.signal(number, self._on_signal) for number in signals}
@@ -177,8 +177,8 @@ def signals_afterwards() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    previous = {int(number): handler for number, handler in found.items() if callable(handler)}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {int(number): handler for number, handler in handlers.items() if callable(handler)}
     for number in previous:
         signal.signal(number, lambda number, frame: came.append(number))
     try:

@@ -1,8 +1,8 @@
-"""What a folder keeps when its job or its input has changed: each row whose result cannot differ, and no other.
+"""Rows that a folder keeps when its job or its input has changed: each whose result cannot differ, and no other.
 
-Whether a job that was begun is this one, whether another may take its place unasked, the pass over the input that takes
-rows over from sources, and how much it may cost: a start by itself may lose little. A pass that is killed is gone on
-with: what it has kept lies in the journal.
+The module decides whether a job that was begun is this one and whether another may take its place unasked. Its pass
+over the input takes rows over from sources, within a bound, since a start without ``--update`` may lose little. A pass
+that is killed goes on at the next start: the rows that it has kept lie in the journal.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FolderJobs:
 
     def find(self, now: Manifest, spec: JobSpec) -> Begun | None:
         """The journal in which this job was begun and is not finished, the newest if there are several."""
-        return next((found for found in reversed(self._begun) if is_same(found.manifest, now, spec)), None)
+        return next((begun for begun in reversed(self._begun) if is_same(begun.manifest, now, spec)), None)
 
     def find_kept(self, now: Manifest, spec: JobSpec) -> Begun | None:
         """The journal of the outputs, if these are of this job: they can be written again from it."""
@@ -111,7 +111,7 @@ class FolderJobs:
         """Whether the outputs are those of this job in its form, though they may have been edited."""
         if self.last is None or is_between(self._run_dir, self.last, digests):
             return False
-        forms = [found["output"]["format"] for found in (self.last.job, now.job)]
+        forms = [job["output"]["format"] for job in (self.last.job, now.job)]
         is_there = self._run_dir.outputs(spec.output.format).is_file()
         return is_there and forms[0] == forms[1] and self.is_of_outputs(now, spec)
 
@@ -127,11 +127,11 @@ class FolderJobs:
 
         One of the jobs must differ from this in its input alone, and no file may be replaced that was edited.
         """
-        folder, found = self._run_dir.path, [changes_of_job(manifest, now, spec) for manifest in self.manifests]
-        if found and all(found):
+        folder, changes = self._run_dir.path, [changes_of_job(manifest, now, spec) for manifest in self.manifests]
+        if changes and all(changes):
             raise ResumeMismatch(
                 f"{folder} was begun with another job; what changes its outputs:\n"
-                + "".join(f"  {line}\n" for line in found[0])
+                + "".join(f"  {line}\n" for line in changes[0])
                 + "batchgen plan says how many rows would be kept; --update keeps these and computes the others, "
                 "--overwrite starts anew"
             )

@@ -1,4 +1,4 @@
-"""What [embed] means with a model: its "auto" resolved, and the pooler that makes the vectors.
+"""[embed] of a job with a model: its "auto" resolved, and the pooler that makes the vectors.
 
 A checkpoint that was published to make vectors gives them without [embed] too, unless the job asks for sampled text.
 """
@@ -39,9 +39,9 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
     return spec
 
 
-def _resolved(asked: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> EmbedSpec:
-    """[embed] with what the checkpoint says where the job says nothing."""
-    pooling = asked.pooling or "auto"
+def _resolved(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> EmbedSpec:
+    """[embed] with the checkpoint's settings where the job has none."""
+    pooling = embed.pooling or "auto"
     if pooling == "auto":
         pooling = files.pooling or ("last" if config.labels and config.is_causal else "")
     if not pooling:
@@ -49,11 +49,11 @@ def _resolved(asked: EmbedSpec, config: ModelConfig, files: VectorFiles, path: s
             f"{path} does not say which tokens make up an embedding: give embed.pooling (--pooling) cls, last or mean, "
             "as the model's card says"
         )
-    if config.labels and (asked.dimensions or asked.normalize or pooling == "tokens"):
+    if config.labels and (embed.dimensions or embed.normalize or pooling == "tokens"):
         raise UsageError(f"{path} gives scores of labels: dimensions, normalize and tokens are for embeddings")
-    prompt = files.default_prompt if asked.prompt is None else asked.prompt
-    normalize = files.normalize if asked.normalize is None else asked.normalize
-    return replace(asked, pooling=pooling, prompt=files.prompts.get(prompt, prompt), normalize=normalize)
+    prompt = files.default_prompt if embed.prompt is None else embed.prompt
+    normalize = files.normalize if embed.normalize is None else embed.normalize
+    return replace(embed, pooling=pooling, prompt=files.prompts.get(prompt, prompt), normalize=normalize)
 
 
 def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder) -> Callable[..., Pooler]:
