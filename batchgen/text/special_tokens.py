@@ -51,8 +51,8 @@ class SpecialTokens:
             match = self._whole.search(value)
             return match[0] if match else None
         items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        found = map(self.found, items) if isinstance(items, list) else iter(())
-        return next(filter(None, found), None)
+        tokens = map(self.found, items) if isinstance(items, list) else iter(())
+        return next(filter(None, tokens), None)
 
     def marked(self, value: _Value) -> _Value:
         """A value in whose texts all that could be, or begin or end, a special token is marked as a row's."""
