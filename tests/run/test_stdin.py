@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import sys
@@ -84,7 +85,8 @@ def test_rows_that_are_not_piped_in_again_keep_their_format(
         outcome = job.run(spec)
         assert outcome.exit_code == 0
         assert ("already done" in outcome.lines[0]) is not rows_left
-        assert (job.output / "outputs.csv").read_text(encoding="utf-8").count("\n") == 31
+        with (job.output / "outputs.csv").open(encoding="utf-8", newline="") as file:
+            assert sum(1 for _ in csv.reader(file)) == 31
 
 
 def names(folder: Path) -> set[str]:
