@@ -65,8 +65,8 @@ MAX_ARROWS = {"engine": 49}  # imports between files of a room
 MAX_FILES = {"workers": 15}
 MAX_FILE_LINES = 350
 MAX_PREFIX_FAMILY = 2
+VAGUE_NAMES = {"found", "known", "given", "there", "asked", "told"}
 RELATIVE_WORDS = {"What", "That", "Whether", "Of", "So", "Where", "How", "If", "Why", "Which"}
-LOOSE_ROOMS = {"config", "run", "api", "lm_eval"}  # whose may begin so
 # What a user has to know of: the closed list. A name enters when one leaves.
 CONCEPTS = {
     "commands": "bench cat check env help merge plan report run status try",
@@ -136,20 +136,17 @@ def imports(tree: Tree, name: str) -> Iterator[str]:
     """All modules that one imports, of the package (below it) or not; for types alone and inside functions too."""
     for node in ast.walk(ast.parse(tree.texts[name])):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = node.module.removeprefix("batchgen").removeprefix(".")
             modules = [f"{inside}.{alias.name}".removeprefix(".") for alias in node.names]
-            found = [f"batchgen.{module}" if module in tree.texts else node.module for module in modules]
-        else:
-            found = []
-        yield from found
+            yield from (f"batchgen.{module}" if module in tree.texts else node.module for module in modules)
 
 
 def own_imports(tree: Tree, name: str) -> set[str]:
     """The package's modules that one imports."""
-    found = {module for module in imports(tree, name) if module.split(".")[0] == "batchgen"}
-    return {module.removeprefix("batchgen").removeprefix(".") for module in found} - {name}
+    own = {module for module in imports(tree, name) if module.split(".")[0] == "batchgen"}
+    return {module.removeprefix("batchgen").removeprefix(".") for module in own} - {name}
 
 
 def room(name: str) -> str:
@@ -169,10 +166,10 @@ def upward_imports(tree: Tree) -> list[str]:
     """Imports that do not go to a lower floor."""
     faults = []
     for name in tree.texts.keys() - FACES:
-        here = floor(room(name))
+        own_floor = floor(room(name))
         for other in own_imports(tree, name):
-            there = floor(room(other))
-            if room(other) != room(name) and (here is None or there is None or there >= here):
+            other_floor = floor(room(other))
+            if room(other) != room(name) and (own_floor is None or other_floor is None or other_floor >= own_floor):
                 faults.append(f"{name} imports {other}")
     return faults
 
@@ -228,7 +225,7 @@ def long_chains(tree: Tree) -> list[str]:
 
     for name in inside:
         longest[room(name)] = max(longest.get(room(name), []), chain(name), key=len)
-    return [" -> ".join(found) for name, found in longest.items() if len(found) > LONGEST_CHAINS.get(name, 3)]
+    return [" -> ".join(modules) for name, modules in longest.items() if len(modules) > LONGEST_CHAINS.get(name, 3)]
 
 
 def large_files(tree: Tree) -> list[str]:
@@ -253,20 +250,31 @@ def crowded_rooms(tree: Tree) -> list[str]:
     arrows = Counter(
         room(name) for name in tree.texts for other in own_imports(tree, name) if room(other) == room(name)
     )
-    found = [f"{name}: {files[name]} files" for name, most in MAX_FILES.items() if files[name] > most]
-    return found + [f"{name}: {arrows[name]} arrows" for name, most in MAX_ARROWS.items() if arrows[name] > most]
+    faults = [f"{name}: {files[name]} files" for name, most in MAX_FILES.items() if files[name] > most]
+    return faults + [f"{name}: {arrows[name]} arrows" for name, most in MAX_ARROWS.items() if arrows[name] > most]
 
 
 def docstrings_without_a_noun(tree: Tree) -> list[str]:
     """Docstrings that begin with a relative clause; of a function that returns a bool, "Whether" is what it tells."""
     faults = []
     for name, text in tree.texts.items():
-        for node in ast.walk(ast.parse(text)) if room(name) not in LOOSE_ROOMS else ():
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 first = (ast.get_docstring(node) or "").partition(" ")[0]
                 returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
                 if first in RELATIVE_WORDS and not (first == "Whether" and returns.startswith(("bool", "TypeGuard"))):
                     faults.append(f"{name}: {getattr(node, 'name', 'the module')}")
+    return faults
+
+
+def vague_names(tree: Tree) -> list[str]:
+    """Variables and parameters by names that say where a value came from, not what it is."""
+    faults = []
+    for name, text in tree.texts.items():
+        for node in ast.walk(ast.parse(text)):
+            variable = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+            if variable in VAGUE_NAMES:
+                faults.append(f"{name}: {variable}")
     return faults
 
 
@@ -281,6 +289,7 @@ RULES: list[Callable[[Tree], list[str]]] = [
     too_long_a_path,
     crowded_rooms,
     docstrings_without_a_noun,
+    vague_names,
 ]
 
 
@@ -293,7 +302,7 @@ def test_the_list_of_concepts_is_closed() -> None:
     """Whoever adds a name takes one away, or says in the commit why a user has to know one more."""
     run = {option.name for option in cli.commands["run"].params if option.name}
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    there = {
+    concepts = {
         "commands": set(cli.commands),
         "switches of run": {name.replace("_", "-") for name in run if "__" not in name} - {"job"},
         "input formats": set(KEYS["input"]["format"].kind.choices),
@@ -302,7 +311,7 @@ def test_the_list_of_concepts_is_closed() -> None:
         "public names": set(batchgen.__all__),
         **{f"[{section}]": set(keys) for section, keys in KEYS.items()},
     }
-    assert there == {kind: set(names.split()) for kind, names in CONCEPTS.items()}
+    assert concepts == {kind: set(names.split()) for kind, names in CONCEPTS.items()}
 
 
 def test_no_two_files_of_tests_have_one_name_and_none_imports_another() -> None:
@@ -352,6 +361,8 @@ FAULTS: list[tuple[Callable[[Tree], list[str]], list[tuple[str, str]]]] = [
     (crowded_rooms, [(f"workers.f{number}", "") for number in range(MAX_FILES["workers"] + 1)]),
     (docstrings_without_a_noun, [("engine.sizes", 'def size() -> int:\n    """What a step holds."""')]),
     (docstrings_without_a_noun, [("engine.sizes", '"""Whether it fits."""')]),
+    (vague_names, [("core.units", "found = 1")]),
+    (vague_names, [("core.units", "def add(known: int) -> None: ...")]),
 ]
 
 
@@ -389,6 +400,6 @@ def test_each_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [lines for name, lines in project["optional-dependencies"].items() if name not in ("test", "ci")]
     declared = {re.split(r"[^\w-]", line)[0] for line in chain(project["dependencies"], *extras)}
-    found = {module.partition(".")[0] for name in package().texts for module in imports(package(), name)}
-    known = {name.replace("-", "_") for name in declared} | sys.stdlib_module_names | {"batchgen"}
-    assert found - known - NOT_DECLARED == set()
+    imported = {module.partition(".")[0] for name in package().texts for module in imports(package(), name)}
+    available = {name.replace("-", "_") for name in declared} | sys.stdlib_module_names | {"batchgen"}
+    assert imported - available - NOT_DECLARED == set()
