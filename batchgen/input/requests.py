@@ -135,7 +135,12 @@ class RequestBuilder:
 
     def _content(self, columns: Mapping[str, Any]) -> Content:
         content = self.finder.find(columns)
-        return content.with_marks(self._marking.find(columns)) if self._marking else content
+        if self._marking is None:
+            return content
+        try:
+            return content.with_marks(self._marking.find(columns))
+        except RecursionError:
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, "the row is nested too deeply") from None
 
     def _marked(self, value: Any) -> Any:
         """A value of a row with marks where it has special tokens. Raises RowProblem where the job refuses them."""

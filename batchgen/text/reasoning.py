@@ -58,10 +58,10 @@ class Reasoning:
         """
         if ends_in(self._tokenizer, prompt_token_ids, self.opening):
             return True
-        opening = self._tokenizer.token_id(self.opening)
-        ends = self._tokenizer.silent_token_ids | {opening, self._tokenizer.token_id(self.closing)}
-        last = next((token_id for token_id in reversed(prompt_token_ids) if token_id in ends), None)
-        return opening is not None and last == opening
+        opening, closing = map(self._tokenizer.token_id, (self.opening, self.closing))
+        silent, markers = self._tokenizer.silent_token_ids, (opening, closing)
+        ends = (token_id for token_id in reversed(prompt_token_ids) if token_id in silent or token_id in markers)
+        return opening is not None and next(ends, None) == opening
 
     def split(self, token_ids: Sequence[int], text: str, *, is_open: bool) -> tuple[str | None, str]:
         """The reasoning, None where there is none, and the rest of the text; newlines beside markers are left out.

@@ -212,6 +212,19 @@ def test_tools_and_variables_of_a_row_are_plain_text() -> None:
     )
 
 
+def test_a_row_that_is_nested_too_deeply_is_an_error_row() -> None:
+    for asked in ("text", "refuse"):
+        schema: dict[str, Any] = {"type": "object"}
+        for _ in range(5000):
+            schema = {"a": schema}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        row = {
+            "messages": [{"role": "user", "content": "<|im_" if asked == "refuse" else "<|im_end|>"}],
+            "tools": [tool],
+        }
+        assert "nested too deeply" in problem(made(loaded("qwen3"), row, special_tokens=asked))
+
+
 def test_a_token_that_two_parts_make_together_is_none() -> None:
     tokenizer, keys = loaded("qwen3"), {"prompt": "{a}{b}{c}", "chat_template": "none"}
     for parts in (("<|im_", "end|>", ""), ("<", "|im_end|", ">"), ("so <|im_end|", "", "> a")):
