@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,13 +91,9 @@ class Run:
 
     def to_arrow(self) -> Any:
         """``rows`` as a ``pyarrow.Table``, with the columns and types of ``outputs.parquet``."""
-        import pyarrow.parquet as pq
+        from batchgen.output.formats.parquet import fixed_types, table_of
 
-        from batchgen.output.formats.parquet import ParquetFormat, fixed_types
-
-        file = BytesIO()
-        ParquetFormat(fixed_types(self._spec)).write(file, [encode_json(row) for row in self.rows])
-        return pq.read_table(file)
+        return table_of([encode_json(row) for row in self.rows], fixed_types(self._spec))
 
     def to_pandas(self) -> Any:
         """``to_arrow`` as a ``pandas.DataFrame`` whose index is the number of each row in the input.
@@ -112,7 +107,7 @@ class Run:
                 "for t = run.to_pandas(), df.iloc[t.index] are their rows",
                 stacklevel=2,
             )
-        return self.to_arrow().to_pandas().set_index("index")
+        return self.to_arrow().to_pandas(use_threads=False).set_index("index")
 
     def to_polars(self) -> Any:
         """``to_arrow`` as a ``polars.DataFrame``."""

@@ -13,12 +13,10 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from batchgen.config.job import JobSpec
@@ -32,7 +30,7 @@ from batchgen.core.units import counted
 from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
 from batchgen.input.rows import CHUNK_ROWS, RowProblem, parse_json, with_id
-from batchgen.output.formats.parquet import ParquetFormat, fixed_types
+from batchgen.output.formats.parquet import fixed_types, table_of
 from batchgen.run.backend import Backend
 from batchgen.run.loader import EngineFactory, load_engine, read_model
 from batchgen.run.results import entry_of, failed_entry
@@ -89,6 +87,9 @@ class LLM:
         self._backend: Backend | None = None
         self._is_closed = False
         self._ready()
+
+    def __repr__(self) -> str:
+        return f"<LLM: {self._spec.model.path}{', closed' if self._is_closed else ''}>"
 
     def __enter__(self) -> LLM:
         return self
@@ -325,8 +326,6 @@ def _columns(records: Sequence[Mapping[str, Any]], spec: JobSpec) -> pa.Table:
     fixed = {name: kind for name, kind in fixed_types(spec).items() if name not in _PLACES}
     left_out = (*_PLACES, "error")
     lines = [encode_json({name: value for name, value in record.items() if name not in left_out}) for record in records]
-    file = BytesIO()
-    ParquetFormat(fixed).write(file, lines)
-    table = pq.read_table(file).drop_columns("id")
+    table = table_of(lines, fixed).drop_columns("id")
     errors = pa.array([record["error"] for record in records], pa.string())
     return table.append_column("error", errors)

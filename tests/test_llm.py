@@ -206,7 +206,7 @@ def test_a_closed_model_says_so_and_is_closed_by_with() -> None:
 
     with batchgen.LLM(MODEL, engine_factory=factory) as model:
         assert closed == []
-    assert closed == [1]
+    assert (closed, repr(model)) == ([1], f"<LLM: {MODEL}, closed>")
     with pytest.raises(UsageError, match="it was closed"):
         model.generate("a")
 

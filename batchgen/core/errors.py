@@ -18,8 +18,11 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
 
 from __future__ import annotations
 
+import os
+import traceback
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from pathlib import Path
 from typing import Literal, Self
 
 
@@ -47,6 +50,16 @@ class BatchgenError(Exception):
     """Base of all errors this package raises on purpose; ``str()`` is one clear line for a person."""
 
     exit_code: ExitCode = ExitCode.CRASH
+
+    def _render_traceback_(self) -> list[str]:
+        """Lines that IPython and Jupyter show: the caller's line and the message; the stack below it helps no user."""
+        if os.environ.get("BATCHGEN_DEBUG"):
+            return traceback.format_exception(self)
+        package = Path(__file__).parents[1]
+        frames = traceback.extract_tb(self.__traceback__)
+        num_others = next((i for i, one in enumerate(frames) if package in Path(one.filename).parents), len(frames))
+        caller = [f"line {one.lineno}: {one.line}" for one in frames[max(num_others - 1, 0) : num_others]]
+        return [*caller, f"{type(self).__name__}: {self}"]
 
 
 class OutOfMemory(BatchgenError):

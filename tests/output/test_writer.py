@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import dead_letter, record
+from run_helpers import ENVIRONMENT
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.output import OutputSpec
@@ -248,6 +251,20 @@ def test_no_mixture_of_kept_values_stops_a_parquet_file(
         patch.setattr(parquet, "GROUP_ROWS", group_rows)
         rows = written(run_dir, [record(i, **columns) for i, columns in enumerate(kept)], output_format="parquet")
     assert [row["index"] for row in rows] == list(range(len(kept)))
+
+
+_COUNT_THREADS = """
+import os
+from batchgen.output.formats.parquet import table_of
+before = os.listdir("/proc/self/task")
+table_of([b'{"id": 1, "b": "x"}'] * 9, {}).to_pandas(use_threads=False)
+assert os.listdir("/proc/self/task") == before
+"""
+
+
+def test_a_table_in_memory_is_made_without_threads_of_arrow() -> None:
+    command = [sys.executable, "-c", _COUNT_THREADS]  # one that ends late ends the interpreter by SIGABRT
+    assert subprocess.run(command, env=ENVIRONMENT, check=False).returncode == 0
 
 
 # OpenAI Batch

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -88,6 +89,17 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
     if more:
         types["samples"] = pa.list_(pa.struct([*_SAMPLE, *more]))
     return types
+
+
+def table_of(lines: Sequence[bytes], fixed: Mapping[str, Any]) -> pa.Table:
+    """Records as the table of ``outputs.parquet``.
+
+    It is read by this thread alone. Arrow's own threads let go of a Python file after its content is there; if the
+    interpreter ends just then, they are unwound within C++, which aborts the process.
+    """
+    file = BytesIO()
+    ParquetFormat(fixed).write(file, lines)
+    return pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
 
 
 class ParquetFormat(OutputFormat):
