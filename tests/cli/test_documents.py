@@ -31,6 +31,14 @@ def test_it_is_read_in_a_minute_and_its_two_commands_are_those_of_ci() -> None:
         assert re.search(rf"^{re.escape(command)}( --overwrite)?$", run, re.MULTILINE)
 
 
+def test_the_versions_of_python_are_those_of_the_package() -> None:
+    package = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    versions = [name.rpartition(" ")[2] for name in package["classifiers"] if ":: Python :: 3." in name]
+    assert package["requires-python"] == f">={versions[0]}"
+    for page in ("README.md", "batchgen/docs/install.md", "batchgen/docs/contributing.md"):
+        assert f"Python {versions[0]} to {versions[-1]}" in (REPOSITORY / page).read_text(encoding="utf-8"), page
+
+
 def test_its_links_lead_somewhere() -> None:
     for path, anchor in re.findall(r"\]\((batchgen/docs/[^)#]+)#?([^)]*)\)", README):
         titles = re.findall(r"^#+ (.*)$", (REPOSITORY / path).read_text(encoding="utf-8"), re.MULTILINE)
