@@ -31,8 +31,9 @@ from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
 from batchgen.report.facts import figures
 from batchgen.run import reports
-from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.loader import EngineFactory
+from batchgen.run.outcome import Outcome
 from batchgen.run.stdin import in_temporary_folder, temporary_folder
 from batchgen.run.stop import Limits
 from batchgen.workers import backend

@@ -79,7 +79,7 @@ class BatchgenLM(TemplateLM):
         self.max_length = info.max_model_len - 1
         self.max_gen_toks = max_gen_toks
         self._output, self._engine_factory = output, engine_factory
-        special = special_tokens(info.tokenizer_folder or info.folder or Path())
+        special = special_tokens(info.files.tokenizer or info.files.weights or Path())
         ids = {name: info.tokenizer.token_id(text) for name, text in special.items()}
         eos = ids.get("eos_token")
         self._eos = min(info.eos_token_ids, default=0) if eos is None else eos

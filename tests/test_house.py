@@ -392,6 +392,13 @@ def test_the_internals_page_shows_these_floors_and_this_reading_path() -> None:
     assert [(name, lines[name]) for name, said in path if abs(lines[name] - int(said)) > 25] == []
 
 
+def test_the_internals_page_names_files_and_functions_of_a_row_that_are_there() -> None:
+    page = (PACKAGE / "docs" / "internals.md").read_text(encoding="utf-8")
+    hops = re.findall(r"^\| `([\w/]+)` \| `(?:\w+\.)?(\w+)` \|", page, re.MULTILINE)
+    assert len(hops) > 10
+    assert [hop for hop in hops if f"def {hop[1]}(" not in package().texts[hop[0].replace("/", ".")]] == []
+
+
 # Imported where they are there: the compiler of GPUs, which torch's CUDA builds bring, and frames that users ask for.
 NOT_DECLARED = {"triton", "polars"}
 

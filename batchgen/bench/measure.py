@@ -19,7 +19,7 @@ from batchgen.bench.workload import EndAfter, error_message
 from batchgen.config.job import ModelSpec
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.machine import peak_bytes
-from batchgen.core.model_files import tokenizer_folder
+from batchgen.core.model_files import TOKENIZER_FILES, tokenizer_folder
 from batchgen.core.model_location import resolve_model
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
@@ -59,7 +59,7 @@ def load_tokenizer(where: ModelSpec) -> Tokenizer | None:
     """The tokenizer of the model, if it has one. Raises ModelError."""
     if is_dummy(where.path):
         return None
-    folder = tokenizer_folder(resolve_model(where.path, where.revision, ("*.json", "*.jinja")))
+    folder = tokenizer_folder(resolve_model(where.path, where.revision, TOKENIZER_FILES))
     return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
 
 

@@ -54,7 +54,7 @@ def plan(job: str | None, as_json: bool, **values: Any) -> int:
         raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
     from batchgen.plan.dry_run import check_time, make_plan
     from batchgen.plan.text import render_plan
-    from batchgen.run.sources import refuse_own_rows
+    from batchgen.run.earlier_results import refuse_own_rows
 
     spec, shard = load_spec(job, flags, values["shard"], needs=("model", "input"))
     if values["overwrite"]:

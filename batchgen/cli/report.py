@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchgen.cli.options import AMOUNT, PATH, POINTS, SHARE, json_option
 from batchgen.cli.say import say, say_next, show
 from batchgen.core.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from batchgen.output.rundir import RunDir
+    from batchgen.report.compare import Gates
 
 _SPEED_HELP = "With --compare: exit 4 if tokens/s while generating fall by more, such as 5%."
 _ACCURACY_HELP = "With --compare: exit 4 if exact match falls by more points, such as 1."
@@ -50,21 +55,9 @@ def report(
       batchgen report runs/new --compare runs/last --max-regress-accuracy 1
     """
     from batchgen.output.rundir import RunDir
-    from batchgen.report.build import read_report_file
-    from batchgen.report.compare import (
-        NO_GATES,
-        Gates,
-        check_gates,
-        compare_reports,
-        comparison_tables,
-        render_comparison,
-    )
-    from batchgen.report.text import render_report
-    from batchgen.report.usage import cost_of
-    from batchgen.run.reports import changed_rows, compared_answers, read_report, shown_rows
+    from batchgen.report.compare import NO_GATES, Gates
+    from batchgen.run.reports import read_report
 
-    if html is not None:
-        from batchgen.report.html import write_html
     gates = Gates(max_regress_speed, max_regress_accuracy)
     if compare is None and gates != NO_GATES:
         raise UsageError("--max-regress-speed and --max-regress-accuracy need --compare OTHER")
@@ -75,25 +68,50 @@ def report(
     with suppress(UsageError):  # of a job.json that cannot be read: the report can
         if run_dir.is_complete() and run_dir.unfinished():
             say(f"another job was begun in {folder} and is not finished: the report is of the one before")
-    if compare is not None:
-        before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
-        answers = None if compare.is_file() else compared_answers(run_dir, RunDir(compare))
-        comparison = compare_reports(content, before, gates, answers)
-        if html is not None:
-            tables = [*comparison_tables(comparison)]
-            tables += [changed_rows(run_dir, RunDir(compare), answers["changed"])] if answers else []
-            write_html(content, html, str(folder.absolute()), [*tables, *shown_rows(run_dir, content)])
-        if as_json or html is None:
-            show(json.dumps(comparison, indent=2) if as_json else render_comparison(comparison))
-        check_gates(comparison)
-        return ExitCode.OK
-    if price_per_hour is not None:
-        content["cost"] = cost_of(content, price_per_hour)
+    if compare is None:
+        _show(run_dir, content, price_per_hour, html, as_json=as_json)
+    else:
+        _compare(run_dir, content, compare, gates, html, as_json=as_json)
+    return ExitCode.OK
+
+
+def _show(run_dir: RunDir, content: dict[str, Any], price: float | None, html: Path | None, *, as_json: bool) -> None:
+    """Show a report, with the cost at a price per hour."""
+    from batchgen.report.text import render_report
+    from batchgen.report.usage import cost_of
+    from batchgen.run.reports import shown_rows
+
+    if price is not None:
+        content["cost"] = cost_of(content, price)
     if html is not None:
-        write_html(content, html, str(folder.absolute()), shown_rows(run_dir, content))
+        from batchgen.report.html import write_html
+
+        write_html(content, html, str(run_dir.path.absolute()), shown_rows(run_dir, content))
     if as_json:
         show(json.dumps(content, indent=2))
     elif html is None:
         show(render_report(content))
-        say_next("cat", folder)
-    return ExitCode.OK
+        say_next("cat", run_dir.path)
+
+
+def _compare(
+    run_dir: RunDir, content: dict[str, Any], other: Path, gates: Gates, html: Path | None, *, as_json: bool
+) -> None:
+    """Show a report beside that of another run, and judge the difference. Raises GateFailed, UsageError."""
+    from batchgen.output.rundir import RunDir
+    from batchgen.report.build import read_report_file
+    from batchgen.report.compare import check_gates, compare_reports, comparison_tables, render_comparison
+    from batchgen.run.reports import changed_rows, compared_answers, read_report, shown_rows
+
+    before = read_report_file(other) if other.is_file() else read_report(RunDir(other))
+    answers = None if other.is_file() else compared_answers(run_dir, RunDir(other))
+    comparison = compare_reports(content, before, gates, answers)
+    if html is not None:
+        from batchgen.report.html import write_html
+
+        tables = [*comparison_tables(comparison)]
+        tables += [changed_rows(run_dir, RunDir(other), answers["changed"])] if answers else []
+        write_html(content, html, str(run_dir.path.absolute()), [*tables, *shown_rows(run_dir, content)])
+    if as_json or html is None:
+        show(json.dumps(comparison, indent=2) if as_json else render_comparison(comparison))
+    check_gates(comparison)

@@ -31,8 +31,9 @@ from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 
 if TYPE_CHECKING:
-    from batchgen.run.invocation import Outcome, RunOptions
+    from batchgen.run.invocation import RunOptions
     from batchgen.run.loader import EngineFactory
+    from batchgen.run.outcome import Outcome
 
 _MIXED_HELP = "Go on with a run begun on another CPU type."
 
@@ -90,7 +91,7 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
 
 
 def _conclude(outcome: Outcome, values: dict[str, Any], folder: Path) -> int:
-    from batchgen.run.invocation import short
+    from batchgen.run.outcome import short
 
     if not values["quiet"] and not values["json_progress"]:  # a program reads the event "end" and the report
         for line in outcome.lines:

@@ -19,6 +19,8 @@ from batchgen.core.units import one_line, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("*.json", "*.jinja")
+WEIGHTS_FILES = ("*.safetensors", *TOKENIZER_FILES)
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

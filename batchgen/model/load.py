@@ -11,7 +11,7 @@ import torch
 
 from batchgen.core.errors import ModelError
 from batchgen.core.machine import SMALLER_SIZES, UNTRIED_DEVICES, memory_errors, physical_bytes
-from batchgen.core.model_files import is_gguf
+from batchgen.core.model_files import WEIGHTS_FILES, is_gguf
 from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
 from batchgen.kernels.cpu import build
@@ -27,7 +27,6 @@ from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
 _TRUNK = "model."
-_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -60,7 +59,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
-    model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
+    model = None if is_dummy(path) else resolve_model(path, revision, WEIGHTS_FILES)
     config = dummy_config(path) if model is None else read_config(model)
     lora = read_lora(resolve_adapter(adapter)) if adapter else None
     config = lora.added_to(config) if lora else config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import ModelError
-from batchgen.core.model_files import generation_eos_token_ids, is_gguf, read_object
+from batchgen.core.model_files import TOKENIZER_FILES, generation_eos_token_ids, is_gguf, read_object
 from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
@@ -154,4 +154,4 @@ def load_config(path: str, revision: str = "main") -> ModelConfig:
 
     Raises ModelError if it cannot be found, read, or run by this engine.
     """
-    return dummy_config(path) if is_dummy(path) else read_config(resolve_model(path, revision, ("*.json", "*.jinja")))
+    return dummy_config(path) if is_dummy(path) else read_config(resolve_model(path, revision, TOKENIZER_FILES))

@@ -95,9 +95,9 @@ def _lines_of(run_dir: RunDir, spec: JobSpec) -> Iterator[IndexedRow]:
     if spec.output.format == EXACT_FORMAT:
         yield from read_lines(run_dir.outputs(EXACT_FORMAT))
         return
-    kept = run_dir.kept_journal()
+    kept = run_dir.kept_job()
     if kept is None:
-        removed = f"the records of {run_dir.path} were in {run_dir.journal}, which was removed"
+        removed = f"the records of {run_dir.path} were in {run_dir.journals}, which was removed"
         raise StorageError(
             f"{removed}: read {run_dir.outputs(spec.output.format).name} itself, or run with --overwrite"
         )

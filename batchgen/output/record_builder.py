@@ -5,7 +5,7 @@ Pure functions from a row and its result to plain data, without any file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -19,11 +19,12 @@ from batchgen.core.batch_lines import url_of
 from batchgen.core.json_line import json_value
 from batchgen.core.keys import INT32_MAX
 from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
-from batchgen.output.scores import TokenScores, perplexity, scored_fields, vector_fields
+from batchgen.output.scores import perplexity, scored_fields, token_fields, vector_fields
 from batchgen.text.grammar_source import library
-from batchgen.text.reasoning import Reasoning
-from batchgen.text.stop_strings import Decode, cut_text
-from batchgen.text.tool_calls import ToolCalls
+from batchgen.text.reasoning import Reasoning, text_behind
+from batchgen.text.stop_strings import cut_text
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tool_calls import ToolCalls, tool_format
 
 _TIMINGS = tuple(item.name for item in fields(Timings))
 # Before usage and timings.
@@ -34,36 +35,26 @@ _DIGITS = 6  # of times
 
 
 class RecordBuilder:
-    """Makes the records of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text.
+    """Makes the records of one job. For a model without a ``tokenizer``, ids replace the text.
 
-    ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field. It counts
-    the thoughts of a row that has a budget of them.
-    ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer. ``tools`` reads the calls in answers of
-    rows for which the job asks that; None where the model's format is not known. ``labels`` are a classifier's.
-    ``max_model_len`` limits prompt and answer together.
+    ``labels`` are a classifier's; ``max_model_len`` limits prompt and answer together.
     """
 
     def __init__(
         self,
         spec: JobSpec,
-        decode: Decode | None,
-        reasoning: Reasoning | None = None,
-        text_behind: Callable[[str, Sequence[int], Sequence[int], str], str] | None = None,
-        tools: ToolCalls | None = None,
+        tokenizer: Tokenizer | None,
         labels: Sequence[str] = (),
-        token_bytes: Callable[[int], bytes | None] | None = None,
-        *,
         max_model_len: int = INT32_MAX,
     ) -> None:
         self._spec = spec
-        self._decode = decode
-        self._markers = reasoning
-        self._reasoning = reasoning if "reasoning" in spec.output.parse else None
-        self._text_behind = text_behind
-        self._tools = tools
-        self._reasoning_of_tools = Reasoning(tools.tokenizer) if tools else None
+        self._tokenizer = tokenizer
+        self._markers = Reasoning(tokenizer) if tokenizer else None
+        self._reasoning = self._markers if "reasoning" in spec.output.parse else None
+        form = tool_format(tokenizer) if tokenizer else None
+        self._tools = ToolCalls(tokenizer, form) if tokenizer and form else None
+        self._reasoning_of_tools = Reasoning(self._tools.tokenizer) if self._tools else None
         self._labels = labels
-        self._scores = TokenScores(decode, token_bytes)
         self.max_model_len = max_model_len
         self.num_unsearched = 0  # texts over which the regular expression for the answer takes too long
 
@@ -104,7 +95,7 @@ class RecordBuilder:
         if len(samples) > 1:
             payload["samples"] = samples
         if result.prompt_logprobs is not None:
-            payload["prompt_logprobs"] = self._scores.fields(result.prompt_logprobs)
+            payload["prompt_logprobs"] = token_fields(result.prompt_logprobs, self._tokenizer)
             payload["perplexity"] = perplexity(result.prompt_logprobs)
         return payload | self._kept(row.columns)
 
@@ -160,7 +151,7 @@ class RecordBuilder:
 
     def _taken(self, sample: Mapping[str, Any], params: SamplingParams, has_tools: bool) -> dict[str, Any] | None:
         """The fields of a sample that this job asks for; None where it lacks one."""
-        output, has_text = self._spec.output, self._decode is not None
+        output, has_text = self._spec.output, self._tokenizer is not None
         wanted = {
             "text": has_text,
             "reasoning": has_text and self._reasoning is not None,
@@ -222,8 +213,8 @@ class RecordBuilder:
     def _sample(self, sample: Sample, row: Row, tools: ToolCalls | None) -> dict[str, Any]:
         shaped: dict[str, Any] = {}
         is_complete = sample.is_complete
-        if self._decode is not None:
-            decode = tools.tokenizer.decode if tools else self._decode
+        if self._tokenizer is not None:
+            decode = tools.tokenizer.decode if tools else self._tokenizer.decode
             text = decode(sample.token_ids) if sample.stop is None else cut_text(decode, sample.token_ids, sample.stop)
             whole, thoughts = text, ""
             if splitter := self._reasoning_of_tools if tools else self._reasoning:
@@ -239,16 +230,16 @@ class RecordBuilder:
             shaped["text"] = thoughts + text
             if "json" in self._spec.output.parse:
                 marker = _marker(row.params.structured_outputs)
-                if marker and self._text_behind and not tools:
-                    text = self._text_behind(marker, row.prompt_token_ids, sample.token_ids, whole)
+                if marker and not tools:
+                    text = text_behind(self._tokenizer, marker, row.prompt_token_ids, sample.token_ids, whole)
                 shaped["parsed"] = None if is_complete is False else _json_or_none(text)
         shaped["finish_reason"] = str(sample.finish_reason)
         if is_complete is not None:
             shaped["complete"] = is_complete
-        if self._spec.output.token_ids or self._decode is None:
+        if self._spec.output.token_ids or self._tokenizer is None:
             shaped["token_ids"] = list(sample.token_ids)
         if sample.logprobs is not None:
-            shaped["logprobs"] = self._scores.fields(sample.logprobs)
+            shaped["logprobs"] = token_fields(sample.logprobs, self._tokenizer)
         return shaped | self._answer(shaped)
 
 

@@ -65,7 +65,7 @@ class RunDir:
         self.manifest = path / "job.json"
         self.errors = path / "errors.jsonl"  # failed rows; absent where there are none
         self.report = path / "report.json"
-        self.journal = path / "journal"  # a folder in it for each job that is begun and not finished
+        self.journals = path / "journal"  # a folder in it for each job that is begun and not finished
         self.spool = path / "input.spool"  # standard input, kept so that it can be read again
         self.lock_file = path / "run.lock"
         self._progress = path / PROGRESS_NAME
@@ -92,7 +92,7 @@ class RunDir:
     def owns(self, path: Path) -> bool:
         """Whether writing this run could replace or remove ``path``; an input must not be such a file."""
         root, target = self.path.resolve(), path.resolve()
-        files, folder = self._files, self.journal
+        files, folder = self._files, self.journals
         mine = [*files, *map(temporary_name, files), self.lock_file, folder, trash_name(folder)]
         return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in mine}
 
@@ -111,15 +111,15 @@ class RunDir:
             raise UsageError(f"output.path = {self.path}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
-        if self.journal.is_symlink() or self.journal.is_mount():
-            what = "a symbolic link" if self.journal.is_symlink() else "a mount point"
-            raise UsageError(f"{self.journal} is {what}: put the whole run there, as output.path, or remove it")
+        if self.journals.is_symlink() or self.journals.is_mount():
+            what = "a symbolic link" if self.journals.is_symlink() else "a mount point"
+            raise UsageError(f"{self.journals} is {what}: put the whole run there, as output.path, or remove it")
         if self.holder() is None:
             self.refuse_foreign_files()
 
     def refuse_foreign_files(self) -> None:
         """Raises UsageError if the folder holds files of a run but no ``job.json``: another program wrote them."""
-        if (foreign := self._foreign_files()) and not self.manifest.exists() and not self.journals():
+        if (foreign := self._foreign_files()) and not self.manifest.exists() and not self.begun_jobs():
             raise UsageError(
                 f"{self.path} holds {foreign[0].relative_to(self.path)} but no job.json: batchgen did not write it; "
                 "choose another output.path"
@@ -143,9 +143,9 @@ class RunDir:
             mine = [path for path in (*self._outputs, self.errors, self.report) if path.exists()]
             if self._progress.exists() and not _is_progress(self._progress):
                 mine.append(self._progress)
-            if self.journal.exists() and not self.journal.is_dir():
-                mine.append(self.journal)
-            return mine + [path for path in sorted(self.journal.glob("*")) if not _number(path)]
+            if self.journals.exists() and not self.journals.is_dir():
+                mine.append(self.journals)
+            return mine + [path for path in sorted(self.journals.glob("*")) if not _number(path)]
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
 
@@ -179,19 +179,19 @@ class RunDir:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"cannot read {self.manifest}: {why}; batchgen run --overwrite starts anew") from error
 
-    def journals(self) -> list[Begun]:
+    def begun_jobs(self) -> list[Begun]:
         """The jobs that have a folder in ``journal/``, the earliest first. Raises as ``read_manifest``."""
-        paths = [path for path in self.journal.glob("*") if _number(path) and path.is_dir()]
+        paths = [path for path in self.journals.glob("*") if _number(path) and path.is_dir()]
         read = [(path, RunDir(path).read_manifest()) for path in sorted(paths, key=lambda path: (_number(path), path))]
         return [Begun(path, manifest) for path, manifest in read if manifest is not None]
 
     def is_begun(self) -> bool:
         """Whether a run has written here, be it its progress alone. Raises as ``read_manifest``."""
-        return self.manifest.exists() or bool(self.journals()) or _is_progress(self._progress)
+        return self.manifest.exists() or bool(self.begun_jobs()) or _is_progress(self._progress)
 
     def unfinished(self) -> list[Begun]:
         """The jobs that were begun since the outputs appeared, the earliest first. Raises as ``read_manifest``."""
-        return [begun for begun in self.journals() if _number(begun.folder) > self._num_finished()]
+        return [begun for begun in self.begun_jobs() if _number(begun.folder) > self._num_finished()]
 
     def job(self) -> Manifest:
         """The job that the folder stands for: the last that was begun and is not finished, else that of its outputs.
@@ -204,15 +204,15 @@ class RunDir:
         job = manifests[-1].job
         return replace(manifests[-1], job={**job, "output": {**job["output"], "path": str(self.path)}})
 
-    def kept_journal(self) -> Begun | None:
+    def kept_job(self) -> Begun | None:
         """The job of the outputs with its rows, which are kept where the outputs are not exactly these."""
         last = self.read_manifest()
-        return next((begun for begun in self.journals() if last and begun.folder.name == last.journal), None)
+        return next((begun for begun in self.begun_jobs() if last and begun.folder.name == last.journal), None)
 
     def begin(self, manifest: Manifest) -> Begun:
         """Make the folder of a job that is begun, with its ``job.json``. Raises StorageError."""
-        number = 1 + max([self._num_finished(), *map(_number, self.journal.glob("*"))])
-        begun = Begun(self.journal / f"{number:04d}-{token_hex(4)}", manifest)
+        number = 1 + max([self._num_finished(), *map(_number, self.journals.glob("*"))])
+        begun = Begun(self.journals / f"{number:04d}-{token_hex(4)}", manifest)
         with storage_errors("begin a journal in", begun.folder):
             make_folder(begun.folder)
         self.write_begun(begun)
@@ -226,7 +226,7 @@ class RunDir:
         """Remove the folder of a job, so that it was never begun."""
         remove_folder(begun.folder)
         with suppress(OSError):
-            self.journal.rmdir()
+            self.journals.rmdir()
 
     def changed_files(self, manifest: Manifest, digests: Digests) -> list[str]:
         """The names of outputs and ``errors.jsonl`` that are not the files of the finished job ``manifest``.
@@ -266,9 +266,9 @@ class RunDir:
         for file in self._files:
             with suppress(OSError):
                 temporary_name(file).unlink(missing_ok=True)
-        for trash in (trash_name(self.journal), *self.journal.glob(".*")):
+        for trash in (trash_name(self.journals), *self.journals.glob(".*")):
             shutil.rmtree(trash, ignore_errors=True)
-        for path in self.journal.glob("*"):
+        for path in self.journals.glob("*"):
             if _number(path) and path.is_dir() and not (path / self.manifest.name).exists():
                 shutil.rmtree(path, ignore_errors=True)  # its job.json would have been its first file
         with suppress(UsageError, StorageError):
@@ -282,7 +282,7 @@ class RunDir:
         """
         for path in (*self._outputs, self.errors, self.report):
             remove_file(path)
-        remove_folder(self.journal)
+        remove_folder(self.journals)
         remove_file(self.manifest)
         with storage_errors("remove", self.spool):
             self.spool.unlink(missing_ok=True)
@@ -294,12 +294,12 @@ class RunDir:
         return _number(Path(manifest.journal)) if manifest else 0
 
     def _remove_finished(self, *, keeps_rows: bool) -> None:
-        last, kept = self._num_finished(), self.kept_journal() if keeps_rows else None
-        for path in [*self.journal.glob("*")]:
+        last, kept = self._num_finished(), self.kept_job() if keeps_rows else None
+        for path in [*self.journals.glob("*")]:
             if 0 < _number(path) <= last and not (kept and path == kept.folder):
                 remove_folder(path)
         with suppress(OSError):
-            self.journal.rmdir()
+            self.journals.rmdir()
 
 
 @contextmanager

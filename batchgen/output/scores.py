@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from batchgen.core.records import Result, TokenLogprob
-from batchgen.text.stop_strings import Decode
+from batchgen.text.tokenizer import Tokenizer
 
 _DIGITS = 6
 _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
 
 
-class TokenScores:
-    """Makes the fields of tokens with their log-probabilities; see ``RecordBuilder`` for its arguments."""
+def token_fields(tokens: Iterable[TokenLogprob], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there.
 
-    def __init__(self, decode: Decode | None, token_bytes: Callable[[int], bytes | None] | None) -> None:
-        self._decode = decode
-        self._token_bytes = token_bytes
+    ``bytes`` is beside the token where that is a part of a character, whose text does not tell them.
+    """
 
-    def fields(self, tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-        """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there.
+    def field(token_id: int, logprob: float) -> dict[str, Any]:
+        text = None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+        content = tokenizer.token_bytes(token_id) if tokenizer and text and "\ufffd" in text else None
+        part = {} if content is None else {"bytes": [*content]}
+        return {"token_id": token_id, "token": text, **part, "logprob": rounded(logprob)}
 
-        ``bytes`` is beside the token where that is a part of a character, whose text does not tell them.
-        """
-        return [
-            self._field(token.token_id, token.logprob) | {"top_logprobs": [self._field(*top) for top in token.top]}
-            for token in tokens
-        ]
-
-    def _field(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = None if self._decode is None else self._decode([token_id], skip_special_tokens=False)
-        content = self._token_bytes(token_id) if self._token_bytes and text and "\ufffd" in text else None
-        exact = {} if content is None else {"bytes": [*content]}
-        return {"token_id": token_id, "token": text, **exact, "logprob": rounded(logprob)}
+    return [
+        field(token.token_id, token.logprob) | {"top_logprobs": [field(*top) for top in token.top]} for token in tokens
+    ]
 
 
 def rounded(logprob: float) -> float:

@@ -22,9 +22,8 @@ from batchgen.core.structured import schema_of
 from batchgen.core.units import format_duration
 from batchgen.core.version import RESULTS
 from batchgen.input.columns import check_columns
-from batchgen.input.ids import UniqueIds, may_have_ids
+from batchgen.input.ids import RowValidator, UniqueIds, may_have_ids
 from batchgen.input.source import RowRange, open_source
-from batchgen.input.validator import RowValidator
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import (
@@ -38,9 +37,9 @@ from batchgen.plan.estimate import (
 )
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.distribution import PERCENTS, percentile
+from batchgen.run.earlier_results import EarlierResults, earlier_runs, rendered_at
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
-from batchgen.run.sources import Sources, earlier_runs, rendered_at
 from batchgen.run.stdin import stdin_as_file
 from batchgen.run.update import FolderJobs, inherited_numerics
 from batchgen.text.open_schemas import open_parts
@@ -76,30 +75,31 @@ def make_plan(
         check_columns(source.read(), spec, builder.finder)
         with ExitStack() as stack:
             ids = stack.enter_context(closing(UniqueIds(as_text=spec.output.has_text_ids)))
-            sources = stack.enter_context(closing(_sources(spec, model, run_dir, earlier, at)))
+            results = stack.enter_context(closing(_earlier_results(spec, model, run_dir, earlier, at)))
             validator = RowValidator(where, builder, ids, shard)
-            survey = Survey(validator, model.max_model_len, lambda row: sources.find(row)[0] is not None)
+            survey = Survey(validator, model.max_model_len, lambda row: results.find(row)[0] is not None)
             survey.take(rows.read())
     lengths = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     plan = _content(spec, model, survey, _forecast(spec, model, survey, lengths, calibrates=calibrates))
     if spec.output.reuse or earlier:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
-        plan["reuse"] = sources.lines
+        plan["reuse"] = results.lines
     return plan
 
 
-def _sources(
+def _earlier_results(
     spec: JobSpec, model: ModelInfo, run_dir: RunDir, earlier: Manifest | None, at: datetime | None
-) -> Sources:
+) -> EarlierResults:
     """The results that are there, computed as in the output folder; a run finds out whether this machine does."""
     runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)] + ([earlier] if earlier else [])
     digests = Digests(runs[-1].file_states if runs else None)
-    fingerprints: dict[str, Any] = {"model": model.fingerprint(digests) if runs else {}, "code": {"results": RESULTS}}
+    files = model.files.fingerprint(digests) if runs else {}
+    fingerprints: dict[str, Any] = {"model": files, "code": {"results": RESULTS}}
     if earlier and (numerics := inherited_numerics(earlier, spec)):
         fingerprints["numerics"] = numerics
     manifest = Manifest(spec.to_dict(), spec.output_keys(), fingerprints, rendered_at=at)
     builder, own = model.record_builder(spec), run_dir if earlier else None
-    return Sources(spec, manifest, builder, own, digests, prints_date=model.prints_date)
+    return EarlierResults(spec, manifest, builder, own, digests, prints_date=model.prints_date)
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from batchgen.core.records import Request, Row
+from batchgen.input.ids import RowValidator
 from batchgen.input.rows import chunked
-from batchgen.input.validator import RowValidator
 
 MAX_LISTED_BAD_ROWS = 10_000
 PREFIX_BLOCK = 32  # tokens: prefixes are compared in whole blocks, as a paged cache shares them

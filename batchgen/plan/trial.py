@@ -19,9 +19,8 @@ from batchgen.core.errors import UsageError
 from batchgen.core.records import Request, Row
 from batchgen.core.units import counted
 from batchgen.input.columns import check_columns
-from batchgen.input.ids import UniqueIds
+from batchgen.input.ids import RowValidator, UniqueIds
 from batchgen.input.source import open_source
-from batchgen.input.validator import RowValidator
 from batchgen.output.rundir import RunDir
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, read_model
 from batchgen.run.results import entry_of, failed_entry

@@ -66,7 +66,7 @@ class Backend:
 class RunContext:
     """Facts of a run at the time when its engine is loaded, so that workers elsewhere can load the same.
 
-    ``rendered_at`` is the time that chat templates print, ``weights`` are the digests of ``ModelInfo.fingerprint``,
+    ``rendered_at`` is the time that chat templates print, ``weights`` are the digests of ``ModelFiles.fingerprint``,
     ``digests`` those of files and their states (``Digests.to_plain``), ``numerics`` (see ``Backend``) those of its rows
     so far, None without any. ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to
     the user. ``may_mix_kernels`` says whether rows may come from other kernels too.

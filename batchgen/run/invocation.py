@@ -1,49 +1,42 @@
-"""One invocation of a job: options in, outcome out, and between them what surrounds the work on its rows.
+"""One invocation of a job: its options, and the parts of its work around an engine.
 
-That is: lock and sweep the run directory, listen for signals, show progress, load the engine, pass rows through it into
-the journal, and publish. Which rows run and how the outputs are written is left to the subclass in ``job``.
+That is: load the engine, pass rows through it into the journal, and publish. Which rows run, in what order all is done
+and how the outputs are written is decided in ``job``.
 """
 
 from __future__ import annotations
 
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from batchgen.config.job import JobSpec
 from batchgen.core.answers import MAX_CPU_S
-from batchgen.core.errors import (
-    BatchgenError,
-    ExitCode,
-    ResumeMismatch,
-    StorageError,
-    UsageError,
-)
+from batchgen.core.errors import BatchgenError, ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.machine import memory_errors
-from batchgen.core.records import Row
+from batchgen.core.records import Request, Row
 from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
-from batchgen.input.validator import RowValidator
+from batchgen.input.ids import RowValidator
+from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, without_kernels
 from batchgen.output.publish import Publication, open_destination
-from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
-from batchgen.report.advice import warnings
-from batchgen.report.facts import numerics_text, pace, samples_text
+from batchgen.output.rundir import Begun, RunDir
+from batchgen.report.facts import numerics_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
+from batchgen.run.outcome import Outcome
 from batchgen.run.progress import Progress
-from batchgen.run.reports import last_report
-from batchgen.run.requests import RequestStream
-from batchgen.run.results import ResultSink
-from batchgen.run.stop import Limits, Stopper, StopRequested
+from batchgen.run.results import Charge, ResultSink
+from batchgen.run.stop import Limits, Stopper
+
+_CLAIMED_ROWS = 4096  # at once where workers take rows: an fsync of their ids each, which may take 200 ms
+_SLOW_CHUNK_S = 2.0  # a chat template may take seconds per row, and a stop loses the chunk that it interrupts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +69,8 @@ class RunOptions:
             raise UsageError("--overwrite and --update exclude each other: one drops what is there, the other keeps it")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """End of an invocation: the exit code of the process, lines for the user, the report of a finished run.
-
-    ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect:
-    ``is_finished`` says whether the outputs are there.
-    """
-
-    exit_code: ExitCode
-    lines: tuple[str, ...]
-    report: Mapping[str, Any] | None = field(default=None, repr=False)
-    stop_reason: str | None = None
-    is_finished: bool = True
-
-
-class Invocation(ABC):
-    """Holds a run directory while ``execute`` works in it; to be executed once.
+class Invocation:
+    """A job with its run directory, progress and engine.
 
     ``manifest``, ``begun`` (where it is kept), ``digests`` (of input and model files) and ``model`` are set by the
     subclass before they are needed.
@@ -113,36 +91,16 @@ class Invocation(ABC):
         self.backend: Backend | None = None
         self._num_told = 0  # of its notes
         self.stopper = Stopper(options.limits, may_exit=options.may_exit)
-        self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
-
-    @memory_errors("running this job")
-    def execute(self) -> Outcome:
-        """Do the work of the subclass under the lock, up to its end or a request to stop."""
-        with self.stopper.listening(), tidy_on_refusal(self.run_dir.path):
-            self.run_dir.create()
-            with self.run_dir.lock():
-                self.run_dir.sweep()
-                try:
-                    with self.progress, self.stopper.interruptible():
-                        outcome = self.work()
-                        self.progress.finish(outcome.report or last_report(self.run_dir))
-                except StopRequested:
-                    outcome = self.stopped()
-                finally:
-                    if self.backend is not None:
-                        self.backend.close()
-        return replace(outcome, stop_reason=self.stopper.reason)
-
-    @abstractmethod
-    def work(self) -> Outcome:
-        """Begin, resume, or find that all is done."""
+        display = make_display(options.progress, options.heartbeat_s)
+        self.progress = Progress(run_dir.path, display, self.stopper)
+        self.note = display.note  # shows a line to the user
 
     def load(self) -> Backend:
         """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
         if self.backend is None:
             with self.progress.phase("loading the model", "load"):
                 self.backend = self.engine_factory(self.spec, replace(self.model, context=self._context()))
-                self.model.check_unchanged(self.digests)
+                self.model.files.check_unchanged(self.digests)
             with self.progress.phase("compiling kernels for this machine, once", "load"):
                 self.backend.prepare()
             self._tell_notes(self.backend)
@@ -151,7 +109,7 @@ class Invocation(ABC):
     def _tell_notes(self, backend: Backend) -> None:
         """Show what the engine has noted since the last call: it may find out late that it must go slower."""
         for line in backend.notes[self._num_told :]:
-            self.progress.display.note(line)
+            self.note(line)
         self._num_told = len(backend.notes)
 
     def _context(self) -> RunContext:
@@ -162,7 +120,7 @@ class Invocation(ABC):
             self.digests.to_plain(),
             fingerprints.get("numerics"),
             self.progress.rows_total,
-            self.progress.display.note,
+            self.note,
             self.options.allow_mixed_kernels,
         )
 
@@ -189,7 +147,7 @@ class Invocation(ABC):
             engine = backend.engine
             if backend.takes_rows:
                 stream.gives_rows = True
-                first = replace(stream.pending[first.key], output_token_ids=first.output_token_ids)
+                first = stream.pending[first.key]
             try:
                 with self.progress.generating(backend), self.stopper.drain_with(engine.stop):
                     for result in engine.run(chain([first], tasks)):
@@ -208,7 +166,7 @@ class Invocation(ABC):
                 journal.save_partials(engine.unfinished())
         if num_unsearched := record_builder.num_unsearched:
             which = f"eval.extract takes more than {MAX_CPU_S:g} s over {counted(num_unsearched, 'text')}"
-            self.progress.display.note(f"{which}, whose answer is null now: give an expression with less repetition")
+            self.note(f"{which}, whose answer is null now: give an expression with less repetition")
         journal.commit()
         return stream.is_exhausted and not stream.pending
 
@@ -251,31 +209,6 @@ class Invocation(ABC):
         """Put the numerics that rows are computed with into the manifest."""
         self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
 
-    def finished(self, report: Mapping[str, Any]) -> Outcome:
-        """The outcome of a finished run."""
-        self.progress.finish(report)
-        self.progress.keep_file(False)
-        rows, num_copies = report["rows"], report["duplicates"]
-        copies = f" ({num_copies:,} as copies)" if num_copies else ""
-        if num_kept := report.get("reused", {}).get("rows", 0):
-            computed = f"{counted(rows['done'] - num_kept, 'row')} computed"
-            lines = [f"{counted(rows['done'], 'row')} done, {num_kept:,} of them kept"]
-        else:
-            computed, lines = f"{counted(rows['done'], 'row')} done", []
-        lines.append(f"{computed}{copies}, {pace(report)}")
-        if rows["failed"]:
-            codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
-            lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(self.run_dir.errors)}")
-        accuracy = report.get("accuracy")
-        if accuracy and accuracy["total"]:
-            share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
-            lines.append(", ".join([f"exact match {share}", *samples_text(accuracy)]))
-        lines += warnings(report)
-        if not rows["total"]:
-            lines.append("warning: the input has no rows")
-        lines.append(f"outputs in {short(self.run_dir.outputs(self.spec.output.format))}")
-        return Outcome(ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK, tuple(lines), report)
-
     def claim(self) -> None:
         """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""
         if self.spec.output.publish:
@@ -300,28 +233,54 @@ class Invocation(ABC):
     def _publication(self) -> Publication:
         return Publication(open_destination(self.spec.output.publish), self.run_dir, self.manifest)
 
-    def stopped(self) -> Outcome:
-        """The outcome of an early stop, by request or because too many rows failed."""
-        self.progress.stop()
-        sink, reason, advice = self.progress.sink, self.stopper.reason or "", self.stopper.advice
-        if sink is None:
-            lines: tuple[str, ...] = (f"stopped ({reason}) before the first row; {advice}",)
-            return Outcome(ExitCode.STOPPED, lines, is_finished=False)
-        if self.stopper.exit_code == ExitCode.ROWS_FAILED:
-            is_first = not self.run_dir.manifest.exists()
-            where = f"see {short(self.run_dir.errors)}" if is_first else "the files are still those of the job before"
-            return Outcome(ExitCode.ROWS_FAILED, (f"stopped: {reason}", f"{where}; {advice}"), is_finished=False)
-        total = "" if self.progress.rows_total is None else f" of {self.progress.rows_total:,}"
-        rows = f"{sink.num_done + sink.num_failed:,}{total} rows finished"
-        if sink.journal.partials:
-            rows += f", {len(sink.journal.partials):,} half done and saved"
-        return Outcome(ExitCode.STOPPED, (f"stopped ({reason}): {rows}; {advice}",), is_finished=False)
 
+class RequestStream:
+    """The requests of one invocation, read and made in chunks as the engine asks for them.
 
-def short(path: Path) -> str:
-    """A path relative to the working directory, where that is shorter."""
-    try:
-        relative = os.path.relpath(path)
-    except OSError:  # the working directory is gone
-        return str(path)
-    return relative if not relative.startswith("..") else str(path)
+    Memory does not grow with the input. Where workers make rows into requests, it yields rows whose ids are claimed.
+    ``pending`` holds the rows that are with the engine, by index. ``is_exhausted`` says that the input has no more
+    rows. Once ``gives_rows`` is set, ``tasks`` yields rows. Reading, checking and tokenizing are charged to "read".
+    """
+
+    def __init__(self, sink: ResultSink, validator: RowValidator, stopper: Stopper, charge: Charge) -> None:
+        self._sink = sink
+        self._validator = validator
+        self._stopper = stopper
+        self._charge = charge
+        self.pending: dict[int, Row] = {}
+        self.is_exhausted = False
+        self.gives_rows = False
+
+    def tasks(self, rows: Iterable[Row]) -> Iterator[Request | Row]:
+        """The requests of ``rows`` in order, with the tokens of earlier invocations; ends early on a stop."""
+        max_rows = 1
+        chunks = chunked(rows, lambda: max_rows)
+        while not self._stopper.requested:
+            began_at = time.monotonic()
+            with self._charge("read"):
+                chunk = [self._begun(row) for row in next(chunks, [])]
+                claimed = ((row, None) for row in self._validator.claim(chunk))
+                answers = claimed if self.gives_rows else self._validator.validate(chunk)
+                answer = next(answers, None)
+            limit = _CLAIMED_ROWS if self.gives_rows else CHUNK_ROWS
+            max_rows = min(2 * max_rows, limit) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
+            if not chunk:
+                self.is_exhausted = True
+                return
+            if answer is not None:  # without rows left the run is over, whatever its error rate
+                self._sink.check_error_rate(self._stopper)
+            num_read = self._sink.journal.done.num_below(chunk[-1].index + 1)
+            self._sink.num_read = max(self._sink.num_read, num_read)
+            while answer is not None and not self._stopper.requested:
+                row, request = answer
+                if row.error is not None:
+                    self._sink.fail(row)
+                else:
+                    self.pending[row.key] = row
+                    yield request or row
+                with self._charge("read"):
+                    answer = next(answers, None)
+
+    def _begun(self, row: Row) -> Row:
+        tokens = self._sink.journal.partials.get(row.key, ())
+        return replace(row, output_token_ids=tokens) if tokens else row

@@ -15,25 +15,27 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, StorageError, UsageError
+from batchgen.core.machine import memory_errors
 from batchgen.core.shard import WHOLE
 from batchgen.core.units import counted
 from batchgen.core.version import RESULTS
 from batchgen.input.columns import check_columns
-from batchgen.input.ids import UniqueIds, may_have_ids
+from batchgen.input.ids import RowValidator, UniqueIds, may_have_ids, rebuild_ids
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.source import RowRange, Source, open_source
-from batchgen.input.validator import RowValidator, rebuild_ids
 from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
-from batchgen.output.rundir import Begun, RunDir
+from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
-from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
+from batchgen.run.earlier_results import EarlierResults, earlier_runs, refuse_own_rows, rendered_at
+from batchgen.run.invocation import Invocation, RunOptions
 from batchgen.run.loader import EngineFactory, read_model
-from batchgen.run.reports import has_failed_rows, job_facts, journal_totals
+from batchgen.run.outcome import Outcome, already_done, announcement, finished, stopped
+from batchgen.run.reports import job_facts, journal_totals, last_report
 from batchgen.run.results import ResultSink
-from batchgen.run.sources import Sources, earlier_runs, refuse_own_rows, rendered_at
 from batchgen.run.stdin import StdinCopy
+from batchgen.run.stop import StopRequested
 from batchgen.run.update import FolderJobs, inherited_numerics, take_over
 
 _SHARDS_DATE = (
@@ -69,8 +71,25 @@ class _Job(Invocation):
         self.lines = lines
         self.stdin: StdinCopy | None = None
 
-    def work(self) -> Outcome:
-        """Run what is left of the job; see ``run_job``."""
+    @memory_errors("running this job")
+    def execute(self) -> Outcome:
+        """Run what is left of the job under the lock, up to its end or a request to stop; see ``run_job``."""
+        with self.stopper.listening(), tidy_on_refusal(self.run_dir.path):
+            self.run_dir.create()
+            with self.run_dir.lock():
+                self.run_dir.sweep()
+                try:
+                    with self.progress, self.stopper.interruptible():
+                        outcome = self._work()
+                        self.progress.finish(outcome.report or last_report(self.run_dir))
+                except StopRequested:
+                    outcome = self._stopped()
+                finally:
+                    if self.backend is not None:
+                        self.backend.close()
+        return replace(outcome, stop_reason=self.stopper.reason)
+
+    def _work(self) -> Outcome:
         with ExitStack() as stack:
             self._look_around()
             if self.spec.input.path == ("-",):
@@ -90,12 +109,12 @@ class _Job(Invocation):
             self.claim()
             self.builder = self.model.builder(self.spec)
             self.begun = self._begin(source) if mine is None else self._go_on(mine)
-            sources = None if self.begun.manifest.taken else self._sources()
-            with closing(sources) if sources is not None else ExitStack():
+            earlier = None if self.begun.manifest.taken else self._earlier_results()
+            with closing(earlier) if earlier is not None else ExitStack():
                 journal = stack.enter_context(closing(Journal.open(self.begun.folder, self.options.shard)))
                 for line in journal.recovery:
-                    self.progress.display.note(line)
-                return self._finish_rows(source, journal, sources, is_resumed=mine is not None)
+                    self.note(line)
+                return self._finish_rows(source, journal, earlier, is_resumed=mine is not None)
 
     def _look_around(self) -> None:
         """Find the jobs of the run directory, unless this one starts anew. Raises UsageError."""
@@ -103,7 +122,7 @@ class _Job(Invocation):
             refuse_own_rows(self.spec)
             self.run_dir.refuse_foreign_manifest()
         self.jobs = FolderJobs(self.run_dir, starts_anew=self.options.overwrite)
-        if not (self.run_dir.manifest.exists() or self.run_dir.journal.exists()):
+        if not (self.run_dir.manifest.exists() or self.run_dir.journals.exists()):
             self.progress.begin_anew()
         self.digests = self.jobs.digests()
 
@@ -113,9 +132,7 @@ class _Job(Invocation):
             source = self._open_source()
             for item in self.spec.input.path if self.jobs.current is None else ():
                 if item.startswith("hf:/"):
-                    self.progress.display.note(
-                        f"the input {item} is a folder on this machine, not a dataset of the Hub"
-                    )
+                    self.note(f"the input {item} is a folder on this machine, not a dataset of the Hub")
             for path in source.paths:
                 if self.run_dir.owns(path):
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
@@ -124,7 +141,7 @@ class _Job(Invocation):
         with self.progress.phase("reading standard input", "read"):
             spool = self.stdin.path if self.options.keeps_stdin else self.stdin.read(is_resumed=is_resumed)
         if is_resumed and spool in (None, self.run_dir.spool) and not self.options.keeps_stdin:
-            self.progress.display.note("stdin is empty: using the rows saved at the first start")
+            self.note("stdin is empty: using the rows saved at the first start")
         return self._open_source(spool) if spool is not None and spool.is_file() else None
 
     def _open_source(self, path: Path | None = None) -> Source:
@@ -148,7 +165,7 @@ class _Job(Invocation):
         with self.progress.phase("finding the model", "load"):
             self.model = read_model(self.spec, printed_at)
         if current is None and (hint := self.model.recommended_hint(self.spec)):
-            self.progress.display.note(hint)
+            self.note(hint)
         self.spec = self.model.resolved(self.spec)
         with self.progress.phase("checking the input", "read"):
             rows: dict[str, Any] = current.fingerprints["input"] if current is not None and source is None else {}
@@ -157,7 +174,7 @@ class _Job(Invocation):
                 if self.stdin is not None:
                     rows = {"files": [{**file, "file": "-"} for file in rows["files"]]}
         with self.progress.phase("checking the model", "load"):
-            model = self.model.fingerprint(self.digests)
+            model = self.model.files.fingerprint(self.digests)
         self.manifest = Manifest(
             job=self.spec.to_dict(),
             output_keys=self.spec.output_keys(),
@@ -170,19 +187,14 @@ class _Job(Invocation):
 
     def _already_done(self, last: Manifest) -> Outcome:
         """Complete what a kill just after the outputs appeared has left undone."""
-        changed = self.jobs.edited(self.digests)
+        edited = self.jobs.edited(self.digests)
         self.manifest = last
         self.progress.keep_file(bool(self.run_dir.unfinished()), is_idle=True)
+        states = replace(last, file_states=self.digests.to_plain())  # so that the next start need not read the files
         with suppress(StorageError):  # the disk may be full by now
-            self._keep_file_states(last)
-        outputs = short(self.run_dir.outputs(self.spec.output.format))
-        edited = f"{', '.join(changed)} was edited since; " if changed else ""
-        line = f"already done: outputs in {outputs}; {edited}--overwrite runs it anew"
-        if not has_failed_rows(self.run_dir):
-            return self.published(Outcome(ExitCode.OK, (line,)))
-        failed = f"some rows failed: see {short(self.run_dir.errors)}; mend them in the input and run again"
-        more = "--update runs failed rows again as they are"
-        return self.published(Outcome(ExitCode.ROWS_FAILED, (line, f"{failed}, or {more}")))
+            if states != last:
+                self.run_dir.write_manifest(states)
+        return self.published(already_done(self.run_dir, self.spec.output.format, edited))
 
     def _begin(self, source: Source) -> Begun:
         """Begin the job: see that it can run, and make its journal.
@@ -191,7 +203,7 @@ class _Job(Invocation):
         one the job computes as the one before, which is looked at once a row needs the weights.
         """
         for line in check_columns(source.read(), self.spec, self.builder.finder):
-            self.progress.display.note(line)
+            self.note(line)
         self.model.refuse_as_target(self.run_dir)
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
             self._count(self._rows(source, None))
@@ -210,7 +222,7 @@ class _Job(Invocation):
         begun = self.run_dir.begin(self.manifest)
         self.progress.go_on(begun.folder.name)
         if self.options.shard != WHOLE and self.model.prints_date:
-            self.progress.display.note(_SHARDS_DATE)
+            self.note(_SHARDS_DATE)
         return begun
 
     def _go_on(self, mine: Begun) -> Begun:
@@ -228,23 +240,25 @@ class _Job(Invocation):
             taken=before.taken and not (has_more and self.spec.output.reuse),
         )
         for line in () if mine.is_whole else compare(before, self.manifest).allowed:
-            self.progress.display.note(f"resuming with {line}")
+            self.note(f"resuming with {line}")
         self.progress.go_on(mine.folder.name)
         return Begun(mine.folder, self.manifest)
 
-    def _sources(self) -> Sources:
+    def _earlier_results(self) -> EarlierResults:
         """The results that rows can be taken from; those of a folder that starts anew were dropped."""
         own = self.run_dir if self.jobs.current else None
         builder, prints_date = self.model.record_builder(self.spec), self.model.prints_date
         with self.progress.phase("reading earlier results", "read"):
-            sources = Sources(
+            earlier = EarlierResults(
                 self.spec, self.manifest, builder, own, self.digests, mine=self.begun.folder, prints_date=prints_date
             )
-        for line in sources.lines:
-            self.progress.display.note(line)
-        return sources
+        for line in earlier.lines:
+            self.note(line)
+        return earlier
 
-    def _finish_rows(self, source: Source, journal: Journal, sources: Sources | None, *, is_resumed: bool) -> Outcome:
+    def _finish_rows(
+        self, source: Source, journal: Journal, earlier: EarlierResults | None, *, is_resumed: bool
+    ) -> Outcome:
         """Keep what is there, generate what the journal lacks, then write the outputs."""
         num_rows = self.manifest.num_rows
         if num_rows is not None and journal.done.covers(num_rows):  # but for damage, it held them all
@@ -254,34 +268,34 @@ class _Job(Invocation):
         source = self._reopened(source)
         rows = self._rows(source, journal)
         with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
-            validator = self._validator(ids)
+            validator = RowValidator(self.spec.input, self.builder, ids, self.options.shard)
             if len(journal.done):
                 self._restore_ids(source, journal, validator)
             if is_resumed:
                 self.write_begun(self.manifest)
-            if sources is not None:
-                self._take_over(sources, rows, validator, journal)
+            if earlier is not None:
+                self._take_over(earlier, rows, validator, journal)
                 if self.stopper.requested:
-                    return self.stopped()
+                    return self._stopped()
             if self.stdin is not None:
                 self.stdin.keep()
                 source = rows.source = self._reopened(source)
             self._count(rows)
-            progress.display.note(self._announcement(journal))
+            self.note(announcement(self.run_dir, self.options.shard, progress.rows_total, len(journal.done)))
             if not self.generate(rows.read(), validator, journal):
                 if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
                     write_errors(self.run_dir, self.begun, self.spec, journal)
-                return self.stopped()
+                return self._stopped()
         source.check_unchanged()
         self.manifest = replace(self.manifest, file_states=self.digests.to_plain())
         return self._finish(journal, rows.num_rows)
 
-    def _take_over(self, sources: Sources, rows: RowRange, validator: RowValidator, journal: Journal) -> None:
+    def _take_over(self, earlier: EarlierResults, rows: RowRange, validator: RowValidator, journal: Journal) -> None:
         """Keep the rows whose results are there. Raises UsageError where too much would be lost unasked."""
-        if len(sources):
+        if len(earlier):
             builder, template = self.model.record_builder(self.spec), self.builder.finder.template
             sink = ResultSink(journal, builder, None, self.progress.clock.on, template)
-            counts = take_over(sources, rows, validator, sink, self.progress)
+            counts = take_over(earlier, rows, validator, sink, self.progress)
             if self.stopper.requested:
                 return
             if not self.options.update and (why := self.jobs.losses(counts, self.manifest, self.spec)):
@@ -290,7 +304,7 @@ class _Job(Invocation):
                 self.progress.keep_file(False)
                 raise UsageError(f"{self.run_dir.path}: {why}: --update goes on, or mend the input")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
-            self.progress.display.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
+            self.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
         self.write_begun(replace(self.manifest, taken=True))
 
     def _count(self, rows: RowRange) -> None:
@@ -303,12 +317,6 @@ class _Job(Invocation):
         if may_have_ids(self.spec.input):
             with self.progress.phase("reading ids again", "read"):
                 rebuild_ids(source.read(), max(journal.done), validator)
-
-    def _keep_file_states(self, manifest: Manifest) -> None:
-        """Save what is known of the files by now, so that the next start need not read them."""
-        updated = replace(manifest, file_states=self.digests.to_plain())
-        if updated != manifest:
-            self.run_dir.write_manifest(updated)
 
     def _finish(self, journal: Journal, num_rows: int) -> Outcome:
         """Write the outputs and the report; then the folder's ``job.json`` names them, and the journals go."""
@@ -323,20 +331,16 @@ class _Job(Invocation):
             journal.close()
             keeps_rows = self.spec.output.format != EXACT_FORMAT
             self.manifest = self.run_dir.finish(self.begun, self.digests, keeps_rows=keeps_rows)
-        return self.published(self.finished(report))
+        self.progress.finish(report)
+        self.progress.keep_file(False)
+        return self.published(finished(self.run_dir, self.spec.output.format, report))
+
+    def _stopped(self) -> Outcome:
+        self.progress.stop()
+        return stopped(self.run_dir, self.progress)
 
     def _rows(self, source: Source, journal: Journal | None) -> RowRange:
         rows = RowRange(source, self.options.shard, has_ids=may_have_ids(self.spec.input))
         if journal is not None:
             rows.done, rows.start = journal.done, journal.resume_cursor
         return rows
-
-    def _validator(self, ids: UniqueIds) -> RowValidator:
-        return RowValidator(self.spec.input, self.builder, ids, self.options.shard)
-
-    def _announcement(self, journal: Journal) -> str:
-        finished = len(journal.done)
-        total = "rows" if self.progress.rows_total is None else counted(self.progress.rows_total, "row")
-        part = "" if self.options.shard == WHOLE else f" of shard {self.options.shard}"
-        resumed = f", {finished:,} of them finished already" if finished else ""
-        return f"{total}{part} into {short(self.run_dir.path)}{resumed}"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -16,15 +15,16 @@ from typing import Any
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.config.sampling import ParamError, merge_params, recommended_values
 from batchgen.core.errors import ModelError, UsageError
-from batchgen.core.fingerprint import Digests, FileState
+from batchgen.core.fingerprint import FileState
 from batchgen.core.machine import require_address_space
-from batchgen.core.model_files import ADAPTER_FILES, is_gguf, model_files, tokenizer_folder
+from batchgen.core.model_files import ADAPTER_FILES, TOKENIZER_FILES, WEIGHTS_FILES, is_gguf, tokenizer_folder
 from batchgen.core.model_location import resolve_model
 from batchgen.core.records import SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import Embedded
 from batchgen.model.adapter.settings import Lora, doubts, read_lora, resolve_adapter
 from batchgen.model.config import ModelConfig
+from batchgen.model.files import ModelFiles, file_states
 from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.vector_files import VectorFiles, read_vector_files
 from batchgen.output.record_builder import RecordBuilder
@@ -35,20 +35,16 @@ from batchgen.run.vectors import pooler, with_embedding
 from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import library
-from batchgen.text.reasoning import Reasoning, text_behind
+from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.tool_calls import FAMILIES, ToolCalls, tool_format
-
-_TOKENIZER_PATTERNS = ("*.json", "*.jinja")
-_MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
+from batchgen.text.tool_calls import FAMILIES, tool_format
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model without its weights. Without a ``tokenizer``, rows must hold token ids.
 
-    ``read_states`` are the states of the config, tokenizer and adapter files just before they were read.
     ``vectors`` is how the checkpoint makes vectors; ``recommended`` are the sampling values of its
     generation_config.json, None without one.
     """
@@ -56,10 +52,7 @@ class ModelInfo:
     config: ModelConfig
     tokenizer: Tokenizer | None
     max_model_len: int
-    path: str
-    folder: Path | None  # or GGUF file; None for a dummy
-    tokenizer_folder: Path | None  # if it is not the model's own
-    read_states: Mapping[Path, FileState]
+    files: ModelFiles
     vectors: VectorFiles = VectorFiles()  # noqa: RUF009 - it is frozen
     recommended: Mapping[str, Any] | None = None
     lora: Lora | None = None
@@ -67,45 +60,10 @@ class ModelInfo:
     context: RunContext = RunContext()  # noqa: RUF009 - it is frozen
 
     @property
-    def parts(self) -> list[tuple[str, Path, tuple[str, ...]]]:
-        """Parts of the model, each with its folder and the patterns of its files; the model's own has no name."""
-        parts = [
-            ("", self.folder, _MODEL_PATTERNS),
-            ("tokenizer", self.tokenizer_folder, _TOKENIZER_PATTERNS),
-            ("adapter", self.lora.folder if self.lora else None, ADAPTER_FILES),
-            *((f"dense{i}", layer.folder, _MODEL_PATTERNS) for i, layer in enumerate(self.vectors.dense)),
-        ]
-        return [(name, folder, patterns) for name, folder, patterns in parts if folder is not None]
-
-    def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """Digests of the model's files, so that the same files elsewhere are the same model.
-
-        Reads every file of unknown digest from end to end. Raises UsageError if one cannot be read, ModelError if one
-        has changed since this model was read.
-        """
-        digest_of: dict[str, Any] = {"weights": self.path} if self.folder is None else {}
-        for name, folder, patterns in self.parts:
-            files = {path.name: digests.digest(path) for path in model_files(folder, patterns)}
-            digest_of |= {name: files} if name else files
-        for path, state in self.read_states.items():
-            if digests.state(path) != state:
-                raise _changed(path)
-        return digest_of
-
-    @property
     def prints_date(self) -> bool:
         """Whether the chat template may print the time at which it is rendered."""
         template = self.tokenizer and self.tokenizer.chat_template
         return bool(template and "strftime_now" in template.names)
-
-    def check_unchanged(self, digests: Digests) -> None:
-        """Raises ModelError if a file may have changed since its digest was taken: it may have been loaded changed."""
-        for _, folder, patterns in self.parts:
-            for path in model_files(folder, patterns):
-                with suppress(OSError):
-                    if digests.state(path) == FileState.of(path):
-                        continue
-                raise _changed(path)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -141,7 +99,7 @@ class ModelInfo:
 
     def refuse_as_target(self, run_dir: RunDir) -> None:
         """Raises UsageError if the run would write into the folder of its model or tokenizer."""
-        for _, folder, _ in self.parts:
+        for _, folder, _ in self.files.parts:
             if folder.resolve() == run_dir.path.resolve():
                 raise UsageError(f"output.path = {run_dir.path} is the model's own folder; choose another one")
             if run_dir.owns(folder):
@@ -171,13 +129,7 @@ class ModelInfo:
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
         """Builder of output records from this model's results."""
-        longest = self.max_model_len
-        if self.tokenizer is None:
-            return RecordBuilder(spec, None, labels=self.config.labels, max_model_len=longest)
-        form = tool_format(self.tokenizer)
-        tools = ToolCalls(self.tokenizer, form) if form else None
-        rest = (partial(text_behind, self.tokenizer), tools, self.config.labels, self.tokenizer.token_bytes)
-        return RecordBuilder(spec, self.tokenizer.decode, Reasoning(self.tokenizer), *rest, max_model_len=longest)
+        return RecordBuilder(spec, self.tokenizer, self.config.labels, self.max_model_len)
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
@@ -191,26 +143,41 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
     model = spec.model
     states: dict[Path, FileState] = {}
     if not is_dummy(model.path):
-        states |= _states(resolve_model(model.path, model.revision, _TOKENIZER_PATTERNS))
+        states |= file_states(resolve_model(model.path, model.revision, TOKENIZER_FILES))
     config, lora = load_config(model.path, model.revision), None
     if model.adapter:
         adapter = resolve_adapter(model.adapter)
-        states |= _states(adapter, ADAPTER_FILES)
+        states |= file_states(adapter, ADAPTER_FILES)
         lora = read_lora(adapter)
         config = lora.added_to(config)
-    folder = None if is_dummy(model.path) else resolve_model(model.path, model.revision, _MODEL_PATTERNS)
-    tokenizer, own_tokenizer_folder = None, None
-    template = spec.input.chat_template if spec.input.chat_template not in ("auto", "none") else None
+    folder = None if is_dummy(model.path) else resolve_model(model.path, model.revision, WEIGHTS_FILES)
+    other = None
     if model.tokenizer:
-        revision = "main"  # model.revision is that of the model's own repository
-        own_tokenizer_folder = resolve_model(model.tokenizer, revision, _TOKENIZER_PATTERNS)
-        states = _states(own_tokenizer_folder) | states
-        tokenizer = Tokenizer.load(own_tokenizer_folder, now, config.vocab_size, template)
-    elif folder is not None and (tokenizer_folder(folder) / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.load(tokenizer_folder(folder), now, config.vocab_size, template)
-    elif folder is not None and is_gguf(folder):
+        other = resolve_model(model.tokenizer, "main", TOKENIZER_FILES)  # model.revision is that of the model's own
+        states = file_states(other) | states
+    tokenizer = _read_tokenizer(spec, folder, other, now, config.vocab_size)
+    vectors = VectorFiles() if folder is None or is_gguf(folder) else read_vector_files(folder)
+    dense = tuple(layer.folder for layer in vectors.dense)
+    files = ModelFiles(model.path, folder, other, lora.folder if lora else None, dense, states)
+    recommended = None if folder is None else _recommended(spec, tokenizer_folder(folder))
+    info = ModelInfo(config, tokenizer, _max_model_len(spec, config), files, vectors, recommended, lora)
+    if tokenizer is None:
+        return info
+    return replace(info, grammars=Grammars(tokenizer, config.vocab_size, sorted(info.eos_token_ids)))
+
+
+def _read_tokenizer(
+    spec: JobSpec, model: Path | None, other: Path | None, now: datetime | None, vocab_size: int
+) -> Tokenizer | None:
+    """The tokenizer of the folder ``other``, or the model's own. Raises UsageError if the job needs another, or one."""
+    tokenizer = None
+    template = spec.input.chat_template if spec.input.chat_template not in ("auto", "none") else None
+    folder = other if other or model is None else tokenizer_folder(model)
+    if folder is not None and (other or (folder / "tokenizer.json").is_file()):
+        tokenizer = Tokenizer.load(folder, now, vocab_size, template)
+    elif model is not None and is_gguf(model):
         try:
-            tokenizer = read_gguf_tokenizer(folder, now, template)
+            tokenizer = read_gguf_tokenizer(model, now, template)
         except ModelError:
             if spec.input.prompt_token_ids is None:
                 raise
@@ -222,18 +189,10 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         raise UsageError(
             f"output.parse: neither tokenizer nor chat template shows how this model calls tools ({FAMILIES})"
         )
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        sizes = f"{tokenizer.vocab_size} tokens, the model {vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
-    longest = _max_model_len(spec, config)
-    recommended = None if folder is None else _recommended(spec, tokenizer_folder(folder))
-    is_folder = folder is not None and not is_gguf(folder)
-    vectors = read_vector_files(folder) if folder is not None and is_folder else VectorFiles()
-    parts = (config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
-    info = ModelInfo(*parts, vectors, recommended, lora)
-    if tokenizer is None:
-        return info
-    return replace(info, grammars=Grammars(tokenizer, config.vocab_size, sorted(info.eos_token_ids)))
+    return tokenizer
 
 
 def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
@@ -286,7 +245,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
         notes.append(
             "lm_head of this checkpoint is not its embedding, though its config says that they are tied: it is used"
         )
-    notes += doubts(info.lora, info.path, info.folder)
+    notes += doubts(info.lora, info.files.name, info.files.weights)
 
     def prepare() -> None:
         build.finish(*kernels)
@@ -335,16 +294,3 @@ def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
         trained = config.max_position_embeddings
         raise UsageError(f"engine.max_model_len = {wanted}: the model was trained for {trained} tokens at most")
     return wanted
-
-
-def _states(folder: Path, patterns: tuple[str, ...] = _TOKENIZER_PATTERNS) -> dict[Path, FileState]:
-    """The states of the config and tokenizer files, or others. Raises UsageError if one cannot be read."""
-    files = model_files(folder, patterns)
-    try:
-        return {path: FileState.of(path) for path in files}
-    except OSError as error:
-        raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def _changed(path: Path) -> ModelError:
-    return ModelError(f"{path} has changed while the model was loaded; run again when nothing writes to it any more")

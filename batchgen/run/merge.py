@@ -29,8 +29,8 @@ from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
+from batchgen.run.earlier_results import is_between
 from batchgen.run.reports import journal_totals, read_report
-from batchgen.run.sources import is_between
 
 _SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes")
 
@@ -62,9 +62,9 @@ class _Shard:
             for index, line in read_errors(self.run_dir):
                 yield _entry(index, "error", line)
             return
-        kept = self.run_dir.kept_journal()
+        kept = self.run_dir.kept_job()
         if kept is None:
-            removed = f"{self}: its records were in {self.run_dir.journal}, which was removed"
+            removed = f"{self}: its records were in {self.run_dir.journals}, which was removed"
             raise UsageError(f"{removed}: run this shard again with --overwrite")
         with closing(Journal.read(kept.folder, self.manifest.shard)) as journal:
             for index in journal.done.indexes(errors=False):

@@ -1,7 +1,7 @@
 """Rows that a folder keeps when its job or its input has changed: each whose result cannot differ, and no other.
 
 The module decides whether a job that was begun is this one and whether another may take its place unasked. Its pass
-over the input takes rows over from sources, within a bound, since a start without ``--update`` may lose little. A pass
+over the input takes rows over from earlier results, within a bound, since a start without ``--update`` may lose little. A pass
 that is killed goes on at the next start: the rows that it has kept lie in the journal.
 """
 
@@ -18,16 +18,15 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Row
 from batchgen.core.units import counted
-from batchgen.input.ids import may_have_ids
+from batchgen.input.ids import RowValidator, may_have_ids
 from batchgen.input.rows import chunked
 from batchgen.input.source import RowRange
-from batchgen.input.validator import RowValidator
 from batchgen.output.journal import JournalEntry
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
+from batchgen.run.earlier_results import LIBRARY, EarlierResults, is_between
 from batchgen.run.progress import KEEPING, Progress
 from batchgen.run.results import ResultSink
-from batchgen.run.sources import LIBRARY, Sources, is_between
 from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # so many results are edited by hand, and no share of them says much
@@ -74,7 +73,7 @@ class FolderJobs:
         self._run_dir = run_dir
         self.last = None if starts_anew else run_dir.read_manifest()
         self._begun = [] if starts_anew else run_dir.unfinished()
-        self._kept = run_dir.kept_journal() if self.last else None
+        self._kept = run_dir.kept_job() if self.last else None
         newest = [begun.manifest for begun in reversed(self._begun)]
         self.manifests = [*([self.last] if self.last else []), *newest]
 
@@ -184,9 +183,9 @@ def inherited_numerics(begun: Manifest, spec: JobSpec) -> dict[str, str] | None:
 
 
 def take_over(
-    sources: Sources, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
+    earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
 ) -> Counts:
-    """Record the rows that sources have results of; the others are left in ``rows``.
+    """Record the rows that earlier jobs have results of; the others are left in ``rows``.
 
     What was recorded by a pass that was killed counts as kept now. A stop ends it early. Raises StorageError.
     """
@@ -197,7 +196,7 @@ def take_over(
         for chunk in _requested(rows.read(), validator):
             begun = {}
             for row in chunk:
-                record, tokens = sources.find(row)
+                record, tokens = earlier.find(row)
                 if record is not None:
                     sink.finish(row, JournalEntry(row.index, row.after, "result", encode_json(record)))
                 elif tokens and num_begun < _MOST_BEGUN:
@@ -210,7 +209,7 @@ def take_over(
     journal.commit()
     progress.add_reused(journal.counts.results - num_before)
     rows.start = journal.resume_cursor
-    return Counts(sources.num_old, journal.counts.results, num_good, (sources.files_before, sources.files_now))
+    return Counts(earlier.num_old, journal.counts.results, num_good, (earlier.files_before, earlier.files_now))
 
 
 def _requested(rows: Iterable[Row], validator: RowValidator) -> Iterator[list[Row]]:

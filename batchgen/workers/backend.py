@@ -11,8 +11,9 @@ from batchgen.input.rows import row_chars
 from batchgen.output.manifest import KERNELS, differences, without_kernels
 from batchgen.run import job
 from batchgen.run.backend import Backend, RunContext
-from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, start_kernels
+from batchgen.run.outcome import Outcome
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.driver import WorkersEngine
 from batchgen.workers.handle import WorkerLauncher
@@ -41,7 +42,7 @@ def run_job(
 def placed(engine_factory: EngineFactory) -> EngineFactory:
     """A factory of the engine that a job asks for, made by ``engine_factory`` here or in each worker."""
 
-    def load(spec: JobSpec, model: ModelInfo) -> Backend:
+    def load_placed(spec: JobSpec, model: ModelInfo) -> Backend:
         """See ``load_engine``; a cluster that cannot be reached raises UsageError, workers that all end NoWorkers."""
         if not spec.cluster.is_used:
             return engine_factory(spec, model)
@@ -56,7 +57,7 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
 
         return on_workers(make_launcher, spec.cluster.step_timeout_s, spec.cluster.load_timeout_s)(spec, model)
 
-    return load
+    return load_placed
 
 
 def on_workers(
@@ -64,7 +65,7 @@ def on_workers(
 ) -> EngineFactory:
     """An engine factory: ``make_launcher`` makes the launcher whose workers begin with a ``Start``."""
 
-    def load(spec: JobSpec, model: ModelInfo) -> Backend:
+    def load_workers(spec: JobSpec, model: ModelInfo) -> Backend:
         """Returns when the first worker is ready. Raises as ``WorkersEngine.begin``."""
         context, gate = model.context, IdentityGate(model.context)
         launcher = make_launcher(Start(spec, context.rendered_at, context.digests))
@@ -87,7 +88,7 @@ def on_workers(
             workers=engine.stats.live,
         )
 
-    return load
+    return load_workers
 
 
 class IdentityGate:

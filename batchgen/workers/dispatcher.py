@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
 
-from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
+from batchgen.core.records import Row
+from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, WorkerUpdate
 from batchgen.workers.poison import PoisonRows
 from batchgen.workers.worker_state import WorkerState
 
@@ -44,7 +44,7 @@ class RowDispatcher:
         self,
         *,
         clock: Callable[[], float] = time.monotonic,
-        num_chars: Callable[[Any], int] = lambda task: 0,
+        num_chars: Callable[[Row], int] = lambda row: 0,
         num_workers: int = 1,
     ) -> None:
         """``num_chars`` of a task is about how much memory it takes; ``num_workers`` are those that may join."""
@@ -54,9 +54,9 @@ class RowDispatcher:
         self._num_expected = num_workers
         self._chars: dict[int, int] = {}  # of each row that is not answered, by key
         self._num_chars = 0  # their sum
-        self._fresh: deque[Task] = deque()
-        self._retried: deque[Task] = deque()
-        self._to_isolate: deque[Task] = deque()
+        self._fresh: deque[Row] = deque()
+        self._retried: deque[Row] = deque()
+        self._to_isolate: deque[Row] = deque()
         self._holders: Counter[int] = Counter()  # of rows in flight: how many workers have each, one or two
         self._poison = PoisonRows()
         self._tokens: dict[int, tuple[int, ...]] = {}  # so far, of rows that are not answered
@@ -82,7 +82,7 @@ class RowDispatcher:
         """Whether the rows that are not answered take as much memory as they may."""
         return self._num_chars >= _MAX_CHARS * max(len(self.workers), 1)
 
-    def put(self, task: Task) -> bool:
+    def put(self, task: Row) -> bool:
         """Add a row to the backlog that the dispatcher has not had before; whether no other should be put now."""
         count = self._chars[task.key] = self._num_chars_of(task)
         self._num_chars += count
@@ -104,7 +104,7 @@ class RowDispatcher:
         tokens = {task.key: task.output_token_ids for task in (*self._backlog(), *in_flight)} | self._tokens
         return {key: so_far for key, so_far in tokens.items() if so_far}
 
-    def _backlog(self) -> Iterator[Task]:
+    def _backlog(self) -> Iterator[Row]:
         return chain(self._fresh, self._retried, self._to_isolate)
 
     # Workers that come and go
@@ -124,7 +124,7 @@ class RowDispatcher:
             worker.moved_at = self._clock()  # until now its silence meant nothing
         self._to_stop.append(name)
 
-    def on_lost(self, name: str, *, has_hung: bool = False) -> list[Task]:
+    def on_lost(self, name: str, *, has_hung: bool = False) -> list[Row]:
         """Give the rows of a worker that is gone to others; returns those that are taken to have ended it.
 
         These count as answered. A row is poison if its workers were lost while it ran there alone, again and again. One
@@ -198,7 +198,7 @@ class RowDispatcher:
 
     def _deal(self) -> dict[str, Assignment]:
         """Leases for all workers in which few rows wait, the emptiest first."""
-        leases: dict[str, list[Task]] = {}
+        leases: dict[str, list[Row]] = {}
         hungry = self._takers()
         while hungry:
             num_left, fed = len(self._fresh) + len(self._retried), []
@@ -211,7 +211,7 @@ class RowDispatcher:
             hungry = fed
         return {name: Assignment(tuple(tasks)) for name, tasks in leases.items()}
 
-    def _pop(self, worker: WorkerState, num_left: int) -> list[Task]:
+    def _pop(self, worker: WorkerState, num_left: int) -> list[Row]:
         """The next lease of a worker: half its share of what is left, within bounds.
 
         Few of its rows were in flight at a loss, as all of these must run alone after a second one.
@@ -223,7 +223,7 @@ class RowDispatcher:
         if self._retried:
             num_retried -= sum(key in self._poison for key in worker.tasks)
         num_chars = sum(self._chars[key] for key in worker.tasks)
-        tasks: list[Task] = []
+        tasks: list[Row] = []
         while len(tasks) < size:
             queue = self._retried if self._retried and len(tasks) < num_retried else self._fresh
             num_chars += self._chars[queue[0].key] if queue else 0
@@ -232,7 +232,7 @@ class RowDispatcher:
             tasks.append(queue.popleft())
         return tasks
 
-    def _give(self, worker: WorkerState, tasks: list[Task]) -> None:
+    def _give(self, worker: WorkerState, tasks: list[Row]) -> None:
         """Give rows to a worker."""
         if not worker.tasks:
             worker.moved_at = self._clock()  # until now its silence meant nothing
@@ -240,7 +240,7 @@ class RowDispatcher:
             worker.tasks[task.key] = task
             self._holders[task.key] += 1
 
-    def _drop(self, worker: WorkerState, key: int) -> Task:
+    def _drop(self, worker: WorkerState, key: int) -> Row:
         """Remove a row from a worker."""
         task = worker.tasks.pop(key)
         worker.copies.discard(key)
@@ -275,7 +275,7 @@ class RowDispatcher:
         if goes_on:
             worker.num_given_back, worker.num_tokens_taken_over = len(alone), num_tokens
 
-    def _put_back(self, tasks: list[Task]) -> int:
+    def _put_back(self, tasks: list[Row]) -> int:
         """Put rows that a worker had before the backlog, in their order; the number of tokens that it added to them."""
         num_tokens = 0
         for task in reversed(tasks):
@@ -287,11 +287,11 @@ class RowDispatcher:
                 (self._retried if task.key in self._poison else self._fresh).appendleft(renewed)
         return num_tokens
 
-    def _with_tokens(self, task: Task) -> Task:
+    def _with_tokens(self, task: Row) -> Row:
         tokens = self._tokens.get(task.key, ())
         if len(tokens) <= len(task.output_token_ids):
             return task
-        return cast(Task, replace(cast(Any, task), output_token_ids=tokens))
+        return replace(task, output_token_ids=tokens)
 
     def _isolate(self) -> dict[str, Assignment]:
         """Run rows alone that must, each on a worker that has no other; for that, they come last."""

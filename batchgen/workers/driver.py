@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from batchgen.core.errors import OutOfMemory, RowError, RowErrorCode, RunStopped, UsageError
-from batchgen.core.records import Result
+from batchgen.core.records import Result, Row
 from batchgen.core.units import counted, format_duration
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.handle import WorkerHandle, WorkerLauncher
@@ -19,7 +19,6 @@ from batchgen.workers.messages import (
     HEARTBEAT_S,
     Answer,
     Assignment,
-    Task,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
@@ -85,7 +84,7 @@ class WorkersEngine:
                 pass
         return next(iter(self._ready.values()))
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+    def run(self, tasks: Iterable[Row]) -> Iterator[Answer]:
         """Answers in order of completion, one per task, unless ``stop`` is called. Raises NoWorkers."""
         source = iter(tasks)
         self._enough_at = time.monotonic()
@@ -112,7 +111,7 @@ class WorkersEngine:
         """End all workers."""
         self._launcher.close()
 
-    def _pull(self, source: Iterator[Task]) -> None:
+    def _pull(self, source: Iterator[Row]) -> None:
         for _ in range(min(self._dispatcher.room, _MOST_PULLED)):
             task = next(source, None)
             if task is None:

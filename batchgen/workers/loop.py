@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from batchgen.core.records import Request, Result, Row
 from batchgen.input.requests import RequestBuilder
 from batchgen.output.journal import JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.results import entry_of, failed_entry
-from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
+from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, WorkerUpdate
 
 PARTIALS_S = 5.0  # between two reports of half-done rows: what a lost worker's rows have to generate again
 STATS_S = 1.0
@@ -86,7 +86,7 @@ class EngineLoop:
         self._num_launches = num_launches
         # Guards all below; notified when any of it has changed.
         self._changed = threading.Condition()
-        self._inbox: list[Task] = []
+        self._inbox: list[Row] = []
         self._ready: list[Request] = []
         self._results: list[Result] = []
         self._answers: list[Answer] = []
@@ -161,7 +161,7 @@ class EngineLoop:
                     return
                 tasks, self._inbox = self._inbox[:most], self._inbox[most:]
             began_at = self._clock()
-            for made in self._maker.build(cast(Sequence[Row], tasks)):
+            for made in self._maker.build(tasks):
                 with self._changed:
                     self._progress += 1
                     waiting: list[Any] = self._ready if isinstance(made, Request) else self._answers

@@ -1,31 +1,19 @@
 """Messages between the driver and its workers.
 
-A task is a row on its way to a worker, such as a ``Row``, and an answer what comes back for it. Messages are
-frozen and can be pickled; driver and workers trust each other. What a worker runs on is unknown here.
+A task is a row on its way to a worker, and an answer what comes back for it. Messages are frozen and can be pickled;
+driver and workers trust each other. What a worker runs on is unknown here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from batchgen.core.records import Result, Row
+from batchgen.output.journal import JournalEntry
 
-class Task(Protocol):
-    """A row to be run, a frozen dataclass: ``key`` is its index, ``output_token_ids`` what is generated already."""
-
-    @property
-    def key(self) -> int: ...
-
-    @property
-    def output_token_ids(self) -> tuple[int, ...]: ...
-
-
-class Answer(Protocol):
-    """Result of a task."""
-
-    @property
-    def key(self) -> int: ...
+Answer = JournalEntry | Result  # what came of a row; a result only for one that no worker could run
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +24,7 @@ class Assignment:
     all that it has.
     """
 
-    tasks: tuple[Task, ...] = ()
+    tasks: tuple[Row, ...] = ()
     stop: bool = False
 
 
@@ -44,7 +32,7 @@ class Assignment:
 class Identity:
     """Identity of a worker, equal for all of a run: its rows must not depend on which of them computed a row.
 
-    ``weights`` are the digests of ``ModelInfo.fingerprint``, ``numerics`` those of ``Backend``.
+    ``weights`` are the digests of ``ModelFiles.fingerprint``, ``numerics`` those of ``Backend``.
     """
 
     weights: Mapping[str, Any]

@@ -71,9 +71,9 @@ class Worker:
     def _load(self, start: Start) -> WorkerReady:
         spec, digests = start.spec, Digests(start.digests)
         model = read_model(spec, start.rendered_at)
-        weights = model.fingerprint(digests)
+        weights = model.files.fingerprint(digests)
         backend = start.engine_factory(spec, model)
-        model.check_unchanged(digests)
+        model.files.check_unchanged(digests)
         backend.prepare()
         engine = cast(SteppedEngine, backend.engine)
         maker = RowMaker(model.builder(spec), model.record_builder(spec))

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from batchgen.core.records import Row
 from batchgen.core.units import format_duration
-from batchgen.workers.messages import HEARTBEAT_S, Task
+from batchgen.workers.messages import HEARTBEAT_S
 
 _SHARED_AHEAD = 4  # rows that may wait in all workers, for each sequence of one of them
 
@@ -35,7 +36,7 @@ class WorkerState:
     num_given_back: int = 0
     num_tokens_taken_over: int = 0
     ended_at: float | None = None
-    tasks: dict[int, Task] = field(default_factory=dict)  # in flight, in the order of their assignments
+    tasks: dict[int, Row] = field(default_factory=dict)  # in flight, in the order of their assignments
     copies: set[int] = field(default_factory=set)  # of these, rows of another worker, which has them too
 
     @property

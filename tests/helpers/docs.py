@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -147,7 +148,8 @@ def _complete(name: str, fields: Iterable[str]) -> Iterable[tuple[str, str]]:
 def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
     """A record of a row, and one of a failed row."""
     spec = _spec(Path("questions.jsonl"), {})
-    builder = RecordBuilder(spec, lambda ids, **_: "SHADOW")
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: "SHADOW", chat_template=None, token_id=lambda token: None)
+    builder = RecordBuilder(spec, tokenizer)
     columns = {"id": "q-004", "task": "upper", "question": 'Write "shadow" in capital letters.', "answer": "SHADOW"}
     row = Row(4, "questions.jsonl", 5, columns, Cursor(0, 0, 0, 5), "q-004")
     timings = Timings(0.03, 1.302, 0.222, 1.332, 0.037, 1.554)

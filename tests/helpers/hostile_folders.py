@@ -225,7 +225,7 @@ def use(folder: Path) -> None:
         },
     )
     info = read_model(spec)
-    info.fingerprint(Digests())
+    info.files.fingerprint(Digests())
     engine = load_engine(spec, info).engine
     assert len(list(engine.run([Request(0, (0,), SamplingParams(max_tokens=2))]))) == 1
 

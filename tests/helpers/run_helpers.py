@@ -23,8 +23,9 @@ from stub_engine import StubEngine, stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
-from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
+from batchgen.run.outcome import Outcome
 from batchgen.run.progress import read_progress
 from batchgen.run.stop import Limits
 

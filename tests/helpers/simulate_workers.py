@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,7 +28,7 @@ from batchgen.workers.messages import HEARTBEAT_S, Assignment, WorkerUpdate
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A task: tokens of its prompt and of its whole answer."""
+    """A stand-in for a row: tokens of its prompt and of its whole answer."""
 
     key: int
     prompt: int
@@ -136,7 +136,7 @@ class SimWorker:
     def answers(self, partials: bool) -> WorkerUpdate:
         told = {key: (0,) * (self.step - first) for key, (_, first) in self.begun.items()} if partials else None
         stats = {"num_prefill_tokens": self.num_prefilled, "num_output_tokens": self.num_decoded}
-        answers = WorkerUpdate(tuple(self.finished), told, stats, progress=self.step)
+        answers = WorkerUpdate(cast(Any, tuple(self.finished)), told, stats, progress=self.step)
         self.finished = []
         return answers
 
@@ -247,7 +247,7 @@ class Simulation:
         num_rows = sum(what() for what in inbox)
         if room := self.dispatcher.room:
             for _ in range(min(room, len(self.source))):
-                self.dispatcher.put(self.source.popleft())
+                self.dispatcher.put(cast(Any, self.source.popleft()))
             if not self.source:
                 self.dispatcher.end_of_source()
         assignments = self.dispatcher.assignments()

@@ -438,14 +438,14 @@ def test_the_fingerprint_covers_the_file_and_the_tokenizer_beside_it(job: JobMak
     path = write_sample(tmp_path / "model", Kind.BF16)
     (path.parent / "config.json").write_text("of another model")
     spec = job.spec(model={"path": str(path)})
-    known = read_model(spec).fingerprint(Digests())
+    known = read_model(spec).files.fingerprint(Digests())
     assert set(known) == {"sample.gguf", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     model, digests = read_model(spec), Digests()
-    model.fingerprint(digests)
+    model.files.fingerprint(digests)
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(ModelError, match=r"sample.gguf has changed while the model was loaded"):
-        model.check_unchanged(digests)
-    changed = read_model(spec).fingerprint(Digests())
+        model.files.check_unchanged(digests)
+    changed = read_model(spec).files.fingerprint(Digests())
     assert {name for name in known if known[name] != changed[name]} == {"sample.gguf"}
 
 

@@ -72,12 +72,12 @@ UNREAD = ["notes.json", "consolidated.safetensors", "other.jinja"]
 @pytest.mark.parametrize("name", UNREAD, ids=str)
 def test_what_is_not_read_is_neither_refused_nor_part_of_the_fingerprint(tmp_path: Path, name: str, kind: str) -> None:
     spec = job_on(tmp_path)
-    known = read_model(spec).fingerprint(Digests())
+    known = read_model(spec).files.fingerprint(Digests())
     (ODD_FILES | {"a link that leads nowhere": link("gone")})[kind](tmp_path / name)
     model = read_model(spec)
     digests = Digests()
-    assert model.fingerprint(digests) == known
-    model.check_unchanged(digests)
+    assert model.files.fingerprint(digests) == known
+    model.files.check_unchanged(digests)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])

@@ -153,7 +153,7 @@ def test_a_disk_that_fills_while_outputs_are_written_leaves_the_journal(tmp_path
     journal.close()
     run_dir.finish(begun, Digests(), keeps_rows=False)
     assert run_dir.is_complete()
-    assert not run_dir.journal.exists()
+    assert not run_dir.journals.exists()
 
 
 def test_syncing_takes_a_small_share_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,24 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .\n"
 END = len(LETTERS)
 
 
-def decode(ids: Any, *, skip_special_tokens: bool = True, shown_in: str = "") -> str:
-    """Every token a character, and an end token."""
-    end = "" if skip_special_tokens and "<end>" not in shown_in else "<end>"
-    return "".join(LETTERS[i] if i < END else end for i in ids)
+class Letters:
+    """A tokenizer of which every token is a character, and one an end token."""
+
+    chat_template = None
+    silent_token_ids = frozenset((END,))
+
+    def __init__(self, letters: str = LETTERS) -> None:
+        self.letters = letters
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = True, shown_in: str = "") -> str:
+        end = "" if skip_special_tokens and "<end>" not in shown_in else "<end>"
+        return "".join(self.letters[i] if i < len(self.letters) else end for i in ids)
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+
+TOKENIZER: Any = Letters()
 
 
 def ids_of(text: str) -> tuple[int, ...]:
@@ -51,7 +65,7 @@ def payload(
     """The record as a reader of the outputs finds it."""
     spec = replace(SPEC, output=replace(SPEC.output, **output))
     params = SamplingParams(labels=labels, by=by)
-    record = RecordBuilder(spec, decode if has_tokenizer else None).result(replace(ROW, params=params), result)
+    record = RecordBuilder(spec, TOKENIZER if has_tokenizer else None).result(replace(ROW, params=params), result)
     return json.loads(encode_json(record))
 
 
@@ -153,7 +167,7 @@ def test_the_scores_of_labels_sum_to_one_however_unlikely_they_are(logprobs: lis
 def test_kept_columns_make_way_for_the_records_own_fields() -> None:
     spec = replace(SPEC, input=replace(SPEC.input, columns=("*",)))
     columns = {"finish_reason": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
-    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), result())
+    record = RecordBuilder(spec, TOKENIZER).result(replace(ROW, columns=columns), result())
     assert {name.removeprefix("input_"): value for name, value in list(record.items())[6:]} == columns
     assert not RECORD_KEYS & set(list(record)[6:])
 
@@ -166,7 +180,7 @@ def test_a_batch_request_is_no_column_that_is_kept_but_by_name() -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}, "topic": 3}
     for columns, kept in ((("*",), {"topic": 3}), (("url",), {"url": "/v1/completions"}), ((), {})):
         spec = replace(SPEC, input=replace(SPEC.input, columns=columns))
-        record = RecordBuilder(spec, decode).result(replace(ROW, columns=line, id="a"), result())
+        record = RecordBuilder(spec, TOKENIZER).result(replace(ROW, columns=line, id="a"), result())
         assert {name: value for name, value in record.items() if name not in RECORD_KEYS} == kept
 
 
@@ -174,7 +188,7 @@ def test_columns_of_data_do_not_say_what_form_a_batch_response_has() -> None:
     output = replace(SPEC.output, format="openai-batch")
     spec = replace(SPEC, input=replace(SPEC.input, columns=("*",), prompt="{q}"), output=output)
     columns = {"q": "Hi", "url": "https://example.org", "model": "T-Ford"}
-    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns, id="a"), result())
+    record = RecordBuilder(spec, TOKENIZER).result(replace(ROW, columns=columns, id="a"), result())
     line = json.loads(OpenAIBatchFormat("m", chat=True).result_row(encode_json(record)))
     assert (line["response"]["body"]["model"], line["response"]["body"]["object"]) == ("m", "chat.completion")
     assert line["kept_columns"] == {"q": "Hi", "input_url": "https://example.org", "input_model": "T-Ford"}
@@ -228,13 +242,10 @@ DIGITS = '0123456789[]{}:,"nul -.eENa'
 
 def parsed(text: str, **fields: Any) -> Any:
     """The value in the record of a text made of ``DIGITS``."""
-
-    def spell(ids: Any, *, skip_special_tokens: bool = True) -> str:
-        return "".join(DIGITS[i] for i in ids)
-
+    tokenizer: Any = Letters(DIGITS)
     spec = replace(SPEC, output=replace(SPEC.output, parse=("json",)))
     made = result("", token_ids=tuple(map(DIGITS.index, text)), **fields)
-    return json.loads(encode_json(RecordBuilder(spec, spell).result(ROW, made)))["parsed"]
+    return json.loads(encode_json(RecordBuilder(spec, tokenizer).result(ROW, made)))["parsed"]
 
 
 @pytest.mark.parametrize(
@@ -256,14 +267,13 @@ def test_a_text_that_was_cut_off_has_no_value(is_complete: bool | None, value: i
 def test_a_batch_line_without_a_url_is_answered_as_its_body_asks(keep: tuple[str, ...]) -> None:
     row = replace(ROW, columns={"custom_id": "a", "body": {"prompt": "Hi"}})
     spec = replace(SPEC, input=replace(SPEC.input, columns=keep), output=replace(SPEC.output, format="openai-batch"))
-    assert RecordBuilder(spec, decode).result(replace(row, id="a"), result())["url"] == "/v1/completions"
+    assert RecordBuilder(spec, TOKENIZER).result(replace(row, id="a"), result())["url"] == "/v1/completions"
 
 
 def test_a_part_of_a_character_has_its_bytes_beside_it() -> None:
-    def parts(ids: Any, **_: Any) -> str:
-        return "\ufffd" if 3 in ids else "a"
-
-    builder = RecordBuilder(SPEC, parts, token_bytes=lambda token_id: bytes([0xF0, token_id]))
+    tokenizer: Any = Letters("abc\ufffde")
+    tokenizer.token_bytes = lambda token_id: bytes([0xF0, token_id])
+    builder = RecordBuilder(SPEC, tokenizer)
     scores = (TokenLogprob(3, -0.5, ((4, -0.5), (3, -1.0))), TokenLogprob(4, -0.5))
     first, second = builder.result(ROW, result(logprobs=scores))["logprobs"]
     assert (first["bytes"], first["top_logprobs"][1]["bytes"]) == ([0xF0, 3], [0xF0, 3])

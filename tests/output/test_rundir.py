@@ -228,7 +228,7 @@ def test_a_run_killed_before_it_wrote_its_job_is_no_obstacle(run_dir: RunDir, le
     (run_dir.path / left).write_bytes(content)
     run_dir.create()
     run_dir.sweep()
-    assert not [*run_dir.journal.glob("*")]
+    assert not [*run_dir.journals.glob("*")]
 
 
 def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> None:
@@ -237,8 +237,8 @@ def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> 
     (run_dir.path / "errors.jsonl").write_text("x")
     (run_dir.path / ".outputs.jsonl.tmp").write_text("left by a kill")
     (run_dir.path / "notes.txt").write_text("x")
-    run_dir.journal.mkdir()
-    (run_dir.journal / "000001.seg").write_text("x")
+    run_dir.journals.mkdir()
+    (run_dir.journals / "000001.seg").write_text("x")
     run_dir.clear()
     assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]
 
@@ -264,11 +264,11 @@ def test_sweeping_removes_what_kills_left_and_nothing_else(run_dir: RunDir) -> N
     (run_dir.path / ".journal.removed").mkdir()
     begun = run_dir.begin(MANIFEST)
     for name in (".0001-0123abcd.removed", "0002-0123abcd"):
-        (run_dir.journal / name).mkdir()
-        (run_dir.journal / name / "000001.seg").write_text("x")
+        (run_dir.journals / name).mkdir()
+        (run_dir.journals / name / "000001.seg").write_text("x")
     run_dir.sweep()
     assert {path.name for path in run_dir.path.iterdir()} == {*kept, "journal"}
-    assert [*run_dir.journal.iterdir()] == [begun.folder]
+    assert [*run_dir.journals.iterdir()] == [begun.folder]
 
 
 @pytest.mark.parametrize("name", ["outputs.jsonl", "journal/000001.seg", "journal/2026.md", "progress.json"])
@@ -285,7 +285,7 @@ def test_a_journal_on_another_disk_by_a_link_is_refused_and_named(tmp_path: Path
     (tmp_path / "fast").mkdir()
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
-    run_dir.journal.symlink_to(tmp_path / "fast")
+    run_dir.journals.symlink_to(tmp_path / "fast")
     with pytest.raises(UsageError, match=r"run/journal is a symbolic link: put the whole run there"):
         run_dir.create()
 
@@ -340,8 +340,8 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
     """Another process may look between the winner's first file and its job.json."""
     run_dir = RunDir(tmp_path)
     with run_dir.lock():
-        run_dir.journal.mkdir()
-        (run_dir.journal / "000001.seg").touch()
+        run_dir.journals.mkdir()
+        (run_dir.journals / "000001.seg").touch()
         run_dir.create()
         with pytest.raises(LockedError):
             run_dir.lock()
@@ -376,8 +376,8 @@ def test_a_journal_that_is_a_mount_point_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
-    run_dir.journal.mkdir(parents=True)
-    monkeypatch.setattr(Path, "is_mount", lambda self: self == run_dir.journal)
+    run_dir.journals.mkdir(parents=True)
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == run_dir.journals)
     with pytest.raises(UsageError, match=r"run/journal is a mount point: put the whole run there"):
         run_dir.create()
 
@@ -400,7 +400,7 @@ def test_each_job_has_a_folder_with_its_manifest_and_they_are_in_order(run_dir: 
 def test_a_finished_job_takes_all_folders_with_it_and_numbers_go_on_behind_it(run_dir: RunDir) -> None:
     other, mine = run_dir.begin(MANIFEST), run_dir.begin(MANIFEST)
     known = finished(run_dir, mine)
-    assert not run_dir.journal.exists()
+    assert not run_dir.journals.exists()
     assert run_dir.changed_files(known, Digests()) == []
     (run_dir.path / "errors.jsonl").write_text("x")
     assert run_dir.changed_files(known, Digests()) == ["errors.jsonl"]
@@ -409,7 +409,7 @@ def test_a_finished_job_takes_all_folders_with_it_and_numbers_go_on_behind_it(ru
     run_dir.write_begun(other)  # as a copy of the folder may bring it back
     assert [begun.folder.name[:4] for begun in run_dir.unfinished()] == ["0003"]
     run_dir.sweep()
-    assert [path.name[:4] for path in run_dir.journal.iterdir()] == ["0003"]
+    assert [path.name[:4] for path in run_dir.journals.iterdir()] == ["0003"]
 
 
 def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_dir: RunDir) -> None:
@@ -417,12 +417,12 @@ def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_
     first = run_dir.begin(parquet)
     finished(run_dir, first, keeps_rows=True)
     run_dir.sweep()
-    kept = run_dir.kept_journal()
+    kept = run_dir.kept_job()
     assert kept is not None and kept.folder == first.folder
     assert run_dir.unfinished() == []
     second = run_dir.begin(MANIFEST)
     run_dir.sweep()
-    assert (run_dir.kept_journal(), [begun.folder for begun in run_dir.unfinished()]) == (kept, [second.folder])
+    assert (run_dir.kept_job(), [begun.folder for begun in run_dir.unfinished()]) == (kept, [second.folder])
     finished(run_dir, second)
-    assert run_dir.kept_journal() is None
-    assert not run_dir.journal.exists()
+    assert run_dir.kept_job() is None
+    assert not run_dir.journals.exists()

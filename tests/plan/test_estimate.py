@@ -16,9 +16,8 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.shard import WHOLE
 from batchgen.engine import Engine
 from batchgen.engine.stats import EngineStats, Point
-from batchgen.input.ids import UniqueIds
+from batchgen.input.ids import RowValidator, UniqueIds
 from batchgen.input.source import RowRange, open_source
-from batchgen.input.validator import RowValidator
 from batchgen.plan.calibrate import _Rates, calibrate
 from batchgen.plan.estimate import ExpectedLengths, Forecast
 from batchgen.plan.survey import Survey

@@ -22,10 +22,11 @@ from batchgen.core.shard import Shard
 from batchgen.model.adapter.settings import Lora, read_lora
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend
-from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
 from batchgen.run.merge import merge
+from batchgen.run.outcome import Outcome
 from batchgen.run.reports import read_report
 
 DIGEST = r'"[0-9a-f]{8}\.\.\."'

@@ -34,6 +34,21 @@ def test_a_row_known_by_its_position_shares_no_custom_id(job: JobMaker) -> None:
     assert letter["error"] == {"code": "duplicate_id", "message": "row 0 already has the id '1'"}
 
 
+def test_a_row_that_cannot_be_read_takes_no_custom_id(job: JobMaker) -> None:
+    line = {"custom_id": "0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Why?"}}
+    job.write(["{broken", line])
+    spec = job.spec(output={"format": "openai-batch"})
+    job.run(replace(spec, input=replace(spec.input, id=None, prompt=None)))
+    assert [row["custom_id"] for row in job.outputs()] == ["0"]
+
+
+def test_a_row_that_cannot_be_read_keeps_its_code_and_its_text(job: JobMaker) -> None:
+    job.write(["{broken", *rows_of(1)])
+    job.run()
+    (letter,) = job.errors()
+    assert (letter["id"], letter["code"], letter["row"]) == (None, "bad_json", "{broken")
+
+
 def test_a_begun_run_whose_ids_become_texts_finds_the_duplicates(job: JobMaker) -> None:
     job.write([{"id": name, "question": "Why?"} for name in (5, "5", *range(10, 40))])
     with pytest.raises(RuntimeError):

@@ -21,9 +21,10 @@ from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.manifest import Manifest
 from batchgen.run.backend import Backend
-from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
+from batchgen.run.outcome import Outcome
 from batchgen.run.update import is_same
 from batchgen.text.tokenizer import Tokenizer
 

@@ -20,8 +20,9 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, LockedError, UsageError
 from batchgen.core.shard import Shard
 from batchgen.output.earlier_rows import EarlierRows
-from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
+from batchgen.run.outcome import Outcome
 from batchgen.run.status import read_status, render_status
 
 Rows = list[dict[str, Any]]

@@ -26,12 +26,11 @@ from batchgen.config.record_fields import OF_REQUEST, RECORD_KEYS, columns_of, k
 from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.records import Cursor, Request, Result, Row
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.input.ids import UniqueIds
+from batchgen.input.ids import RowValidator, UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
-from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
+from batchgen.run import invocation
 from batchgen.run import job as job_module
-from batchgen.run import requests
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
@@ -617,7 +616,7 @@ def test_few_rows_are_read_at_once_until_they_prove_quick(
         seen.append(len(rows))
         return validate(self, rows)
 
-    monkeypatch.setattr(requests, "_SLOW_CHUNK_S", slow_s)
+    monkeypatch.setattr(invocation, "_SLOW_CHUNK_S", slow_s)
     monkeypatch.setattr(RowValidator, "validate", noting)
     job.write(rows_of(20))
     assert job.run().exit_code == 0
@@ -647,7 +646,7 @@ def test_rows_for_workers_claim_their_ids_by_the_thousand(tmp_path: Path) -> Non
 
     sink = ResultSink(Journal.open(tmp_path / "journal"), None, None, nullcontext)  # type: ignore[arg-type]
     validator = SimpleNamespace(claim=claim, shard=WHOLE)
-    stream = requests.RequestStream(sink, validator, Stopper(Limits()), nullcontext)  # type: ignore[arg-type]
+    stream = invocation.RequestStream(sink, validator, Stopper(Limits()), nullcontext)  # type: ignore[arg-type]
     stream.gives_rows = True
     rows = (Row(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(20_000))
     assert [task.key for task in stream.tasks(rows)] == list(range(20_000))

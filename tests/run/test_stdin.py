@@ -19,9 +19,10 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.storage import commit_staged
 from batchgen.run.backend import Backend
-from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
+from batchgen.run.outcome import Outcome
 from batchgen.run.stdin import stage_stdin
 
 ROWS, OTHERS = rows_of(60), rows_of(70)[10:]

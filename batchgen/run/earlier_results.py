@@ -1,4 +1,4 @@
-"""The sources that a job can keep rows from: results by fingerprint, in its own folder and in those of earlier runs.
+"""Earlier results that a job can keep rows from, by fingerprint: in its own folder and in those of earlier runs.
 
 They are the outputs that ``job.json`` names, the journals of jobs that were begun and not finished, and the runs of
 ``output.reuse``; each is judged by its own ``job.json``. A row whose fingerprint is known has its result, since that
@@ -30,7 +30,7 @@ LIBRARY = "llguidance"  # in the fingerprints of the rows that it masks
 _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 
 
-class Sources:
+class EarlierResults:
     """The results of earlier that the job of ``manifest`` can take its rows from.
 
     ``run_dir`` is the job's own folder, of which the journal ``mine`` is none; ``digests`` tell whether its outputs are
@@ -95,7 +95,7 @@ class Sources:
 
     def _add(self, run_dir: RunDir, digests: Digests) -> Iterator[tuple[int, Manifest]]:
         """Take in the sources of a folder; yields how many results each has, with its job."""
-        last, kept = run_dir.read_manifest(), run_dir.kept_journal()
+        last, kept = run_dir.read_manifest(), run_dir.kept_job()
         if last is not None and self._computes_alike(run_dir, last):
             if last.job["output"]["format"] != EXACT_FORMAT:
                 yield self._add_journal(kept.folder if kept else None), last

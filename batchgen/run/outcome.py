@@ -1,0 +1,103 @@
+"""Outcome of an invocation, and the lines in which its user reads how it begins and ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import ExitCode
+from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import counted
+from batchgen.output.rundir import RunDir
+from batchgen.report.advice import warnings
+from batchgen.report.facts import pace, samples_text
+from batchgen.run.progress import Progress
+from batchgen.run.reports import has_failed_rows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of an invocation: the exit code of the process, lines for the user, the report of a finished run.
+
+    ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect:
+    ``is_finished`` says whether the outputs are there.
+    """
+
+    exit_code: ExitCode
+    lines: tuple[str, ...]
+    report: Mapping[str, Any] | None = field(default=None, repr=False)
+    stop_reason: str | None = None
+    is_finished: bool = True
+
+
+def announcement(run_dir: RunDir, shard: Shard, num_rows: int | None, num_finished: int) -> str:
+    """The first line of a run: what it computes, and where its outputs will be."""
+    total = "rows" if num_rows is None else counted(num_rows, "row")
+    part = "" if shard == WHOLE else f" of shard {shard}"
+    resumed = f", {num_finished:,} of them finished already" if num_finished else ""
+    return f"{total}{part} into {short(run_dir.path)}{resumed}"
+
+
+def finished(run_dir: RunDir, output_format: str, report: Mapping[str, Any]) -> Outcome:
+    """The outcome of a finished run."""
+    rows, num_copies = report["rows"], report["duplicates"]
+    copies = f" ({num_copies:,} as copies)" if num_copies else ""
+    if num_kept := report.get("reused", {}).get("rows", 0):
+        computed = f"{counted(rows['done'] - num_kept, 'row')} computed"
+        lines = [f"{counted(rows['done'], 'row')} done, {num_kept:,} of them kept"]
+    else:
+        computed, lines = f"{counted(rows['done'], 'row')} done", []
+    lines.append(f"{computed}{copies}, {pace(report)}")
+    if rows["failed"]:
+        codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
+        lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(run_dir.errors)}")
+    accuracy = report.get("accuracy")
+    if accuracy and accuracy["total"]:
+        share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
+        lines.append(", ".join([f"exact match {share}", *samples_text(accuracy)]))
+    lines += warnings(report)
+    if not rows["total"]:
+        lines.append("warning: the input has no rows")
+    lines.append(f"outputs in {short(run_dir.outputs(output_format))}")
+    return Outcome(ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK, tuple(lines), report)
+
+
+def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str]) -> Outcome:
+    """The outcome of a job whose outputs were there; files of the names ``edited`` have changed since."""
+    changed = f"{', '.join(edited)} was edited since; " if edited else ""
+    line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite runs it anew"
+    if not has_failed_rows(run_dir):
+        return Outcome(ExitCode.OK, (line,))
+    failed = f"some rows failed: see {short(run_dir.errors)}; mend them in the input and run again"
+    more = "--update runs failed rows again as they are"
+    return Outcome(ExitCode.ROWS_FAILED, (line, f"{failed}, or {more}"))
+
+
+def stopped(run_dir: RunDir, progress: Progress) -> Outcome:
+    """The outcome of an early stop, by request or because too many rows failed."""
+    sink, stopper = progress.sink, progress.stopper
+    reason, advice = stopper.reason or "", stopper.advice
+    if sink is None:
+        lines: tuple[str, ...] = (f"stopped ({reason}) before the first row; {advice}",)
+        return Outcome(ExitCode.STOPPED, lines, is_finished=False)
+    if stopper.exit_code == ExitCode.ROWS_FAILED:
+        is_first = not run_dir.manifest.exists()
+        where = f"see {short(run_dir.errors)}" if is_first else "the files are still those of the job before"
+        return Outcome(ExitCode.ROWS_FAILED, (f"stopped: {reason}", f"{where}; {advice}"), is_finished=False)
+    total = "" if progress.rows_total is None else f" of {progress.rows_total:,}"
+    rows = f"{sink.num_done + sink.num_failed:,}{total} rows finished"
+    if sink.journal.partials:
+        rows += f", {len(sink.journal.partials):,} half done and saved"
+    return Outcome(ExitCode.STOPPED, (f"stopped ({reason}): {rows}; {advice}",), is_finished=False)
+
+
+def short(path: Path) -> str:
+    """A path relative to the working directory, where that is shorter."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory is gone
+        return str(path)
+    return relative if not relative.startswith("..") else str(path)
