@@ -277,7 +277,7 @@ class RequestStream:
                     self._sink.fail(row)
                 else:
                     self.pending[row.key] = row
-                    yield request or row
+                    yield row if self.gives_rows or request is None else request
                 with self._charge("read"):
                     answer = next(answers, None)
 
