@@ -1,8 +1,8 @@
 """Rows that a folder keeps when its job or its input has changed: each whose result cannot differ, and no other.
 
 The module decides whether a job that was begun is this one and whether another may take its place unasked. Its pass
-over the input takes rows over from earlier results, within a bound, since a start without ``--update`` may lose little. A pass
-that is killed goes on at the next start: the rows that it has kept lie in the journal.
+over the input takes rows over from earlier results, within a bound, since a start without ``--update`` may lose little.
+A pass that is killed goes on at the next start: the rows that it has kept lie in the journal.
 """
 
 from __future__ import annotations
