@@ -244,7 +244,7 @@ class ContentFinder:
             why = "tools: this model's chat template cannot take tools" if unused[0] == "tools" else why
             raise RowProblem(RowErrorCode.BAD_PARAM, why)
         if self._spec.continue_final_message if continues is None else continues:
-            _check_final(f"{name}[{len(messages) - 1}]", messages[-1])
+            _check_final(name, messages[-1])
             variables[CONTINUES] = True
         return Chat({**variables, "messages": [*added, *messages]}, name, len(added))
 
@@ -275,11 +275,11 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
     return {name: item for name, item in kwargs.items() if item is not None}
 
 
-def _check_final(where: str, message: Message) -> None:
+def _check_final(name: str, message: Message) -> None:
     """Raises RowProblem for a last message that is not a text of the assistant, which could be continued."""
     if message["role"] != "assistant" or message.get("tool_calls"):
         what = "calls tools" if message.get("tool_calls") else f"is of role {shown(message['role'], 40)}"
-        why = f"{where} {what}: {CONTINUES} needs a chat that ends in a text of the assistant"
+        why = f"{name}: the last message {what}: {CONTINUES} needs a chat that ends in a text of the assistant"
         raise RowProblem(RowErrorCode.BAD_PARAM, why)
 
 

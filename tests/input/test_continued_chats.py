@@ -81,28 +81,26 @@ def test_a_row_is_continued_where_the_job_says_so(tmp_path: Path) -> None:
     assert found.endswith("<|im_start|>assistant\nIt\nis ") and "<|im_start|>system\nS<|im_end|>" in found
 
 
-@pytest.mark.parametrize("body", [{}, {"continue_final_message": None}, {"continue_final_message": False}])
-@pytest.mark.parametrize("job", [False, True])
-def test_a_request_in_openais_form_says_it_itself_as_in_vllm(body: dict[str, Any], job: bool, tmp_path: Path) -> None:
-    line = {"custom_id": "a", "url": "/v1/chat/completions"}
-    own = {"continue_final_message": True, "add_generation_prompt": False}
-    found = answer({**line, "body": {"messages": [USER, BEGUN], **own}}, tmp_path, continue_final_message=job)
-    assert found.endswith("assistant\nIt is ")
-    found = answer({**line, "body": {"messages": [USER, BEGUN], **body}}, tmp_path, continue_final_message=job)
-    continues = job and body.get("continue_final_message") is None
-    assert found.endswith("assistant\nIt is " if continues else "<|im_start|>assistant\n")
-    both = {"continue_final_message": True, "add_generation_prompt": True}
-    found = answer({**line, "body": {"messages": [USER, BEGUN], **both}}, tmp_path)
-    assert found == "bad_param: body field 'add_generation_prompt' is not supported with this value"
+def test_a_request_in_openais_form_says_it_itself_as_in_vllm(tmp_path: Path) -> None:
+    def end(job: bool, **body: Any) -> str:
+        line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [USER, BEGUN], **body}}
+        return answer(line, tmp_path, continue_final_message=job).rpartition("assistant\n")[2]
+
+    for job in (False, True):
+        assert end(job, continue_final_message=True, add_generation_prompt=False) == "It is "
+        assert end(job, continue_final_message=False) == ""
+        assert end(job) == end(job, continue_final_message=None) == ("It is " if job else "")
+        found = end(job, continue_final_message=True, add_generation_prompt=True)
+        assert found == "bad_param: body field 'add_generation_prompt' is not supported with this value"
 
 
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"messages": [USER]}, "messages[0] is of role 'user'"),
-        ({"messages": [USER, BEGUN, USER]}, "messages[2] is of role 'user'"),
-        ({"prompt": "Hi"}, "column 'prompt'[0] is of role 'user'"),
-        ({"messages": [USER, CALLING]}, "messages[1] calls tools"),
+        ({"messages": [USER]}, "messages: the last message is of role 'user'"),
+        ({"messages": [USER, BEGUN, USER]}, "messages: the last message is of role 'user'"),
+        ({"prompt": "Hi"}, "column 'prompt': the last message is of role 'user'"),
+        ({"messages": [USER, CALLING]}, "messages: the last message calls tools"),
     ],
 )
 def test_a_chat_that_ends_otherwise_is_an_error_row(columns: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -216,6 +216,8 @@ def test_thoughts_that_a_prompt_has_begun_go_on_in_the_answer(tokenizer: Tokeniz
     for prompt, is_open in (
         ("<|im_start|>assistant\n<think>\nLet me see: ", is_token),
         ("<|im_start|>assistant\n<think>\nLet me see</think> so", False),
+        ("<|im_start|>user\nUse <think> here", False),
+        ("Use <think> here", False),
         ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\n", False),
         ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\nIt is", False),
     ):
