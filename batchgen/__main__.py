@@ -65,7 +65,7 @@ def _fill_standard_streams() -> None:
 
 
 def _ignore_signals() -> None:
-    """The exit code is known: what is left is to leave with it."""
+    """Ignore signals once the exit code is decided."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

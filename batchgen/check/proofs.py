@@ -147,7 +147,7 @@ _VARIANTS = (
 
 
 class Check:
-    """The loaded ``model`` and the ``requests`` that its proofs run; ``solo`` is what they give one by one."""
+    """The loaded ``model`` and the ``requests`` that its proofs run; ``solo`` are their results one by one."""
 
     def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_cache_dtype: str = "auto") -> None:
         self.model = load_weights(where, kv_cache_dtype=kv_cache_dtype, always_proves=True)

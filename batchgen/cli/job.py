@@ -90,7 +90,7 @@ def _folder_for(data: str) -> str:
 
 
 def _without_query(data: str) -> str:
-    """An address without what may be another each time, such as a signature."""
+    """An address without its query, such as a signature, which may differ each time."""
     return redacted(data).partition("?")[0] if scheme_of(data) else data
 
 

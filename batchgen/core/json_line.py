@@ -32,7 +32,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def json_value(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for what is none, or would be written out again as something else.
+    """The value of a JSON text. Raises ValueError for other texts, and for values that would change when written again.
 
     That is: a key twice in one object, NaN, a number beyond float64 or of more than 4,300 digits, a lone surrogate, and
     more than ``MAX_DEPTH`` levels.

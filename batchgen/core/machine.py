@@ -127,7 +127,7 @@ def total_bytes() -> int:
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Let ``available_bytes`` count no more than this process's share, of which it has used what is resident."""
+    """Limit ``available_bytes`` to this process's share, less its resident memory."""
     _Limit.max_bytes = max_bytes
 
 

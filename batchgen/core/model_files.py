@@ -64,7 +64,7 @@ def tokenizer_folder(model: Path) -> Path:
 def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
     """The files that match one of ``patterns`` and that a model or tokenizer is read from, sorted; a GGUF file always.
 
-    Of an adapter, whose patterns are ``ADAPTER_FILES``, both, whether they are there or not.
+    ``ADAPTER_FILES`` give the two files of an adapter, present or not.
 
     Raises:
         ModelError: the index of the weights, if there is one, is unusable.

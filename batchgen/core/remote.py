@@ -183,7 +183,7 @@ def explained_errors(doing: str, address: str) -> Iterator[None]:
 
 @contextmanager
 def refusals_as_usage() -> Iterator[None]:
-    """While nothing has begun: a RemoteError that lasts is one of usage (exit 2), what passes stays as it is."""
+    """Turn a lasting RemoteError into a UsageError (exit 2) before a run begins; a transient one stays."""
     try:
         yield
     except RemoteError as error:

@@ -28,7 +28,7 @@ _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file 
 
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` inside the block into a ``StorageError`` with what failed, where and what to do."""
+    """Turn an ``OSError`` inside the block into a ``StorageError`` with the fault, its place and a remedy."""
     try:
         yield
     except OSError as error:

@@ -118,7 +118,7 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up what watches the tokens and show it those of an earlier run; how many tokens are forced behind them.
+        """Set up the watchers, which get the tokens of an earlier run; returns the number of tokens forced after these.
 
         ``counts``: whether penalties are counted here, not where tokens are sampled.
         """
@@ -144,7 +144,7 @@ class Generation:
         return num_forced
 
     def append(self, token_id: int, at: float) -> int:
-        """Add a sampled token and those that are forced behind it; how many came. -1 is none: that ends it."""
+        """Append a sampled token and those forced after it; returns their number. -1 is no token and ends the text."""
         if len(self.token_ids) < self.unwatched_until and token_id not in self.end_ids:
             self.token_ids.append(token_id)
             return 1

@@ -238,7 +238,7 @@ class PaddingSlot:
 
 
 class StaticInput:
-    """A ``ModelInput`` of one size at fixed addresses; what changes from step to step crosses in one copy.
+    """A ``ModelInput`` of one size at fixed addresses; the parts that change per step are copied to the device at once.
 
     ``feed``, int32 [num_tokens], says where the id of each token lies: in ``inputs.token_ids``, which the host knows,
     or that many places behind their end among the ids that the step before gave.

@@ -72,7 +72,7 @@ class Constraint(Protocol):
         """Take in the next token, which is no end token. May raise TokenizerError."""
 
     def release(self) -> None:
-        """Let go of what takes much memory until it is needed again: many sequences wait for each that runs."""
+        """Free large state until it is needed again: many sequences wait for each that runs."""
 
 
 class Constraints(Protocol):

@@ -48,7 +48,7 @@ class LocalFile:
         return digests.fingerprint(self.path)
 
     def check_version(self) -> None:
-        """Raises InputError if what is at an address is no longer of the version that was found first."""
+        """Raises InputError if the file at an address is no longer of its first version."""
 
     def countable_bytes(self) -> int | None:
         """The size; None where reading the file only to count its rows would cost too much."""

@@ -65,7 +65,7 @@ class Bucket:
         self._do("write", name, lambda: self._store.put_file(str(path), name, timeout=_limit_s(size), **options))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files; one that is not there is none that is left."""
+        """Remove files; missing ones are passed over."""
         if names:
             self._if_present("remove", names[0], lambda: self._store.rm([*names]))
 

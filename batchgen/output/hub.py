@@ -71,7 +71,7 @@ class HubDataset:
     upload = write
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove files with the next commit; one that is not there is none that is left."""
+        """Remove files with the next commit; missing ones are passed over."""
         from huggingface_hub import CommitOperationDelete
 
         for name in names:

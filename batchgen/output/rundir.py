@@ -262,7 +262,7 @@ class RunDir:
         write_atomic(self.manifest, manifest.to_bytes())
 
     def sweep(self) -> None:
-        """Remove what a killed process left half written or half removed; only for the holder of the lock."""
+        """Remove the half-written and half-removed files of a killed process; only for the holder of the lock."""
         for file in self._files:
             with suppress(OSError):
                 temporary_name(file).unlink(missing_ok=True)

@@ -186,7 +186,7 @@ class _Job(Invocation):
         )
 
     def _already_done(self, last: Manifest) -> Outcome:
-        """Complete what a kill just after the outputs appeared has left undone."""
+        """Complete the steps that a kill just after the outputs appeared has left undone."""
         edited = self.jobs.edited(self.digests)
         self.manifest = last
         self.progress.keep_file(bool(self.run_dir.unfinished()), is_idle=True)

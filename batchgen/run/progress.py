@@ -137,7 +137,7 @@ class Progress:
         self._before, self._keeps_file, self.rows_total, self._num_reused = {}, False, None, 0
 
     def go_on(self, journal: str) -> None:
-        """Count for the job of that journal: what invocations for another one have left counts for nothing."""
+        """Count for the job of that journal; counts of another job's invocations are dropped."""
         if self._before.get("journal", journal) != journal:
             self.begin_anew()
         self._journal = journal

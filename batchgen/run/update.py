@@ -54,7 +54,7 @@ class Counts:
         return self.num_good - self.num_kept
 
     def losses(self) -> str:
-        """Reason not to go on by itself: much of what is there would be lost; empty if there is none."""
+        """Reason not to go on without ``--update``: many results would be lost; "" if there is none."""
         before, now = self.files
         if self.num_old and now < before:
             return f"the input has {counted(now, 'file')}, was {before:,}"

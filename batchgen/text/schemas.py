@@ -1,4 +1,4 @@
-"""JSON schemas, made ready for llguidance: what it would not enforce is refused or said in other words.
+"""JSON schemas, prepared for llguidance: parts that it would not enforce are refused or rewritten.
 
 What fits the schema that comes out fits the one that came in. Objects are closed where that is sure to leave a value
 that fits, and integers are bounded, since small models ramble on in properties that no schema describes and in digits.

@@ -70,7 +70,7 @@ class PoisonRows:
         return losses is not None and losses.num_losses >= _ALONE_AFTER + min(_MAX_MORE_ALONE, self._num_others(losses))
 
     def is_poison(self, key: int) -> bool:
-        """Whether the row is taken to be what ended its workers."""
+        """Whether the row is taken to be the cause of its workers' ends."""
         losses = self._by_key[key]
         return losses.num_alone >= _POISON_AFTER + min(_MAX_MORE_POISON, self._num_others(losses))
 

@@ -141,7 +141,7 @@ def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[Line]:
 
 
 def torn_line(content: bytes, number: int, offset: int, reason: str) -> Line:
-    """The row that stands for what a damaged compressed file does not give."""
+    """The row in place of the unreadable rest of a damaged compressed file."""
     message = f"the compressed file is damaged here, the rest of it is unreadable: {reason}"
     return Line(content, number, offset, RowProblem(RowErrorCode.BAD_ENCODING, message), is_torn=True)
 

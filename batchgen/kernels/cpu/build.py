@@ -150,7 +150,7 @@ def stop() -> None:
 
 
 def work_on(others: bool, *model: str) -> None:
-    """Compile what is missing, on several processors; the program of the process that ``start`` starts."""
+    """Compile the missing kernels on several processors; the program of the process that ``start`` starts."""
     gc.disable()  # a tenth of the time, and all memory is given back soon
     while not object_cache.lock():
         if select.select([0], [], [], 0.05)[0]:  # the process that this one works for has ended
