@@ -22,7 +22,6 @@ from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator
 from batchgen.input.rows import CHUNK_ROWS, chunked
-from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, without_kernels
 from batchgen.output.publish import Publication, open_destination
 from batchgen.output.rundir import Begun, RunDir
@@ -124,20 +123,14 @@ class Invocation:
             self.options.allow_mixed_kernels,
         )
 
-    def generate(self, rows: Iterable[Row], validator: RowValidator, journal: Journal) -> bool:
-        """Run the rows and record their results in the journal; returns whether all of them ended.
+    def generate(self, rows: Iterable[Row], validator: RowValidator, sink: ResultSink) -> bool:
+        """Run the rows and record their results in the sink's journal; returns whether all of them ended.
 
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved, also if no worker
         is left.
         """
-        record_builder = self.model.record_builder(self.spec)
-        charge = self.progress.clock.on
-        before, limit, template = self.progress.sink, self.options.max_error_rate, validator.builder.finder.template
-        sink = ResultSink(journal, record_builder, limit, charge, template)
         self.progress.follow(sink)
-        if before is not None:  # of rows that were taken over
-            sink.empty_fields += before.empty_fields
-        stream = RequestStream(sink, validator, self.stopper, charge)
+        journal, stream = sink.journal, RequestStream(sink, validator, self.stopper, self.progress.clock.on)
         tasks = stream.tasks(rows)
         self.stopper.check_limits(0)  # before a model is loaded for nothing
         with self.progress.phase("reading the input", "read"):
@@ -164,7 +157,7 @@ class Invocation:
                 sink.close()
             if stream.pending:
                 journal.save_partials(engine.unfinished())
-        if num_unsearched := record_builder.num_unsearched:
+        if num_unsearched := sink.record_builder.num_unsearched:
             which = f"eval.extract takes more than {MAX_CPU_S:g} s over {counted(num_unsearched, 'text')}"
             self.note(f"{which}, whose answer is null now: give an expression with less repetition")
         journal.commit()

@@ -26,6 +26,7 @@ from batchgen.input.source import RowRange, Source, open_source
 from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
+from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, refuse_own_rows, rendered_at
@@ -62,6 +63,7 @@ def run_job(
 
 class _Job(Invocation):
     builder: RequestBuilder
+    records: RecordBuilder
     jobs: FolderJobs  # those of the run directory before this one
 
     def __init__(
@@ -107,7 +109,7 @@ class _Job(Invocation):
             if mine is None and not self.options.update:
                 self.jobs.refuse_unasked(self.manifest, self.spec, self.digests)
             self.claim()
-            self.builder = self.model.builder(self.spec)
+            self.builder, self.records = self.model.builder(self.spec), self.model.record_builder(self.spec)
             self.begun = self._begin(source) if mine is None else self._go_on(mine)
             earlier = None if self.begun.manifest.taken else self._earlier_results()
             with closing(earlier) if earlier is not None else ExitStack():
@@ -247,7 +249,7 @@ class _Job(Invocation):
     def _earlier_results(self) -> EarlierResults:
         """The results that rows can be taken from; those of a folder that starts anew were dropped."""
         own = self.run_dir if self.jobs.current else None
-        builder, prints_date = self.model.record_builder(self.spec), self.model.prints_date
+        builder, prints_date = self.records, self.model.prints_date
         with self.progress.phase("reading earlier results", "read"):
             earlier = EarlierResults(
                 self.spec, self.manifest, builder, own, self.digests, mine=self.begun.folder, prints_date=prints_date
@@ -263,8 +265,9 @@ class _Job(Invocation):
         num_rows = self.manifest.num_rows
         if num_rows is not None and journal.done.covers(num_rows):  # but for damage, it held them all
             return self._finish(journal, num_rows)
-        progress = self.progress
+        progress, template = self.progress, self.builder.finder.template
         progress.keep_file(True)
+        sink = ResultSink(journal, self.records, self.options.max_error_rate, progress.clock.on, template)
         source = self._reopened(source)
         rows = self._rows(source, journal)
         with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
@@ -274,7 +277,7 @@ class _Job(Invocation):
             if is_resumed:
                 self.write_begun(self.manifest)
             if earlier is not None:
-                self._take_over(earlier, rows, validator, journal)
+                self._take_over(earlier, rows, validator, sink)
                 if self.stopper.requested:
                     return self._stopped()
             if self.stdin is not None:
@@ -282,7 +285,7 @@ class _Job(Invocation):
                 source = rows.source = self._reopened(source)
             self._count(rows)
             self.note(announcement(self.run_dir, self.options.shard, progress.rows_total, len(journal.done)))
-            if not self.generate(rows.read(), validator, journal):
+            if not self.generate(rows.read(), validator, sink):
                 if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
                     write_errors(self.run_dir, self.begun, self.spec, journal)
                 return self._stopped()
@@ -290,16 +293,14 @@ class _Job(Invocation):
         self.manifest = replace(self.manifest, file_states=self.digests.to_plain())
         return self._finish(journal, rows.num_rows)
 
-    def _take_over(self, earlier: EarlierResults, rows: RowRange, validator: RowValidator, journal: Journal) -> None:
+    def _take_over(self, earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink) -> None:
         """Keep the rows whose results are there. Raises UsageError where too much would be lost unasked."""
         if len(earlier):
-            builder, template = self.model.record_builder(self.spec), self.builder.finder.template
-            sink = ResultSink(journal, builder, None, self.progress.clock.on, template)
             counts = take_over(earlier, rows, validator, sink, self.progress)
             if self.stopper.requested:
                 return
             if not self.options.update and (why := self.jobs.losses(counts, self.manifest, self.spec)):
-                journal.close()
+                sink.journal.close()
                 self.run_dir.remove_begun(self.begun)
                 self.progress.keep_file(False)
                 raise UsageError(f"{self.run_dir.path}: {why}: --update goes on, or mend the input")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 from batchgen.core.errors import BatchgenError, RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.core.json_line import encode_json
@@ -68,9 +69,9 @@ class ResultSink:
         self._template = template
         self._is_open = True
         self._lock = threading.Lock()  # guards the journal: ``tick`` is called from the progress thread
-        self._record_builder = record_builder
+        self.record_builder = record_builder
         self._max_error_rate = max_error_rate
-        self.num_done_before = self.num_done  # by earlier invocations
+        self.num_done_before = self.num_done  # by earlier invocations and jobs
         self.num_read = journal.done.num_passed  # input rows read so far, by this and earlier invocations
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -87,14 +88,19 @@ class ResultSink:
 
     def finish(self, row: Row, answer: Result | JournalEntry) -> None:
         """Record what came of a row, which may be an error. Raises StorageError."""
-        entry = answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self._record_builder)
+        entry = answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self.record_builder)
         self._append(entry)
         if self._template is not None and entry.kind == "result":
             self.empty_fields.update(self._template.empty_fields(row.columns))
 
+    def keep(self, row: Row, record: Mapping[str, Any]) -> None:
+        """Record the result of an earlier job. Raises StorageError."""
+        self.finish(row, JournalEntry(row.index, row.after, "result", encode_json(record)))
+        self.num_done_before += 1
+
     def fail(self, row: Row) -> None:
         """Record a row that cannot run. Raises StorageError."""
-        self._append(failed_entry(row, self._record_builder))
+        self._append(failed_entry(row, self.record_builder))
 
     def _append(self, entry: JournalEntry) -> None:
         with self._charge("write"), self._lock:

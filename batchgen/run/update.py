@@ -15,13 +15,11 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
 from batchgen.core.fingerprint import Digests
-from batchgen.core.json_line import encode_json
 from batchgen.core.records import Row
 from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator, may_have_ids
 from batchgen.input.rows import chunked
 from batchgen.input.source import RowRange
-from batchgen.output.journal import JournalEntry
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
 from batchgen.run.earlier_results import LIBRARY, EarlierResults, is_between
@@ -198,7 +196,7 @@ def take_over(
             for row in chunk:
                 record, tokens = earlier.find(row)
                 if record is not None:
-                    sink.finish(row, JournalEntry(row.index, row.after, "result", encode_json(record)))
+                    sink.keep(row, record)
                 elif tokens and num_begun < _MOST_BEGUN:
                     begun[row.index], num_begun = tokens, num_begun + len(tokens)
             num_good += len(chunk)
