@@ -60,7 +60,7 @@ def test_copies_and_cached_prompts_cost_no_time() -> None:
     assert cost(prefill_s=0.1) == 13
     assert cost(prefill_s=0.1, cached_tokens=8) == 5
     assert cost(queue_s=0.1, cached_tokens=10) == 0
-    assert Result(0, 10, (1, 2), choice_logprobs=(-1.0, -2.0)).num_computed_tokens == 10
+    assert Result(0, 10, (1, 2), label_logprobs=(-1.0, -2.0)).num_computed_tokens == 10
 
 
 def test_rows_of_earlier_invocations_do_not_make_later_ones_look_short(tmp_path: Path) -> None:
