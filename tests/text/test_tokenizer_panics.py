@@ -66,10 +66,9 @@ def broken_folder(folder: Path) -> Path:
 @pytest.mark.parametrize("error", [PanicException("no entry\nfound"), Exception("no [UNK]")], ids=["panic", "error"])
 def test_a_text_that_cannot_be_encoded_costs_its_row_only(error: BaseException, tmp_path: Path) -> None:
     tokenizer = tokenizer_with(error, tmp_path)
-    builder = RequestBuilder(
-        InputSpec(path=("f",), chat_template="none"), SamplingParams(), tokenizer, max_model_len=99, vocab_size=264
-    )
-    rows = [{"prompt": "a"}, {"prompt": "b!"}, {"prompt": "c"}, {"prompt": "d", "sampling": {"choices": ["x", "y!"]}}]
+    sampling, spec = SamplingParams(labels=("p", "q")), InputSpec(path=("f",), chat_template="none")
+    builder = RequestBuilder(spec, sampling, tokenizer, max_model_len=99, vocab_size=264)
+    rows = [{"prompt": "a"}, {"prompt": "b!"}, {"prompt": "c"}, {"prompt": "d", "sampling": {"labels": ["x", "y!"]}}]
     answers = [row for row, _ in builder.build([Row(n, "f", n, row, Cursor(0, 0, 0, n)) for n, row in enumerate(rows)])]
     assert codes(answers) == ["ok", "internal", "ok", "internal"]
     assert "the tokenizer cannot encode the text: no" in answers[1].error.message  # type: ignore[union-attr]
