@@ -70,7 +70,7 @@ class EarlierRows:
         at = bisect_left(self._keys, key)
         while at < len(self._keys) and self._keys[at] == key:
             record = self._read(self._locations[at])
-            if record is not None and record["timings"].get("fingerprint") == fingerprint:
+            if record is not None and record.get("fingerprint") == fingerprint:
                 yield record
             at += 1
 
@@ -84,7 +84,7 @@ class EarlierRows:
         with storage_errors("read", path), path.open("rb", buffering=1 << 20) as file:
             for offset, payload in lines(file):
                 try:
-                    key = int(json.loads(payload)["timings"]["fingerprint"][:_KEY_DIGITS], 16)
+                    key = int(json.loads(payload)["fingerprint"][:_KEY_DIGITS], 16)
                 except _DAMAGED:
                     continue
                 self._keys.append(key)

@@ -61,8 +61,8 @@ class RecordBuilder:
     def result(self, row: Row, result: Result) -> dict[str, Any]:
         """The output record of a row that has its prompt; the index is the id of a row without one.
 
-        The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, tool_calls,
-        parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples,
+        The order is fixed and fields that were not asked for are left out: id, index, fingerprint, text, reasoning,
+        tool_calls, parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples,
         prompt_logprobs, perplexity, kept columns. What a sample has is that of the first one; ``samples`` holds all of
         several.
         ``complete`` is whether the text fits its structured outputs and its tool calls are whole. ``parsed`` is its
@@ -78,19 +78,18 @@ class RecordBuilder:
                 if params.labels
                 else vector_fields(result, self._spec.embed.pooling, self._labels)
             )
-            timings = _timings(result.timings) | {"fingerprint": fingerprint}
-            return self._of_vector(row, vector, result.num_prompt_tokens, timings)
+            fields = _head(row, fingerprint) | vector
+            return self._of_vector(row, fields, result.num_prompt_tokens, _timings(result.timings))
         tools = self._tools_of(row)
         samples = [self._sample(sample, row, tools) for sample in result.samples]
         first = samples[0]
-        payload = _head(row) | {name: first[name] for name in _OF_SAMPLE if name in first}
+        payload = _head(row, fingerprint) | {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": result.num_completion_tokens,
             **self._thought(row, result),
         }
         payload["timings"] = _timings(result.timings)
-        payload["timings"]["fingerprint"] = fingerprint
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         if len(samples) > 1:
             payload["samples"] = samples
@@ -114,9 +113,8 @@ class RecordBuilder:
         params = row.params
         if not self._spec.generates:
             vector = {name: earlier[name] for name in _VECTOR if name in earlier}
-            timings = {**_timings(Timings()), "fingerprint": fingerprint, "reused": True}
-            tokens = earlier["usage"]["prompt_tokens"]
-            return self._of_vector(row, vector, tokens, timings) if vector else None
+            tokens, timings = earlier["usage"]["prompt_tokens"], {**_timings(Timings()), "reused": True}
+            return self._of_vector(row, _head(row, fingerprint) | vector, tokens, timings) if vector else None
         has_tools = self._tools_of(row) is not None
         first, several = self._taken(earlier, params, has_tools), earlier.get("samples") or ()
         samples = [self._taken(sample, params, has_tools) for sample in several]
@@ -125,11 +123,11 @@ class RecordBuilder:
         if first is None or None in samples or not is_whole:
             return None
         usage = earlier["usage"]
-        payload = _head(row) | {name: first[name] for name in _OF_SAMPLE if name in first}
+        payload = _head(row, fingerprint) | {name: first[name] for name in _OF_SAMPLE if name in first}
         counts = ["prompt_tokens", "completion_tokens"]
         counts += [] if params.thinking_token_budget is None else ["reasoning_tokens"]
         payload["usage"] = {name: usage[name] for name in counts}
-        payload["timings"] = {**_timings(Timings()), "fingerprint": fingerprint, "reused": True}
+        payload["timings"] = {**_timings(Timings()), "reused": True}
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         payload |= {"samples": samples} if samples else {}
         return payload | {name: earlier.get(name) for name in names} | self._kept(row.columns)
@@ -169,9 +167,9 @@ class RecordBuilder:
         taken = {name: sample[name] for name in names if name in sample}
         return taken | self._answer(taken) if is_whole else None
 
-    def _of_vector(self, row: Row, vector: dict[str, Any], num_tokens: int, timings: dict[str, Any]) -> dict[str, Any]:
+    def _of_vector(self, row: Row, fields: dict[str, Any], num_tokens: int, timings: dict[str, Any]) -> dict[str, Any]:
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0}
-        return {**_head(row), **vector, "usage": usage, "timings": timings, **self._kept(row.columns)}
+        return {**fields, "usage": usage, "timings": timings, **self._kept(row.columns)}
 
     def error(self, row: Row) -> dict[str, Any]:
         """The error record of a failed row: enough to find it, to see why it failed, and to run it again.
@@ -243,14 +241,14 @@ class RecordBuilder:
         return shaped | self._answer(shaped)
 
 
-def _head(row: Row) -> dict[str, Any]:
-    return {"id": row.index if row.id is None else row.id, "index": row.index}
+def _head(row: Row, fingerprint: str) -> dict[str, Any]:
+    return {"id": row.index if row.id is None else row.id, "index": row.index, "fingerprint": fingerprint}
 
 
 def check_record(record: Mapping[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError where a record lacks what a report counts."""
     usage, timings = record["usage"], record["timings"]
-    times = (value for name, value in timings.items() if name not in ("fingerprint", "reused"))
+    times = (value for name, value in timings.items() if name != "reused")
     sum([usage["prompt_tokens"], usage["completion_tokens"], *times])
     if "finish_reason" not in record and record.keys() & VECTOR_KEYS:
         return

@@ -155,7 +155,7 @@ def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
     timings = Timings(0.03, 1.302, 0.222, 1.332, 0.037, 1.554)
     result = Result(4, 22, (1,) * 7, FinishReason.STOP, timings)
     found = builder.result(row, result)
-    found["timings"]["fingerprint"] = "42b890a73812415f9bf77b88b900c4a2"  # that of jobs/quickstart.toml
+    found["fingerprint"] = "42b890a73812415f9bf77b88b900c4a2"  # that of jobs/quickstart.toml
     return found, builder.error(row.failed(RowError(RowErrorCode.INTERNAL, "")))
 
 

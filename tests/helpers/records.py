@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 TIMINGS: dict[str, Any] = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25)
-TIMINGS |= {"cached_tokens": 3, "preemptions": 0, "fingerprint": 8 * "5eed", "reused": True}
+TIMINGS |= {"cached_tokens": 3, "preemptions": 0, "reused": True}
 
 
 def record(index: int, **more: Any) -> dict[str, Any]:
     usage = {"prompt_tokens": 5, "completion_tokens": index}
-    head = {"id": f"q-{index}", "index": index, "text": f"ответ {index}\n", "finish_reason": "stop"}
+    head = {
+        "id": f"q-{index}",
+        "index": index,
+        "fingerprint": 8 * "5eed",
+        "text": f"ответ {index}\n",
+        "finish_reason": "stop",
+    }
     return {**head, "usage": usage, "timings": TIMINGS, **more}
 
 

@@ -157,7 +157,7 @@ def test_cat_prints_the_fields_asked_for_in_their_order(job: JobMaker, capsys: p
     assert call(["cat", str(job.output), "--columns", "txt"]) == 2
     assert "--columns: no record has a field 'txt' (did you mean \"text\"?)" in capsys.readouterr().err
     assert call(["cat", str(job.output), "--columns", "choices"]) == 2  # a word that users have for labels
-    assert "no record has a field 'choices' (known: answer, finish_reason, id, " in capsys.readouterr().err
+    assert "no record has a field 'choices' (known: answer, fingerprint, finish_reason, id, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])

@@ -101,7 +101,7 @@ def test_parsed_values_have_the_type_that_all_share_and_else_are_json(
 ) -> None:
     rows = [record(index, parsed=value) for index, value in enumerate(values)]
     table = pq.read_table(io.BytesIO(written(ParquetFormat(PARSED), rows)))
-    assert table.column_names[:4] == ["id", "index", "text", "parsed"]
+    assert table.column_names[:5] == ["id", "index", "fingerprint", "text", "parsed"]
     assert (str(table.schema.field("parsed").type), table["parsed"].to_pylist()) == (kind, read_back)
 
 

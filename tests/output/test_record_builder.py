@@ -20,7 +20,18 @@ from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.record_builder import RecordBuilder
 
 ORDER = [
-    *("id", "index", "text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason", "complete"),
+    *(
+        "id",
+        "index",
+        "fingerprint",
+        "text",
+        "reasoning",
+        "tool_calls",
+        "parsed",
+        "extracted",
+        "finish_reason",
+        "complete",
+    ),
     *("usage", "timings", "token_ids", "logprobs", "samples"),
 ]
 ORDER += ["prompt_logprobs", "perplexity"]
@@ -75,7 +86,7 @@ def result(text: str = "ab", **fields: Any) -> Result:
 
 def test_a_plain_row_has_nothing_that_was_not_asked_for() -> None:
     record = payload(result())
-    assert list(record) == ["id", "index", "text", "finish_reason", "usage", "timings"]
+    assert list(record) == ["id", "index", "fingerprint", "text", "finish_reason", "usage", "timings"]
     assert (record["text"], record["finish_reason"]) == ("ab", "length")
     assert record["usage"] == {"prompt_tokens": 5, "completion_tokens": 2}
 
@@ -141,7 +152,7 @@ def test_a_perplexity_that_is_no_number_is_null(logprobs: tuple[float, ...]) -> 
 @pytest.mark.parametrize(("logprobs", "best"), [((-2.0, -1.0), " no"), ((-1.0, -2.0), "yes"), ((-1.0, -1.0), "yes")])
 def test_the_most_likely_label_stands_in_place_of_a_text(logprobs: tuple[float, ...], best: str) -> None:
     record = payload(result(best, label_logprobs=logprobs, label_means=logprobs), ("yes", " no"))
-    assert list(record) == ["id", "index", "label", "score", "scores", "usage", "timings"]
+    assert list(record) == ["id", "index", "fingerprint", "label", "score", "scores", "usage", "timings"]
     assert record["label"] == best and record["usage"] == {"prompt_tokens": 5, "completion_tokens": 0}
     prob = round(1 / (1 + math.exp(logprobs[1] - logprobs[0])), 6)
     assert record["scores"] == {"yes": prob, " no": round(1 - prob, 6)}
@@ -168,8 +179,8 @@ def test_kept_columns_make_way_for_the_records_own_fields() -> None:
     spec = replace(SPEC, input=replace(SPEC.input, columns=("*",)))
     columns = {"finish_reason": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
     record = RecordBuilder(spec, TOKENIZER).result(replace(ROW, columns=columns), result())
-    assert {name.removeprefix("input_"): value for name, value in list(record.items())[6:]} == columns
-    assert not RECORD_KEYS & set(list(record)[6:])
+    assert {name.removeprefix("input_"): value for name, value in list(record.items())[7:]} == columns
+    assert not RECORD_KEYS & set(list(record)[7:])
 
 
 def test_all_columns_are_kept_unless_the_job_chooses() -> None:

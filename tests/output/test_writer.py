@@ -79,7 +79,8 @@ def test_rows_come_out_in_input_order_whatever_order_they_finished_in(run_dir: R
 def test_the_output_line_is_the_record_as_a_person_would_write_it(run_dir: RunDir) -> None:
     written(run_dir, [record(0, answer="é")])
     line = run_dir.outputs("jsonl").read_text()
-    assert line.startswith('{"id": "q-0", "index": 0, "text": "ответ 0\\n", "finish_reason": "stop", "usage": {"prompt')
+    assert line.startswith('{"id": "q-0", "index": 0, "fingerprint": "5eed')
+    assert '5eed", "text": "ответ 0\\n", "finish_reason": "stop", "usage": {"prompt' in line
     assert line.endswith('"reused": true}, "answer": "é"}\n')
 
 
@@ -170,7 +171,7 @@ def test_parquet_has_fixed_types_for_the_records_own_fields(run_dir: RunDir) -> 
     rows = [record(index, token_ids=[1, 2]) for index in range(3)]
     assert written(run_dir, rows, output_format="parquet") == rows
     schema = pq.read_schema(run_dir.outputs("parquet"))
-    assert schema.names == ["id", "index", "text", "finish_reason", "usage", "timings", "token_ids"]
+    assert schema.names == ["id", "index", "fingerprint", "text", "finish_reason", "usage", "timings", "token_ids"]
     assert all(schema.field(name).type == parquet.FIXED_TYPES[name] for name in schema.names[1:])
     assert str(schema.field("id").type) == "string"
 

@@ -69,7 +69,7 @@ def test_an_output_record_has_the_documented_shape(job: JobMaker) -> None:
     job.write(rows_of(1))
     job.run(job.spec(input={"columns": []}))
     (record,) = read_lines(job.output / "outputs.jsonl")
-    assert list(record) == ["id", "index", "text", "finish_reason", "usage", "timings"]
+    assert list(record) == ["id", "index", "fingerprint", "text", "finish_reason", "usage", "timings"]
     assert isinstance(record["text"], str)
     assert record["finish_reason"] in {"stop", "length"}
     assert record["usage"].keys() == {"prompt_tokens", "completion_tokens"}

@@ -43,7 +43,7 @@ def test_every_format_has_what_was_extracted_beside_the_column_of_right_answers(
         assert isinstance(row["extracted"], str)
         assert "samples" not in row or row["samples"][0]["extracted"] == row["extracted"]
     if form == "parquet":
-        assert pq.read_schema(path).names[:4] == ["id", "index", "text", "extracted"]
+        assert pq.read_schema(path).names[:5] == ["id", "index", "fingerprint", "text", "extracted"]
 
 
 def test_stopped_sharded_and_retried_runs_score_as_a_whole_one(job: JobMaker) -> None:

@@ -71,7 +71,7 @@ def test_the_field_follows_the_text_and_is_there_only_when_asked_for(job: JobMak
     job.write([{"question": "a"}])
     spec = spec_of(job, input={"id": None})
     job.run(spec)
-    assert list(job.outputs()[0])[:5] == ["id", "index", "text", "reasoning", "finish_reason"]
+    assert list(job.outputs()[0])[:6] == ["id", "index", "fingerprint", "text", "reasoning", "finish_reason"]
     job.output = job.folder / "plain"
     job.run(spec_of(job, input={"id": None}, output={"parse": []}))
     [row] = job.outputs()

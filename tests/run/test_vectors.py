@@ -68,7 +68,7 @@ def test_each_row_gets_a_vector_of_length_one(folder: Path) -> None:
     assert found.shape == (len(TEXTS), WIDTH)
     assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
     first = read_lines(place / "outputs.jsonl")[0]
-    assert [*first] == ["id", "index", "embedding", "usage", "timings", "input_text"]
+    assert [*first] == ["id", "index", "fingerprint", "embedding", "usage", "timings", "input_text"]
     assert first["usage"]["completion_tokens"] == 0
     report = json.loads((place / "report.json").read_text(encoding="utf-8"))
     assert report["rows"]["done"] == len(TEXTS)
@@ -212,7 +212,7 @@ def test_lists_of_the_same_tokens_cut_elsewhere_are_other_requests(folder: Path)
     first, second, third, fourth = read_lines(place / "outputs.jsonl")
     assert (len(first["embeddings"]), len(third["embedding"])) == (2, WIDTH)
     assert first["embeddings"] != second["embeddings"] and first["embeddings"] == fourth["embeddings"]
-    fingerprints = [row["timings"]["fingerprint"] for row in (first, second, third)]
+    fingerprints = [row["fingerprint"] for row in (first, second, third)]
     assert len({*fingerprints}) == 3
 
 

@@ -49,6 +49,7 @@ _USAGE = pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int6
 _USAGE_OF_THOUGHTS = pa.struct([*_USAGE, ("reasoning_tokens", pa.int64())])
 FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "index": pa.int64(),
+    "fingerprint": pa.string(),
     "text": pa.string(),
     "reasoning": pa.string(),
     "tool_calls": _TOOL_CALLS,
@@ -58,7 +59,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "timings": pa.struct(
         [(name, pa.float64()) for name in _SECONDS]
         + [(name, pa.int64()) for name in _COUNTS]
-        + [("fingerprint", pa.string()), ("reused", pa.bool_())]
+        + [("reused", pa.bool_())]
     ),
     "token_ids": _TOKEN_IDS,
     "logprobs": _LOGPROBS,
@@ -71,7 +72,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "score": pa.float64(),
 }
 # Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
-_ALWAYS = ("id", "index", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
+_ALWAYS = ("id", "index", "fingerprint", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
 _OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
