@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from batchgen.config import cluster
-from batchgen.config.job import KEYS
+from batchgen.config.job import KEYS, POLICIES
 from batchgen.core.keys import BOOL, Key, resembling
 from batchgen.core.remote import redacted
 from batchgen.core.shard import Shard
@@ -82,17 +82,18 @@ class RunOption(click.Option):
 
 
 run_option = partial(click.option, cls=RunOption)
+# For tests and measurements: without a help text it is shown nowhere.
+without_option = run_option("--without", multiple=True, hidden=True, type=click.Choice(POLICIES))
 
 
 _EXPERT_KEYS = {  # shown by --help-all alone
-    "model": "revision batch_invariant",
+    "model": "revision",
     "input": "prompt_token_ids delimiter encoding chat_template_kwargs continue_final_message special_tokens",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words",
     "classify": "by",
     "embed": "normalize dimensions truncate",
-    "engine": "max_num_batched_tokens kv_cache_dtype block_size prefix_caching share_duplicates "
-    "longest_first forecast_memory",
+    "engine": "max_num_batched_tokens kv_cache_dtype block_size",
     "output": "token_ids",
     "cluster": "cpus_per_worker gpus_per_worker resources step_timeout load_timeout",
 }
@@ -129,7 +130,7 @@ class GroupedCommand(click.Command):
         """Write the options under the heading of their section; the last line tells how many are hidden."""
         blocks: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
-        for option in [copy(item) for item in self.get_params(ctx) if isinstance(item, click.Option)]:
+        for option in [copy(item) for item in self.get_params(ctx) if isinstance(item, click.Option) and item.help]:
             if option.hidden and option.expose_value:
                 num_hidden += 1
                 option.hidden = _ALL not in ctx.meta

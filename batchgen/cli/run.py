@@ -25,6 +25,7 @@ from batchgen.cli.options import (
     progress_options,
     run_option,
     take_job_flags,
+    without_option,
 )
 from batchgen.cli.say import point_out_backslashes, say, say_next, show
 from batchgen.core.errors import ExitCode
@@ -49,6 +50,7 @@ _MIXED_HELP = "Go on with a run begun on another CPU type."
 @run_option("--max-total-tokens", type=COUNT, hidden=True, help="Stop after computing N tokens.")
 @run_option("--shard", type=SHARD, help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
+@without_option
 @progress_options
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any) -> int:
@@ -79,7 +81,7 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
     limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"])
     keeps_stdin = is_run_folder(job) and "path" not in flags.get("input", {})
     options = replace(_run_options(values), limits=limits, keeps_stdin=keeps_stdin)
-    outcome = run_job(spec, options, engine_factory=engine_factory)
+    outcome = run_job(spec.without(values["without"]), options, engine_factory=engine_factory)
     return _conclude(outcome, values, Path(spec.output.path))
 
 

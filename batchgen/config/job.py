@@ -9,8 +9,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
@@ -95,7 +95,7 @@ class ModelSpec:
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", resume="compared")
     device: str = key(_DEVICE, "Where the model runs", "auto", resume="compared")
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", resume="compared")
-    batch_invariant: bool = key(BOOL, "On a GPU: use cuBLAS; tokens may depend on the batch", True, resume="compared")
+    batch_invariant: bool = True  # on a GPU; no key of the job file, as the policies of the engine
 
     @property
     def weights(self) -> str:
@@ -185,9 +185,10 @@ class EngineConfig:
     """Sizes and policies of the engine; None means "chosen for the machine".
 
     Only ``max_model_len`` and ``kv_cache_dtype`` can change outputs; of the latter a resume compares what the engine
-    really keeps. A ``kv_cache_dtype`` of "auto" is what the model computes in.
-    ``look_ahead`` is the most requests pulled from the input but not yet admitted; it is not a key of the job file.
-    Raises UsageError naming an unknown type, or a size below 1 or above what the host has memory to keep track of.
+    really keeps. A ``kv_cache_dtype`` of "auto" is what the model computes in. ``look_ahead`` is the maximum number of
+    requests pulled from the input but not yet admitted. Neither it nor the policies, which change no output, are keys
+    of the job file. Raises UsageError naming an unknown type, or a size below 1 or above what the host has memory to
+    keep track of.
     """
 
     max_num_batched_tokens: int | None = key(
@@ -204,10 +205,10 @@ class EngineConfig:
     max_model_len: int | None = key(_POSITIVE_OR_AUTO, "Longest prompt plus output, in tokens", None)
     look_ahead: int | None = None
     threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, resume="free")
-    prefix_caching: bool = key(BOOL, "Compute shared prefixes of prompts for each row anew", True, resume="free")
-    share_duplicates: bool = key(BOOL, "Compute identical greedy rows one by one", True, resume="free")
-    longest_first: bool = key(BOOL, "Start rows in the order of the input", True, resume="free")
-    forecast_memory: bool = key(BOOL, "Start rows without a forecast of their memory", True, resume="free")
+    prefix_caching: bool = True
+    share_duplicates: bool = True
+    longest_first: bool = True
+    forecast_memory: bool = True
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -220,6 +221,7 @@ class EngineConfig:
                     raise UsageError(f"{item.name} {shown(value)}: {error}") from None
 
 
+POLICIES = ("prefix-caching", "share-duplicates", "longest-first", "forecast-memory", "batch-invariant")
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelSpec,
     "input": InputSpec,
@@ -250,6 +252,12 @@ class JobSpec:
     eval: EvalSpec = EvalSpec()
     own_sampling: tuple[str, ...] | None = None  # keys given over the model's generation_config, until it is found
     fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
+
+    def without(self, policies: Collection[str]) -> JobSpec:
+        """The job with some of ``POLICIES`` switched off."""
+        off: dict[str, Any] = {name.replace("-", "_"): False for name in policies}
+        of_engine = {name: off.pop(name) for name in [*off] if hasattr(self.engine, name)}
+        return replace(self, engine=replace(self.engine, **of_engine), model=replace(self.model, **off))
 
     def parses_tools(self, columns: Mapping[str, Any]) -> bool:
         """Whether the tool calls in a row's answer are parsed: the job asks, or it is a Batch request with tools."""

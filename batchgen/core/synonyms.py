@@ -86,8 +86,8 @@ _TABLE: dict[Synonym, str] = {
     Synonym("input.delimiter"): "sep, separator, tsv, delim",
     Synonym("CSV"): "excel, xlsx, xls, spreadsheet, libreoffice, calc",
     Synonym(
-        "engine.prefix_caching", "prompts that begin alike are computed once: put first what all share"
-    ): "few-shot, shared prefix, prompt caching, prefix-cache, radix, num-fewshot",
+        "The model itself", "prompts that begin alike are computed once: put first what all share"
+    ): "few-shot, shared prefix, prefix caching, prompt caching, prefix-cache, radix, num-fewshot",
     Synonym(
         "too_long", "a prompt is never cut, but texts for embeddings are"
     ): "truncation, truncate-prompt-tokens, truncation-side",
@@ -153,7 +153,9 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "engine.max_model_len"
     ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length, num-ctx, c",
-    Synonym("engine.prefix_caching", "on by default"): "enable-prefix-caching, apc, automatic-prefix-caching",
+    Synonym(
+        "slow", "it is always on"
+    ): "enable-prefix-caching, apc, automatic-prefix-caching, longest-first, forecast-memory, share-duplicates",
     Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads, t",
     Synonym(
         "slow", "speculative decoding is not done"

@@ -15,9 +15,8 @@ from run_helpers import JobMaker, smollm2
 
 import batchgen.engine
 from batchgen.cli.main import call, cli
-from batchgen.config.job import KEYS
+from batchgen.config.job import POLICIES
 from batchgen.config.load import load_job
-from batchgen.core.keys import BOOL
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -96,13 +95,6 @@ def test_the_job_file_shown_loads(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- switches
 
 
-SWITCHES = {
-    "--no-prefix-caching": ("engine", "prefix_caching"),
-    "--no-share-duplicates": ("engine", "share_duplicates"),
-    "--no-longest-first": ("engine", "longest_first"),
-    "--no-forecast-memory": ("engine", "forecast_memory"),
-    "--no-batch-invariant": ("model", "batch_invariant"),
-}
 NAMED = (
     "--model --revision --dtype --device --tokenizer --input --prompt --system --chat-template --columns --limit",
     "--max-tokens --temperature --seed --ignore-eos --output --token-ids --workers --ray",
@@ -112,26 +104,21 @@ NAMED = (
 ROWS = [{"id": i, "question": f"Name the same city as row {i // 2}, in one word and no more."} for i in range(8)]
 
 
-def test_every_switch_that_changes_no_output_is_held_here() -> None:
-    found = {(section, item.name) for section, keys in KEYS.items() for item in keys.values() if item.kind is BOOL}
-    assert {place for place in found if KEYS[place[0]][place[1]].resume != "same"} == {*SWITCHES.values()}
-
-
 def test_run_has_the_flags() -> None:
     flags = {name for option in cli.commands["run"].params for name in (*option.opts, *option.secondary_opts)}
-    assert flags >= {*" ".join(NAMED).split(), *SWITCHES}
+    assert flags >= {*" ".join(NAMED).split()}
 
 
-@pytest.mark.parametrize("flag", SWITCHES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_switch_reaches_the_engine_and_leaves_outputs_and_resumes_alone(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch, flag: str
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    section, name = SWITCHES[flag]
+    name = policy.replace("-", "_")
     made: list[Any] = []
     real = batchgen.engine.Engine
 
     def engine(model: Any, config: Any, **rest: Any) -> Any:
-        made.append(config if section == "engine" else model)
+        made.append(config if hasattr(config, name) else model)
         return real(model, config, **rest)
 
     monkeypatch.setattr(batchgen.engine, "Engine", engine)
@@ -141,10 +128,9 @@ def test_a_switch_reaches_the_engine_and_leaves_outputs_and_resumes_alone(
     expected = job.outputs()
     stopped = ["run", str(toml), "-q", "--overwrite", "--max-num-batched-tokens", "16", "--max-total-tokens", "60"]
     assert call(stopped) == 75
-    assert call(["run", str(toml), "-q", flag]) == 0
+    assert call(["run", str(toml), "-q", "--without", policy]) == 0
     assert job.outputs() == expected
-    if section == "engine":
+    if hasattr(made[0], name):
         assert [getattr(config, name) for config in made] == [True, True, False]
-    default, switched = (load_job(toml, flags) for flags in ({}, {section: {name: False}}))
-    assert getattr(getattr(switched, section), name) is False
-    assert default.output_keys() == switched.output_keys()
+    spec = load_job(toml)
+    assert spec.without([policy]) != spec and spec.without([policy]).output_keys() == spec.output_keys()

@@ -53,7 +53,7 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     assert (spec.input.format, spec.input.chat_template, spec.input.columns) == ("auto", "auto", ("*",))
     assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
     assert spec.engine == EngineConfig()
-    assert set(spec.to_dict()["engine"].values()) == {"auto", True}
+    assert set(spec.to_dict()["engine"].values()) == {"auto"}
     assert (spec.output.format, spec.output.token_ids) == ("auto", False)
 
 

@@ -198,7 +198,12 @@ def test_a_list_gets_a_vector_for_each_text_as_if_it_stood_alone(folder: Path) -
     assert single == one
     assert pair.usage.prompt_tokens == one.usage.prompt_tokens + two.usage.prompt_tokens
     whole = without_timings(place / "outputs.jsonl")
-    for flags in (["--max-num-seqs", 1], ["--max-num-batched-tokens", 16], ["--workers", 2], ["--no-share-duplicates"]):
+    for flags in (
+        ["--max-num-seqs", 1],
+        ["--max-num-batched-tokens", 16],
+        ["--workers", 2],
+        ["--without", "share-duplicates"],
+    ):
         _, other = run(folder, *openai, *flags, output=f"other{flags[0]}", rows="lists.jsonl")
         assert without_timings(other / "outputs.jsonl") == whole
     _, again = run(folder, *openai, "--reuse", place, output="again", rows="lists.jsonl")
