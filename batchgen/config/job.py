@@ -21,7 +21,7 @@ from batchgen.core import keys
 from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
-from batchgen.core.machine import UNTRIED_DEVICES
+from batchgen.core.machine import QUANTIZATIONS, UNTRIED_DEVICES
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import parse_size, shown
 
@@ -91,7 +91,7 @@ class ModelSpec:
     dtype: str = key(
         one_of("auto", "bfloat16", "float16", "float32"), "Number format to compute in", "auto", resume="compared"
     )
-    quantization: str = key(one_of("none", "w8a16", "w8a8"), "int8 weights; w8a8: int8 activations too", "none")
+    quantization: str = key(one_of(*QUANTIZATIONS), "int8 weights; w8a8: int8 activations too", "none")
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", resume="compared")
     device: str = key(_DEVICE, "Where the model runs", "auto", resume="compared")
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", resume="compared")
@@ -100,12 +100,12 @@ class ModelSpec:
     @property
     def weights(self) -> str:
         """The weights of linears: "auto" as they are stored, or "int8"."""
-        return "auto" if self.quantization == "none" else "int8"
+        return QUANTIZATIONS[self.quantization][0]
 
     @property
     def activations(self) -> str:
         """The inputs of linears: "auto" as they are computed, or "int8"."""
-        return "int8" if self.quantization == "w8a8" else "auto"
+        return QUANTIZATIONS[self.quantization][1]
 
     @property
     def named(self) -> dict[str, str]:

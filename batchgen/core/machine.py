@@ -186,6 +186,8 @@ def cpus_by_node() -> list[list[int]]:
     return [[cpu for _, cpu in sorted(cpus)] for cpus in nodes.values()]
 
 
+# Types of the weights and of the activations of linears: "auto" as they are stored or computed, or "int8".
+QUANTIZATIONS = {"none": ("auto", "auto"), "w8a16": ("int8", "auto"), "w8a8": ("int8", "int8")}
 UNTRIED_DEVICES = ("mps", "xpu")  # torch's names of the GPUs of Apple and Intel, on which batchgen has never run
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from batchgen.core.errors import ModelError
-from batchgen.core.machine import SMALLER_SIZES, UNTRIED_DEVICES, memory_errors, physical_bytes
+from batchgen.core.machine import QUANTIZATIONS, SMALLER_SIZES, UNTRIED_DEVICES, memory_errors, physical_bytes
 from batchgen.core.model_files import WEIGHTS_FILES, is_gguf
 from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
@@ -36,8 +36,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     revision: str = "main",
     *,
     dtype: str = "auto",
-    weights: str = "auto",
-    activations: str = "auto",
+    quantization: str = "none",
     adapter: str = "",
     device: str = "auto",
     batch_invariant: bool = True,
@@ -48,9 +47,9 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     """The model at ``path`` with its weights, ready to run.
 
     ``dtype`` "auto" is the checkpoint's own on CUDA, and on the CPU bfloat16 if the machine multiplies it natively,
-    else float32. ``weights`` "int8" rounds those of linears to 8-bit integers with a scale per 32 inputs (128 with
-    ``activations`` "int8", which rounds their inputs too, on the CPU only); "auto" leaves both as they are. ``adapter``
-    is the folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
+    else float32. ``quantization`` "w8a16" rounds the weights of linears to 8-bit integers with a scale per 32 inputs,
+    "w8a8" with one per 128, and their inputs too, on the CPU only; "none" leaves both as they are. ``adapter`` is the
+    folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
     "auto" is CUDA if there is one, never "mps" or "xpu". ``batch_invariant`` makes matrix products on a GPU add up in
     one order whatever shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows.
     Where a GPU has no kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back
@@ -65,7 +64,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     config = lora.added_to(config) if lora else config
     config = replace(config, has_head=config.has_head and has_head)
     kind = resolve_dtype(dtype, config, where)
-    _check_integers(weights, activations, where)
+    weights, activations = _forms_of(quantization, where)
     if where.type == "cpu" and kind != torch.float16 and kernels is None and (why := cpu_obstacle(activations)):
         raise ModelError(f"device 'cpu': {why}")
     if where.type == "cuda":
@@ -111,18 +110,16 @@ def _open(
     return Checkpoint(model, dtype, device)
 
 
-def _check_integers(weights: str, activations: str, device: torch.device) -> None:
-    """Raises ModelError for unknown values, and for combinations that no kernels compute."""
-    for name, value in (("weights", weights), ("activations", activations)):
-        if value not in ("auto", "int8"):
-            raise ModelError(f"{name} {shown(value)} is not one of auto, int8")
-    if activations == "int8" and weights != "int8":
-        raise ModelError("activations 'int8' needs weights 'int8': integers multiply integers")
-    if activations == "int8" and device.type != "cpu":
+def _forms_of(quantization: str, device: torch.device) -> tuple[str, str]:
+    """Types of weights and activations. Raises ModelError for an unknown name, and where no kernels compute them."""
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization {shown(quantization)} is not one of {', '.join(QUANTIZATIONS)}")
+    if quantization == "w8a8" and device.type != "cpu":
         raise ModelError(
-            f"activations 'int8' on device {device.type!r}: only the CPU multiplies integers by integers; leave it out "
-            "(weights 'int8' works there), or use --device cpu"
+            f"quantization 'w8a8' on device {device.type!r}: only the CPU multiplies integers by integers; "
+            "use 'w8a16', or --device cpu"
         )
+    return QUANTIZATIONS[quantization]
 
 
 def _require_memory(path: str, config: ModelConfig, dtype: str, weights: str, activations: str) -> None:

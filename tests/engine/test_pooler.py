@@ -127,13 +127,13 @@ def test_reference_kernels_agree() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_vectors_in_bfloat16_and_integers_point_the_same_way(kind: str) -> None:
     exact = vectors(model(kind), texts(), "mean")
-    for form, least in (({"dtype": "bfloat16"}, 0.9995), ({"weights": "int8"}, 0.999)):
+    for form, least in (({"dtype": "bfloat16"}, 0.9995), ({"quantization": "w8a16"}, 0.999)):
         found = vectors(loaded(checkpoint(kind)[1], **form), texts(), "mean")
         cosines = [np.dot(*(np.frombuffer(of[key], np.float32) for of in (exact, found))) for key in texts()]
         assert min(cosines) >= least, (form, min(cosines))
 
 
-@pytest.mark.parametrize("form", [{}, {"dtype": "bfloat16"}, {"weights": "int8"}], ids=str)
+@pytest.mark.parametrize("form", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a16"}], ids=str)
 @pytest.mark.parametrize("pooling", POOLED)
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3"])
 def test_no_bit_depends_on_the_batch(kind: str, pooling: str, form: dict[str, str]) -> None:

@@ -31,8 +31,8 @@ POLICIES = ("prefix_caching", "share_duplicates", "longest_first", "forecast_mem
 
 
 @cache
-def model(dtype: str = "auto", weights: str = "auto", activations: str = "auto") -> Decoder:
-    return load_model(str(MODEL), dtype=dtype, weights=weights, activations=activations)
+def model(dtype: str = "auto", quantization: str = "none") -> Decoder:
+    return load_model(str(MODEL), dtype=dtype, quantization=quantization)
 
 
 @cache
@@ -92,8 +92,8 @@ def test_integers_answer_as_well(dtype: str) -> None:
         pytest.skip("products of bfloat16 are slow here")
     greedy = SamplingParams(max_tokens=64)
     as_stored = [text(result) for result in answers(greedy, model(dtype))]
-    for activations, most_different in (("auto", 2), ("int8", 6)):
-        found = [text(result) for result in answers(greedy, model(dtype, "int8", activations))]
+    for quantization, most_different in (("w8a16", 2), ("w8a8", 6)):
+        found = [text(result) for result in answers(greedy, model(dtype, quantization))]
         assert accuracy(found) >= 285 / 300
         different = sum(one != other for one, other in zip(found, as_stored, strict=True))
         assert different <= most_different + (4 if dtype == "bfloat16" else 0)

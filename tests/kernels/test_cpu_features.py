@@ -90,9 +90,9 @@ def test_a_processor_that_kernels_cannot_run_on_is_refused_in_a_line(
     monkeypatch.setattr(loading.build, "start", lambda *_: None)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    weights = "int8" if activations == "int8" else "auto"
+    quantization = "w8a8" if activations == "int8" else "none"
     with pytest.raises(ModelError, match=why) if why else nullcontext():
-        load_model("dummy:LFM2-350M", dtype="float32", weights=weights, activations=activations)
+        load_model("dummy:LFM2-350M", dtype="float32", quantization=quantization)
 
 
 def test_vectors_that_numba_is_told_to_leave_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,13 @@ from batchgen.model.weights import Checkpoint, RandomTensors
 SCALE = ALPHA / RANK
 PROMPT = [1, 9, 10, 11, 12, 40, 41]
 SHAPE: dict[str, Any] = {"tie_embedding": False, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1}
-INT8 = {"weights": "int8"}
+INT8 = {"quantization": "w8a16"}
 FORMS: dict[str, dict[str, str]] = {
     "float32": {},
     "bfloat16": {},
     "float32 of int8": INT8,
     "bfloat16 of int8": INT8,
-    "float32 by int8": {**INT8, "activations": "int8"},
+    "float32 by int8": {"quantization": "w8a8"},
 }
 Q = "model.layers.1.self_attn.q_proj"
 W1 = "model.layers.0.feed_forward.w1"

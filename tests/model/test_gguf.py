@@ -25,6 +25,7 @@ import batchgen
 from batchgen.core.errors import ExitCode, ModelError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.gguf import read_header
+from batchgen.core.machine import QUANTIZATIONS
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.gguf.tensors import GgufTensors
@@ -94,17 +95,17 @@ def test_a_gguf_model_has_the_logits_of_the_values_that_it_stands_for(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_of_q8_0_are_kept_as_integers_without_a_second_rounding(tmp_path: Path, family: str, dtype: str) -> None:
-    def logits(path: Path, kernels: type[ReferenceKernels] | None, **settings: str) -> torch.Tensor:
-        made = kernels and kernels(**settings)
-        model = load_model(str(path), dtype=dtype, device="cpu", kernels=made, **settings)
+    def logits(path: Path, kernels: type[ReferenceKernels] | None, quantization: str = "none") -> torch.Tensor:
+        made = kernels and kernels(weights=QUANTIZATIONS[quantization][0])
+        model = load_model(str(path), dtype=dtype, device="cpu", kernels=made, quantization=quantization)
         assert model.embedding(torch.tensor([3])).dtype == DTYPES[dtype]
         return prefix_logits(model, PROMPT)
 
     path = write_both(tmp_path, Kind.Q8_0, **FAMILIES[family])
     for kernels in (ReferenceKernels, None):
-        assert torch.equal(logits(path, kernels, weights="int8"), logits(path, kernels))
+        assert torch.equal(logits(path, kernels, "w8a16"), logits(path, kernels))
     path = write_both(tmp_path / "other", Kind.Q5_0, **FAMILIES[family])
-    assert not torch.equal(logits(path, None, weights="int8"), logits(path, None))
+    assert not torch.equal(logits(path, None, "w8a16"), logits(path, None))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,8 +121,8 @@ def test_integers_that_meet_integers_are_those_of_the_values_that_blocks_of_q8_0
                     str(place),
                     dtype="float32",
                     device="cpu",
+                    quantization="w8a8",
                     kernels=kernels(**settings) if kernels else None,
-                    **settings,
                 ),
                 PROMPT,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,11 @@ from batchgen.model.registry import dummy_config, load_config
 
 PROMPT = [1, 9, 10, 11, 12, 40, 41]
 SHAPE = {"tie_embedding": False, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1}
-BOTH = {"weights": "int8", "activations": "int8"}
+FORMS: dict[str, dict[str, str]] = {
+    "none": {},
+    "w8a16": {"weights": "int8"},
+    "w8a8": {"weights": "int8", "activations": "int8"},
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,41 +52,32 @@ def test_int8_weights_make_the_plain_model_of_those_numbers(tmp_path: Path, dtyp
     (tmp_path / "rounded" / "config.json").write_text(json.dumps(raw_config(**SHAPE)))
     save_file(rounded, tmp_path / "rounded" / "model.safetensors")
 
-    def logits(folder: str, **settings: Any) -> torch.Tensor:
-        kernels = ReferenceKernels(**settings) if is_reference else None
-        model = load_model(str(tmp_path / folder), dtype=dtype, device="cpu", kernels=kernels, **settings)
+    def logits(folder: str, quantization: str = "none") -> torch.Tensor:
+        kernels = ReferenceKernels(**FORMS[quantization]) if is_reference else None
+        path = str(tmp_path / folder)
+        model = load_model(path, dtype=dtype, device="cpu", kernels=kernels, quantization=quantization)
         return prefix_logits(model, PROMPT)
 
     if dtype == "float32":  # in bfloat16 a checkpoint is rounded before its weights are
-        assert torch.equal(logits("original", weights="int8"), logits("rounded"))
-    assert not torch.equal(logits("original", weights="int8"), logits("original"))
-    assert not torch.equal(logits("original", **BOTH), logits("original", weights="int8"))
+        assert torch.equal(logits("original", "w8a16"), logits("rounded"))
+    assert not torch.equal(logits("original", "w8a16"), logits("original"))
+    assert not torch.equal(logits("original", "w8a8"), logits("original", "w8a16"))
 
 
 def test_numerics_name_integers_only_where_there_are_some(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
 
-    def named(**settings: str) -> dict[str, str]:
-        numerics = load_model(str(tmp_path), device="cpu", **settings).numerics
+    def named(quantization: str) -> dict[str, str]:
+        numerics = load_model(str(tmp_path), device="cpu", quantization=quantization).numerics
         return {key: value for key, value in numerics.items() if key not in ("dtype", "device", "kernels")}
 
-    assert named() == {}
-    assert named(weights="int8") == {"weights": "int8"}
-    assert named(**BOTH) == BOTH
+    assert {quantization: named(quantization) for quantization in FORMS} == FORMS
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weights": "int4"}, "weights 'int4' is not one of auto, int8"),
-        ({"weights": "int8", "activations": "int3"}, "activations 'int3' is not one of auto, int8"),
-        ({"activations": "int8"}, "activations 'int8' needs weights 'int8'"),
-    ],
-)
-def test_integers_that_there_are_not_are_refused(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+def test_a_quantization_that_there_is_not_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
-    with pytest.raises(ModelError, match=message):
-        load_model(str(tmp_path), device="cpu", **settings)
+    with pytest.raises(ModelError, match="quantization 'int4' is not one of none, w8a16, w8a8"):
+        load_model(str(tmp_path), device="cpu", quantization="int4")
 
 
 def test_a_gpu_refuses_integer_activations_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +86,12 @@ def test_a_gpu_refuses_integer_activations_before_it_loads(tmp_path: Path, monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(loading, "Decoder", None)
-    with pytest.raises(ModelError, match=r"activations 'int8' on device 'cuda'.*leave it out.*or use --device cpu"):
-        load_model(str(tmp_path), device="cuda", **BOTH)
+    with pytest.raises(ModelError, match=r"quantization 'w8a8' on device 'cuda'.*use 'w8a16', or --device cpu"):
+        load_model(str(tmp_path), device="cuda", quantization="w8a8")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, BOTH])
+@pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
 def test_the_bytes_of_a_weight_are_those_of_its_panels(dtype: str, settings: dict[str, str]) -> None:
     kernels = select(CPU, DTYPES[dtype], **settings)
     shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "torch_dtype": dtype}
@@ -143,23 +137,23 @@ def test_a_model_too_large_for_this_machine_fits_as_integers(monkeypatch: pytest
     monkeypatch.setattr(loading, "Decoder", lambda config, source, kernels: kernels.weights)
     with pytest.raises(ModelError, match=r"the weights take 70\d,\d{3},\d{3} bytes in float32, more than"):
         load_model("dummy:LFM2-350M", dtype="float32", device="cpu")
-    assert load_model("dummy:LFM2-350M", dtype="float32", device="cpu", weights="int8") == "int8"
+    assert load_model("dummy:LFM2-350M", dtype="float32", device="cpu", quantization="w8a16") == "int8"
     monkeypatch.setattr(loading, "physical_bytes", lambda: 1 << 20)
     with pytest.raises(ModelError, match=r"bytes in int8 under float32"):
-        load_model("dummy:LFM2-350M", dtype="float32", device="cpu", weights="int8")
+        load_model("dummy:LFM2-350M", dtype="float32", device="cpu", quantization="w8a16")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, BOTH])
+@pytest.mark.parametrize("quantization", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_that_is_not_finite_is_told_by_every_row(
-    tmp_path: Path, dtype: str, settings: dict[str, str], value: float
+    tmp_path: Path, dtype: str, quantization: str, value: float
 ) -> None:
     """As integers it must not become a number that looks like any other."""
     tensors = write_checkpoint(tmp_path)
     tensors["model.layers.0.conv.in_proj.weight"][3, 5] = value
     save_file(tensors, tmp_path / "model.safetensors")
-    model = load_model(str(tmp_path), dtype=dtype, device="cpu", **settings)
+    model = load_model(str(tmp_path), dtype=dtype, device="cpu", quantization=quantization)
     (result,) = Engine(model, EngineConfig(kv_cache_memory=1 << 20)).run([Request(0, tuple(PROMPT), SamplingParams())])
     assert result.error is not None
     assert "not finite" in result.error.message
