@@ -12,19 +12,8 @@ from typing import Any
 from batchgen.config.job import JobSpec
 
 RECORD_KEYS = frozenset(
-    {
-        "id",
-        "index",
-        "fingerprint",
-        "text",
-        "reasoning",
-        "finish_reason",
-        "usage",
-        "timings",
-        "token_ids",
-        "logprobs",
-        "samples",
-    }
+    {"id", "index", "fingerprint", "text", "reasoning", "finish_reason", "usage", "timings"}
+    | {"token_ids", "logprobs", "samples"}
     | {"prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text

@@ -158,6 +158,13 @@ def test_a_column_of_the_answers_stands_beside_the_rows_that_were_given() -> Non
     assert table["answer"].dropna().to_dict() == wanted
 
 
+def test_a_column_named_like_a_sampling_key_is_kept_as_it_is() -> None:
+    """In columns that are part of a request, objects lose what is null in them."""
+    columns: list[Any] = [{"first": 1, "second": None}, {"first": None, "second": "b"}]
+    run = generated(pa.table({"question": ["a", "b"], "labels": columns, "stop": columns}))
+    assert [row["labels"] for row in run.rows] == [row["stop"] for row in run.rows] == columns
+
+
 @pytest.mark.parametrize(
     ("labels", "is_told"),
     [([3, 1, 0], True), ([1, 2, 5], True), ([0, 1, 7], False), ([10, 20, 30], False), (["a", "b", "c"], False)],

@@ -17,18 +17,8 @@ from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
 _ANSWER = (  # what the model gave, in this order, behind the columns of the input
-    *(
-        "text",
-        "extracted",
-        "label",
-        "score",
-        "parsed",
-        "reasoning",
-        "tool_calls",
-        "scores",
-        "samples",
-        "perplexity",
-    ),
+    *("text", "extracted", "label", "score", "parsed", "reasoning"),
+    *("tool_calls", "scores", "samples", "perplexity"),
     *("embedding", "embeddings", "complete", "finish_reason", "token_ids"),
     *("logprobs", "prompt_logprobs"),
 )
