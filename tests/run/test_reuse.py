@@ -285,11 +285,11 @@ def test_a_folder_that_is_no_run_or_in_use_is_refused_before_anything_is_written
     with pytest.raises(UsageError, match=r"reuse.*no job\.json"):
         job.run(spec)
     assert not (job.folder / "second").exists()
-    process = start(["run", job.toml()], step_s=5.0)
+    process = start(["run", job.toml()], step_s=600.0)
     while not (job.output / "journal").exists():
         time.sleep(0.02)
-    with pytest.raises(LockedError, match="in use by"):
-        second(job, rows_of(3))
+    with pytest.raises(LockedError, match="in use by"):  # the input stays as it is, or the process would end
+        job.run(job.spec(output={"path": str(job.folder / "second"), "reuse": [str(job.output)]}))
     assert not (job.folder / "second").exists()
     process.kill()
     finish(process)
