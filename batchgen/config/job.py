@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
@@ -252,6 +252,7 @@ class JobSpec:
     eval: EvalSpec = EvalSpec()
     own_sampling: tuple[str, ...] | None = None  # keys given over the model's generation_config, until it is found
     fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
+    template_place: str = field(default="input.chat_template", compare=False)  # of its text, as errors name it
 
     def without(self, policies: Collection[str]) -> JobSpec:
         """The job with some of ``POLICIES`` switched off."""

@@ -147,7 +147,10 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
             merged[section] |= values
     sampling = SamplingParams()
     own_sampling: tuple[str, ...] | None = None
+    template_place = "input.chat_template"
     for origin in origins:
+        if origin.base is not None and (file := origin.values.get("input", {}).get("chat_template")):
+            template_place = f"{origin.place('input', 'chat_template')} = {file}"
         overrides = {**origin.values.get("sampling", {}), **origin.values.get("classify", {}), **origin.structured()}
         if overrides.pop("generation_config", None) is not None:
             own_sampling = () if origin.parsed("sampling", "generation_config") == "auto" else None
@@ -161,7 +164,9 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
     is_open = all(origin.values.get("sampling", {}).get("max_tokens") is None for origin in origins)
     is_open &= parts["input"].may_have_batch_lines
-    return JobSpec(sampling=sampling, own_sampling=own_sampling, fills_context=is_open, **parts)
+    return JobSpec(
+        sampling=sampling, own_sampling=own_sampling, fills_context=is_open, template_place=template_place, **parts
+    )
 
 
 def _check_together(spec: JobSpec) -> None:

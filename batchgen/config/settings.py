@@ -226,7 +226,7 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
     if (section, key) == ("input", "path"):
         return tuple(_input(base, item) for item in value)
     if (section, key) == ("input", "chat_template"):
-        return value if value in ("auto", "none") else read_part(Path(_absolute(base, value)))
+        return value if value in ("auto", "none") else _template(Path(_absolute(base, value)))
     if section == "output" and key in ("path", "reuse"):
         return _absolute(base, value) if key == "path" else tuple(_absolute(base, item) for item in value)
     if section == "model" and key in ("path", "adapter", "tokenizer") and value and not value.startswith("dummy:"):
@@ -234,6 +234,14 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
         looks_like_path = value.startswith((".", "/", "~"))
         return _absolute(base, value) if looks_like_path or (base / value).exists() else value
     return value
+
+
+def _template(path: Path) -> str:
+    """The chat template in a file. Raises ValueError, which names it, for a text that is none."""
+    text = read_part(path)
+    if text.strip() in ("", "auto", "none"):
+        raise ValueError(f"{path} holds {text.strip()!r}, no template" if text.strip() else f"{path} is blank")
+    return text
 
 
 def _input(base: Path, item: str) -> str:

@@ -171,7 +171,8 @@ def _read_tokenizer(
 ) -> Tokenizer | None:
     """The tokenizer of the folder ``other``, or the model's own. Raises UsageError if the job needs another, or one."""
     tokenizer = None
-    template = spec.input.chat_template if spec.input.chat_template not in ("auto", "none") else None
+    text = spec.input.chat_template
+    template = None if text in ("auto", "none") else (spec.template_place, {"default": text})
     folder = other if other or model is None else tokenizer_folder(model)
     if folder is not None and (other or (folder / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(folder, now, vocab_size, template)

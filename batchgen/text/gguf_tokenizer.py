@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from batchgen.core.errors import ModelError
 from batchgen.core.gguf import read_header
 from batchgen.core.units import shown
-from batchgen.text.tokenizer import Tokenizer, compiled, reason
+from batchgen.text.tokenizer import Templates, Tokenizer, compiled, reason
 
 _KEY = "tokenizer.ggml."
 _ARRAYS = [_KEY + name for name in ("tokens", "merges", "token_type")]
@@ -54,7 +54,7 @@ _KINDS = {
 }
 
 
-def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: str | None = None) -> Tokenizer:
+def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templates | None = None) -> Tokenizer:
     """The tokenizer in a GGUF file; ``now`` is the local time that its chat template may print.
 
     Its end tokens are in the config that is read from the same file. Raises ModelError if the file is unusable, or has
@@ -77,8 +77,7 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: str |
         token_id = metadata.get(f"{_KEY}{key}_token_id")
         if type(token_id) is int and token_id < len(tokens):
             special[role] = tokens[token_id]
-    place, templates = ("input.chat_template", {"default": template}) if template else _template_sources(path, metadata)
-    chat_template = compiled(place, templates, special, now)
+    chat_template = compiled(*(template or _template_sources(path, metadata)), special, now)
     bos = special.get("bos_token") if metadata.get(_KEY + "add_bos_token", kind.has_bos) else None
     try:
         backend = _backend(kind, tokens, merges)
@@ -129,7 +128,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
     backend.add_tokens(added)
 
 
-def _template_sources(path: Path, metadata: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+def _template_sources(path: Path, metadata: Mapping[str, Any]) -> Templates:
     """Templates by name; none without a default one."""
     key = "tokenizer.chat_template"
     keys = {"default": key, "tool_use": f"{key}.tool_use"}

@@ -25,6 +25,8 @@ from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.probes import Probes
 from batchgen.text.special_tokens import SpecialTokens
 
+Templates = tuple[str, Mapping[str, str]]  # the place that errors name, and the texts by name
+
 _MAX_FILE_BYTES = 1 << 26
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a token of one byte in SentencePiece's BPE
 
@@ -65,7 +67,7 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, folder: Path, now: datetime | None = None, num_rows: int | None = None, template: str | None = None
+        cls, folder: Path, now: datetime | None = None, num_rows: int | None = None, template: Templates | None = None
     ) -> Tokenizer:
         """Load the files of ``folder``; ``now`` is the local time that its chat template may print.
 
@@ -76,8 +78,7 @@ class Tokenizer:
         if not path.is_file():
             raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
         special = special_tokens(folder)
-        place, templates = ("input.chat_template", {"default": template}) if template else _template_sources(folder)
-        chat_template = compiled(place, templates, special, now)
+        chat_template = compiled(*(template or _template_sources(folder)), special, now)
         eos_token_ids = set(generation_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -206,7 +207,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {key: str(token) for key, token in named_tokens(read_settings(folder)).items()}
 
 
-def _template_sources(folder: Path) -> tuple[str, dict[str, str]]:
+def _template_sources(folder: Path) -> Templates:
     """Templates by name of ``chat_template.jinja`` and the files of further ones, else of ``tokenizer_config.json``."""
     more = folder / MORE_TEMPLATES
     places = [folder / "chat_template.jinja", more / "default.jinja", more / "tool_use.jinja"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -264,9 +265,22 @@ def test_a_file_takes_the_place_of_the_models_template_and_its_text_is_of_the_jo
         job.run(job.spec(input={"chat_template": str(file)}, model=model))
 
 
-def test_a_template_that_does_not_compile_is_named_by_its_key(job: JobMaker) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", " is blank$"), (" \n", " is blank$"), ("auto", " holds 'auto', no template$"), ("none\n", " holds 'none'")],
+)
+def test_a_file_that_holds_no_template_is_refused_by_its_name(job: JobMaker, text: str, words: str) -> None:
+    file = job.folder / "chat.jinja"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=rf"^--chat-template = .*: {re.escape(str(file))}{words}"):
+        job.spec(input={"chat_template": str(file)})
+
+
+def test_a_template_that_does_not_compile_is_named_by_its_key_and_file(job: JobMaker) -> None:
     job.write(rows_of(1))
     file = job.folder / "chat.jinja"
     file.write_text("{% for", encoding="utf-8")
-    with pytest.raises(ModelError, match=r"^input\.chat_template: the chat template does not compile: "):
+    with pytest.raises(
+        ModelError, match=rf"^--chat-template = {re.escape(str(file))}: the chat template does not compile: "
+    ):
         job.run(job.spec(input={"chat_template": str(file)}))
