@@ -16,16 +16,18 @@ import pytest
 from run_helpers import JobMaker, rows_of
 
 from batchgen.cli.main import call
+from batchgen.core.shard import Shard
 from batchgen.output.formats.delimited import CsvFormat
 from batchgen.run.invocation import RunOptions
+from batchgen.run.merge import merge
 from batchgen.run.stop import Limits
 
 ROWS = [{**row, "note": note} for row, note in zip(rows_of(4), ["a;b", 'say "hi"', "two\nlines", None], strict=True)]
 
 
-def table(path: Path) -> list[dict[str, str]]:
+def table(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        return list(csv.DictReader(file, strict=True))
+        return list(csv.DictReader(file, delimiter=delimiter, strict=True))
 
 
 @pytest.mark.parametrize("has_id", [True, False])
@@ -61,7 +63,7 @@ def test_a_mark_of_the_input_stands_in_the_output_too(job: JobMaker, mark: str) 
     path = job.folder / "rows.csv"
     path.write_text(f"{mark}id;question\n1;é\n", encoding="utf-8")
     job.run(job.spec(input={"path": [str(path)]}, output={"format": "csv"}))
-    assert (job.output / "outputs.csv").read_text(encoding="utf-8").startswith(f"{mark}id,")
+    assert (job.output / "outputs.csv").read_text(encoding="utf-8").startswith(f"{mark}id;")
 
 
 def test_a_table_in_another_encoding_becomes_one_that_spreadsheets_open(job: JobMaker) -> None:
@@ -69,8 +71,8 @@ def test_a_table_in_another_encoding_becomes_one_that_spreadsheets_open(job: Job
     path.write_bytes("id;question\n1;Größe\n".encode("cp1252"))
     keys = {"path": [str(path)], "encoding": "cp1252", "columns": ["*"]}
     assert job.run(job.spec(input=keys, output={"format": "csv"})).exit_code == 0
-    assert (job.output / "outputs.csv").read_bytes().startswith("\ufeffid,question,text".encode())
-    assert table(job.output / "outputs.csv")[0]["question"] == "Größe"
+    assert (job.output / "outputs.csv").read_bytes().startswith("\ufeffid;question;text".encode())
+    assert table(job.output / "outputs.csv", ";")[0]["question"] == "Größe"
 
 
 def test_a_job_without_results_has_a_header(job: JobMaker) -> None:
@@ -110,6 +112,44 @@ def test_outputs_are_what_came_in_unless_the_job_says(job: JobMaker) -> None:
     assert written(job, sheet, columns) == "outputs.jsonl"
     assert written(job, sheet, format="jsonl") == "outputs.jsonl"
     assert json.loads((job.output / "job.json").read_text())["job"]["output"]["format"] == "jsonl"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "delimiter"),
+    [
+        ("a.csv", "id;question\n1;a,b\n2;c\n", {}, ";"),
+        ("a.tsv", "id\tquestion\n1\ta,b\n2\tc\n", {}, "\t"),
+        ("a.csv", "id¦question\n1¦a,b\n2¦c\n", {"delimiter": "¦"}, "¦"),
+    ],
+)
+def test_a_table_of_answers_has_the_delimiter_of_the_input_in_each_way_to_it(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], name: str, content: str, keys: dict[str, str], delimiter: str
+) -> None:
+    sheet = job.folder / name
+    sheet.write_text(content, encoding="utf-8")
+    keys = {"path": [str(sheet)], "columns": ["*"], **keys}
+    spec = job.spec(input=keys, output={"format": "csv"})
+    assert job.run(spec, RunOptions(progress="quiet", limits=Limits(max_total_tokens=1))).exit_code != 0
+    assert job.run(spec).exit_code == 0
+    whole = (job.output / "outputs.csv").read_bytes()
+    assert whole.decode().startswith(delimiter.join(["id", "question", "text", "finish_reason"]))
+    assert [row["question"] for row in table(job.output / "outputs.csv", delimiter)] == ["a,b", "c"]
+    assert printed(capsys, job.output).encode() == whole
+    job.run(job.spec(input=keys, output={"format": "jsonl"}), RunOptions(progress="quiet", update=True))
+    assert printed(capsys, job.output, "--format", "csv").encode() == whole
+    shards = [job.folder / "first", job.folder / "second"]
+    for number, folder in enumerate(shards, 1):
+        job.run(job.spec(input=keys, output={"format": "csv", "path": str(folder)}), RunOptions(shard=Shard(number, 2)))
+    merge(shards, job.folder / "merged")
+    assert (job.folder / "merged" / "outputs.csv").read_bytes() == whole
+
+
+def test_tables_with_different_delimiters_become_one_with_commas(job: JobMaker) -> None:
+    one, other = job.folder / "a.csv", job.folder / "b.tsv"
+    one.write_text("question;n\nWhy?;1\n", encoding="utf-8")
+    other.write_text("question\tn\nWhy?\t1\n", encoding="utf-8")
+    assert written(job, one, other) == "outputs.csv"
+    assert (job.output / "outputs.csv").read_text().startswith("question,n,text,")
 
 
 @pytest.mark.parametrize("name", ["sheet.csv", "sheet.*", "sheet.csv.gz"])

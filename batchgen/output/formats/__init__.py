@@ -41,8 +41,14 @@ def csv_format(spec: JobSpec, manifest: Manifest, columns: Sequence[str] = ()) -
     """The CSV of a job's outputs, with ``columns`` alone where they are given.
 
     It has a mark of UTF-8, which spreadsheets look for, where a file of the input had one when the job was begun, or
-    was no UTF-8.
+    was no UTF-8. Its cells are separated as in the tables of the input, by commas where these differ.
     """
-    has_bom = any(file.get("bom") for file in manifest.fingerprints.get("input", {}).get("files", []))
-    has_bom = has_bom or bool(spec.input.encoding)
-    return CsvFormat(has_id=spec.input.id is not None, has_bom=has_bom, columns=columns, own=record_keys(spec))
+    files = manifest.fingerprints.get("input", {}).get("files", [])
+    delimiters = {file["delimiter"] for file in files if "delimiter" in file}
+    return CsvFormat(
+        has_id=spec.input.id is not None,
+        has_bom=any(file.get("bom") for file in files) or bool(spec.input.encoding),
+        delimiter=delimiters.pop() if len(delimiters) == 1 else ",",
+        columns=columns,
+        own=record_keys(spec),
+    )

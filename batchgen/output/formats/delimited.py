@@ -27,24 +27,32 @@ _BUFFER_CHARS = 1 << 20
 
 class CsvFormat(OutputFormat):
     """``outputs.csv``. ``has_id``: the input has ids; ``has_bom``: the file begins with a mark that says UTF-8.
+    ``delimiter`` stands between cells.
 
     ``columns`` are those to write, in their order; without them, those that some row has. ``own`` are the fields of
     the job's records, of which no kept column has the name.
     """
 
     def __init__(
-        self, *, has_id: bool, has_bom: bool, columns: Sequence[str] = (), own: frozenset[str] = RECORD_KEYS
+        self,
+        *,
+        has_id: bool,
+        has_bom: bool,
+        delimiter: str = ",",
+        columns: Sequence[str] = (),
+        own: frozenset[str] = RECORD_KEYS,
     ) -> None:
         self._columns = columns
         self._own = own
         self._has_id = has_id
         self._has_bom = has_bom
+        self._delimiter = delimiter
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
         """Iterate ``rows`` twice: the names of all columns come first."""
         names = self._columns or self._names(rows)
         text = io.StringIO(newline="")
-        writer = csv.writer(text)
+        writer = csv.writer(text, delimiter=self._delimiter)
         text.write(BOM if self._has_bom else "")
         writer.writerow(names)
         for row in rows:
