@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from batchgen.cli.job import is_run_folder, load_spec
 from batchgen.config.job import JobSpec
-from batchgen.config.load import job_from_dict, job_from_values, sections_of
+from batchgen.config.load import job_from_values, sections_of
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.shard import WHOLE, Shard
@@ -53,7 +53,7 @@ class Run:
         self._labels = labels  # the index of the pandas rows that were given
         self._run_dir = RunDir(Path(spec.output.path))
         manifest = self._run_dir.read_manifest()
-        self._spec = job_from_dict(manifest.job, self._run_dir.manifest) if manifest else spec
+        self._spec = manifest.spec(self._run_dir.manifest) if manifest else spec
         self.report: Mapping[str, Any] = outcome.report or reports.read_report(self._run_dir)
         self.path: Path | None = self._run_dir.path
 

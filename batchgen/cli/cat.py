@@ -32,7 +32,6 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
       batchgen cat runs/questions | jq .text
       batchgen cat runs/questions --format csv --columns id,text > answers.csv
     """
-    from batchgen.config.load import job_from_dict
     from batchgen.core.json_line import encode_json
     from batchgen.output.finalize import Rows, read_records
     from batchgen.output.formats import csv_format
@@ -44,7 +43,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     if manifest is None or not run_dir.has_outputs():
         began = "the run is not finished: see batchgen status" if run_dir.is_begun() else "not a run directory"
         raise UsageError(f"no outputs in {folder} ({began})")
-    spec = job_from_dict(manifest.job, run_dir.manifest)
+    spec = manifest.spec(run_dir.manifest)
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
     form = form or ("csv" if spec.output.format == "csv" else "jsonl")
     if names:

@@ -50,7 +50,9 @@ def load_spec(
         return load_job(Path(job) if job else None, flags, needs=needs or PLACES), shard or WHOLE
     from batchgen.output.rundir import RunDir
 
-    begun = RunDir(absolute(Path(job))).job()
+    run_dir = RunDir(absolute(Path(job)))
+    begun = run_dir.job()
+    begun.spec(run_dir.manifest)  # keys of another version are refused before flags come beside them
     return load_job(None, flags, needs=needs or PLACES, begun=begun.job), shard or begun.shard
 
 

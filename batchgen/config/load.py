@@ -65,7 +65,7 @@ def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSp
         if lacking := [section for section in PLACES if not getattr(spec, section).path]:
             raise UsageError(f"{source}: lacks {lacking[0]}.path")
     except UsageError as error:
-        raise UsageError(f"cannot read {error}; was it edited?") from None
+        raise UsageError(f"cannot read {error}") from None
     return spec
 
 

@@ -13,14 +13,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import JobSpec
+from batchgen.config.load import job_from_dict
 from batchgen.config.output import OutputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json, is_count
 from batchgen.core.keys import keys_of
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
+from batchgen.core.version import RESULTS
 
 KERNELS = "kernels"  # key of fingerprints["numerics"]
 RECORD_VERSION = 7  # of job.json, a job's keys, the fields of a record and the journal's lines
@@ -99,6 +103,16 @@ class Manifest:
             raise ValueError(f"its keys are not those of a job.json ({error})") from None
         manifest._check()
         return manifest
+
+    def spec(self, path: Path) -> JobSpec:
+        """The job of this ``job.json`` at ``path``. Raises UsageError for one edited or of another version."""
+        try:
+            return job_from_dict(self.job, path)
+        except UsageError as error:
+            if self.fingerprints.get("code") == {"results": RESULTS}:
+                raise UsageError(f"{error}; was it edited?") from None
+            remedy = "run its job file with --overwrite, or read its outputs as they are"
+            raise UsageError(f"{path.parent} was begun by another version of batchgen: {remedy} ({error})") from None
 
     def _check(self) -> None:
         """Raises ValueError naming the first key whose value is of another shape than was written."""

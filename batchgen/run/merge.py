@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from batchgen.config.load import job_from_dict
 from batchgen.core.errors import LockedError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
@@ -117,7 +116,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlie
     begun = run_dir.begin(manifest)
     for other in earlier:
         run_dir.remove_begun(other)
-    job = job_from_dict(manifest.job, run_dir.manifest)
+    job = manifest.spec(run_dir.manifest)
     with closing(Journal.open(begun.folder)) as journal:
         try:
             for shard in shards:
@@ -154,7 +153,7 @@ def _write_report(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest,
         usage = follow(usage, usage_of(report))
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
-    job = job_from_dict(manifest.job, run_dir.manifest)
+    job = manifest.spec(run_dir.manifest)
     facts |= job.model.named | {"shard": str(WHOLE)}
     write_report(run_dir.report, build_report(totals, usage, facts))
     return []
@@ -202,6 +201,7 @@ def _load_shard(run_dir: RunDir) -> _Shard:
         raise UsageError(f"{run_dir.path} is between two jobs: run its shard again until it is finished")
     if changed := run_dir.changed_files(manifest, digests):
         raise UsageError(f"{', '.join(changed)} in {run_dir.path} is not as its run wrote it: run its shard anew")
+    manifest.spec(run_dir.manifest)  # a shard of another version is refused before anything is made
     return _Shard(run_dir, manifest, manifest.num_rows)
 
 

@@ -9,7 +9,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import KEYS, JobSpec
-from batchgen.config.load import job_from_dict
 from batchgen.config.record_fields import columns_of
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
@@ -94,7 +93,7 @@ def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
     """
     with suppress(StorageError, UsageError, KeyError, TypeError):
         if manifest := run_dir.read_manifest():
-            spec = job_from_dict(manifest.job, run_dir.manifest)
+            spec = manifest.spec(run_dir.manifest)
             first = [record for _, record in islice(read_records(run_dir, spec), NUM_ANSWERS)]
             wrong = _wrong(run_dir, spec, report)
             errors = [json.loads(line) for _, line in islice(read_errors(run_dir), NUM_ERRORS)]
@@ -150,8 +149,7 @@ def changed_rows(now: RunDir, before: RunDir, changed: Mapping[str, Any]) -> Tab
     ids = list(map(str, changed["ids"]))
     rows_of_runs = []
     for run_dir in (before, now):
-        manifest = run_dir.read_manifest()
-        spec = job_from_dict(manifest.job if manifest else {}, run_dir.manifest)
+        spec = _spec(run_dir)
         records = ((str(record["id"]), record) for _, record in read_records(run_dir, spec))
         wanted = islice(((row_id, record) for row_id, record in records if row_id in ids), len(ids))
         rows_of_runs.append({row_id: (_prompt(spec, record), record) for row_id, record in wanted})
@@ -160,10 +158,14 @@ def changed_rows(now: RunDir, before: RunDir, changed: Mapping[str, Any]) -> Tab
     return changes(rows)
 
 
-def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
+def _spec(run_dir: RunDir) -> JobSpec:
     if (manifest := run_dir.read_manifest()) is None:
         raise UsageError(f"{run_dir.path} is not a run directory: it has no job.json")
-    spec = job_from_dict(manifest.job, run_dir.manifest)
+    return manifest.spec(run_dir.manifest)
+
+
+def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
+    spec = _spec(run_dir)
     accuracy = _totals_of(spec).accuracy
     for _, record in read_records(run_dir, spec):
         answers = [{name: sample.get(name) for name in _ANSWERS} for sample in record.get("samples") or [record]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,10 +15,13 @@ from repeats import slow
 from run_helpers import JobMaker, journal_of, quiet, rows_of, updating, without_timings
 from stub_engine import stub_factory
 
+from batchgen.cli.cat import cat
+from batchgen.cli.job import load_spec
 from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.version import RESULTS
 from batchgen.input.ids import UniqueIds
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import RECORD_VERSION
@@ -271,6 +275,29 @@ def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: J
         assert str(caught.value).count("\n") == 0
     assert {file: file.read_bytes() for file in job.output.rglob("*.seg")} == before
     assert job.run(options=RunOptions(overwrite=True, progress="quiet")).exit_code == 0
+
+
+@pytest.mark.parametrize("results", [RESULTS, RESULTS - 1])
+def test_a_run_with_a_key_of_another_version_is_refused_and_nothing_is_made(job: JobMaker, results: int) -> None:
+    job.write(rows_of(3))
+    job.run()
+    path = job.output / "job.json"
+    content = json.loads(path.read_bytes())
+    content["job"]["input"]["gone"] = 1
+    content["fingerprints"]["code"] = {"results": results}
+    path.write_text(json.dumps(content))
+    said = rf"^cannot read {re.escape(str(path))}: input\.gone: unknown key .*; was it edited\?$"
+    if results != RESULTS:
+        said = rf"^{re.escape(str(job.output))} was begun by another version of batchgen: .*input\.gone: unknown key"
+    refused: list[Callable[[], object]] = [
+        lambda: load_spec(str(job.output), {}, None),
+        lambda: cat.callback(job.output, None, None),
+        lambda: merge([job.output], job.folder / "merged"),
+    ]
+    for call in refused:
+        with pytest.raises(UsageError, match=said):
+            call()
+    assert not (job.folder / "merged").exists()
 
 
 def test_a_run_directory_of_the_version_before_is_named_and_can_be_overwritten(job: JobMaker) -> None:
