@@ -29,6 +29,7 @@ INDEX = "README"  # the page that lists all others
 _MAX_WIDTH = 80
 _HEADING = re.compile(r"(#+) (.+)")
 _ITEM = re.compile(r" *(?:[*-]|\d+\.) ")
+_FIRST_ITEM = re.compile(r" *(?:[*-]|1\.) ")  # no other begins a list within a paragraph, as in CommonMark
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _FENCE = "```"
 
@@ -163,7 +164,8 @@ def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
     block: list[str] = []
     for line in (*lines, ""):
         is_code = bool(block) and block[0].startswith(_FENCE)
-        if not is_code and block and (not line.strip() or line.startswith((_FENCE, "#")) or _ITEM.match(line)):
+        is_item = bool(block) and bool((_ITEM if _ITEM.match(block[0]) else _FIRST_ITEM).match(line))
+        if not is_code and block and (not line.strip() or line.startswith((_FENCE, "#")) or is_item):
             yield block
             block = []
         if is_code or (line.strip() and not line.startswith("<!--")):

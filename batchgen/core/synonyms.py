@@ -41,7 +41,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym("model.device"): "gpu, cuda-device, device-map, accelerator",
     Synonym("GPUs", "GPUs are chosen by --device"): "cuda, nvidia, rocm, amd",
     Synonym(
-        "GPUs", "batchgen has not run on a GPU yet, and a model is not split between devices"
+        "GPUs", "--device cuda puts the whole model on the GPU; it is not split between devices"
     ): "ngl, n-gpu-layers, gpu-layers, num-gpu, offload",
     Synonym(
         "GPUs", "the kernels, those of attention too, are chosen by the device"
@@ -190,6 +190,7 @@ _TABLE: dict[Synonym, str] = {
     "max-thinking-tokens, reasoning-budget, reasoning-tokens, max-reasoning-tokens, budget-tokens",
     Synonym("eval.expected", "the report counts equal answers"): "gold, reference, target, ground-truth, accuracy, "
     "evaluate, eval, metric, score, exact-match",
+    Synonym("Wrong answers"): "wrong rows, list wrong rows, mistakes, show wrong, all wrong rows",
     Synonym("eval.extract"): "answer, filter, answer-regex, extraction",
     Synonym("output.publish"): "push-to-hub, upload, push, hub-id, save-to-hub",
     Synonym("output.reuse"): "cache, skip-completed, cached-results, incremental, skip-existing, deduplicate",

@@ -93,6 +93,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def format_share(share: float, digits: int) -> str:
+    """A share of one in percent; only one of exactly 0 or 1 is shown as such, however close others are."""
+    least = 0.01 / 10**digits
+    return f"{min(max(share, least), 1 - least) if 0 < share < 1 else share:.{digits}%}"
+
+
 def printable(text: str) -> str:
     """One line of text that is safe for a terminal.
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.core.units import counted, format_duration, printable, shortened
+from batchgen.core.units import counted, format_duration, format_share, printable, shortened
 from batchgen.report.facts import Report, Table, at, rate
 
 _WIDTH = 80
@@ -107,7 +107,7 @@ def _answer_lines(answers: Mapping[str, Any] | None) -> Iterator[tuple[str, str]
     yield "rows in both", f"{answers['rows']:,}{''.join(apart)}"
     if answers["rows"]:
         equal = answers["rows"] - answers["changed"]["rows"]
-        yield "equal answers", f"{equal:,} ({equal / answers['rows']:.1%})"
+        yield "equal answers", f"{equal:,} ({format_share(equal / answers['rows'], 1)})"
     for kind in ("changed", "newly_right", "newly_wrong"):
         rows, ids = answers[kind]["rows"], answers[kind]["ids"]
         if rows:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchgen.core.answers import text_of
-from batchgen.core.units import counted, format_amount, format_duration, shortened
+from batchgen.core.units import counted, format_amount, format_duration, format_share, shortened
 
 Report = Mapping[str, Any]
 Facts = Iterator[tuple[str, str]]
@@ -109,7 +109,7 @@ def figures(report: Report) -> Facts:
     if tokens["completion"]:
         yield "tokens out", f"{tokens['completion']:,}"
     if accuracy and accuracy["total"]:
-        yield "exact match", f"{accuracy['exact_match']:.1%}"
+        yield "exact match", format_share(accuracy["correct"] / accuracy["total"], 1)
     if structured := report.get("structured"):
         yield "structured answers", f"{structured['samples']:,}"
         yield "not complete", f"{structured['incomplete']:,}"
@@ -142,11 +142,11 @@ def outcome(report: Report) -> Facts:
     codes = ", ".join(f"{code} {count:,}" for code, count in errors[:_NUM_CODES])
     yield "failed", f"{counted(report['rows']['failed'], 'row')}: {codes}" if codes else "no row"
     if accuracy := report.get("accuracy"):
-        share = "no row was compared"
-        if accuracy["total"]:
-            share = exact_match(accuracy)
-        yield "exact match", share
-        for row in accuracy.get("wrong", ()):
+        yield "exact match", exact_match(accuracy) if accuracy["total"] else "no row was compared"
+        shown = accuracy.get("wrong", ())
+        if len(shown) < (num_wrong := accuracy["total"] - accuracy["correct"]):
+            yield "wrong", f"the first {len(shown)} of {num_wrong:,}"
+        for row in shown:
             answer = "no answer" if row["answer"] is None else shortened(row["answer"], _WRONG_WIDTH) or "no text"
             row_id, wanted = (shortened(str(row[name]), _WRONG_WIDTH) for name in ("id", "expected"))
             yield "wrong", f"{row_id}: {answer} (expected {wanted})"
@@ -163,7 +163,8 @@ def exact_match(accuracy: Mapping[str, Any]) -> str:
     """The share of compared rows that are right, and between what that is known."""
     low, high = accuracy.get("interval") or (None, None)
     interval = f"; 95% interval {low:.1%} to {high:.1%}" if low is not None else ""
-    share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,}{interval})"
+    correct, total = accuracy["correct"], accuracy["total"]
+    share = f"{format_share(correct / total, 2)} ({correct:,} of {total:,}{interval})"
     return ", ".join([share, *samples_text(accuracy)])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.core.errors import ExitCode
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import counted
+from batchgen.core.units import counted, format_share
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import warnings
 from batchgen.report.facts import pace, samples_text
@@ -56,8 +56,9 @@ def finished(run_dir: RunDir, output_format: str, report: Mapping[str, Any]) -> 
         lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(run_dir.errors)}")
     accuracy = report.get("accuracy")
     if accuracy and accuracy["total"]:
-        share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
-        lines.append(", ".join([f"exact match {share}", *samples_text(accuracy)]))
+        correct, total = accuracy["correct"], accuracy["total"]
+        share = f"exact match {format_share(correct / total, 2)} ({correct:,} of {total:,})"
+        lines.append(", ".join([share, *samples_text(accuracy)]))
     lines += warnings(report)
     if not rows["total"]:
         lines.append("warning: the input has no rows")

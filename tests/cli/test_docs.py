@@ -12,7 +12,7 @@ import click
 import docs
 import pytest
 
-from batchgen.cli.help import DOCS, INDEX, find_section, render, sections
+from batchgen.cli.help import DOCS, INDEX, Section, find_section, render, sections
 from batchgen.cli.main import call, cli
 from batchgen.config.job import KEYS
 from batchgen.core.errors import ExitCode, RowErrorCode, UsageError
@@ -92,6 +92,12 @@ def test_help_without_a_topic_lists_every_page_with_a_line(capsys: pytest.Captur
     text = shown(capsys)
     for name in PAGES.keys() - {INDEX}:
         assert re.search(rf"^  {name} +[A-Z]", text, re.MULTILINE), name
+
+
+def test_a_number_that_begins_a_line_of_a_paragraph_is_no_item() -> None:
+    lines = ["the code is", "3. Rows run", "* one", "* two", "1. first", "2. second"]
+    shown = [line.strip() for line in render(Section("page", 1, lines), 60).splitlines()]
+    assert shown == ["the code is 3. Rows run", "* one", "* two", "1. first", "2. second"]
 
 
 def test_markdown_becomes_text_of_a_width() -> None:

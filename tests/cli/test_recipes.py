@@ -441,13 +441,40 @@ def test_a_table_that_is_edited_every_night_computes_what_is_new(here: Path, com
     assert len(read_lines(today / "outputs.jsonl")) == 23
 
 
+def shown_script(recipe: str) -> str:
+    """The commands that a recipe shows."""
+    page = (REPOSITORY / "batchgen" / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```sh\n(.*?)```", page.partition(f"## {recipe}\n")[2].partition("\n## ")[0], re.DOTALL)
+    return str(script)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the command jq is not installed")
+def test_all_wrong_rows_are_listed_of_which_the_report_shows_the_first(
+    job: JobMaker, commands: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(10)
+    job.write(rows)
+    job.run()
+    texts = [row["text"] for row in job.outputs()]
+    answers = [texts[0], f" {texts[1]}\n", None, *range(7)]
+    job.write([{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)])
+    path = job.folder / "runs" / "quickstart"
+    job.run(job.spec(output={"path": str(path)}, eval={"expected": "answer"}))
+    script = shown_script("Wrong answers")
+    listed = subprocess.run(
+        ["sh", "-ec", script], cwd=job.folder, env=commands, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert [json.loads(line)[::2] for line in listed] == [[rows[3 + index]["id"], index] for index in range(7)]
+    capsys.readouterr()
+    assert call(["report", str(path)]) == 0
+    assert "the first 5 of 7, " in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the command jq is not installed")
 def test_the_lines_for_prometheus_give_the_figures_of_a_report(job: JobMaker) -> None:
     job.write([*rows_of(5), "{"])
     job.run(job.spec(output={"path": str(job.folder / "runs" / "nightly")}))
-    page = (REPOSITORY / "batchgen" / "docs" / "recipes.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"```sh\n(jq .*?)```", page, re.DOTALL)
-    subprocess.run(["sh", "-ec", script], cwd=job.folder, check=True)
+    subprocess.run(["sh", "-ec", shown_script("Prometheus")], cwd=job.folder, check=True)
     lines = (job.folder / "nightly.prom").read_text().splitlines()
     assert 'batchgen_rows{run="runs/nightly",state="done"} 5' in lines
     assert 'batchgen_failed_rows{run="runs/nightly",code="bad_json"} 1' in lines

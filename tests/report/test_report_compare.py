@@ -15,7 +15,14 @@ from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.report.advice import advice
 from batchgen.report.build import build_report
-from batchgen.report.compare import Gates, answer_changes, check_gates, compare_reports, render_comparison
+from batchgen.report.compare import (
+    Gates,
+    answer_changes,
+    check_gates,
+    compare_reports,
+    comparison_tables,
+    render_comparison,
+)
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 
@@ -272,6 +279,17 @@ def test_a_baseline_that_was_kept_before_a_key_came_still_compares(job: JobMaker
 
 
 # ---------------------------------------------------------------- answers that changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "shown"), [(0, "6,000 (100.0%)"), (1, "5,999 (99.9%)"), (5999, "1 (0.1%)"), (6000, "0 (0.0%)")]
+)
+def test_a_share_is_whole_or_nothing_only_if_it_is(changed: int, shown: str) -> None:
+    rows = {kind: {"rows": 0, "ids": []} for kind in ("changed", "newly_right", "newly_wrong")}
+    rows["changed"] = {"rows": changed, "ids": []}
+    answers = {"rows": 6000, "only_before": 0, "only_now": 0, **rows}
+    words = comparison_tables({"figures": [], "answers": answers, "differences": []})[1]
+    assert dict(words.rows)["equal answers"] == shown
 
 
 def test_answers_that_changed_or_are_newly_right_or_wrong_are_named_by_their_ids(
