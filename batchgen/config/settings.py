@@ -69,7 +69,11 @@ class RawSettings:
             parsed = kind.parse(value)
             return parsed if self.base is None else _resolve(self.base, section, key, parsed)
         except ValueError as error:
-            hint = resembling(value, kind.choices) if isinstance(value, str) else ""
+            hint, meant = "", None
+            if isinstance(value, str):
+                hint, meant = resembling(value, kind.choices), synonym_of(value)
+            if meant and meant.note and meant.topic == f"{section}.{key}":
+                hint = f" ({meant.note})"
             raise self.error(section, key, value, f"{error}{hint}") from None
 
     def structured(self) -> dict[str, str]:

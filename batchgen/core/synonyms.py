@@ -58,11 +58,12 @@ _TABLE: dict[Synonym, str] = {
     Synonym("Environment variables", "HF_HOME is the folder of downloads"): "download-dir, cache-dir, hf-home",
     Synonym("Credentials"): "hf-token, token, gated, login, api-key, proxy, https-proxy, auth",
     # The input
-    Synonym("input.path"): "file, files, data, dataset-path, input-file, data-files, prompts, f",
+    Synonym("input.path"): "file, files, data, dataset-path, input-file, data-files, f",
     Synonym(
         "A dataset of the Hub", 'a dataset is --input "hf:NAME?split=S&config=C"'
     ): "name, dataset, hf-dataset, dataset-name, split, config, subset, datasets, streaming, dataset-split",
-    Synonym("input.prompt"): "template, prompt-template, prompt-column, text-column, column, field, text, instruction",
+    Synonym("input.prompt"): "template, prompt-template, prompt-column, text-column, field, text, instruction",
+    Synonym("input.prompt", "the rows are the input, and this is their template"): "prompts",
     Synonym(
         "input.prompt", "the prompt asks for it, as in jobs/summarize.toml"
     ): "summary, summaries, summarize, summarization, translate, translation",
@@ -73,11 +74,12 @@ _TABLE: dict[Synonym, str] = {
     ): "chat, no-chat, apply-chat-template, no-chat-template, raw, completion",
     Synonym(
         "input.continue_final_message", "the model goes on with the assistant's last message"
-    ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, prefix-completion",
+    ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, "
+    "prefix-completion, assistant-prefix, half sentence",
     Synonym(
         "input.special_tokens", "rows write special tokens unless it says text or refuse"
     ): "split-special-tokens, prompt injection, injection, control-tokens, sanitize, untrusted",
-    Synonym("input.columns"): "keep-columns, keep, remove-columns, passthrough, metadata",
+    Synonym("input.columns"): "column, keep-columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",
     Synonym("input.limit"): "max-samples, num-samples, max-rows, head, num-examples, sample, first, limit-rows",
     Synonym(
@@ -96,7 +98,7 @@ _TABLE: dict[Synonym, str] = {
     # Sampling
     Synonym(
         "sampling.max_tokens"
-    ): "max-new-tokens, max-completion-tokens, n-predict, max-length, max-output-tokens, length, max-gen-toks",
+    ): "max-new-tokens, max-completion-tokens, n-predict, max-length, max-output-tokens, length, max-gen-toks, tokens",
     Synonym("sampling.min_tokens"): "min-new-tokens, min-length",
     Synonym("sampling.repetition_penalty"): "repeat-penalty, rep-pen",
     Synonym(
@@ -118,12 +120,12 @@ _TABLE: dict[Synonym, str] = {
     ): "preset, sampling-preset, default-sampling, recommended, override-generation-config",
     Synonym("sampling.max_repeats"): "repetition-detection, loop, loops, no-repeat-ngram-size, repetition, ngram",
     Synonym("sampling.logprobs"): "top-logprobs, probabilities, return-logprobs, max-logprobs, logprob-token-ids",
-    Synonym("sampling.prompt_logprobs"): "perplexity, loglikelihood, echo, ppl",
+    Synonym("sampling.prompt_logprobs"): "perplexity, loglikelihood, echo, ppl, logits-all",
     Synonym(
         "sampling.structured_outputs"
     ): "guided-json, guided-regex, guided-choice, guided-grammar, json-schema, schema, response-format, json mode, "
     "json, pydantic, guided decoding, grammar, regex, constrained, outlines, structured-output, xgrammar, "
-    "guided-decoding-backend, structured-outputs-config",
+    "guided-decoding-backend, structured-outputs-config, grammar-file",
     Synonym(
         "classify.labels", 'the recipe is "Labels (classification)"'
     ): "choices, classes, classification, zero-shot, classify, label, multiple choice, choice, candidate-labels",
@@ -142,7 +144,7 @@ _TABLE: dict[Synonym, str] = {
     ): "batch-size, max-batch-size, concurrency, max-concurrent-requests, num-seqs, per-device-batch-size, bs, "
     "batch, size, np, parallel, cont-batching, padding",
     Synonym("engine.max_num_batched_tokens", "prompts are prefilled in parts of this size"): "chunked-prefill, "
-    "enable-chunked-prefill, prefill-chunk-size, max-prefill-tokens, max-batch-tokens, token-budget, "
+    "enable-chunked-prefill, prefill-chunk-size, chunk-size, max-prefill-tokens, max-batch-tokens, token-budget, "
     "b, ub, ubatch-size",
     Synonym("engine.kv_cache_memory"): "kv-memory, kv-cache-memory-bytes, oom, out of memory, swap-space, kv-cache, "
     "num-gpu-blocks-override",
@@ -157,17 +159,17 @@ _TABLE: dict[Synonym, str] = {
         "slow", "it is always on"
     ): "enable-prefix-caching, apc, automatic-prefix-caching, longest-first, forecast-memory, share-duplicates",
     Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads, t",
+    Synonym("engine.threads", "a JSON schema is --structured-outputs"): "j",
     Synonym(
         "slow", "speculative decoding is not done"
     ): "speculative decoding, speculate, speculative-config, draft-model, spec-decode, mtp, eagle",
     Synonym("slow"): "throughput, performance tuning, faster, slowness, speed up, optimize",
     # Several processes
     Synonym(
-        "cluster.workers", "copies of a model share the rows"
+        "cluster.workers", "copies of a model share the rows, and none is split over devices"
     ): "data-parallel-size, num-workers, gpus, dp, replicas, num-gpus, data-parallel, dp-size, processes, multi-gpu, "
-    "distributed",
-    Synonym("Workers", "a model is not split over devices: --workers runs copies of it"): "tensor-parallel-size, "
-    "tensor parallel, pipeline-parallel-size, tp, pp, model parallel, expert-parallel, sharding, tp-size",
+    "distributed, tensor-parallel-size, tensor parallel, pipeline-parallel-size, tp, pp, model parallel, "
+    "expert-parallel, sharding, tp-size",
     Synonym("cluster.step_timeout"): "patience, request-timeout, worker-timeout",
     Synonym("cluster.load_timeout"): "load-patience",
     Synonym("cluster.ray"): "distributed-executor-backend, ray-address",
@@ -185,6 +187,9 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "output.parse", 'it takes the thoughts out of the text; the recipe is "Thinking models"'
     ): "split-reasoning, reasoning-parser, thinking, reasoning, think, enable-reasoning, thoughts",
+    Synonym(
+        "input.chat_template_kwargs", "a template may have such a switch"
+    ): "reasoning-effort, enable-thinking, no-think, disable-thinking",
     Synonym("sampling.thinking_token_budget"): "thinking budget, limit thoughts, limit thinking, thinking-tokens, "
     "budget of thoughts, max-thinking, thinking-budget-tokens, reasoning-budget-tokens, "
     "max-thinking-tokens, reasoning-budget, reasoning-tokens, max-reasoning-tokens, budget-tokens",
@@ -195,8 +200,10 @@ _TABLE: dict[Synonym, str] = {
     Synonym("output.publish"): "push-to-hub, upload, push, hub-id, save-to-hub",
     Synonym("output.reuse"): "cache, skip-completed, cached-results, incremental, skip-existing, deduplicate",
     Synonym("Resume", "the same command goes on"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "
-    "crash, retry, resume-from-checkpoint, kill",
-    Synonym("A row that failed"): "error rows, rerun failed, retry failed, failed rows",
+    "crash, resume-from-checkpoint, kill, kill -9, sigkill",
+    Synonym(
+        "A row that failed", "rows are not tried again by themselves; once corrected, the same command runs them"
+    ): "error rows, rerun failed, retry failed, failed rows, retry, retries, max-retries, num-retries, retry-errors",
     Synonym("run", "--overwrite starts anew"): "force, yes, overwrite-output, clean, start over, overwrite-output-dir",
     Synonym("plan"): "dry-run, strict, validate, estimate, eta, how long",
     Synonym(

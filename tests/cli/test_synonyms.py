@@ -47,6 +47,9 @@ TOPICS = {  # what the answer must say
     "gpu-layers": "--device cuda puts the whole model on the GPU",
     "n-gpu-layers": "--device cuda puts the whole model on the GPU",
     "num_ctx": "engine.max_model_len",
+    "half sentence": "input.continue_final_message",
+    "assistant prefix": "input.continue_final_message",
+    "kill -9": "the same command goes on",
     "flash-attn": "are chosen by the device",
     "mmap": "The whole model must fit into the memory",
     "ram": "The whole model must fit into the memory",
@@ -123,7 +126,17 @@ FLAGS = {  # typed by habit: what the one line must name
     "--guided-json": "--structured-outputs",
     "--dry-run": "batchgen help plan",
     "--data-parallel-size": "--workers",
-    "--tensor-parallel-size": "--workers runs copies",
+    "--tensor-parallel-size": "none is split over devices; here it is --workers",
+    "--column": "--columns",
+    "--prompts": "--prompt",
+    "--retries": "the same command runs them",
+    "--retry-errors": "the same command runs them",
+    "--tokens": "--max-tokens",
+    "--chunk-size": "--max-num-batched-tokens",
+    "--logits-all": "--prompt-logprobs",
+    "--grammar-file": "--structured-outputs",
+    "--reasoning-effort": "--chat-template-kwargs",
+    "-j": "--threads",
     "--num-workers": "--workers",
     "--tool-call-parser": "--parse",
     "--reasoning-parser": "--parse",
@@ -248,6 +261,19 @@ def test_a_key_of_another_tool_names_the_one_here(tmp_path: Path, section: str, 
 def test_an_argument_of_another_library_names_the_one_here() -> None:
     with pytest.raises(UsageError, match=r"unknown argument 'max_new_tokens' \(here it is sampling\.max_tokens\)$"):
         batchgen.generate(["a"], model="m", max_new_tokens={})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("prompts", r"input\.prompt"), ("tensor_parallel_size", r"cluster\.workers")]
+)
+def test_an_argument_in_python_is_told_the_key_and_no_flag(name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=rf"unknown argument '{name}' \([^-]*; here it is {meant}\)$"):
+        batchgen.generate(["a"], model="m", **{name: 2})
+
+
+def test_a_value_of_another_tool_says_which_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["run", "rows.jsonl", "--model", "m", "--quantization", "int8"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith("(8 bits are w8a16, and with activations in 8 bits too w8a8)\n")
 
 
 def test_every_answer_of_the_table_is_there_and_no_word_hides_a_name_that_exists() -> None:
