@@ -18,7 +18,7 @@ from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
 from batchgen.core.json_line import json_value
 from batchgen.core.keys import INT32_MAX
-from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
+from batchgen.core.records import FinishReason, Result, Row, Sample, SamplingParams, Timings
 from batchgen.output.scores import perplexity, scored_fields, token_fields, vector_fields
 from batchgen.text.grammar_source import library
 from batchgen.text.reasoning import Reasoning, text_behind
@@ -139,7 +139,8 @@ class RecordBuilder:
             return {}
         for sample in result.samples:
             thoughts = self._markers.thoughts(row.prompt_token_ids, budget)
-            for token_id in sample.token_ids:
+            ends_by_token = sample.finish_reason is FinishReason.STOP and sample.stop is None
+            for token_id in sample.token_ids[: -1 if ends_by_token else None]:
                 thoughts.push(token_id)
             total += thoughts.num_tokens
         return {"reasoning_tokens": total}

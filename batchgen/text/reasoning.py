@@ -54,26 +54,20 @@ class Reasoning:
     def is_open(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether the answer to a prompt begins inside of thoughts: behind an opening marker, blanks aside.
 
-        Text may follow the marker where that is a token at the beginning of the last turn, as in a final message that
-        is continued: behind a special token and a header of one word.
+        Text may follow the marker where that is at the beginning of the last turn, as in a final message that is
+        continued: behind a special token and a header of one word.
         """
         if ends_in(self._tokenizer, prompt_token_ids, self.opening):
             return True
-        opening = self._tokenizer.token_id(self.opening)
-        place = self._last_special(prompt_token_ids, len(prompt_token_ids))
-        if opening is None or place < 0 or prompt_token_ids[place] != opening:
+        markers = {self._tokenizer.token_id(marker) for marker in (self.opening, self.closing)}
+        special = self._tokenizer.silent_token_ids - markers
+        places = range(len(prompt_token_ids) - 1, -1, -1)
+        turn = next((place for place in places if prompt_token_ids[place] in special), None)
+        if turn is None:
             return False
-        turn = self._last_special(prompt_token_ids, place)
-        return turn >= 0 and len(self._tokenizer.decode(prompt_token_ids[turn + 1 : place]).split()) <= 1
-
-    def _last_special(self, token_ids: Sequence[int], end: int) -> int:
-        """Index of the last special token or marker before ``end``, -1 without one."""
-        silent, markers = (
-            self._tokenizer.silent_token_ids,
-            [*map(self._tokenizer.token_id, (self.opening, self.closing))],
-        )
-        places = range(end - 1, -1, -1)
-        return next((n for n in places if token_ids[n] in silent or token_ids[n] in markers), -1)
+        text = self.shown.decode(prompt_token_ids[turn + 1 :])
+        header, opening, thoughts = text.partition(self.opening)
+        return bool(opening) and len(header.split()) <= 1 and self.closing not in thoughts
 
     def split(self, token_ids: Sequence[int], text: str, *, is_open: bool) -> tuple[str | None, str]:
         """The reasoning, None where there is none, and the rest of the text; newlines beside markers are left out.

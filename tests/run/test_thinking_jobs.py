@@ -98,6 +98,13 @@ def test_every_format_says_how_many_tokens_were_thought(maker: Maker) -> None:
     assert [usage.get("completion_tokens_details") for usage in usages] == [{"reasoning_tokens": 6}] * 2 + [None]
 
 
+def test_the_token_that_ends_an_answer_inside_of_its_thoughts_is_none_of_these(maker: Maker) -> None:
+    sampling = {"ignore_eos": False, "logit_bias": {"7": 100}, "min_tokens": 3, "thinking_token_budget": 9}
+    [row] = maker.run("ended", ROWS[:1], sampling=sampling)
+    assert (len(row["token_ids"]), row["token_ids"][-1], row["finish_reason"]) == (4, 7, "stop")
+    assert row["usage"]["reasoning_tokens"] == 3
+
+
 def test_a_request_in_openais_form_has_a_budget_of_its_own(maker: Maker) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "thinking_token_budget": 2}
     rows = [{"custom_id": "a", "url": "/v1/chat/completions", "body": body}]

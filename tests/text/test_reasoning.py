@@ -211,10 +211,11 @@ def test_markers_are_known_by_the_template_or_as_tokens(tmp_path: Path) -> None:
 
 def test_thoughts_that_a_prompt_has_begun_go_on_in_the_answer(tokenizer: Tokenizer) -> None:
     """As a final message that is continued has them; a text that only mentions the marker, in an earlier turn, not."""
-    is_token = tokenizer.token_id("<think>") is not None
     markers = Reasoning(tokenizer)
     for prompt, is_open in (
-        ("<|im_start|>assistant\n<think>\nLet me see: ", is_token),
+        ("<|im_start|>assistant\n<think>\nLet me see: ", True),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>Let <think> me", True),
+        ("<|im_start|>assistant\nIt is <think> me", False),
         ("<|im_start|>assistant\n<think>\nLet me see</think> so", False),
         ("<|im_start|>user\nUse <think> here", False),
         ("Use <think> here", False),
