@@ -162,6 +162,9 @@ class RowErrorCode(StrEnum):
         return member
 
 
+NOT_READ = "not read as rows"  # in the message of a row that took the lines of others, which no count shows
+
+
 @dataclass(frozen=True, slots=True)
 class RowError:
     """Cause of a row without a result: a stable ``code`` and a sentence that names the column and the value."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from batchgen.core.errors import NOT_READ
 from batchgen.core.units import counted, format_duration, labelled, shortened
 
 _SHOWN_BAD_ROWS = 5
@@ -32,7 +33,8 @@ def _rows(plan: Plan) -> Lines:
         places = ", ".join(f"{row['line']}" for row in listed[:_SHOWN_BAD_ROWS])
         more = ", …" if count > _SHOWN_BAD_ROWS else ""
         yield "", f"{code} {count:,}: line {places}{more}"
-        yield "", shortened(listed[0]["message"], _SHOWN_CHARS) if listed else "(not listed)"
+        messages = sorted((row["message"] for row in listed), key=lambda text: NOT_READ not in text)
+        yield "", shortened(messages[0], _SHOWN_CHARS) if messages else "(not listed)"
     if plan["errors"]:
         yield "", "all of them: --json, bad_rows"
     for name, count in plan["empty_fields"].items():

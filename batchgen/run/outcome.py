@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.errors import ExitCode
+from batchgen.core.errors import NOT_READ, ExitCode
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted, format_share
+from batchgen.output.finalize import read_errors
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import warnings
 from batchgen.report.facts import pace, samples_text
 from batchgen.run.progress import Progress
 from batchgen.run.reports import has_failed_rows
+
+_MAX_UNREAD = 3  # lines about rows that took others
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ def finished(run_dir: RunDir, output_format: str, report: Mapping[str, Any]) -> 
     if rows["failed"]:
         codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
         lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(run_dir.errors)}")
+        lines += _unread(run_dir)
     accuracy = report.get("accuracy")
     if accuracy and accuracy["total"]:
         correct, total = accuracy["correct"], accuracy["total"]
@@ -64,6 +70,13 @@ def finished(run_dir: RunDir, output_format: str, report: Mapping[str, Any]) -> 
         lines.append("warning: the input has no rows")
     lines.append(f"outputs in {short(run_dir.outputs(output_format))}")
     return Outcome(ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK, tuple(lines), report)
+
+
+def _unread(run_dir: RunDir) -> Iterator[str]:
+    """A line per failed row that took the lines of other rows, for the first few of them."""
+    errors = (json.loads(line) for _, line in read_errors(run_dir) if NOT_READ.encode() in line)
+    rows = ((error, error.get("message") or error["error"]["message"]) for error in errors)
+    yield from islice((f"warning: {row['source']}, {text}" for row, text in rows if NOT_READ in text), _MAX_UNREAD)
 
 
 def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str]) -> Outcome:

@@ -20,6 +20,8 @@ from run_helpers import JobMaker, finish, quiet, rows_of, start
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Row
 from batchgen.input.formats import delimited
+from batchgen.plan.dry_run import make_plan
+from batchgen.plan.text import render_plan
 
 CELLS = [
     "",
@@ -141,7 +143,44 @@ def test_a_broken_row_is_an_error_row_with_its_line_and_costs_no_other(line: byt
 def test_quotes_that_are_never_closed_are_one_error_row(tmp_path: Path) -> None:
     rows = read_bytes(tmp_path, b'a,b\n1,2\n3,"4\n' + b"5,6\n" * 9, "rows.csv")
     assert codes(rows) == ["ok", "bad_type"]
-    assert "never closed" in rows[1].error.message and rows[1].line == 3
+    assert rows[1].error.message == "line 3: a quote is never closed; the 9 lines after it were not read as rows"
+    assert rows[1].line == 3
+
+
+SWALLOWED = {
+    "closed by the next row's quote": (b'1,2\n"3,4\n5,6\n"7",8\n9,10\n', "in line 5; it begins in line 3; the 2 lines"),
+    "opened in a row of several lines": (b'1,2\n"3\n4","5\n6,7\n8,9\n', "line 4: a quote is never closed; the 2 lines"),
+    "behind a quote written twice": (b'1,2\n"a""\nb","c\n6,""\n8,9', "line 4: a quote is never closed; the 2 lines"),
+    "in the last line": (b'1,2\n3,"4', "line 3: a quote is never closed"),
+    "in the line before": (b'1,2\n3,"4\n5,6\n', "line 3: a quote is never closed; the 1 line after it was not read"),
+    "too many lines": (
+        b'1,2\n3,"4\n' + b"5,6\n" * 50,
+        "line 3: is a quote never closed?; the 50 lines",
+    ),
+    "too few cells": (b'1,2\n"3,4\n5,6"\n', "the row has 1 cell, and the header has 2, in lines 3 to 4"),
+}
+
+
+@pytest.mark.parametrize("case", SWALLOWED)
+def test_a_row_that_took_the_lines_of_others_says_where_and_how_many(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delimited, "MAX_ROW_LINES", 20)
+    content, message = SWALLOWED[case]
+    errors = [row.error for row in read_bytes(tmp_path, b"a,b\n" + content, "rows.csv") if row.error]
+    assert len(errors) == 1
+    assert message in errors[0].message
+
+
+def test_a_run_and_a_plan_repeat_that_a_quote_has_taken_the_rest(job: JobMaker) -> None:
+    path = job.folder / "rows.csv"
+    path.write_bytes(b'a,b\n1\n1,2\n3,4\n5,"broken\n' + b"6,7\n" * 1995)
+    spec = job.spec(input={"path": [str(path)], "prompt": "{a}", "id": None})
+    message = "line 5: a quote is never closed; the 1,995 lines after it were not read as rows"
+    outcome = job.run(spec)
+    assert outcome.exit_code == ExitCode.ROWS_FAILED
+    assert f"warning: {path}, {message}" in outcome.lines
+    assert message in " ".join(render_plan(make_plan(spec)).split())
 
 
 @pytest.mark.parametrize("cell", [b"x" * 5000, b'"' + b'""\n,' * 2000 + b'"', b'"' + b"x" * 2998 + b'"'])
@@ -179,7 +218,7 @@ def test_a_cell_of_50_megabytes_is_read_and_one_of_200_refused_in_bounded_memory
 REFUSED = {
     "one name twice": (b"a,b,a\n1,2,3\n", {}, "line 1, the header: two columns are named 'a'"),
     "an unnamed one's name": (b"column_2,\n", {}, "two columns are named 'column_2'"),
-    "quotes": (b'a,"b\n1,2\n', {}, "the header: the quotes of a cell are never closed"),
+    "quotes": (b'a,"b\n1,2\n', {}, "the header: line 1: a quote is never closed; the 1 line"),
     "no UTF-8": (b"\na,\xff\n1,2\n", {}, "line 2, the header: not UTF-8"),
     "carriage returns for lines": (b"a,b\r1,2\r3,4\r", {}, "a carriage return stands in a cell"),
     "two delimiters": (b"a,b\n", {"delimiter": ",,"}, "must be one character"),

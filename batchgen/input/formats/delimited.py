@@ -8,11 +8,12 @@ string.
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from batchgen.core.errors import RowErrorCode, UsageError
+from batchgen.core.errors import NOT_READ, RowErrorCode, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import counted, shown
@@ -67,7 +68,9 @@ class DelimitedFile(LinesFile):
     def columns(self, line: Line) -> dict[str, Any]:
         if len(line.cells) != len(self._names):
             counts = f"{counted(len(line.cells), 'cell')}, and the header has {len(self._names)}"
-            raise RowProblem(RowErrorCode.BAD_TYPE, f"the row has {counts}")
+            last = line.number + line.num_lines - 1
+            lines = f", in lines {line.number:,} to {last:,}" if last > line.number else ""
+            raise RowProblem(RowErrorCode.BAD_TYPE, f"the row has {counts}{lines}")
         return dict(zip(self._names, line.cells, strict=True))
 
     def _read_header(self) -> Line:
@@ -144,8 +147,7 @@ class _Lines:
         if len(self.content) > MAX_ROW_BYTES:
             raise RowProblem(RowErrorCode.TOO_LONG, f"the row has more than {MAX_ROW_BYTES} bytes")
         if self.num_lines > MAX_ROW_LINES:
-            why = "are the quotes of a cell never closed?"
-            raise RowProblem(RowErrorCode.TOO_LONG, f"the row has more than {MAX_ROW_LINES} lines; {why}")
+            raise RowProblem(RowErrorCode.TOO_LONG, f"the row has more than {MAX_ROW_LINES} lines")
         if self._is_first:
             line, self._is_first = line.removeprefix(BOM), False
         try:
@@ -164,10 +166,13 @@ def _records(stream: BinaryIO, offset: int, number: int, dialect: Any) -> Iterat
         try:
             cells = next(csv.reader(lines, dialect), cells)
         except csv.Error as error:
-            lines.problem = lines.problem or _broken(str(error), number + lines.num_lines)
+            lines.problem = lines.problem or _broken(str(error), lines, number, dialect)
         except RowProblem as problem:
-            lines.problem = problem
             num_skipped, shown_bytes = _skip_row(stream, lines), SHOWN_BYTES
+            lines.problem = problem
+            if (at := _last_quote(lines, number, dialect)) < number + lines.num_lines:
+                why = f"{problem.error.message}; line {at:,}: is a quote never closed?"
+                lines.problem = RowProblem(RowErrorCode.TOO_LONG, why + _unread(number + lines.num_lines - at))
         content = bytes(lines.content[:shown_bytes] if shown_bytes else lines.content)
         if lines.is_ended and (reason := damage(stream)):
             yield torn_line(content, number + 1, offset, reason)
@@ -179,15 +184,32 @@ def _records(stream: BinaryIO, offset: int, number: int, dialect: Any) -> Iterat
         number += lines.num_lines
 
 
-def _broken(reason: str, line: int) -> RowProblem:
+def _broken(reason: str, lines: _Lines, number: int, dialect: Any) -> RowProblem:
     """Error for a record that the reader refused, in words of a table."""
-    words = {
-        "new-line": "a carriage return stands in a cell without quotes",
-        "unexpected end": "the quotes of a cell are never closed, and all that follows belongs to it",
-    }
-    other = "a cell goes on behind its closing quote (a quote in a cell is written twice)"
-    what = next((text for start, text in words.items() if reason.startswith(start)), other)
-    return RowProblem(RowErrorCode.BAD_TYPE, f"{what}, in line {line}")
+    last, at = number + lines.num_lines, _last_quote(lines, number, dialect)
+    unread = _unread(last - at) if at < last else ""
+    if reason.startswith("unexpected end"):
+        return RowProblem(RowErrorCode.BAD_TYPE, f"line {at:,}: a quote is never closed{unread}")
+    if reason.startswith("new-line"):
+        return RowProblem(RowErrorCode.BAD_TYPE, f"a carriage return stands in a cell without quotes, in line {last}")
+    what = f"a cell goes on behind its closing quote (a quote in a cell is written twice), in line {last}"
+    begun = f"; it begins in line {at:,}{unread}" if unread else ""
+    return RowProblem(RowErrorCode.BAD_TYPE, what + begun)
+
+
+def _unread(num_lines: int) -> str:
+    return f"; the {counted(num_lines, 'line')} after it {'was' if num_lines == 1 else 'were'} {NOT_READ}"
+
+
+def _last_quote(lines: _Lines, number: int, dialect: Any) -> int:
+    """The line of the quote that opens the last cell of a record which is broken there; else the record's last one."""
+    sign = re.escape(dialect.delimiter)
+    cell = re.compile(rf'(?:"[^"]*+(?:""[^"]*+)*+"|[^"{sign}\r\n][^{sign}\r\n]*+|)(?:{sign}|\r?\n)')
+    text = lines.content.decode(errors="surrogateescape").removeprefix("\ufeff")
+    end = 0
+    while cell_match := cell.match(text, end):
+        end = cell_match.end()
+    return number + 1 + text.count("\n", 0, end)
 
 
 def _skip_row(stream: BinaryIO, row: _Lines) -> int:
