@@ -12,6 +12,7 @@ import click
 from batchgen.cli.options import AMOUNT, PATH, POINTS, SHARE, json_option
 from batchgen.cli.say import say, say_next, show
 from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.units import printable
 
 if TYPE_CHECKING:
     from batchgen.output.rundir import RunDir
@@ -109,7 +110,7 @@ def _compare(
     if html is not None:
         from batchgen.report.html import write_html
 
-        tables = [*comparison_tables(comparison)]
+        tables = [*comparison_tables(comparison, f"Compared with {printable(str(other))}")]
         tables += [changed_rows(run_dir, RunDir(other), answers["changed"])] if answers else []
         write_html(content, html, str(run_dir.path.absolute()), [*tables, *shown_rows(run_dir, content)])
     if as_json or html is None:

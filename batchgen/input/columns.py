@@ -45,7 +45,10 @@ def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> 
     among = "the first row does not have" if len(head) == 1 else f"none of the first {len(head)} rows has"
     for key, name in _named(spec, finder):
         if name not in names:
-            raise UsageError(f"{key} names column {name!r}, which {among}{resembling(name, names)}; {_listed(names)}")
+            hint = resembling(name, names)
+            if name == spec.input.prompt and not hint:
+                hint = " (a text needs a {column} in it)"
+            raise UsageError(f"{key} names column {name!r}, which {among}{hint}; {_listed(names)}")
     if finder.template:
         _check_template(spec.input.prompt or "", finder.template, head)
     if not any(finder.may_have_prompt(row.columns) for row in head):
@@ -63,7 +66,8 @@ def _renamed(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
     if renamed:
         more = f" and {len(renamed) - _SHOWN_COLUMNS:,} more" if len(renamed) > _SHOWN_COLUMNS else ""
         listed = f"{', '.join(renamed[:_SHOWN_COLUMNS])}{more}"
-        yield f"a record has fields of its own named like columns of the input, which are kept as: {listed}"
+        remedy = "" if spec.input.id or "id" not in kept or kept["id"] == "id" else "; --id id makes it the record's id"
+        yield f"a record has fields of its own named like columns of the input, which are kept as: {listed}{remedy}"
 
 
 def _other_form(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:

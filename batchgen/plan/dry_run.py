@@ -45,7 +45,8 @@ from batchgen.run.update import FolderJobs, inherited_numerics
 from batchgen.text.open_schemas import open_parts
 
 PLAN_VERSION = 1
-_NO_RATE = "the output folder has no finished run of this model on this machine: --calibrate runs a sample of rows"
+_NO_RATE = "the output folder has no finished run that {made} with this model on this machine: "
+_NO_RATE += "--calibrate runs a sample of rows"
 _NO_WORKERS = "the plan does not ask the Ray cluster how many workers fit: give --workers"
 
 
@@ -133,7 +134,8 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
     kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)
-    no_estimate = None if estimate else _NO_RATE if num_good else "no row is to be computed"
+    no_rate = _NO_RATE.format(made="made embeddings" if spec.embed.is_on else "wrote text")
+    no_estimate = None if estimate else no_rate if num_good else "no row is to be computed"
     workers = workers_plan(spec, num_good, kv["max_num_seqs"])
     if estimate and workers and workers.number is None:
         estimate, no_estimate = None, _NO_WORKERS

@@ -89,8 +89,9 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     num_answers = sum(report["finish_reasons"].values())
     generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
     if generates and num_cut > _CUT_OFF_SHARE * num_answers:
-        cut = f"{num_cut:,} of {num_answers:,} answers were cut off by max_tokens or the context"
-        yield f"{cut}: raise max_tokens in the job and run it with --update, which computes these alone"
+        verb = "was" if num_cut == 1 else "were"
+        cut = f"{num_cut:,} of {counted(num_answers, 'answer')} {verb} cut off by max_tokens or the context"
+        yield f"{cut}: raise max_tokens in the job and run it with --update, which computes no others"
 
 
 def _lacks_kv_cache_memory(report: Mapping[str, Any]) -> bool:

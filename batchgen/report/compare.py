@@ -68,7 +68,7 @@ def _is_regression(name: str, before: float | None, now: float | None, gates: Ga
     return now > before if name == "failed rows" and gates != NO_GATES else None
 
 
-def comparison_tables(comparison: Mapping[str, Any]) -> tuple[Table, Table]:
+def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table, Table]:
     """The figures of a comparison, and in words how the answers differ and what should have been alike."""
     verdicts = {True: "REGRESSION", False: "passes", None: ""}
     figures = []
@@ -82,12 +82,12 @@ def comparison_tables(comparison: Mapping[str, Any]) -> tuple[Table, Table]:
         figures.append((name, _shown(name, before), _shown(name, now), change, verdicts[figure["is_regression"]]))
     words = [*_answer_lines(comparison["answers"]), *(("not alike", text) for text in comparison["differences"])]
     head = ("", "before", "now", "change", "gate")
-    return Table("Compared with the run before", head, figures), Table("Answers of both", (), words, is_prose=True)
+    return Table(title, head, figures), Table("Answers of both", (), words, is_prose=True)
 
 
 def render_comparison(comparison: Mapping[str, Any]) -> str:
     """A comparison as a table of at most 80 columns."""
-    figures, words = comparison_tables(comparison)
+    figures, words = comparison_tables(comparison, "")
     lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
     for name, before, now, change, verdict in figures.rows:
         lines.append(f"{name:<18} {before:>14} {now:>14} {change:>9}  {verdict}".rstrip())

@@ -74,6 +74,10 @@ def test_fewer_rows_that_are_no_json_are_error_rows(job: JobMaker) -> None:
     [
         ({"input": {"prompt": "{nothing} of {question}"}}, "input.prompt names column 'nothing', which none of"),
         ({"input": {"prompt": "qestion"}}, "input.prompt names column 'qestion', which none of the first 3 rows has"),
+        (
+            {"input": {"prompt": "Say hello"}},
+            "input.prompt names column 'Say hello', which none of the first 3 rows has (a",
+        ),
         ({"input": {"id": "nope"}}, "input.id names column 'nope', which"),
         ({"input": {"columns": ["answer", "anser"]}}, "input.columns names column 'anser', which"),
         ({"eval": {"expected": "answr"}}, "eval.expected names column 'answr', which"),
@@ -88,6 +92,7 @@ def test_a_column_that_no_row_has_is_refused_by_its_key(job: JobMaker, sections:
     said = refusal(job, **sections)
     assert said.startswith(words)
     assert said.endswith("; columns found: 'id', 'question', 'answer'")
+    assert ("a text needs a {column} in it" in said) == ("Say hello" in said)
 
 
 def test_the_nearest_column_is_named(job: JobMaker) -> None:

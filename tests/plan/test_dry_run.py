@@ -211,6 +211,15 @@ def test_without_a_run_or_calibration_there_is_no_estimate_but_a_way_to_one(job:
         check_time(plan, 60)
 
 
+def test_a_run_of_labels_gives_no_rate_and_the_plan_does_not_say_that_there_is_no_run(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    labels = {"classify": {"labels": ["a", "b"]}}
+    assert job.run(job.spec(**labels)).report is not None
+    assert plan_of(job, **labels)["no_estimate"].startswith(
+        "the output folder has no finished run that wrote text with"
+    )
+
+
 def test_the_last_run_of_the_same_model_gives_rate_and_lengths(job: JobMaker) -> None:
     job.write(rows_of(30))
     outcome = job.run(step_s=0.005)

@@ -135,6 +135,10 @@ def test_every_sample_has_its_finish_reason_in_the_report() -> None:
     report = build_report(totals, {"wall_s": 1.0, "seconds": {"other": 1.0}}, ABOUT)
     assert report["finish_reasons"] == {"length": 2, "stop": 2}
     assert any("2 of 4 answers were cut off" in text for text in report["advice"])
+    alone = RowTotals()
+    alone.add_result(record(0, finish_reason="length"))
+    report = build_report(alone, {"wall_s": 1.0, "seconds": {"other": 1.0}}, ABOUT)
+    assert any("1 of 1 answer was cut off" in text for text in report["advice"])
 
 
 def test_a_job_that_scores_generates_nothing_and_costs_by_its_prompts() -> None:

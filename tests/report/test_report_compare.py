@@ -257,7 +257,7 @@ def test_a_page_has_the_comparison_and_the_answers_that_changed(
     assert call(["report", str(job.output), "--compare", str(before), "--html", str(page)]) == 0
     assert capsys.readouterr().out == ""
     text = page.read_text(encoding="utf-8")
-    assert "<h2>Compared with the run before</h2>" in text and "tokens out" in text
+    assert f"<h2>Compared with {before}</h2>" in text and "tokens out" in text
     was, now = (
         {row["id"]: row["text"] for row in read_lines(folder / "outputs.jsonl")} for folder in (before, job.output)
     )
@@ -288,7 +288,7 @@ def test_a_share_is_whole_or_nothing_only_if_it_is(changed: int, shown: str) -> 
     rows = {kind: {"rows": 0, "ids": []} for kind in ("changed", "newly_right", "newly_wrong")}
     rows["changed"] = {"rows": changed, "ids": []}
     answers = {"rows": 6000, "only_before": 0, "only_now": 0, **rows}
-    words = comparison_tables({"figures": [], "answers": answers, "differences": []})[1]
+    words = comparison_tables({"figures": [], "answers": answers, "differences": []}, "")[1]
     assert dict(words.rows)["equal answers"] == shown
 
 

@@ -102,6 +102,15 @@ def test_all_columns_are_kept_and_a_line_says_which_are_renamed_since_their_name
     assert "kept as" not in capsys.readouterr().err
 
 
+def test_a_line_says_how_an_id_that_is_renamed_becomes_that_of_the_record(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write([{"id": "a", "question": "Why?"}])
+    job.run(job.spec(input={"id": None}), RunOptions())
+    assert "'id' as input_id; --id id makes it the record's id\n" in capsys.readouterr().err
+    assert job.outputs()[0]["input_id"] == "a"
+
+
 KEPT = sorted({*RECORD_KEYS, *OF_REQUEST, "topic"} - {"id"})
 
 
