@@ -82,8 +82,11 @@ class Run:
         return [record for _, record in sorted(records, key=lambda item: item[0])]
 
     def read(self) -> None:
-        """Read ``rows`` and ``errors`` now, before the run directory is removed."""
-        _ = self.rows, self.errors
+        """Read ``rows`` and ``errors`` now, before the run directory is removed with its copy of rows in memory."""
+        _ = self.rows
+        for error in self.errors:
+            if error["source"] == str(self._run_dir.spool):
+                error["source"] = "memory"
         self.path = None
 
     @cached_property

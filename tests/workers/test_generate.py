@@ -139,6 +139,7 @@ def test_failed_rows_are_told_of_and_listed() -> None:
     with pytest.warns(UserWarning, match="2 of 5 rows failed"):
         run = generated(rows)
     assert [(row["index"], row["code"]) for row in run.errors] == [(3, "empty_prompt"), (4, "missing_column")]
+    assert {row["source"] for row in run.errors} == {"memory"}
     assert [row["index"] for row in run.rows] == [0, 1, 2]
     assert repr(run).startswith("<Run: 3 rows done, 2 failed; ")
 
