@@ -45,7 +45,12 @@ CLASSIFY_KEYS = {name: _PARAMS[name] for name in ("labels", "by")}
 SAMPLING_KEYS = {
     **{name: item for name, item in _PARAMS.items() if name not in CLASSIFY_KEYS},
     "generation_config": Key(
-        "generation_config", "none", one_of("none", "auto"), "auto: the model's values", "generation-config", "same"
+        "generation_config",
+        "none",
+        one_of("none", "auto"),
+        "auto: the model's sampling values",
+        "generation-config",
+        "same",
     ),
 }
 # What asks for structured outputs in a row, and how it says so in the words of the first.
@@ -138,6 +143,8 @@ def in_object(value: Any) -> Mapping[str, Any] | None:
 def _parsed(key: str, value: Any) -> Any:
     if key in OLD_NAMES:
         raise ParamError(key, f'{key} is structured_outputs = {{"{OLD_NAMES[key]}": ...}} here, as in vLLM since 0.12')
+    if key == "generation_config":
+        raise ParamError(key, "generation_config is a key of jobs: a row gives the values themselves")
     if key not in _PARSE:
         raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, tuple(_PARSE))}")
     return _checked(key, value, _PARSE[key])

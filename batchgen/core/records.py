@@ -102,6 +102,10 @@ class SamplingParams:
     labels: tuple[str, ...] = key(keys.LABELS, "Label that a row may get; may be repeated", ())
     by: str = key(one_of("sum", "mean"), "mean: compare mean log-probabilities per token", "sum", flag="labels-by")
 
+    def gives(self, key: str) -> bool:
+        """Whether it has a value for a key whose default is empty or None."""
+        return getattr(self, key) not in ((), "", None)
+
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""

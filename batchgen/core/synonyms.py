@@ -1,8 +1,8 @@
 """Table of the words that other tools and pages of the field use, and what each is called here.
 
 ``help``, unknown flags, unknown keys and unknown arguments in Python consult it before they look for similar spelling,
-which is wrong where the field has another word: ``--schema`` resembles ``--chat``. Words are compared
-without case, hyphens, underscores and dots.
+which is wrong where the field has another word: ``--resume`` resembles ``--reuse``. Words are compared without
+case, hyphens, underscores and dots.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _TABLE: dict[Synonym, str] = {
         "sampling.stop"
     ): "stop-sequences, stop-words, until, eos, end, stop-strings, stop-sequence, include-stop-str-in-output",
     Synonym(
-        "sampling.generation_config", "auto takes the model's values"
+        "sampling.generation_config", "auto takes the model's sampling values"
     ): "preset, sampling-preset, default-sampling, recommended, override-generation-config",
     Synonym("sampling.max_repeats"): "repetition-detection, loop, loops, no-repeat-ngram-size, repetition, ngram",
     Synonym("sampling.logprobs"): "top-logprobs, probabilities, return-logprobs, max-logprobs, logprob-token-ids",
@@ -157,7 +157,8 @@ _TABLE: dict[Synonym, str] = {
     ): "ctx-size, context-length, n-ctx, max-seq-len, context, max-context, max-seq-length, num-ctx, c",
     Synonym(
         "slow", "it is always on"
-    ): "enable-prefix-caching, apc, automatic-prefix-caching, longest-first, forecast-memory, share-duplicates",
+    ): "enable-prefix-caching, apc, automatic-prefix-caching, longest-first, forecast-memory, share-duplicates, "
+    "no-prefix-caching, no-batch-invariant, no-longest-first, no-forecast-memory, no-share-duplicates",
     Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads, t",
     Synonym("engine.threads", "a JSON schema is --structured-outputs"): "j",
     Synonym(

@@ -73,7 +73,7 @@ def unusable(request: Request, vocab_size: int, text: TextTools) -> RowError | N
         "thinking_token_budget": text.thoughts,
     }
     for name, maker in makers.items():
-        if getattr(request.params, name) not in ((), "", None) and maker is None:
+        if request.params.gives(name) and maker is None:
             return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this engine has none: give it one")
     return None
 

@@ -151,7 +151,7 @@ class ContentFinder:
         return Content(first, overrides, more)
 
     def _plain(self, name: str, value: object) -> PlainText | list[int]:
-        """A text that is raw, whatever the job's ``chat`` says, or token ids."""
+        """A text that is raw, whatever the job's ``chat_template`` says, or token ids."""
         if isinstance(value, list):
             return self._from_ids(name, value)
         text = _checked_text(f"column {name!r}", value)
@@ -210,6 +210,9 @@ class ContentFinder:
         text = _checked_text(what, value)
         if not self._spec.is_templated:
             return PlainText(text, True)
+        if self._spec.continue_final_message:
+            why = f"{what} is no chat: {CONTINUES} needs messages, the last of which is a text of the assistant"
+            raise RowProblem(RowErrorCode.BAD_PARAM, why)
         variables = {"chat_template_kwargs": columns.get("chat_template_kwargs")}
         return self._chat(what, [{"role": "user", "content": text}], variables)
 

@@ -61,14 +61,14 @@ class RequestBuilder:
     A row's prompt is the column or template that [input] names; where it names none, the first column present and not
     null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
     a system message keeps it in place of the job's. Sampling values come from the job, then from the row's ``sampling``
-    object; A label is tokenized by itself and its tokens
-    follow the prompt's, white space included: "yes" and " yes" are two labels.
+    object. A label is tokenized by itself and its tokens follow the prompt's, white space included: "yes" and " yes"
+    are two labels.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest label needs its own room, and a row
     that generates nothing needs none. With ``fills_context``, a request in OpenAI's form that gives no ``max_tokens``
     may go on to the end of the context, as at OpenAI and in vLLM. Ids that rows bring must be below ``vocab_size``.
-    Where ``asked`` is ``Embedded``, rows become vectors and sampling values do not count. Raises UsageError when
+    Where ``settings`` are ``Embedded``, rows become vectors and sampling values do not count. Raises UsageError when
     [input] or [sampling] cannot work with this tokenizer.
     """
 
@@ -214,7 +214,7 @@ class RequestBuilder:
 
     def _refusal(self, params: SamplingParams) -> str:
         """Reason for which this model cannot work with ``params``, which begins with the key; "" if it can."""
-        named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key) not in ((), "", None)), "")
+        named = next((key for key in _NEEDS_TOKENIZER if params.gives(key)), "")
         if named and self._tokenizer is None:
             return f"{named} needs a tokenizer and this model has none; name one in model.tokenizer"
         if params.thinking_token_budget is not None and not self._has_thoughts:

@@ -65,11 +65,6 @@ class RowDispatcher:
         self._backed_up_at = clock()
 
     @property
-    def num_in_flight(self) -> int:
-        """Rows with workers."""
-        return len(self._holders)
-
-    @property
     def room(self) -> int:
         """Number of tasks to put now, so that the backlog is as long as leases of full size need."""
         if self._has_ended or self._is_full:

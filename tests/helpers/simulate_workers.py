@@ -253,7 +253,8 @@ class Simulation:
         assignments = self.dispatcher.assignments()
         self.played.pool_s += time.thread_time() - began
         self.driver_free_at = self.now + num_rows * self.scene.driver_row_s
-        self.played.most_in_flight = max(self.played.most_in_flight, self.dispatcher.num_in_flight)
+        num_in_flight = sum(len(worker.tasks) for worker in self.dispatcher.workers.values())
+        self.played.most_in_flight = max(self.played.most_in_flight, num_in_flight)
         for name, assignment in assignments.items():
             worker = self.workers[name]
             if not worker.is_gone:

@@ -99,13 +99,17 @@ def test_a_request_in_openais_form_says_it_itself_as_in_vllm(tmp_path: Path) -> 
     [
         ({"messages": [USER]}, "messages: the last message is of role 'user'"),
         ({"messages": [USER, BEGUN, USER]}, "messages: the last message is of role 'user'"),
-        ({"prompt": "Hi"}, "column 'prompt': the last message is of role 'user'"),
         ({"messages": [USER, CALLING]}, "messages: the last message calls tools"),
     ],
 )
 def test_a_chat_that_ends_otherwise_is_an_error_row(columns: dict[str, Any], problem: str, tmp_path: Path) -> None:
     why = "continue_final_message needs a chat that ends in a text of the assistant"
     assert answer(columns, tmp_path, continue_final_message=True) == f"bad_param: {problem}: {why}"
+
+
+def test_a_prompt_that_is_no_chat_is_an_error_row_that_says_so(tmp_path: Path) -> None:
+    said = "bad_param: column 'prompt' is no chat: continue_final_message needs messages, the last of which is a text"
+    assert answer({"prompt": "Hi"}, tmp_path, continue_final_message=True) == f"{said} of the assistant"
 
 
 def test_a_template_that_changes_the_text_is_an_error_row(tmp_path: Path) -> None:

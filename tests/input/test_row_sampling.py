@@ -62,6 +62,11 @@ def test_an_unknown_key_in_it_is_refused(tokenizer: Tokenizer, value: Any) -> No
     assert asked(tokenizer, {"sampling": value}).startswith("bad_param: not a sampling key: 'max_token'")
 
 
+def test_a_key_of_jobs_is_refused_as_such(tokenizer: Tokenizer) -> None:
+    said = "bad_param: generation_config is a key of jobs: a row gives the values themselves"
+    assert asked(tokenizer, {"sampling": {"generation_config": "auto"}}) == said
+
+
 def test_a_run_says_at_its_start_that_the_column_is_data(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write([{"id": "a", "question": "q"}, {"id": "b", "question": "q", "sampling": "weekly"}])
     assert job.run(options=RunOptions()).exit_code == 0

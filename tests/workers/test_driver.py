@@ -42,11 +42,11 @@ class PlayedWorker:
 
 
 class PlayedLauncher(WorkerLauncher):
-    """Starts the workers that it is given; ``waits`` has the timeouts asked for, and the rows then in flight."""
+    """Starts the workers that it is given; ``waits`` has timeouts, and whether rows were then in flight."""
 
     def __init__(self, workers: list[PlayedWorker], dispatcher: RowDispatcher, num_wanted: tuple[int, int]) -> None:
         super().__init__(num_wanted)
-        self.waits: list[tuple[float, int]] = []
+        self.waits: list[tuple[float, bool]] = []
         self._workers = workers
         self._dispatcher = dispatcher
 
@@ -62,7 +62,7 @@ class PlayedLauncher(WorkerLauncher):
         return handle.remote.call("begin")
 
     def wait(self, timeout_s: float) -> None:
-        self.waits.append((timeout_s, self._dispatcher.num_in_flight))
+        self.waits.append((timeout_s, any(worker.tasks for worker in self._dispatcher.workers.values())))
         super().wait(0.0)
 
 
