@@ -97,7 +97,10 @@ def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
             first = [record for _, record in islice(read_records(run_dir, spec), NUM_ANSWERS)]
             wrong = _wrong(run_dir, spec, report)
             errors = [json.loads(line) for _, line in islice(read_errors(run_dir), NUM_ERRORS)]
-            listed = {"Wrong answers": wrong, "The first answers": first}
+            accuracy = report.get("accuracy") or {"total": 0, "correct": 0}
+            num_wrong = accuracy["total"] - accuracy["correct"]
+            more = f": the first {len(wrong)} of {num_wrong:,}" if len(wrong) < num_wrong else ""
+            listed = {f"Wrong answers{more}": wrong, "The first answers": first}
             shown = [
                 answers(title, [(_prompt(spec, record), record) for record in records], _expected(spec))
                 for title, records in listed.items()

@@ -466,8 +466,10 @@ def test_all_wrong_rows_are_listed_of_which_the_report_shows_the_first(
     ).stdout.splitlines()
     assert [json.loads(line)[::2] for line in listed] == [[rows[3 + index]["id"], index] for index in range(7)]
     capsys.readouterr()
-    assert call(["report", str(path)]) == 0
+    page = job.folder / "page.html"
+    assert call(["report", str(path)]) == call(["report", str(path), "--html", str(page)]) == 0
     assert "the first 5 of 7, " in " ".join(capsys.readouterr().out.split())
+    assert "<h2>Wrong answers: the first 5 of 7</h2>" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the command jq is not installed")

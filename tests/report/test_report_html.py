@@ -105,7 +105,9 @@ def test_the_page_shows_the_run_its_prompts_answers_mistakes_failed_rows_and_job
     assert call(["report", str(job.output), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and str(job.output) in text and f"<h1>{job.output.name}</h1>" in text
-    assert {"Wrong answers", "The first answers", "Rows that failed", "The job"} <= {*Page(text).titles}
+    assert {"Wrong answers: the first 5 of 7", "The first answers", "Rows that failed", "The job"} <= {
+        *Page(text).titles
+    }
     assert all(f"<td>q-{index}</td>" in text and f"Say: What is {index} times" in text for index in range(5))
     assert "exact match, 95% interval 0.0% to" in text
     assert "input.jsonl:8" in text and "empty_prompt: question, which" in text
