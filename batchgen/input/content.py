@@ -19,9 +19,14 @@ from batchgen.input.openai_batch import check_purpose, effort_kwargs, inputs_of,
 from batchgen.input.rows import Embedded, RowProblem, is_null, num_chars, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import CONTINUES, MAX_CHARS
+from batchgen.text.marks import REASONING
+from batchgen.text.probes import ROLES
+from batchgen.text.special_tokens import SpecialTokens
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import tool_format
 
+_KEYS = {"role", "content", "text", "type", "name", "id", "tool_call_id", "tool_calls", "function", "arguments"}
+_KEYS |= {"parameters", "properties", "required", *REASONING}  # of chats in OpenAI's form, beside those of a template
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
 
 
@@ -29,12 +34,12 @@ _MAX_SHOWN_CHARS = 60  # of a template, in messages
 class PlainText:
     """A text yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them.
 
-    ``marked`` is the text with marks around parts of the row that hold special tokens (``text.special_tokens``).
+    ``marked`` is the text with marks in the parts of the row (``text.special_tokens``).
     """
 
     text: str
     add_special_tokens: bool
-    marked: str = ""
+    marked: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,8 @@ class ContentFinder:
     A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
     column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages, and beside that one
     ``tool_choice``: with "none" the tools stay out of the prompt, as a model that knows of none calls none. A name
-    that the chat template never mentions is refused, since it would change nothing. ``mark`` makes of a value of the
-    row what is to stand in the prompt; it may raise RowProblem. Raises UsageError when [input] cannot work with this
+    that the chat template never mentions is refused, since it would change nothing. ``special`` puts marks
+    into the texts of rows. Raises UsageError when [input] cannot work with this
     tokenizer (None: the model has none).
     """
 
@@ -97,13 +102,15 @@ class ContentFinder:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         embedded: Embedded | None = None,
-        mark: Callable[[Any], Any] = lambda value: value,
+        special: SpecialTokens | None = None,
     ) -> None:
         _check_spec(spec, tokenizer)
-        self._mark = mark
+        self._special = special
         self._spec = spec
         self._has_tokenizer = tokenizer is not None
         self._names = tokenizer.chat_template.names if tokenizer and tokenizer.chat_template else frozenset[str]()
+        template_words = tokenizer.chat_template.words if tokenizer and tokenizer.chat_template else frozenset[str]()
+        self._words = template_words | ROLES | _KEYS
         self._tells_calls = tokenizer is not None and tool_format(tokenizer) is not None
         self._vocab_size = vocab_size
         template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
@@ -188,8 +195,7 @@ class ContentFinder:
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
             template = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
-            values = {name: self._mark(columns[name]) for name in self.template.columns & {*columns}}
-            text = self.template.render(values)
+            text = self.template.render(columns, self._mark)
             empty = self.template.empty_fields(columns)
             if empty and len(empty) == self.template.num_fields and text.strip():
                 named = (
@@ -222,7 +228,7 @@ class ContentFinder:
         if not self._spec.is_templated:
             what = f'{name!r} is a chat, but the job says chat_template = "none"'
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
-        return self._chat(name, self._mark(checked_messages(name, value)), columns, continues)
+        return self._chat(name, self._mark(checked_messages(name, value), self._words), columns, continues)
 
     def _chat(
         self, name: str, messages: Sequence[Message], columns: Mapping[str, Any], continues: bool | None = None
@@ -239,8 +245,9 @@ class ContentFinder:
         if not (is_null(choice) or choice in ("", "auto", "none")):
             why = "must be auto or none: no answer is forced to call a tool"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} {why}")
-        kwargs = self._mark(_checked_kwargs(columns.get("chat_template_kwargs")))
-        offered = {"tools": self._mark(tools)} if tools and choice != "none" else {}
+        kwargs = _checked_kwargs(columns.get("chat_template_kwargs"))
+        kwargs = {key: self._mark(value, self._words) for key, value in kwargs.items()}
+        offered = {"tools": self._mark(tools, self._words)} if tools and choice != "none" else {}
         variables = {**(self._spec.chat_template_kwargs or {}), **kwargs, **offered}
         if unused := [name for name in variables if name not in self._names]:
             why = f"chat_template_kwargs: {shown(unused[0], 60)}: the model's chat template has no such variable"
@@ -250,6 +257,9 @@ class ContentFinder:
             _check_final(name, messages[-1])
             variables[CONTINUES] = True
         return Chat({**variables, "messages": [*added, *messages]}, name, len(added))
+
+    def _mark(self, value: Any, words: Collection[str] = ()) -> Any:
+        return self._special.marked(value, words) if self._special else value
 
     def _require_tokenizer(self) -> None:
         if not self._has_tokenizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,15 @@ class Template:
         """The names of the columns it takes values from."""
         return frozenset(part[0] for part in self.parts if isinstance(part, tuple))
 
-    def render(self, columns: Mapping[str, Any]) -> str:
+    def render(self, columns: Mapping[str, Any], mark: Callable[[str], str] = str) -> str:
         """The text for one row: strings unchanged, null and NaN as no text, dates as ISO 8601, anything else as JSON.
 
-        Raises RowProblem: missing_column where a column, key or item does not exist, bad_type for binary data,
-        template_error where a step goes into something that is neither object nor list.
+        ``mark`` is applied to the text of each field. Raises RowProblem: missing_column where a column, key or item
+        does not exist, bad_type for binary data, template_error where a step goes into something that is neither object
+        nor list.
         """
-        return "".join(part if isinstance(part, str) else _text(_look_up(part, columns), part) for part in self.parts)
+        texts = (p if isinstance(p, str) else mark(_text(_look_up(p, columns), p)) for p in self.parts)
+        return "".join(texts)
 
     def empty_fields(self, columns: Mapping[str, Any]) -> tuple[str, ...]:
         """The fields that a row has no text for: null, NaN, and texts of white space alone. Raises as ``render``."""

@@ -36,8 +36,9 @@ class ChatTemplate:
     """A compiled template.
 
     ``special_tokens`` are the names that a template expects, such as ``bos_token``. ``now`` is the local time that it
-    may print, one for all prompts of a run. ``names`` are the variables that the template takes from outside. Raises
-    ChatTemplateError when the source does not compile.
+    may print, one for all prompts of a run. ``names`` are the variables that the template takes from outside, and
+    ``words`` the keys and texts that it may look for in their values. Raises ChatTemplateError when the source does not
+    compile.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
@@ -45,6 +46,8 @@ class ChatTemplate:
         environment = _environment((now or datetime.now()).replace(tzinfo=None))
         try:
             tree = environment.parse(source)
+            words = {node.value for node in tree.find_all(nodes.Const)} | {n.attr for n in tree.find_all(nodes.Getattr)}
+            self.words = frozenset(word for word in words if isinstance(word, str) and word.isidentifier())
             functions = {node.name for node in tree.find_all(nodes.Name)} & environment.globals.keys()
             self.names = frozenset(meta.find_undeclared_variables(tree) | functions)
             self._template = environment.from_string(tree)

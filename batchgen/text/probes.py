@@ -19,6 +19,7 @@ from batchgen.text.marks import REASONING, Place, Seen, Variables, function_of, 
 Answer = str | ChatTemplateError  # a prompt, or why there is none
 ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles, and what templates call them
 _ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template; of others it has a word
+ROLES = _ROLES | ALIASES.keys()
 _ROLE = "zqroleqz"  # known to no template
 _MAX_SHAPES = 4096  # shapes, of some hundred bytes each
 _REMEDY = "leave it out, or name in model.tokenizer a folder whose template shows it"

@@ -1,14 +1,17 @@
-"""Special tokens in the texts of rows: found, or tokenized as plain text while those of a template stay special.
+"""Special tokens that texts of rows write: found, or tokenized as plain text while those of a template stay special.
 
-Parts of a prompt that come from a row are put between two characters of private use before the prompt is made. What
-stands outside of them in the prompt is the template's: its special tokens are replaced by stand-ins, which a second
-tokenizer has as tokens and which are replaced back, while it knows no other special token. So every rule of the
-tokenizer about what stands beside a special token holds as ever.
+A prompt is made twice: once as it is, and once with a mark, a character of private use, beside each character of the
+row. No special token with a character of the row is left in the second, so its special tokens are those of the template
+and of the job. Where the first has the same ones, the row writes none. Else those of the second are replaced by
+stand-ins, which a second tokenizer has as tokens and which are replaced back, while it knows no other special token. So
+the tokenizer's rules about what stands beside a special token hold as ever. A tokenizer that normalizes texts before
+it looks for special tokens finds more than a text writes out: see ``normalized``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import tokenizers
@@ -16,10 +19,10 @@ from tokenizers import AddedToken
 
 from batchgen.core.errors import TokenizerError
 
-_BEGIN, _END = "\U0010fffc", "\U0010fffd"  # around a part of a row
+_MARK = "\U0010ffff"  # beside each character of a row
 _FIRST = 0x100000  # the stand-in of the first special token; Unicode will never give these characters a meaning
-_OWN = re.compile(f"[{chr(_FIRST)}-\U0010ffff]")
-_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_OWN = re.compile(f"[{chr(_FIRST)}-{_MARK}]")
+_TEXTS = ("content", "text")  # keys of a chat whose text is never one of a template's words
 _Value = TypeVar("_Value")
 
 
@@ -32,11 +35,9 @@ class SpecialTokens:
         self._texts = {token.content: number for number, token in enumerate(special.values())}
         longest_first = sorted(self._texts, key=len, reverse=True)
         self._whole = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._any_case = re.compile(self._whole.pattern, re.IGNORECASE)
-        lowered = [text.casefold() for text in self._texts]
-        self._beginnings = {text[:size] for text in lowered for size in range(1, len(text))}
-        self._ends = {text[-size:] for text in lowered for size in range(1, len(text))}
-        self._longest = max(map(len, lowered), default=0)
+        self._is_trimmed = not any(text[0].isspace() or text[-1].isspace() for text in self._texts)
+        names = (token.content for token in special.values() if token.normalized and backend.normalizer)
+        self.normalized = next(names, None)
         self._second = tokenizers.Tokenizer.from_str(backend.to_str())
         self._second.encode_special_tokens = True
         self._second.add_tokens([_stand_in(number, token) for number, token in enumerate(special.values())])
@@ -45,42 +46,35 @@ class SpecialTokens:
         self._special = frozenset(special)
         self._unknown = getattr(backend.model, "unk_token", None)
 
-    def found(self, value: Any) -> str | None:
-        """A special token in the texts of a value; None where there is none."""
-        if isinstance(value, str):
-            match = self._whole.search(value)
-            return match[0] if match else None
-        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        tokens = map(self.found, items) if isinstance(items, list) else iter(())
-        return next(filter(None, tokens), None)
+    def written(self, prompt: str) -> list[str]:
+        """The special tokens that a prompt writes out, in order."""
+        return self._whole.findall(prompt)
 
-    def marked(self, value: _Value) -> _Value:
-        """A value in whose texts all that could be, or begin or end, a special token is marked as a row's."""
+    def marked(self, value: _Value, words: Collection[str] = ()) -> _Value:
+        """A value of a row, its texts with marks, but not those of ``words``, by which a template finds its way."""
         if isinstance(value, str):
-            return self._marked_text(value) if self._is_suspect(value) else value  # type: ignore[return-value]
+            is_word = value in words and not self._whole.search(value)
+            return value if is_word else self._marked_text(value)  # type: ignore[return-value]
         if isinstance(value, dict):
-            return {self.marked(key): self.marked(item) for key, item in value.items()}  # type: ignore[return-value]
-        return [self.marked(item) for item in value] if isinstance(value, list) else value  # type: ignore[return-value]
+            items = ((key, self._marked_item(key, item, words)) for key, item in value.items())
+            return {self.marked(key, words): item for key, item in items}  # type: ignore[return-value]
+        return [self.marked(item, words) for item in value] if isinstance(value, list) else value  # type: ignore[return-value]
+
+    def _marked_item(self, key: Any, item: Any, words: Collection[str]) -> Any:
+        """Templates may count the characters of a call's id."""
+        if isinstance(item, str) and str(key).endswith("id") and item.isalnum():
+            return self.marked(item, () if any(item in text for text in self._texts) else (item,))
+        return self.marked(item, () if key in _TEXTS and isinstance(item, str) else words)
 
     def _marked_text(self, text: str) -> str:
-        """Blanks at both ends stay outside, since templates trim them."""
-        core = text.strip()
-        before, _, behind = text.partition(core)
-        return f"{before}{_BEGIN}{core}{_END}{behind}"
-
-    def _is_suspect(self, text: str) -> bool:
-        """Whether a text holds a special token in any case, or may form one with a neighbour."""
-        core = text.strip().casefold()
-        sizes = range(1, min(self._longest, len(core) + 1))
-        edges = any(core[-size:] in self._beginnings or core[:size] in self._ends for size in sizes)
-        return edges or bool(self._any_case.search(text))
+        """Blanks at both ends stay without marks, since templates trim them, where no special token has such ends."""
+        core = (text.strip() if self._is_trimmed else "") or text
+        before, _, behind = text.partition(core) if core else ("", "", "")
+        return f"{before}{_MARK}{_MARK.join(core)}{_MARK}{behind}" if core else text
 
     def encode(self, prompt: str, add_special_tokens: bool) -> list[int] | TokenizerError:
-        """Token ids of a prompt with marks (see ``are_sound``); an error where the tokenizer has no plain ones."""
-        pieces = _MARKS.split(prompt)
-        for place in range(0, len(pieces), 2):
-            pieces[place] = self._whole.sub(lambda match: chr(_FIRST + self._texts[match[0]]), pieces[place])
-        text = "".join(pieces)
+        """Token ids of a prompt with marks; an error where the tokenizer has no plain ones."""
+        text = without_marks(self._whole.sub(lambda match: chr(_FIRST + self._texts[match[0]]), prompt))
         encoding = self._second.encode(text, add_special_tokens=add_special_tokens)
         plain = {self._second.token_to_id(self._unknown or ""), *self._ids}
         pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)  # 1: put around the text
@@ -98,11 +92,11 @@ def _stand_in(number: int, token: AddedToken) -> AddedToken:
     return AddedToken(chr(_FIRST + number), normalized=False, special=False, **rules)
 
 
-def are_sound(prompt: str, marked: str) -> bool:
-    """Whether marks changed nothing else in a prompt, and each part between two of them is whole.
+def has_own(prompt: str) -> bool:
+    """Whether a prompt without marks has a character that serves as a mark or as a stand-in."""
+    return bool(_OWN.search(prompt))
 
-    They do where a template looks into a text or cuts it, and where the row has such characters itself.
-    """
-    marks = _MARKS.findall(marked)
-    is_whole = marks == [_BEGIN, _END] * (len(marks) // 2)
-    return is_whole and "".join(_MARKS.split(marked)) == prompt and not _OWN.search(prompt)
+
+def without_marks(prompt: str) -> str:
+    """A prompt without its marks."""
+    return prompt.replace(_MARK, "")

@@ -225,32 +225,172 @@ def test_a_row_that_is_nested_too_deeply_is_an_error_row() -> None:
         assert "nested too deeply" in problem(made(loaded("qwen3"), row, special_tokens=asked))
 
 
-def test_a_token_that_two_parts_make_together_is_none() -> None:
-    tokenizer, keys = loaded("qwen3"), {"prompt": "{a}{b}{c}", "chat_template": "none"}
-    for parts in (("<|im_", "end|>", ""), ("<", "|im_end|", ">"), ("so <|im_end|", "", "> a")):
-        row = dict(zip("abc", parts, strict=True))
-        assert num_special(tokenizer, ids(made(tokenizer, row, **keys))) == 2
-        for asked in ("text", "refuse"):
-            found = ids(made(tokenizer, row, special_tokens=asked, **keys))
-            assert num_special(tokenizer, found) == 1
-            assert tokenizer.decode(found[1:], skip_special_tokens=False) == "".join(parts)
+JOINED = [
+    ("{a}{b}", {"a": "<|im_", "b": "end|>"}),
+    ("{a}{b}{c}", {"a": "<", "b": "|im_end|", "c": ">"}),
+    ("<|{a}|>", {"a": "im_end"}),
+    ("<|{a[b]}|>", {"a": {"b": "im_end"}}),
+    ("<|im_{a} {b}", {"a": "end|>", "b": "x"}),
+    ("{a}im_end|>", {"a": " <|"}),
+]
+
+
+@pytest.mark.parametrize(("prompt", "row"), JOINED)
+def test_a_token_that_parts_make_together_is_none(prompt: str, row: dict[str, Any]) -> None:
+    tokenizer, keys = loaded("qwen3"), {"prompt": prompt, "chat_template": "none"}
+    allowed = ids(made(tokenizer, row, **keys))
+    found = ids(made(tokenizer, row, special_tokens="text", **keys))
+    assert [num_special(tokenizer, token_ids) for token_ids in (allowed, found)] == [2, 1]
+    assert tokenizer.decode(found, skip_special_tokens=False) == tokenizer.decode(allowed, skip_special_tokens=False)
+    refused = problem(made(tokenizer, row, special_tokens="refuse", **keys))
+    assert refused == "bad_param: the prompt holds <|im_end|>, which special_tokens says to refuse"
+
+
+COMPLETED = {
+    "role": ("<|{{ m.role }}|>{{ m.content }}", {"role": "im_end", "content": "x"}),
+    "content": ("<|{{ m.content }}|>", {"role": "user", "content": "im_end"}),
+    "id": ("{{ m.content }}<|{{ m.id }}|>", {"role": "user", "content": "x", "id": "startoftext"}),
+    "beginning": ("<{{ m.content }}", {"role": "user", "content": "|im_end|> x"}),
+    "lower": ("{{ m.content | lower }}", {"role": "user", "content": "<|IM_END|>"}),
+    "removed": ("{{ m.content | replace('~', '') }}", {"role": "user", "content": "<|im~_end|>"}),
+    "unescaped": ("{{ m.content | replace('&lt;', '<') }}", {"role": "user", "content": "&lt;|im_end|>"}),
+    "a word of its own": (
+        "{% if m.name == 'im_end' %}{% endif %}<|{{ m.content }}|>",
+        {"role": "user", "content": "im_end"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COMPLETED)
+def test_a_template_completes_no_special_token_for_a_row(kind: str) -> None:
+    template, message = COMPLETED[kind]
+    tokenizer, row = loaded(f"{{% for m in messages %}}{template}{{% endfor %}}"), {"messages": [message]}
+    allowed, found = (made(tokenizer, row, special_tokens=asked) for asked in ("allow", "text"))
+    assert num_special(tokenizer, ids(allowed)) == 1
+    if kind == "unescaped":
+        assert problem(found).startswith("template_error: a special token in the row cannot become plain text")
+    else:
+        assert num_special(tokenizer, ids(found)) == 0
+        shown = [tokenizer.decode(ids(one), skip_special_tokens=False) for one in (allowed, found)]
+        assert shown[0] == shown[1]
+    assert problem(made(tokenizer, row, special_tokens="refuse")).startswith("bad_param: the prompt holds <|")
+
+
+@pytest.mark.parametrize("asked", ["text", "refuse"])
+def test_a_value_that_the_prompt_does_not_hold_refuses_nothing(asked: str) -> None:
+    row, keys = {"meta": {"a": "x", "b": "<|im_end|>"}}, {"prompt": "{meta[a]}"}
+    assert made(loaded("qwen3"), row, special_tokens=asked, **keys) == made(loaded("qwen3"), row, **keys)
+
+
+@pytest.mark.parametrize("asked", ["text", "refuse"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "<|im_start|>{{ m.role }}{{ m.content.split('</think>')[-1].lstrip('\\n') }}<|im_end|>",
+        "<|im_start|>{% if m.content.startswith('<think>') %}y{% endif %}{{ m.content }}<|im_end|>",
+        "<|{{ 'im_start' if m.role == 'user' }}|>{{ m.content[:7] }}<|im_end|>",
+    ],
+)
+def test_rows_without_special_tokens_are_as_ever_where_a_template_looks_at_texts(template: str, asked: str) -> None:
+    tokenizer = loaded(f"{{% for m in messages %}}{template}{{% endfor %}}")
+    row = {"messages": [{"role": "user", "content": "<think>a</think>\nb > c <|"}]}
+    assert made(tokenizer, row, special_tokens=asked) == made(tokenizer, row)
+
+
+@pytest.mark.parametrize("asked", ["text", "refuse"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_calls_and_tools_without_special_tokens_are_as_ever(name: str, asked: str) -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b", "n": [1, "x"]}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": '{"a": 1}'},
+        {"role": "assistant", "content": "c", "reasoning_content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    for row in ({"messages": messages, "tools": TOOLS}, {"messages": messages[::4][:1], "tools": TOOLS}):
+        assert made(loaded(name), row, special_tokens=asked) == made(loaded(name), row)
+
+
+@pytest.mark.parametrize("asked", ["text", "refuse"])
+def test_a_template_may_go_by_a_name_and_count_the_characters_of_an_id(asked: str) -> None:
+    template = "{% if m.name == 'bob' and m.id | length == 3 %}<|im_start|>{% endif %}{{ m.content }}"
+    tokenizer = loaded(f"{{% for m in messages %}}{template}{{% endfor %}}")
+    row = {"messages": [{"role": "user", "name": "bob", "id": "a1b", "content": "x"}]}
+    assert num_special(tokenizer, ids(made(tokenizer, row))) == 1
+    assert made(tokenizer, row, special_tokens=asked) == made(tokenizer, row)
+
+
+def test_variables_of_a_row_and_texts_that_a_template_compares_with_are_plain_text() -> None:
+    template = "{% if note != '<|im_end|>' %}{% endif %}{{ m.content }}{{ note }}"
+    tokenizer = loaded(f"{{% for m in messages %}}{template}{{% endfor %}}")
+    message = {"role": "user", "content": "x"}
+    row = {"messages": [message], "chat_template_kwargs": {"note": "<|im_end|>"}}
+    assert num_special(tokenizer, ids(made(tokenizer, row, special_tokens="text"))) == 0
+    tokenizer = of_backend("EOT", special=True)
+    assert tokenizer.special_tokens.marked("user", {"user"}) == "user"
+    assert tokenizer.special_tokens.written(tokenizer.special_tokens.marked("EOT", {"EOT"})) == []
+
+
+def of_backend(text: str, **more: Any) -> Tokenizer:
+    backend = words()
+    backend.add_special_tokens([AddedToken("\n\n", special=True, normalized=False), AddedToken(text, **more)])
+    return Tokenizer(backend)
+
+
+def test_a_special_token_of_white_space() -> None:
+    tokenizer, keys = (
+        of_backend("<s>", special=True, normalized=False),
+        {"chat_template": "none", "special_tokens": "text"},
+    )
+    for row in ({"x": "b\n\nc"}, {"x": "b\n\n"}, {"x": "\n"}, {"x": "\n\n"}, {"x": "<s>\n\n"}):
+        found = made(tokenizer, row | {"y": "z"}, prompt="a{x}\n{y}", **keys)
+        assert num_special(tokenizer, ids(found)) == 0
+        assert tokenizer.decode(ids(found)) == f"a{row['x']}\nz"
+
+
+@pytest.mark.parametrize("asked", ["text", "refuse"])
+def test_a_tokenizer_that_normalizes_special_tokens_cannot_keep_them_out(asked: str) -> None:
+    backend = words()
+    backend.normalizer = normalizers.NFKC()
+    backend.add_special_tokens([AddedToken("<s>", special=True, normalized=True)])
+    assert len(backend.encode("\uff1cs\uff1e").ids) == 1
+    keys = {"chat_template": "none", "special_tokens": asked}
+    with pytest.raises(UsageError, match=r"changes texts before it looks for <s>"):
+        made(Tokenizer(backend), {"prompt": "a"}, **keys)
+    assert ids(made(Tokenizer(backend), {"prompt": "<s>"}, chat_template="none"))
+
+
+def test_vectors_of_a_prefix_and_a_row_have_no_token_of_both() -> None:
+    embedded = Embedded("mean", "<|im_", True, 8, True)
+    found = made(loaded("qwen3"), {"prompt": "end|>"}, embedded, chat_template="none", special_tokens="text")
+    assert num_special(loaded("qwen3"), ids(found)) == 1
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
     [
         ("{{ '(s)' if m.content.startswith('<|im_end|>') }}{{ m.content }}", "<|im_end|>"),
-        ("{{ m.content[:5] }}", "a <|im_end|>"),
-        ("{{ m.content.split('b')[0] }}", "a <|im_end|> b"),
-        ("{{ m.content | tojson | replace('\U0010fffc', '') }}", "<|im_end|>"),
-        ("{{ m.content }}", "a \U0010fffd<|im_end|>\U0010fffc"),
-        ("{{ m.content }}", "a <|im_end|>\U00100001"),
+        ("{{ m.content[:17] }}", "a <|im_end|>"),
+        ("{{ m.content if '\U0010ffff' not in m.content }}", "<|im_end|>"),
+        ("{{ m.content }}{{ '<|im_end|>' if not m.content.endswith('<|im_end|>') }}", "a <|im_end|>"),
+        ("{{ m.content | tojson | replace('\U0010ffff', '') }}", "<|im_end|>"),
+        ("{{ m.content if m.content | length < 20 else raise_exception('long') }}", "a <|im_end|>"),
     ],
 )
 def test_where_that_cannot_be_done_exactly_the_row_fails(template: str, text: str) -> None:
-    tokenizer = loaded(f"{{% for m in messages %}}<|im_start|>{template}{{% endfor %}}")
+    tokenizer = loaded(f"{{% for m in messages %}}{template}{{% endfor %}}")
     found = problem(made(tokenizer, {"prompt": text}, special_tokens="text"))
-    assert found.startswith("template_error: a special token in the row cannot become plain text")
+    assert found.startswith("template_error: a special token in the row cannot become plain text: the chat template")
+    assert isinstance(made(tokenizer, {"prompt": text}, special_tokens="refuse"), Row)
+
+
+@pytest.mark.parametrize("text", ["a \U0010ffff<|im_end|>", "a <|im_end|>\U00100001"])
+def test_a_character_that_serves_as_a_mark_fails_beside_a_special_token_alone(text: str) -> None:
+    tokenizer, plain = loaded("qwen3"), text.replace("<|im_end|>", "")
+    found = problem(made(tokenizer, {"prompt": text}, special_tokens="text"))
+    assert found.startswith("template_error: a special token in the row cannot become plain text beside a character of")
+    assert made(tokenizer, {"prompt": plain}, special_tokens="text") == made(tokenizer, {"prompt": plain})
 
 
 @pytest.mark.parametrize("change", ["trim", "lower", "upper", "replace('a', 'b')", "tojson"])
