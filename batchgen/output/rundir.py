@@ -34,6 +34,7 @@ from batchgen.core.storage import (
 from batchgen.output.lock import Holder, RunLock, lock_holder
 from batchgen.output.manifest import Manifest, OtherVersion
 
+JOURNALS_NAME = "journal"  # a folder in it for each job that is begun and not finished
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
 _PROGRESS_HEAD = b'{"version": 1, "state": "'
 _JOURNAL_NAME = re.compile(r"(\d{4,9})-[0-9a-f]{8}", re.ASCII)
@@ -65,7 +66,7 @@ class RunDir:
         self.manifest = path / "job.json"
         self.errors = path / "errors.jsonl"  # failed rows; absent where there are none
         self.report = path / "report.json"
-        self.journals = path / "journal"  # a folder in it for each job that is begun and not finished
+        self.journals = path / JOURNALS_NAME
         self.spool = path / "input.spool"  # standard input, kept so that it can be read again
         self.lock_file = path / "run.lock"
         self._progress = path / PROGRESS_NAME

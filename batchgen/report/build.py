@@ -52,7 +52,7 @@ KEYS = {
     "copied_tokens": "their part of tokens: prompt, completion",
     "reused": "after an update or with output.reuse: rows kept from earlier results, and their part of tokens: prompt, "
     "completion",
-    "wall_s": "seconds of all invocations, start to end",
+    "wall_s": "seconds of all invocations, start to end; of a killed one, up to its last row",
     "device_s": "wall_s times the mean number of workers",
     "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, mask (of "
     "structured outputs), sample, host (between the model's steps), write (journal, outputs, report), other; they sum "
@@ -64,7 +64,8 @@ KEYS = {
     "histograms": "done rows by length, computed ones by latency: counts between logarithmic edges",
     "slowest": "the computed rows with the longest total_s",
     "preemptions": "sum over done rows",
-    "computed_tokens": "what the engine computed: tokens of prompts and generated ones, those of lost work too",
+    "computed_tokens": "what the engine computed: tokens of prompts and generated ones, those of lost work too, but "
+    "for the last two seconds of a killed invocation",
     "recomputed_tokens": "of them, computed again after a preemption",
     "prefix_cache": "prompt tokens looked up (queried), found (hit), and their share (hit_rate); null where not used",
     "tail_s": "seconds at the end in which fewer than half of the largest number of sequences ran; null if unknown",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.core.records import Result, Timings
 from batchgen.run.display import Display
-from batchgen.run.progress import Progress
+from batchgen.run.progress import Progress, read_progress
 from batchgen.run.status import read_status, render_status, watch_status
 from batchgen.run.stop import Limits, Stopper
 
@@ -23,7 +24,12 @@ def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, be
     found = Progress(folder, Display(), Stopper(Limits()))
     found.expect(100)
     counts = {"num_done": done, "num_failed": 0, "num_done_before": before}
-    counts |= {"num_prompt_tokens": 0, "num_generated_tokens": 0, "num_computed_tokens": finished_tokens}
+    counts |= {
+        "empty_fields": {},
+        "num_prompt_tokens": 0,
+        "num_generated_tokens": 0,
+        "num_computed_tokens": finished_tokens,
+    }
     found.follow(SimpleNamespace(**counts))  # type: ignore[arg-type]  # the counts are all that is asked
     stats = SimpleNamespace(num_prefill_tokens=computed, num_output_tokens=0, to_dict=dict)
     backend = SimpleNamespace(engine=SimpleNamespace(stats=stats), workers=tuple)
@@ -70,6 +76,32 @@ def test_rows_of_earlier_invocations_do_not_make_later_ones_look_short(tmp_path:
 
 def test_before_the_first_row_is_done_no_time_is_claimed(tmp_path: Path) -> None:
     assert snapshot(progress(tmp_path, computed=500, done=0, finished_tokens=0), rate=50)["eta_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("state", "written_s", "more_s"), [("running", 1.5, 1.5), ("running", 9e5, 2.5), ("stopped", 1, 0)]
+)
+def test_the_time_of_a_killed_invocation_goes_up_to_its_last_row(
+    tmp_path: Path, state: str, written_s: float, more_s: float
+) -> None:
+    (journal := tmp_path / "journal" / "0001-00000000").mkdir(parents=True)
+    (segment := journal / "000000-00000000.seg").touch()
+    killed = progress(tmp_path, computed=1000, done=10, finished_tokens=1000)
+    killed.state = state
+    killed.go_on(journal.name)
+    killed._save(killed._content(killed.snapshot()))
+    saved_at = (tmp_path / "progress.json").stat().st_mtime - 1e6
+    for path, at in ((tmp_path / "progress.json", saved_at), (segment, saved_at + written_s)):
+        os.utime(path, (at, at))
+    before = (read_progress(tmp_path) or {})["spent"]
+    with Progress(tmp_path, Display(), Stopper(Limits())) as found:
+        after = found._before["spent"]
+        found.keep_file(True, is_idle=True)
+    assert after["wall_s"] - before["wall_s"] == pytest.approx(more_s)
+    assert after["device_s"] / after["wall_s"] == pytest.approx(before["device_s"] / before["wall_s"])
+    assert sum(after["seconds"].values()) - sum(before["seconds"].values()) == pytest.approx(more_s)
+    with Progress(tmp_path, Display(), Stopper(Limits())) as found:
+        assert found._before["spent"] == after, "it is added once"
 
 
 def test_watching_ends_with_the_run(job: JobMaker) -> None:
