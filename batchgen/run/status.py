@@ -32,6 +32,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     """State, rows, tokens, rate and time left of the run in ``folder``.
 
     ``state`` is "running", "finished", "stopped" (on request), "failed" (by an error) or "interrupted" (by a kill).
+    ``tokens`` are None after a kill, which leaves no count as new as the journal's rows.
     ``tokens_per_s`` counts computed tokens: of the last half minute, or of a finished run's whole time. ``eta_s`` is
     that of a running process. Raises UsageError for a folder that holds no run.
     """
@@ -70,6 +71,8 @@ def read_status(folder: Path) -> dict[str, Any]:
         total, reused = (status["rows"].get(name) for name in ("total", "reused"))
         status["rows"] = row_counts(total, counts.results, counts.errors, reused or 0)
         status["rows"] |= {"half_done": num_partial} if num_partial else {}
+        if status["state"] == "interrupted":  # its tokens are those of an earlier moment
+            status["tokens"] = None
     return status
 
 
@@ -104,8 +107,10 @@ def render_status(status: Mapping[str, Any]) -> str:
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
     left = f", {rows['half_done']:,} half done{left}" if rows.get("half_done") else left
     reused = f" ({rows['reused']:,} kept)" if rows.get("reused") else ""
-    lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done{reused}, {rows['failed']:,} failed{left}")
-    lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")
+    finished = describe_rows(rows) if rows["total"] is not None else "total not known yet"
+    lines.append(f"rows    {finished}: {rows['done']:,} done{reused}, {rows['failed']:,} failed{left}")
+    if tokens is not None:
+        lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")
     if status["tokens_per_s"]:
         eta = "" if status["eta_s"] is None else f", about {format_duration(status['eta_s'])} left"
         lines.append(f"speed   {status['tokens_per_s']:,.0f} tok/s computed, of prompts and answers{eta}")

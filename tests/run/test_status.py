@@ -112,6 +112,9 @@ def test_a_killed_run_shows_what_its_journal_holds(job: JobMaker) -> None:
     status = read_status(job.output)
     assert (status["state"], status["holder"]) == ("interrupted", None)
     assert 5 <= status["rows"]["done"] < 40
+    assert status["tokens"] is None and "tokens  " not in render_status(status)
+    status["rows"] |= {"total": None, "left": None}  # killed before it was known
+    assert f"rows    total not known yet: {status['rows']['done']} done, 0 failed" in render_status(status)
 
 
 def test_a_crashed_run_is_failed(job: JobMaker) -> None:
