@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchgen.config.job import JobSpec
 
 _PATTERN_SIGNS = frozenset("*?[")
-_DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".text", ".parquet")
+_DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".text", ".parquet", ".xlsx", ".xls")
 
 
 def load_spec(

@@ -86,7 +86,7 @@ _TABLE: dict[Synonym, str] = {
         "input.encoding"
     ): "charset, latin-1, cp1252, windows-1252, utf-16, iso-8859-1, ansi, umlaut, umlauts, mojibake",
     Synonym("input.delimiter"): "sep, separator, tsv, delim",
-    Synonym("CSV"): "excel, xlsx, xls, spreadsheet, libreoffice, calc",
+    Synonym("CSV", "save a workbook as CSV"): "excel, xlsx, xls, spreadsheet, libreoffice, calc",
     Synonym(
         "The model itself", "prompts that begin alike are computed once: put first what all share"
     ): "few-shot, shared prefix, prefix caching, prompt caching, prefix-cache, radix, num-fewshot",

@@ -139,4 +139,6 @@ def _named(spec: JobSpec, finder: ContentFinder) -> Iterator[tuple[str, str]]:
 def _listed(names: Collection[str]) -> str:
     shown = [shortened(repr(name), _SHOWN_CHARS) for name in list(names)[:_SHOWN_COLUMNS]]
     more = f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
-    return f"columns found: {', '.join(shown) or 'none'}{more}"
+    sign = "" if len(names) > 3 else next((sign for sign in ";|" if any(sign in name for name in names)), "")
+    hint = f"; if {sign} separates them, give --delimiter '{sign}'" if sign else ""
+    return f"columns found: {', '.join(shown) or 'none'}{more}{hint}"

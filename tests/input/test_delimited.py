@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from input_helpers import codes, read_bytes, source_of, zstd
-from run_helpers import JobMaker, finish, quiet, rows_of, start
+from run_helpers import MODEL, JobMaker, finish, quiet, rows_of, start
 
+from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Row
 from batchgen.input.formats import delimited
@@ -219,6 +220,7 @@ REFUSED = {
     "one name twice": (b"a,b,a\n1,2,3\n", {}, "line 1, the header: two columns are named 'a'"),
     "an unnamed one's name": (b"column_2,\n", {}, "two columns are named 'column_2'"),
     "quotes": (b'a,"b\n1,2\n', {}, "the header: line 1: a quote is never closed; the 1 line"),
+    "a line of Excel": (b"sep=;\r\na;b\r\n1;2\r\n", {}, "delete this line and give --delimiter ';'"),
     "no UTF-8": (b"\na,\xff\n1,2\n", {}, "line 2, the header: not UTF-8"),
     "carriage returns for lines": (b"a,b\r1,2\r3,4\r", {}, "a carriage return stands in a cell"),
     "two delimiters": (b"a,b\n", {"delimiter": ",,"}, "must be one character"),
@@ -235,6 +237,30 @@ def test_a_file_without_a_sound_header_is_refused_in_one_line(what: str, job: Jo
     with pytest.raises(UsageError) as caught:
         job.run(job.spec(input={"path": [str(path)], "prompt": "{a}", "id": None, **keys}))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.csv", 'Nr;"Betrag, netto";Text\n1;"2,5";Why?\n'), ("a.tsv", "Nr;Text\n1;Why?\n")]
+)
+def test_a_table_whose_delimiter_was_not_found_is_refused_with_it(name: str, content: str, job: JobMaker) -> None:
+    (job.folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"columns found: .*; if ; separates them, give --delimiter ';'$"):
+        job.run(job.spec(input={"path": [str(job.folder / name)], "prompt": "{Text}", "id": None}))
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04\x14\x00", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"])
+def test_a_workbook_is_refused_with_its_remedy(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "sheet.xlsx").write_bytes(content)
+    for words in (
+        ["run", str(path), "-m", str(MODEL), "-p", "{a}"],
+        ["plan", str(path), "-m", str(MODEL), "-p", "{a}"],
+    ):
+        assert call(words) == 2
+        assert f"{path} is an Excel workbook: save it as CSV" in capsys.readouterr().err
+    assert call(["help", "xlsx"]) == 0
+    assert "save a workbook as CSV" in capsys.readouterr().out
 
 
 HEADERS: dict[str, tuple[bytes, dict[str, Any], list[dict[str, str]]]] = {

@@ -27,6 +27,7 @@ MAX_ROW_BYTES = MAX_LINE_BYTES // 4  # the reader keeps a cell in four bytes a c
 MAX_ROW_LINES = 100_000  # a quote that is never closed takes all that follows, which is read line by line
 _OTHER_DELIMITERS = "\t;|"
 _SKIP_BYTES = 1 << 20
+_SEPARATOR_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=(.)"?\r?\n?', re.IGNORECASE)
 
 
 class DelimitedFile(LinesFile):
@@ -87,6 +88,9 @@ class DelimitedFile(LinesFile):
                 break
         if header.problem:
             raise self._error(header, str(header.problem))
+        if match := _SEPARATOR_LINE.fullmatch(header.content):
+            sign = shown(match[1].decode(errors="replace"))
+            raise self._error(header, f"Excel's mark of the delimiter: delete this line and give --delimiter {sign}")
         self._names = [name or f"column_{number}" for number, name in enumerate(header.cells, 1)]
         if repeated := [name for name, count in Counter(self._names).items() if count > 1]:
             raise self._error(header, f"two columns are named {shown(repeated[0])}: give each a name of its own")

@@ -36,6 +36,7 @@ FORMATS = {
 }
 
 _COMPRESSED = frozenset({".gz", ".zst", ".zstd"})
+_WORKBOOKS = frozenset({".xlsx", ".xlsm", ".xls"})
 _REMEDIES = {
     ".bz2": "recompress it with gzip or zstd",
     ".xz": "recompress it with gzip or zstd",
@@ -81,6 +82,8 @@ def _resolve(content: InputBytes, name: str, delimiter: str | None) -> str:
         return "parquet"
     if is_parquet:
         raise UsageError(f'{content.name} is a Parquet file and input.format = "{name}"; leave the format to "auto"')
+    if not _WORKBOOKS.isdisjoint(suffix.lower() for suffix in content.suffixes[-1:]):
+        raise UsageError(f"{content.name} is an Excel workbook: save it as CSV")
     if packed := foreign_compression(content):
         remedy = "unpack it" if packed in ("zip", "7-Zip") else "recompress it with gzip or zstd"
         raise UsageError(f"{content.name} is compressed by {packed}, which cannot be read; {remedy}")
