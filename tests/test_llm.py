@@ -215,7 +215,10 @@ def test_a_closed_model_says_so_and_is_closed_by_with() -> None:
     ("call", "said"),
     [
         (lambda: llm(thread=2), "unknown argument 'thread'.*threads"),
-        (lambda: llm(n_gpu_layers=99), r"unknown argument 'n_gpu_layers' \([^,]*, [^,]*see batchgen help GPUs\)$"),
+        (
+            lambda: llm(n_gpu_layers=99),
+            r"unknown argument 'n_gpu_layers' \(--device cuda [^()]*; see batchgen help GPUs\)$",
+        ),
         (lambda: llm(wholly=1), r"unknown argument 'wholly' \(its keys: batchgen help job-file\)$"),
         (lambda: llm(gpu_memory_utilization=0.9), "gpu_memory_utilization"),
         (lambda: llm(format="csv"), "a key of several sections.*input=.*output="),
