@@ -127,7 +127,8 @@ class Manifest:
             raise ValueError("fingerprints.input.files is no list of objects")
         if not all(is_count(file.get("bytes", 0)) for file in files):
             raise ValueError("fingerprints.input.files has a file whose bytes are no number")
-        if not all(isinstance(sign := file.get("delimiter", ","), str) and len(sign) == 1 for file in files):
+        signs = [file.get("delimiter", ",") for file in files]
+        if not all(isinstance(sign, str) and len(sign) == 1 and sign not in '"\r\n\0' for sign in signs):
             raise ValueError("fingerprints.input.files has a file whose delimiter is no character")
         kind = keys_of(OutputSpec)["format"].kind
         if self.job.get("output", {}).get("format") not in kind.choices:

@@ -165,7 +165,7 @@ class Progress:
     @contextmanager
     def generating(self, backend: Backend) -> Iterator[None]:
         """Count the tokens of an engine, and show its workers, from now on; its time counts while inside."""
-        self._backend = backend
+        self._backend, self._saved_at = backend, float("-inf")  # saved at once, as a kill may come soon
         with self.phase(GENERATING, "generate"):
             yield
 

@@ -55,7 +55,7 @@ class Reasoning:
         """Whether the answer to a prompt begins inside of thoughts: behind an opening marker, blanks aside.
 
         Text may follow the marker where that is at the beginning of the last turn, as in a final message that is
-        continued: behind a special token and a header of one word.
+        continued: behind a special token, and maybe a line of one word.
         """
         if ends_in(self._tokenizer, prompt_token_ids, self.opening):
             return True
@@ -67,7 +67,8 @@ class Reasoning:
             return False
         text = self.shown.decode(prompt_token_ids[turn + 1 :])
         header, opening, thoughts = text.partition(self.opening)
-        return bool(opening) and len(header.split()) <= 1 and self.closing not in thoughts
+        names_a_role = len(header.split()) == 1 and header.endswith("\n")  # else it is a text that quotes the marker
+        return bool(opening) and (names_a_role or not header.strip()) and self.closing not in thoughts
 
     def split(self, token_ids: Sequence[int], text: str, *, is_open: bool) -> tuple[str | None, str]:
         """The reasoning, None where there is none, and the rest of the text; newlines beside markers are left out.

@@ -221,6 +221,7 @@ REFUSED = {
     "an unnamed one's name": (b"column_2,\n", {}, "two columns are named 'column_2'"),
     "quotes": (b'a,"b\n1,2\n', {}, "the header: line 1: a quote is never closed; the 1 line"),
     "a line of Excel": (b"sep=;\r\na;b\r\n1;2\r\n", {}, "delete this line and give --delimiter ';'"),
+    "a line of Excel that names a tab": (b"sep=\t\r\na\tb\r\n1\t2\r\n", {}, "mark of the delimiter: delete this line"),
     "no UTF-8": (b"\na,\xff\n1,2\n", {}, "line 2, the header: not UTF-8"),
     "carriage returns for lines": (b"a,b\r1,2\r3,4\r", {}, "a carriage return stands in a cell"),
     "two delimiters": (b"a,b\n", {"delimiter": ",,"}, "must be one character"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,21 @@ def test_the_time_of_a_killed_invocation_goes_up_to_its_last_row(
     assert sum(after["seconds"].values()) - sum(before["seconds"].values()) == pytest.approx(more_s)
     with Progress(tmp_path, Display(), Stopper(Limits())) as found:
         assert found._before["spent"] == after, "it is added once"
+
+
+def test_progress_is_saved_as_soon_as_rows_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only every two seconds: a kill before that would lose the time of loading and the name of the journal."""
+    monkeypatch.setattr("batchgen.run.progress._SAVE_EVERY_S", 1e9)
+    stats = SimpleNamespace(num_prefill_tokens=0, num_output_tokens=0, to_dict=dict)
+    backend = SimpleNamespace(engine=SimpleNamespace(stats=stats), workers=tuple)
+    with Progress(tmp_path, Display(), Stopper(Limits())) as found:
+        found.go_on("0001")
+        with found.generating(backend):  # type: ignore[arg-type]  # no more is asked of it
+            for _ in range(3000):  # of which the first hundred do
+                if (saved := read_progress(tmp_path)) is not None:
+                    break
+                time.sleep(0.01)
+    assert saved is not None and saved["journal"] == "0001"
 
 
 def test_watching_ends_with_the_run(job: JobMaker) -> None:

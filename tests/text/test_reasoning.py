@@ -219,6 +219,9 @@ def test_thoughts_that_a_prompt_has_begun_go_on_in_the_answer(tokenizer: Tokeniz
         ("<|im_start|>assistant\n<think>\nLet me see</think> so", False),
         ("<|im_start|>user\nUse <think> here", False),
         ("Use <think> here", False),
+        ("<|im_start|>Explain <think> tags", False),  # as where the tokenizer begins a text with a special token
+        ("<|im_end|>Use <think> to open", False),  # as where a template writes no header
+        ("<|im_end|>\n\n<think>Let me", True),
         ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\n", False),
         ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\nIt is", False),
     ):

@@ -90,7 +90,8 @@ class DelimitedFile(LinesFile):
             raise self._error(header, str(header.problem))
         if match := _SEPARATOR_LINE.fullmatch(header.content):
             sign = shown(match[1].decode(errors="replace"))
-            raise self._error(header, f"Excel's mark of the delimiter: delete this line and give --delimiter {sign}")
+            remedy = "delete this line" if match[1] == b"\t" else f"delete this line and give --delimiter {sign}"
+            raise self._error(header, f"Excel's mark of the delimiter: {remedy}")
         self._names = [name or f"column_{number}" for number, name in enumerate(header.cells, 1)]
         if repeated := [name for name, count in Counter(self._names).items() if count > 1]:
             raise self._error(header, f"two columns are named {shown(repeated[0])}: give each a name of its own")
