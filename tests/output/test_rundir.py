@@ -426,3 +426,10 @@ def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_
     finished(run_dir, second)
     assert run_dir.kept_job() is None
     assert not run_dir.journals.exists()
+
+
+@pytest.mark.parametrize("sign", ["", ";;", '"', "\n", 5])
+def test_a_delimiter_that_no_table_has_is_refused(sign: object) -> None:
+    manifest = replace(MANIFEST, fingerprints={"input": {"files": [{"bytes": 1, "delimiter": sign}]}})
+    with pytest.raises(ValueError, match="delimiter is no character"):
+        Manifest.from_bytes(manifest.to_bytes())
