@@ -27,7 +27,8 @@ PACKAGE = Path(__file__).parents[1] / "batchgen"
 
 # A room imports rooms of lower floors only. Rooms of one floor do not import each other.
 FLOORS = [
-    {"core", "kernels"},
+    {"core"},
+    {"kernels"},
     {"config", "text", "model"},
     {"engine", "input", "output", "report"},
     {"run", "bench"},

@@ -29,7 +29,8 @@ def env(as_json: bool) -> int:
     from batchgen.report.build import machine_facts
 
     require_address_space()
-    from batchgen.kernels.processor import cpu_obstacle, num_usable_cpus, processor_variant
+    from batchgen.core.machine import num_usable_cpus
+    from batchgen.kernels.processor import cpu_obstacle, processor_variant
 
     facts = machine_facts()
     content = {

@@ -1,8 +1,8 @@
-"""Memory limits of the control groups of this process: of its own group and of each above it, which all apply.
+"""Limits of the control groups of this process: of its own group and of each above it, which all apply.
 
 A batch system or a service manager sets the limit some levels below the mount point. A container may show its own group
 as the mount point, whatever the name by which ``/proc/self/cgroup`` knows it.
-Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html.
+Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, .../cgroup-v1/memory.html and .../scheduler/sched-bwc.html.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _FILES = {  # by version: the limit, what is used, and of that the line of memor
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+# Of each version: microseconds of processor time in each period, and the period.
+_CPU_QUOTAS = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 
 
 def memory_limits() -> list[tuple[int, int]]:
@@ -25,7 +27,7 @@ def memory_limits() -> list[tuple[int, int]]:
     Files that were read are counted as used until the kernel needs their memory; they are not in use here.
     """
     limits = []
-    for version, folder in _groups():
+    for version, folder in _groups("memory"):
         limit_name, usage_name, reclaimable_name = _FILES[version]
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None:
@@ -33,17 +35,29 @@ def memory_limits() -> list[tuple[int, int]]:
     return limits
 
 
-def _groups() -> Iterator[tuple[int, Path]]:
-    """The version and folder of this process's groups that limit memory, each with those above it."""
-    names = {"": "", "memory": ""}  # by controller, which version 2 does not name
+def cpu_limits() -> list[int]:
+    """Processors whose time each group may use, rounded up; empty if none limits it."""
+    limits = []
+    for version, folder in _groups("cpu"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            words = " ".join((folder / name).read_text(encoding="ascii") for name in _CPU_QUOTAS[version]).split()
+            quota, period = map(int, words)
+            if quota > 0:  # -1 is no limit
+                limits.append(-(-quota // period))
+    return limits
+
+
+def _groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """The version and folder of each of this process's groups that may limit what a controller controls."""
+    names = {"": "", controller: ""}  # by controller, which version 2 does not name
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             _, controllers, name = (*line.split(":", 2), "", "")[:3]
             names |= dict.fromkeys(controllers.split(","), name)
-    for version, controller in ((2, ""), (1, "memory")):
-        inside = [part for part in PurePosixPath(names[controller]).parts if part not in ("/", "..")]
+    for version, mount in ((2, ""), (1, controller)):
+        inside = [part for part in PurePosixPath(names[mount]).parts if part not in ("/", "..")]
         for depth in range(len(inside), -1, -1):
-            yield version, (_MOUNT / controller).joinpath(*inside[:depth])
+            yield version, (_MOUNT / mount).joinpath(*inside[:depth])
 
 
 def _reclaimable(folder: Path, name: str) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from batchgen.core.cgroups import memory_limits
+from batchgen.core.cgroups import cpu_limits, memory_limits
 from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
 
 _LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process where it has none
@@ -124,6 +124,15 @@ def peak_bytes() -> int:
 def total_bytes() -> int:
     """Bytes that this process could use if it were alone: what is built in, or a cgroup limit, whichever is less."""
     return min([physical_bytes(), *(limit for limit, _ in memory_limits())])
+
+
+def num_usable_cpus() -> int:
+    """Processors that this process may run on, no more than the time that a control group grants it.
+
+    With more threads than that the system stops them all together for most of each period.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([usable, *cpu_limits()])
 
 
 def limit_memory(max_bytes: int) -> None:

@@ -158,7 +158,8 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "slow", "it is always on"
     ): "enable-prefix-caching, apc, automatic-prefix-caching, longest-first, forecast-memory, share-duplicates, "
-    "no-prefix-caching, no-batch-invariant, no-longest-first, no-forecast-memory, no-share-duplicates",
+    "no-prefix-caching, no-longest-first, no-forecast-memory, no-share-duplicates",
+    Synonym("exactness", "run --without batch-invariant gives it up on a GPU"): "no-batch-invariant",
     Synonym("engine.threads"): "num-threads, n-threads, cpu, cpus, omp-num-threads, cores, cpu-threads, t",
     Synonym("engine.threads", "a JSON schema is --structured-outputs"): "j",
     Synonym(

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import EngineConfig
 from batchgen.core.errors import UsageError
-from batchgen.core.machine import available_bytes, total_bytes
+from batchgen.core.machine import available_bytes, num_usable_cpus, total_bytes
 from batchgen.core.units import shown
-from batchgen.kernels.processor import num_usable_cpus
 from batchgen.model.config import ModelConfig
 
 if TYPE_CHECKING:

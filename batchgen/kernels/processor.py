@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -121,37 +119,3 @@ def processor_variant(product: str = "") -> str:
     if product:
         parts += [product, f"torch{torch.__version__.partition('+')[0]}"]
     return "-".join(parts)
-
-
-_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Of control groups, version 2 and 1: microseconds of processor time in each period, and the period.
-_CPU_QUOTAS = {"": ("cpu.max",), "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
-
-
-def num_usable_cpus() -> int:
-    """Processors that this process may run on, no more than the time that a control group grants it, rounded up.
-
-    With more threads than that the system stops them all together for most of each period.
-    """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder, files in _cpu_groups():
-        with suppress(OSError, ValueError):  # no such file; "max" is no number
-            quota, period = (
-                int(word) for file in files for word in (folder / file).read_text(encoding="ascii").split()
-            )
-            if quota > 0:  # -1 is no limit
-                usable = min(usable, -(-quota // period))
-    return usable
-
-
-def _cpu_groups() -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The folders of this process's control groups that grant time, and of those above them, with their files."""
-    names = dict.fromkeys(_CPU_QUOTAS, "")
-    with suppress(OSError):
-        for line in _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-            _, controllers, name = (*line.split(":", 2), "", "")[:3]
-            names |= dict.fromkeys(controllers.split(","), name)
-    for controller, files in _CPU_QUOTAS.items():
-        inside = [part for part in Path(names[controller]).parts if part not in ("/", "..")]
-        for depth in range(len(inside), -1, -1):
-            yield (_GROUPS / controller).joinpath(*inside[:depth]), files

@@ -34,7 +34,6 @@ from batchgen.run.progress import Progress
 from batchgen.run.results import Charge, ResultSink
 from batchgen.run.stop import Limits, Stopper
 
-_CLAIMED_ROWS = 4096  # at once where workers take rows: an fsync of their ids each, which may take 200 ms
 _SLOW_CHUNK_S = 2.0  # a chat template may take seconds per row, and a stop loses the chunk that it interrupts
 
 
@@ -255,8 +254,7 @@ class RequestStream:
                 claimed = ((row, None) for row in self._validator.claim(chunk))
                 answers = claimed if self.gives_rows else self._validator.validate(chunk)
                 answer = next(answers, None)
-            limit = _CLAIMED_ROWS if self.gives_rows else CHUNK_ROWS
-            max_rows = min(2 * max_rows, limit) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
+            max_rows = min(2 * max_rows, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
             if not chunk:
                 self.is_exhausted = True
                 return

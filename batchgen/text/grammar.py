@@ -1,10 +1,9 @@
 """Grammars: keeps generated text inside a JSON schema, a regex, a list of choices or a Lark grammar, with llguidance.
 
-The library is an extra, which only this module and ``grammar_source`` know. A ``Guide`` follows one text. Which tokens
-may come next, and which one must, depends on the grammar and on the text so far alone, so guided tokens are as
-independent of the batch as free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, but also
-share its limits: a guide that meets one goes on with a compiled grammar of its own, so that its limits are met by its
-own text.
+Only this module and ``grammar_source`` know the library. A ``Guide`` follows one text. Which tokens may come next, and
+which one must, depends only on the grammar and the text so far, so guided tokens are as independent of the batch as
+free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, and its limits: a guide that meets a
+limit continues with a compiled grammar of its own, so that only its own text counts.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from batchgen.core.errors import TokenizerError
+from batchgen.core.machine import num_usable_cpus
 from batchgen.core.structured import parsed
 from batchgen.core.units import shown
-from batchgen.kernels.processor import num_usable_cpus
 from batchgen.text.grammar_source import GrammarError, explained, library, source
 from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer, reason

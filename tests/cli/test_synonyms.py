@@ -142,7 +142,7 @@ FLAGS = {  # typed by habit: what the one line must name
     "--reasoning-parser": "--parse",
     "--enable-prefix-caching": "it is always on",
     "--no-prefix-caching": "it is always on",
-    "--no-batch-invariant": "it is always on",
+    "--no-batch-invariant": "run --without batch-invariant gives it up on a GPU",
     "--no-share-duplicates": "it is always on",
     "--ctx-size": "--max-model-len",
     "--num-return-sequences": "--n",

@@ -1,7 +1,8 @@
-"""Memory is what the strictest of a process's control groups leaves, its own and those above it."""
+"""Memory and processors are what the strictest of a process's control groups leaves, its own and each above it."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -97,3 +98,36 @@ def test_a_processor_without_a_name_is_known_by_its_number(
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert machine.processor_name() == name
+
+
+@pytest.mark.parametrize("group", ["", "job", "job/step"])
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "1600000 100000\n"}, 8),
+        ({"cpu.max": ""}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({}, 8),
+    ],
+)
+def test_processors_count_only_as_far_as_a_group_grants_their_time(
+    groups: Groups, files: dict[str, str], cpus: int, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    groups.belong_to("4:cpu,cpuacct:/job/step", "3:memory:/other", "0::/job/step")
+    for name, text in files.items():
+        path = groups.root / name
+        path = path.parent / group / path.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert machine.num_usable_cpus() == cpus
+
+
+def test_a_system_without_affinity_lends_all_its_processors(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert machine.num_usable_cpus() == 3

@@ -19,6 +19,7 @@ from batchgen.kernels import processor
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.kernel_specs import MATMUL, needed
 from batchgen.kernels.cpu.linear import OneDnnLinear, PackedLinear
+from batchgen.kernels.interface import TableEmbedding
 from batchgen.kernels.quantize import quantize_weight
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
@@ -92,6 +93,23 @@ def test_a_gpu_refuses_integer_activations_before_it_loads(tmp_path: Path, monke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_bytes_of_a_model_are_its_panels_and_each_form_of_its_table(
+    dtype: str, settings: dict[str, str], is_tied: bool
+) -> None:
+    shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "tie_embedding": is_tied}
+    model = tiny_model(DTYPES[dtype], select(CPU, DTYPES[dtype], **settings), **shape, torch_dtype=dtype)
+    linears = [linear for layer in model.layers for linear, _ in layer.linears] + [model.lm_head]
+    if not all(isinstance(linear, PackedLinear) for linear in linears):
+        pytest.skip("a library computes the products of this machine")
+    table = model.embedding.table.nbytes if isinstance(model.embedding, TableEmbedding) else 0
+    kept = sum(linear.packed.strips.nbytes for linear in linears) + table
+    kernels = model.kernels
+    assert model.config.model_bytes(dtype, kernels.weights, kernels.activations, is_cpu=True) == kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
 def test_the_bytes_of_a_weight_are_those_of_its_panels(dtype: str, settings: dict[str, str]) -> None:
     kernels = select(CPU, DTYPES[dtype], **settings)
     shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "torch_dtype": dtype}
@@ -107,15 +125,16 @@ def test_memory_is_that_of_the_form_in_which_weights_are_kept(monkeypatch: pytes
     monkeypatch.setattr(processor, "has_matrix_unit", lambda: False)
     config = dummy_config("dummy:LFM2-350M")
     params = config.linear_params_per_token + config.logits_params_per_token
+    table = 2 * config.vocab_size * config.hidden_size  # in bfloat16, beside the head in another form
     assert config.model_bytes("bfloat16", is_cpu=True) == 2 * params
-    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == round(1.0625 * params)
-    assert config.model_bytes("float32", "int8", "int8", is_cpu=True) == round(1.03125 * params)
+    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == round(1.0625 * params) + table
+    assert config.model_bytes("float32", "int8", "int8", is_cpu=True) == round(1.03125 * params) + table
     assert config.model_bytes("float32", is_cpu=True) == 2 * params  # the checkpoint's bfloat16 numbers
     assert config.model_bytes("float32", "int8", is_cpu=False) == 4 * params  # dequantized
     monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
-    assert config.model_bytes("bfloat16", is_cpu=True) == 2 * params
-    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == round(1.0625 * params)  # never by a library
-    assert config.model_bytes("bfloat16", "int8", "int8", is_cpu=True) == round(1.03125 * params)
+    assert config.model_bytes("bfloat16", is_cpu=True) == 2 * params + table
+    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == round(1.0625 * params) + table  # never by a library
+    assert config.model_bytes("bfloat16", "int8", "int8", is_cpu=True) == round(1.03125 * params) + table
 
 
 def test_a_processor_with_a_matrix_unit_keeps_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from importlib.metadata import version
-from pathlib import Path
 
+from batchgen.core.limited import fresh_python
 from batchgen.kernels.cpu import object_cache
 from batchgen.kernels.cpu.kernel_specs import KernelSpec, needed, needed_by_some
 
@@ -28,8 +26,6 @@ Wanted = list[tuple[KernelSpec, str]]
 _MOST_WORKERS = 4  # the longest of the kernels takes as long as all others on three
 _LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
 _PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 from batchgen.kernels.cpu.build import work_on
 work_on(*json.loads(sys.argv[2]))
 """
@@ -50,9 +46,7 @@ def start(*model: str, others: bool = False) -> None:
         missing = _missing(model, others)
         if model in _builders or not missing or not object_cache.is_writable():
             return
-        folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[3]]  # it finds the modules that we find
-        arguments = [str(folder.absolute()) for folder in folders], [others, *model]
-        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(json.dumps, arguments)]
+        command = fresh_python(_PROGRAM, [others, *model])
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with suppress(OSError):  # a group of its own: Ctrl-C reaches only the run
             process = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
+from batchgen.core.machine import num_usable_cpus
 from batchgen.kernels.cpu import build, kernel_specs
 from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import (
@@ -54,7 +55,6 @@ from batchgen.kernels.cpu.layout import (
     WAKE,
     WORKER_BITS,
 )
-from batchgen.kernels.processor import num_usable_cpus
 
 LAUNCHING = threading.RLock()  # engines in several threads share the workers and their scratch memory
 
