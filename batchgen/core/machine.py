@@ -1,4 +1,4 @@
-"""Memory, address space, processors and GPUs of this machine, and the errors of exhausted memory.
+"""Memory, address space, processors, GPUs and interpreters of this machine, and the errors of exhausted memory.
 
 It imports nothing large, so that limits can be checked before torch is imported.
 """
@@ -6,12 +6,13 @@ It imports nothing large, so that limits can be checked before torch is imported
 from __future__ import annotations
 
 import errno
+import json
 import os
 import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -211,3 +212,15 @@ def visible_gpus(device: str) -> list[str]:
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
     return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
+
+
+def fresh_python(program: str, *arguments: object, options: Sequence[str] = ("-I", "-S")) -> list[str]:
+    """The command of a new interpreter that runs ``program`` and finds the modules that this one finds, no others.
+
+    ``arguments`` are JSON in ``sys.argv[2:]``; ``json`` and ``sys`` are imported. With the default ``options`` it reads
+    no variable of the environment and runs no ``site``.
+    """
+    folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]
+    argv = [str(folder.absolute()) for folder in folders], *arguments
+    start = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
+    return [sys.executable, *options, "-c", start + program, *map(json.dumps, argv)]

@@ -56,7 +56,6 @@ class RecordBuilder:
         self._reasoning_of_tools = Reasoning(self._tools.tokenizer) if self._tools else None
         self._labels = labels
         self.max_model_len = max_model_len
-        self.num_unsearched = 0  # texts over which the regular expression for the answer takes too long
 
     def result(self, row: Row, result: Result) -> dict[str, Any]:
         """The output record of a row that has its prompt; the index is the id of a row without one.
@@ -204,10 +203,7 @@ class RecordBuilder:
         """The answer in the text of a sample, if the job asks for it."""
         if not (rule := self._spec.eval.extract) or "text" not in sample:
             return {}
-        return {"extracted": find_answer(rule, sample["text"], self._count_unsearched)}
-
-    def _count_unsearched(self) -> None:
-        self.num_unsearched += 1
+        return {"extracted": find_answer(rule, sample["text"])}
 
     def _sample(self, sample: Sample, row: Row, tools: ToolCalls | None) -> dict[str, Any]:
         shaped: dict[str, Any] = {}

@@ -13,13 +13,11 @@ from itertools import chain
 from typing import Literal
 
 from batchgen.config.job import JobSpec
-from batchgen.core.answers import MAX_CPU_S
 from batchgen.core.errors import BatchgenError, ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Request, Row
 from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.output.manifest import KERNELS, Manifest, without_kernels
@@ -156,9 +154,6 @@ class Invocation:
                 sink.close()
             if stream.pending:
                 journal.save_partials(engine.unfinished())
-        if num_unsearched := sink.record_builder.num_unsearched:
-            which = f"eval.extract takes more than {MAX_CPU_S:g} s over {counted(num_unsearched, 'text')}"
-            self.note(f"{which}, whose answer is null now: give an expression with less repetition")
         journal.commit()
         return stream.is_exhausted and not stream.pending
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from batchgen.core.errors import BatchgenError
-from batchgen.core.limited import fresh_python
+from batchgen.core.machine import fresh_python
 from batchgen.core.units import shortened
 from batchgen.workers.handle import WorkerHandle, WorkerLauncher
 from batchgen.workers.slices import MachineSlice

@@ -7,10 +7,10 @@ import re
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from batchgen.core import answers
 from batchgen.core.answers import check_rule, find_answer, is_right, normal
-from batchgen.core.errors import UsageError
 
 STRICT = r"#### (\-?[0-9\.\,]+)"
 
@@ -101,58 +101,31 @@ def test_the_last_match_of_a_regular_expression_counts_and_the_expected_text_may
     assert find_answer(rule, "<a>x") is None
     assert is_right(rule, "Paris", " PARIS. ") and is_right(rule, "Paris", "see <a>paris</a>")
     assert find_answer(r"(x)?y", "y") is None
+    assert find_answer(r"(?P<number>\d+) (?P<unit>\w+)", "42 eggs, 43 hens") == "43"
 
 
-@pytest.mark.parametrize("rule", ["last-number", "(", "choice", "parsed.n", "(?:a)", "a{99999999999}(b)"])
+@pytest.mark.parametrize("rule", ["last-number", "(", "choice", "parsed.n", "(?:a)", r"(?<=a)(b)", r"(a)\1"])
 def test_what_is_no_rule_is_refused(rule: str) -> None:
     with pytest.raises(ValueError, match=r"must be last_number|is no regular expression"):
         check_rule(rule)
 
 
-def test_no_text_takes_long() -> None:
+@pytest.mark.parametrize(
+    "rule", ["last_number", r"((?:a+)+)$", r"((a|aa)+)$", r"Answer:\s*((?:\w+\s?)+)\.", r"((?s).*)7"]
+)
+def test_no_text_takes_long(rule: str) -> None:
     began = time.process_time()
-    for text in ("0" * 10**6 + "x", "1." * 10**5, "1" + " " * 10**6 + "x", "-" * 10**6):
-        is_right("last_number", find_answer("last_number", text), text)
+    for text in ("0" * 10**6 + "x", "1." * 10**5, "1" + " " * 10**6 + "x", "-" * 10**6, f"Answer: {'a' * 10**6}!"):
+        is_right(rule, find_answer(rule, text), text)
     assert time.process_time() - began < 60  # seconds; quadratic work would take hours
 
 
-ENDLESS = r"((?:a+)+)$"
+@given(st.text("ab1 \n\ue000\ue001"), st.sampled_from([r"(\d+)", r"a(b*)", r"(?s)(.*1)", r"(?m)^(\S+)$", r"(a+?)b"]))
+def test_the_answer_is_the_last_match_of_python(text: str, rule: str) -> None:
+    found = re.findall(rule, text)
+    assert find_answer(rule, text) == ((found[-1].strip() or None) if found else None)
 
 
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that a search meets soon."""
-    answers._searching.cache_clear()
-    monkeypatch.setattr(answers, "MAX_CPU_S", 0.2)
-
-
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("rule", [ENDLESS, r"Answer:\s*((?:\w+\s?)+)\.", r"((a|aa)+)$", r"(?=(.*a){30})(x)"])
-def test_a_regular_expression_that_takes_too_long_over_a_text_finds_no_answer(rule: str) -> None:
-    limits: list[None] = []
-    found = [
-        find_answer(rule, text, on_limit=lambda: limits.append(None))
-        for text in ("Answer: aa.", f"Answer: {'a' * 60}!", "aaa")
-    ]
-    assert found[1] is None and len(limits) == 1
-    assert found[0::2] == [(match[1] if (match := re.search(rule, text)) else None) for text in ("Answer: aa.", "aaa")]
-
-
-@pytest.mark.usefixtures("soon")
-def test_the_search_in_what_is_expected_is_bounded_too() -> None:
-    assert not is_right(ENDLESS, "aaa", "a" * 60 + "!")
-    assert is_right(ENDLESS, "aaa", "b aaa")
-
-
-@pytest.mark.parametrize("text", ["\ud800 7", "é\u2028\n7", '"7"', "\x00 7"])
-def test_any_text_reaches_the_search_as_it_is(text: str) -> None:
-    assert find_answer(r"(?s)(.*7)", text) == re.findall(r"(?s)(.*7)", text)[-1].strip()
-
-
-def test_a_regular_expression_that_does_not_compile_within_the_limits_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(answers, "MAX_CPU_S", 0.02)
-    rule = f"({'|'.join(map(str, range(20_000)))})"
-    with pytest.raises(UsageError, match=r"^eval\.extract: the regular expression does not compile: it takes more"):
-        find_answer(rule, "1")
+@pytest.mark.parametrize("text", ["\ud800 7", "é\u2028\n7", '"7', "\x00 7"])
+def test_any_text_can_be_searched(text: str) -> None:
+    assert find_answer(r"(?s)(.*7)", text) == text.replace("\ud800", "?")

@@ -177,3 +177,17 @@ def test_available_memory_is_what_the_address_space_leaves(monkeypatch: pytest.M
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (taken + GB // 10,) * 2)
     assert available_bytes() <= GB // 10
+
+
+def test_a_module_next_to_the_package_does_not_replace_one_of_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "batchgen").symlink_to(Path(main.__file__).parents[1])
+    (tmp_path / "typing.py").write_text("raise ImportError('an obsolete backport')")
+    code = (
+        "import subprocess, sys\n"
+        "sys.path.insert([name.endswith('-packages') for name in sys.path].index(True), sys.argv[1])\n"
+        "from batchgen.core.machine import fresh_python\n"
+        "subprocess.run(fresh_python('import typing; print(*json.loads(sys.argv[2]))', [1, 2]), check=True)\n"
+    )
+    command = [sys.executable, "-I", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "1 2\n", done.stderr

@@ -14,7 +14,6 @@ from report_samples import ABOUT, record, scored_record
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 
 from batchgen.cli.main import call
-from batchgen.core import answers
 from batchgen.core.errors import ExitCode, ResumeMismatch, UsageError
 from batchgen.core.shard import Shard
 from batchgen.report.accuracy import interval
@@ -244,17 +243,3 @@ def test_free_texts_and_numbers_are_no_labels_and_a_structured_choice_is(job: Jo
         job.spec(eval={"expected": "answer"}, sampling={"structured_outputs": {"choice": ["0", "1"]}})
     ).report
     assert report is not None and report["accuracy"]["num_labels"] >= 4
-
-
-def test_an_answer_over_which_the_rule_takes_too_long_is_null_and_a_line_says_so(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(answers, "MAX_CPU_S", 0.2)
-    asked = {"min_tokens": 60, "max_tokens": 60}
-    job.write([{"id": 0, "sampling": {"max_tokens": 1}, "q": "x"}, {"id": 1, "sampling": asked, "q": "x"}])
-    spec = job.spec(input={"prompt": "{q}"}, eval={"extract": r"((?:[\s\S]+)+)\x00"})
-    options = RunOptions(progress="auto")
-    assert job.run(spec, options).exit_code == ExitCode.OK
-    assert [row["extracted"] for row in job.outputs()] == [None, None]
-    line = r"eval.extract takes more than 2 s over \d texts?, whose answer is null"
-    assert re.search(line, capsys.readouterr().err)

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from importlib.metadata import version
 
-from batchgen.core.limited import fresh_python
+from batchgen.core.machine import fresh_python
 from batchgen.kernels.cpu import object_cache
 from batchgen.kernels.cpu.kernel_specs import KernelSpec, needed, needed_by_some
 
