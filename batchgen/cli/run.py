@@ -95,11 +95,12 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
 def _conclude(outcome: Outcome, values: dict[str, Any], folder: Path) -> int:
     from batchgen.run.outcome import short
 
-    if not values["quiet"] and not values["json_progress"]:  # a program reads the event "end" and the report
-        for line in outcome.lines:
-            say(line)
-        if outcome.report:
-            say_next("report", short(folder))
+    if values["json_progress"]:  # a program reads the event "end" and the report
+        return outcome.exit_code
+    for line in outcome.failures if values["quiet"] else outcome.lines:
+        say(line)
+    if outcome.report and not values["quiet"]:
+        say_next("report", short(folder))
     return outcome.exit_code
 
 

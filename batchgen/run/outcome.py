@@ -28,11 +28,13 @@ class Outcome:
     """End of an invocation: the exit code of the process, lines for the user, the report of a finished run.
 
     ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect:
-    ``is_finished`` says whether the outputs are there.
+    ``is_finished`` says whether the outputs are there. ``failures`` are the lines about failed rows, which ``--quiet``
+    prints too: cron and systemd pass on what is printed, not the exit code.
     """
 
     exit_code: ExitCode
     lines: tuple[str, ...]
+    failures: tuple[str, ...] = ()
     report: Mapping[str, Any] | None = field(default=None, repr=False)
     stop_reason: str | None = None
     is_finished: bool = True
@@ -56,10 +58,11 @@ def finished(run_dir: RunDir, output_format: str, report: Mapping[str, Any]) -> 
     else:
         computed, lines = f"{counted(rows['done'], 'row')} done", []
     lines.append(f"{computed}{copies}, {pace(report)}")
+    failures: tuple[str, ...] = ()
     if rows["failed"]:
         codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
-        lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(run_dir.errors)}")
-        lines += _unread(run_dir)
+        failures = (f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(run_dir.errors)}", *_unread(run_dir))
+    lines += failures
     accuracy = report.get("accuracy")
     if accuracy and accuracy["total"]:
         correct, total = accuracy["correct"], accuracy["total"]
@@ -69,7 +72,7 @@ def finished(run_dir: RunDir, output_format: str, report: Mapping[str, Any]) -> 
     if not rows["total"]:
         lines.append("warning: the input has no rows")
     lines.append(f"outputs in {short(run_dir.outputs(output_format))}")
-    return Outcome(ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK, tuple(lines), report)
+    return Outcome(ExitCode.ROWS_FAILED if failures else ExitCode.OK, tuple(lines), failures, report)
 
 
 def _unread(run_dir: RunDir) -> Iterator[str]:
@@ -82,12 +85,12 @@ def _unread(run_dir: RunDir) -> Iterator[str]:
 def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str]) -> Outcome:
     """The outcome of a job whose outputs were there; files of the names ``edited`` have changed since."""
     changed = f"{', '.join(edited)} was edited since; " if edited else ""
-    line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite runs it anew"
+    line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite starts again"
     if not has_failed_rows(run_dir):
         return Outcome(ExitCode.OK, (line,))
-    failed = f"some rows failed: see {short(run_dir.errors)}; mend them in the input and run again"
-    more = "--update runs failed rows again as they are"
-    return Outcome(ExitCode.ROWS_FAILED, (line, f"{failed}, or {more}"))
+    failed = f"some rows failed: see {short(run_dir.errors)}; correct them in the input and run again"
+    failure = f"{failed}; --update runs them again unchanged"
+    return Outcome(ExitCode.ROWS_FAILED, (line, failure), (failure,))
 
 
 def stopped(run_dir: RunDir, progress: Progress) -> Outcome:
@@ -100,7 +103,8 @@ def stopped(run_dir: RunDir, progress: Progress) -> Outcome:
     if stopper.exit_code == ExitCode.ROWS_FAILED:
         is_first = not run_dir.manifest.exists()
         where = f"see {short(run_dir.errors)}" if is_first else "the files are still those of the job before"
-        return Outcome(ExitCode.ROWS_FAILED, (f"stopped: {reason}", f"{where}; {advice}"), is_finished=False)
+        lines = (f"stopped: {reason}", f"{where}; {advice}")
+        return Outcome(ExitCode.ROWS_FAILED, lines, lines, is_finished=False)
     total = "" if progress.rows_total is None else f" of {progress.rows_total:,}"
     rows = f"{sink.num_done + sink.num_failed:,}{total} rows finished"
     if sink.journal.partials:

@@ -190,6 +190,20 @@ def test_nothing_but_errors_is_said_when_quiet(job: JobMaker, capsys: pytest.Cap
     assert said(capsys, "run", job.toml(), "--quiet") == (0, "", "")
 
 
+def test_failed_rows_are_said_though_quiet(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write([*rows_of(2), "{"])
+    flags = ["run", job.toml(), "--quiet"]
+    for more, text in (
+        ("--max-error-rate=0", "1 of 3 rows"),
+        ("--overwrite", "1 row failed: bad_json 1; see "),
+        ("", "some rows"),
+    ):
+        code, _, err = said(capsys, *flags, *more.split())
+        assert code == 3
+        assert text in err
+        assert " done, " not in err
+
+
 def test_json_progress_is_one_object_a_line(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(60))
     _, _, err = said(capsys, "run", job.toml(), "--json-progress", "--heartbeat", "0.1s", step_s=0.02)

@@ -263,11 +263,23 @@ def test_the_script_of_a_hub_job_runs_and_names_what_it_needs(here: Path) -> Non
     assert (done.returncode, len(read_lines(here / "run" / "outputs.jsonl"))) == (0, 300), done.stderr
 
 
-def test_a_deadline_is_no_failure_of_the_service() -> None:
+def test_the_crontab_line_prints_failed_rows_and_nothing_else(here: Path, commands: dict[str, str]) -> None:
+    job = JobMaker(here)
+    (line,) = re.findall(r"^#   0 1 \* \* \*  (.*)", (RECIPES / "nightly.toml").read_text(), re.MULTILINE)
+    line = line.replace("/opt/batchgen/bin/", "").replace("/srv/jobs/nightly.toml", str(job.toml()))
+    for rows, said in ((rows_of(40), ""), ([*rows_of(40), "{"], "1 row failed")):
+        job.write(rows)
+        done = subprocess.run(["sh", "-c", line], env=commands, check=False, capture_output=True, text=True)
+        assert bool(done.stderr) == bool(said)
+        assert said in done.stderr
+    assert "%" not in line, "cron takes it for a new line"
+
+
+def test_a_deadline_is_no_failure_of_the_service_and_failed_rows_are() -> None:
     service, timer = configparser.ConfigParser(), configparser.ConfigParser()
     service.read_string((RECIPES / "batchgen.service").read_text())
     timer.read_string((RECIPES / "batchgen.timer").read_text())
-    assert service["Service"]["SuccessExitStatus"].split() == ["3", "75"]
+    assert service["Service"]["SuccessExitStatus"].split() == ["75"]
     assert timer["Install"]["WantedBy"] == "timers.target"
 
 
