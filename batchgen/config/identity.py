@@ -38,18 +38,21 @@ def limit_of(params: SamplingParams, num_prompt_tokens: int, max_model_len: int)
 
 
 def fingerprint(
-    draw: int, params: SamplingParams, prompt_token_ids: Sequence[int], limit: int, grammar_library: str = ""
+    draw: int,
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    limit: int,
+    facts: str = "",
 ) -> str:
     """A name, as 32 hex digits, of all that decides a row's result beside the model and how it computes.
 
     The limit is left out where ``still_holds`` can tell from a record whether it was met: with one sample. Draw and
-    seed count only where something is drawn. ``grammar_library`` is the version of what masks the tokens of a row with
-    structured outputs.
+    seed count only where something is drawn. ``facts`` are what else this row depends on: the version of the library
+    that masks its tokens, and what the chat template says of its answer.
     """
     drawn = b"%d" % draw if _is_drawn(params) else b""
     limited = b"%d" % limit if params.n > 1 else b""
-    library = grammar_library.encode() if params.structured_outputs else b""
-    settings = b"\0".join((_params_name(params), drawn, limited, library, b""))
+    settings = b"\0".join((_params_name(params), drawn, limited, facts.encode(), b""))
     return blake2b(settings + array("i", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
 
 

@@ -5,7 +5,7 @@ Pure functions from a row and its result to plain data, without any file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -37,7 +37,7 @@ _DIGITS = 6  # of times
 class RecordBuilder:
     """Makes the records of one job. For a model without a ``tokenizer``, ids replace the text.
 
-    ``labels`` are a classifier's; ``max_model_len`` limits prompt and answer together.
+    ``labels`` are a classifier's; ``max_model_len`` limits prompt and answer together, and ``end_ids`` end answers.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class RecordBuilder:
         tokenizer: Tokenizer | None,
         labels: Sequence[str] = (),
         max_model_len: int = INT32_MAX,
+        end_ids: Collection[int] = (),
     ) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
@@ -55,6 +56,7 @@ class RecordBuilder:
         self._tools = ToolCalls(tokenizer, form) if tokenizer and form else None
         self._reasoning_of_tools = Reasoning(self._tools.tokenizer) if self._tools else None
         self._labels = labels
+        self._end_ids = sorted(end_ids)
         self.max_model_len = max_model_len
 
     def result(self, row: Row, result: Result) -> dict[str, Any]:
@@ -100,8 +102,20 @@ class RecordBuilder:
     def fingerprint(self, row: Row) -> str:
         """See ``config.identity.fingerprint``."""
         limit = limit_of(row.params, len(row.prompt_token_ids), self.max_model_len)
-        version = str(library().__version__) if row.params.structured_outputs else ""
-        return fingerprint(draw_of(row.id, row.index), row.params, row.prompt_token_ids, limit, version)
+        return fingerprint(draw_of(row.id, row.index), row.params, row.prompt_token_ids, limit, self._facts_of(row))
+
+    def _facts_of(self, row: Row) -> str:
+        """Facts that decide the result of a row in addition to its prompt, sampling values and the model's files."""
+        params, names = row.params, set[str]()
+        if self._tokenizer is None or not self._spec.generates or params.labels:
+            return ""
+        if params.thinking_token_budget is not None or self._reasoning is not None:
+            names = {"closing", "thinks"}
+        if self._tools_of(row) is not None:
+            names = {"closing", "thinks", "tools"}
+        version = str(library().__version__) if params.structured_outputs else ""
+        facts = self._tokenizer.answer_facts.used(names) if names else ""
+        return f"{version} {self._end_ids} {facts}"
 
     def reused(self, row: Row, fingerprint: str, earlier: Mapping[str, Any]) -> dict[str, Any] | None:
         """The output record of a row as ``result`` makes it, from one of an earlier run with that ``fingerprint``.

@@ -129,7 +129,7 @@ class ModelInfo:
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
         """Builder of output records from this model's results."""
-        return RecordBuilder(spec, self.tokenizer, self.config.labels, self.max_model_len)
+        return RecordBuilder(spec, self.tokenizer, self.config.labels, self.max_model_len, self.eos_token_ids)
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]

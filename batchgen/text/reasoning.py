@@ -6,7 +6,6 @@ stands at the beginning of an answer or nowhere: a marker that a text merely quo
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,26 +14,19 @@ from batchgen.core.errors import TokenizerError
 from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer
 
-_NAME = r"[\w:.-]{0,24}(?:think|thought|reason)[\w:.-]{0,24}"
-_CLOSING = re.compile(rf"<(/){_NAME}>|\[(/){_NAME}\]|<\|(END_){_NAME}\|>", re.IGNORECASE)
-_USUAL = "</think>"
-
 
 class Reasoning:
     """The markers of the model with this tokenizer, by which answers are split and thoughts are counted.
 
-    The closing marker is the first that the chat template mentions, such as ``[/THINK]`` or ``<|END_THINKING|>``, but
-    ``</think>`` where it mentions that or none; the opening one follows from it. ``has_markers`` is whether the
-    template mentions it or the tokenizer has it as a token.
+    The closing marker is ``AnswerFacts.closing``; the opening one follows from it. ``has_markers`` is whether the model
+    thinks at all (``AnswerFacts.thinks``).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        match = None if _USUAL in source else _CLOSING.search(source)
-        self.closing = match[0] if match else _USUAL
+        self.closing = tokenizer.answer_facts.closing
         self.opening = self.closing.replace("/", "", 1).replace("END_", "START_").replace("end_", "start_")
-        self.has_markers = self.closing in source or tokenizer.token_id(self.closing) is not None
+        self.has_markers = tokenizer.answer_facts.thinks
 
     @cached_property
     def shown(self) -> Tokenizer:

@@ -21,6 +21,7 @@ from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import MORE_TEMPLATES, generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
 from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
+from batchgen.text.answer_facts import AnswerFacts
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.probes import Probes
 from batchgen.text.special_tokens import SpecialTokens
@@ -100,6 +101,11 @@ class Tokenizer:
         if len(texts) == 1:
             return [problem]
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
+
+    @cached_property
+    def answer_facts(self) -> AnswerFacts:
+        """Facts of answers that its chat template states."""
+        return AnswerFacts.of(self.chat_template.source if self.chat_template else "", self.token_id)
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:

@@ -2,7 +2,7 @@
 
 The format is that whose marker the chat template shows, else one whose marker is a token of the vocabulary: LFM2.5's
 template shows none. Calls are read as data, never run, and not compared with the tools that were offered. A new family
-is a function here and an entry of ``FORMATS``.
+is a function here, an entry of ``FORMATS``, and one of ``TOOL_SIGNS``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.json_line import json_value
+from batchgen.text.answer_facts import TOOL_SIGNS
 from batchgen.text.tokenizer import Tokenizer
 
 Call = dict[str, Any]  # its ``name``, and ``arguments``, an object
@@ -35,14 +36,15 @@ _BARE_CALL = re.compile(
 class ToolFormat:
     """Form in which a family writes calls.
 
-    ``markers`` stand around them, the first one before; ``sign`` is what a template shows of a family that needs none.
-    ``parse`` raises ValueError for malformed calls.
+    ``markers`` stand around them, the first one before. ``parse`` raises ValueError for malformed calls.
     """
 
     family: str
-    markers: tuple[str, ...]
     parse: Callable[[str], Found]
-    sign: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return TOOL_SIGNS[self.family].markers
 
 
 class ToolCalls:
@@ -66,16 +68,12 @@ class ToolCalls:
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     """The format in which the model with this tokenizer writes calls, None if it is not known."""
-    source = tokenizer.chat_template.source if tokenizer.chat_template else ""
-    shown = (form for form in FORMATS if form.markers[0] in source)
-    in_vocabulary = (form for form in FORMATS if tokenizer.token_id(form.markers[0]) is not None)
-    signed = (form for form in FORMATS if form.sign and form.sign in source)
-    return next((form for forms in (shown, in_vocabulary, signed) for form in forms), None)
+    return next((form for form in FORMATS if form.family == tokenizer.answer_facts.tools), None)
 
 
 def _lfm2(text: str) -> Found:
     """``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``, or JSON in it, which LFM2 writes when asked to."""
-    return _between(*_LFM2, text, _python_or_json)
+    return _between(_LFM2[0], _LFM2[1], text, _python_or_json)
 
 
 def _hermes(text: str) -> Found:
@@ -102,12 +100,12 @@ def _mistral(text: str) -> Found:
     return _between("[TOOL_CALLS]", "", text, _named_or_json)
 
 
-_LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
+_LFM2 = TOOL_SIGNS["LFM2"].markers
 FORMATS = (
-    ToolFormat("LFM2", _LFM2, _lfm2),
-    ToolFormat("Mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _mistral),
-    ToolFormat("Hermes", ("<tool_call>", "</tool_call>"), _hermes),
-    ToolFormat("Llama 3", ("<|python_tag|>",), _llama, sign='"parameters":'),
+    ToolFormat("LFM2", _lfm2),
+    ToolFormat("Mistral", _mistral),
+    ToolFormat("Hermes", _hermes),
+    ToolFormat("Llama 3", _llama),
 )
 FAMILIES = ", ".join(form.family for form in FORMATS)
 

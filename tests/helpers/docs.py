@@ -33,6 +33,7 @@ from batchgen.core.records import Cursor, FinishReason, Result, Row, Timings
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.plan.dry_run import make_plan
 from batchgen.report.build import KEYS as REPORT_KEYS
+from batchgen.text.answer_facts import AnswerFacts
 from batchgen.workers.driver import _POISON
 
 REPOSITORY = Path(__file__).parents[2]
@@ -148,7 +149,9 @@ def _complete(name: str, fields: Iterable[str]) -> Iterable[tuple[str, str]]:
 def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
     """A record of a row, and one of a failed row."""
     spec = _spec(Path("questions.jsonl"), {})
-    tokenizer: Any = SimpleNamespace(decode=lambda ids: "SHADOW", chat_template=None, token_id=lambda token: None)
+    tokenizer: Any = SimpleNamespace(
+        decode=lambda ids: "SHADOW", answer_facts=AnswerFacts.of("", lambda token: None), token_id=lambda token: None
+    )
     builder = RecordBuilder(spec, tokenizer)
     columns = {"id": "q-004", "task": "upper", "question": 'Write "shadow" in capital letters.', "answer": "SHADOW"}
     row = Row(4, "questions.jsonl", 5, columns, Cursor(0, 0, 0, 5), "q-004")

@@ -18,6 +18,7 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams, TokenLogprob
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.record_builder import RecordBuilder
+from batchgen.text.answer_facts import AnswerFacts
 
 ORDER = [
     *(
@@ -44,7 +45,7 @@ END = len(LETTERS)
 class Letters:
     """A tokenizer of which every token is a character, and one an end token."""
 
-    chat_template = None
+    answer_facts = AnswerFacts.of("", lambda token: None)
     silent_token_ids = frozenset((END,))
 
     def __init__(self, letters: str = LETTERS) -> None:

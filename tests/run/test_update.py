@@ -237,6 +237,24 @@ def test_another_job_is_refused_with_what_changed_and_update_keeps_what_cannot_d
     assert folder.run("--update")[:2] == (0, num_computed)
 
 
+@pytest.mark.parametrize(
+    ("keys", "num_computed"),
+    [({"output": {"parse": ["reasoning"]}}, 40), ({"sampling": {"thinking_token_budget": 4}}, 40), ({}, 0)],
+    ids=["reasoning", "budget", "neither"],
+)
+def test_a_template_with_other_markers_of_thoughts_changes_the_rows_that_are_split_by_them(
+    folder: Folder, keys: dict[str, dict[str, Any]], num_computed: int
+) -> None:
+    for name, marker in (("first", "</think>"), ("second", "[/THINK]")):
+        text = "{# " + marker + " #}{% for m in messages %}{{ m.content }}{% endfor %}"
+        (folder.job.folder / f"{name}.jinja").write_text(text, encoding="utf-8")
+    folder.write_job(input={"chat_template": "first.jinja"}, **keys)
+    assert folder.run("--update")[0] == 0
+    folder.write_job(input={"chat_template": "second.jinja"})
+    assert folder.run("--update")[:2] == (0, num_computed)
+    folder.assert_fresh()
+
+
 def test_a_folder_stands_for_its_own_job(folder: Folder) -> None:
     assert "already done" in folder.run(what=str(folder.path))[2]
     folder.write([*folder.rows, {"id": "new", "question": "Why?"}])

@@ -1,0 +1,66 @@
+"""Facts of a chat template that decide an answer, or how its record is split, without changing the prompt.
+
+The sampler and the record builder read a template through them alone. A fact that is added here is in the fingerprint
+of each row (see ``AnswerFacts.used``), so no update keeps a row that another template would answer otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+_NAME = r"[\w:.-]{0,24}(?:think|thought|reason)[\w:.-]{0,24}"
+_CLOSING = re.compile(rf"<(/){_NAME}>|\[(/){_NAME}\]|<\|(END_){_NAME}\|>", re.IGNORECASE)
+_USUAL = "</think>"
+
+
+class ToolSigns(NamedTuple):
+    """Signs of the format of a family's tool calls: its first marker, or a text in the template."""
+
+    markers: tuple[str, ...]
+    sign: str = ""
+
+
+TOOL_SIGNS = {
+    "LFM2": ToolSigns(("<|tool_call_start|>", "<|tool_call_end|>")),
+    "Mistral": ToolSigns(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "Hermes": ToolSigns(("<tool_call>", "</tool_call>")),
+    "Llama 3": ToolSigns(("<|python_tag|>",), sign='"parameters":'),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFacts:
+    """Facts of answers that a template states.
+
+    ``closing`` is the marker that ends thoughts: the first that the template mentions, such as ``[/THINK]`` or
+    ``<|END_THINKING|>``, but ``</think>`` if it mentions that or none. ``thinks`` is whether the template mentions it
+    or it is a token. ``tools`` names the family (``TOOL_SIGNS``) in whose format tool calls are written, "" if that is
+    not known.
+    """
+
+    closing: str
+    thinks: bool
+    tools: str
+
+    @classmethod
+    def of(cls, source: str, token_id: Callable[[str], int | None]) -> AnswerFacts:
+        """The facts of a template's text, and of a vocabulary that gives the id of a token or None."""
+        match = None if _USUAL in source else _CLOSING.search(source)
+        closing = match[0] if match else _USUAL
+        return cls(closing, closing in source or token_id(closing) is not None, _family(source, token_id))
+
+    def used(self, names: Collection[str]) -> str:
+        """The facts of these ``names`` as a text that differs if one of them does; "" for none."""
+        values = [(item.name, getattr(self, item.name)) for item in fields(self) if item.name in names]
+        return repr(values) if values else ""
+
+
+def _family(source: str, token_id: Callable[[str], int | None]) -> str:
+    signs = TOOL_SIGNS.items()
+    shown = (name for name, how in signs if how.markers[0] in source)
+    in_vocabulary = (name for name, how in signs if token_id(how.markers[0]) is not None)
+    signed = (name for name, how in signs if how.sign and how.sign in source)
+    return next((name for names in (shown, in_vocabulary, signed) for name in names), "")
