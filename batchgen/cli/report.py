@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from batchgen.core.units import printable
 if TYPE_CHECKING:
     from batchgen.output.rundir import RunDir
     from batchgen.report.compare import Gates
+    from batchgen.report.facts import Table
 
 _SPEED_HELP = "With --compare: exit 4 if tokens/s while generating fall by more, such as 5%."
 _ACCURACY_HELP = "With --compare: exit 4 if exact match falls by more points, such as 1."
@@ -80,14 +82,11 @@ def _show(run_dir: RunDir, content: dict[str, Any], price: float | None, html: P
     """Show a report, with the cost at a price per hour."""
     from batchgen.report.text import render_report
     from batchgen.report.usage import cost_of
-    from batchgen.run.reports import shown_rows
 
     if price is not None:
         content["cost"] = cost_of(content, price)
     if html is not None:
-        from batchgen.report.html import write_html
-
-        write_html(content, html, str(run_dir.path.absolute()), shown_rows(run_dir, content))
+        _write_page(run_dir, content, html, ())
     if as_json:
         show(json.dumps(content, indent=2))
     elif html is None:
@@ -102,17 +101,25 @@ def _compare(
     from batchgen.output.rundir import RunDir
     from batchgen.report.build import read_report_file
     from batchgen.report.compare import check_gates, compare_reports, comparison_tables, render_comparison
-    from batchgen.run.reports import changed_rows, compared_answers, read_report, shown_rows
+    from batchgen.run.reports import changed_rows, compared_answers, read_report
 
     before = read_report_file(other) if other.is_file() else read_report(RunDir(other))
     answers = None if other.is_file() else compared_answers(run_dir, RunDir(other))
     comparison = compare_reports(content, before, gates, answers)
     if html is not None:
-        from batchgen.report.html import write_html
-
         tables = [*comparison_tables(comparison, f"Compared with {printable(str(other))}")]
         tables += [changed_rows(run_dir, RunDir(other), answers["changed"])] if answers else []
-        write_html(content, html, str(run_dir.path.absolute()), [*tables, *shown_rows(run_dir, content)])
+        _write_page(run_dir, content, html, tables)
     if as_json or html is None:
         show(json.dumps(comparison, indent=2) if as_json else render_comparison(comparison))
     check_gates(comparison)
+
+
+def _write_page(run_dir: RunDir, content: dict[str, Any], path: Path, tables: Sequence[Table]) -> None:
+    """Write the page of a run, with ``tables`` before its own."""
+    from batchgen.report.html import write_html
+    from batchgen.run.reports import shown_rows
+
+    rows = [*tables, *shown_rows(run_dir, content)]
+    if missing := write_html(content, path, str(run_dir.path.absolute()), rows):
+        say(missing)

@@ -91,6 +91,8 @@ KEYS = {
     "(incomplete), tokens that were not sampled since the grammar left no choice (forced_tokens), and their share of "
     "all generated ones",
     "open_schema": "lists, strings and values of any type in the job's schema, with the keyword that would limit them",
+    "perplexity": "with prompt_logprobs: of all prompts together (value), where each token counts once, and the number "
+    "of these tokens: all but the first of each prompt",
     "compared": "a digest of the ids and right answers of the rows that accuracy counts, in any order: report "
     "--compare judges accuracy over the same rows alone. null where none was compared",
     "accuracy": "with eval.expected: rows compared (total), those whose whole text or, with eval.extract, what it "
@@ -101,7 +103,7 @@ KEYS = {
     "classifier, structured_outputs.choice): of up to 96 labels, the most frequent first, rows where it is expected, "
     "found, and both (correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
-_OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "reused", "structured", "workers"}
+_OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "perplexity", "reused", "structured", "workers"}
 _OPTIONAL_KEYS |= {"compared", "empty_fields", "open_schema"}  # reports that are kept as a baseline may lack them
 
 

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
+from batchgen.core.json_line import encode_json
 from batchgen.core.units import counted, format_duration, format_share, printable, shortened
 from batchgen.report.facts import Report, Table, at, rate
 
@@ -24,6 +25,7 @@ _FIGURES = {  # by name: where the report has it, and how it is shown
     "total tokens/s": ("rate.total", ",.1f"),
     "failed rows": ("failed_share", ".3%"),
     "exact match": ("accuracy.exact_match", ".2%"),
+    "perplexity": ("perplexity.value", ",.4f"),
     "rows compared": ("accuracy.total", ",.0f"),
     "rows done": ("rows.done", ",.0f"),
     "tokens in": ("tokens.prompt", ",.0f"),
@@ -78,19 +80,22 @@ def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table,
         if before is not None and now is not None and _FIGURES[name][1].endswith("%"):
             change = f"{100 * (now - before):+.1f} pts"
         elif before and now is not None:
-            change = f"{now / before - 1:+.1%}"
+            change = format(now / before - 1, "+.2%" if name == "perplexity" else "+.1%")
         figures.append((name, _shown(name, before), _shown(name, now), change, verdicts[figure["is_regression"]]))
     words = [*_answer_lines(comparison["answers"]), *(("not alike", text) for text in comparison["differences"])]
-    head = ("", "before", "now", "change", "gate")
-    return Table(title, head, figures), Table("Answers of both", (), words, is_prose=True)
+    has_gates = any(verdict for *_, verdict in figures)
+    head = ("", "before", "now", "change", *(["gate"] if has_gates else []))
+    return Table(title, head, figures if has_gates else [row[:-1] for row in figures]), Table(
+        "Answers of both", (), words, is_prose=True
+    )
 
 
 def render_comparison(comparison: Mapping[str, Any]) -> str:
     """A comparison as a table of at most 80 columns."""
     figures, words = comparison_tables(comparison, "")
     lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
-    for name, before, now, change, verdict in figures.rows:
-        lines.append(f"{name:<18} {before:>14} {now:>14} {change:>9}  {verdict}".rstrip())
+    for name, before, now, change, *verdict in figures.rows:
+        lines.append(f"{name:<18} {before:>14} {now:>14} {change:>9}  {''.join(verdict)}".rstrip())
     lines += [f"{name:<18} {text}" for name, text in words.rows]
     return "\n".join(shortened(printable(line), _WIDTH) for line in lines)
 
@@ -105,7 +110,7 @@ def _answer_lines(answers: Mapping[str, Any] | None) -> Iterator[tuple[str, str]
         return
     apart = (f", {answers[f'only_{when}']:,} only {when}" for when in ("before", "now") if answers[f"only_{when}"])
     yield "rows in both", f"{answers['rows']:,}{''.join(apart)}"
-    if answers["rows"]:
+    if answers["rows"] > answers["empty"]:
         equal = answers["rows"] - answers["changed"]["rows"]
         yield "equal answers", f"{equal:,} ({format_share(equal / answers['rows'], 1)})"
     for kind in ("changed", "newly_right", "newly_wrong"):
@@ -140,16 +145,18 @@ def _no_accuracy(before: float | None, now: float | None) -> str:
     return "" if before else "no text of the run compared with equals [eval] expected; its own report says more"
 
 
-Answers = Iterator[tuple[str, str, bool | None]]  # id, the answer, whether it is right (None: not known)
+Answers = Iterator[tuple[str, str, bool | None]]  # id, the answer or "", whether it is right (None: not known)
 
 
 def answer_changes(now: Answers, before: Answers) -> dict[str, Any]:
     """Rows of two runs, matched by their ids: how many are in both, and which answers changed or are newly right.
 
+    ``empty`` counts the rows without an answer in either run, such as those of a job that scores its prompts.
+
     Holds about 200 bytes for each row of ``before``, and the first ids of each kind.
     """
     answers = {_hashed(row_id): (_hashed(answer), is_right) for row_id, answer, is_right in before}
-    changes: dict[str, Any] = {"rows": 0, "only_before": len(answers), "only_now": 0}
+    changes: dict[str, Any] = {"rows": 0, "empty": 0, "only_before": len(answers), "only_now": 0}
     changes |= {kind: {"rows": 0, "ids": []} for kind in ("changed", "newly_right", "newly_wrong")}
     for row_id, answer, is_right in now:
         if (earlier := answers.get(_hashed(row_id))) is None:
@@ -157,6 +164,7 @@ def answer_changes(now: Answers, before: Answers) -> dict[str, Any]:
             continue
         changes["rows"] += 1
         changes["only_before"] -= 1
+        changes["empty"] += not answer and earlier[0] == _hashed("")
         kinds = ["changed"] if earlier[0] != _hashed(answer) else []
         if None not in (is_right, earlier[1]) and is_right != earlier[1]:
             kinds.append("newly_right" if is_right else "newly_wrong")
@@ -188,7 +196,11 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
         for key in {**before, **now}:
             yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
     elif before != now:
-        yield f"{name}, before {before}, now {now}"
+        yield f"{name}, before {_value(before)}, now {_value(now)}"
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else value if isinstance(value, str) else encode_json(value).decode()
 
 
 def _number(report: Report, path: str) -> float | None:

@@ -90,7 +90,6 @@ def figures(report: Report) -> Facts:
     """The headline numbers, each by itself."""
     rows, tokens = report["rows"], report["tokens"]
     rates = {kind: rate(report, kind) or 0.0 for kind in ("prompt", "completion", "total")}
-    accuracy = report.get("accuracy")
     yield "wall time", format_duration(report["wall_s"])
     if tokens["completion"]:
         yield "tokens/s out", f"{rates['completion']:,.0f}"
@@ -108,8 +107,10 @@ def figures(report: Report) -> Facts:
     yield "tokens in", f"{tokens['prompt']:,}"
     if tokens["completion"]:
         yield "tokens out", f"{tokens['completion']:,}"
-    if accuracy and accuracy["total"]:
+    if (accuracy := report.get("accuracy")) and accuracy["total"]:
         yield "exact match", format_share(accuracy["correct"] / accuracy["total"], 1)
+    if scored := report.get("perplexity"):
+        yield "perplexity", f"{scored['value']:,.4f}"
     if structured := report.get("structured"):
         yield "structured answers", f"{structured['samples']:,}"
         yield "not complete", f"{structured['incomplete']:,}"
@@ -123,7 +124,8 @@ def tiles(report: Report) -> Facts:
     figure = dict(figures(report))
     low, high = (report.get("accuracy") or {}).get("interval") or (None, None)
     interval = "" if low is None else f", 95% interval {low:.1%} to {high:.1%}"
-    wanted = ["rows done", "rows failed", "exact match", "not complete", "tokens/s out", "rows/s", "wall time"]
+    judged = ("exact match", "perplexity", "not complete")
+    wanted = ["rows done", "rows failed", *judged, "tokens/s out", "rows/s", "wall time"]
     wanted += [name for name in figure if "-hours" in name]
     yield from ((name + interval * (name == "exact match"), figure[name]) for name in wanted if name in figure)
 
@@ -150,6 +152,8 @@ def outcome(report: Report) -> Facts:
             answer = "no answer" if row["answer"] is None else shortened(row["answer"], _WRONG_WIDTH) or "no text"
             row_id, wanted = (shortened(str(row[name]), _WRONG_WIDTH) for name in ("id", "expected"))
             yield "wrong", f"{row_id}: {answer} (expected {wanted})"
+    if "perplexity" in figure:
+        yield "perplexity", f"{figure['perplexity']} over {counted(report['perplexity']['tokens'], 'token')} of prompts"
     if "structured" in report:
         lacking = f"{figure['not complete']} not complete" if report["structured"]["incomplete"] else "all complete"
         answers = counted(report["structured"]["samples"], "answer")
@@ -209,8 +213,7 @@ def workers(report: Report) -> Table:
 
 def details(report: Report) -> Table:
     """Work that a run did and was spared, and the resources it took."""
-    rows = [*joined([*_work(report), *_resources(report)]).items()]
-    return Table("Work and machine", (), rows, is_prose=True)
+    return Table("Work and machine", (), [*joined([*_work(report), *_resources(report)]).items()], is_prose=True)
 
 
 def _work(report: Report) -> Facts:
@@ -226,8 +229,7 @@ def _work(report: Report) -> Facts:
     if reused := report.get("reused"):
         tokens_of = f"{reused['prompt']:,} tokens in, {reused['completion']:,} out"
         yield "spared", f"{counted(reused['rows'], 'row')} kept from earlier results ({tokens_of})"
-    for reason, count in report["finish_reasons"].items():
-        yield "finished by", f"{reason} {count:,}"
+    yield from (("finished by", f"{reason} {count:,}") for reason, count in report["finish_reasons"].items())
     for account, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
         if seconds >= _SHOWN_SHARE * wall_s:
             yield "time went to", f"{ACCOUNTS.get(account, account)} {seconds / wall_s:.0%}"

@@ -15,19 +15,21 @@ from markupsafe import Markup
 
 from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.report.facts import Report, Table, tiles
-from batchgen.report.plots import draw
+from batchgen.report.plots import draw, has_matplotlib
 from batchgen.report.tables import tables
 
+_NO_CHARTS = "the page has no charts: they need matplotlib (pip install matplotlib)"
 _BAD = ("rows failed", "not complete")  # figures that are bad where they are not 0
 
 
-def write_html(report: Report, path: Path, folder: str, rows: Sequence[Table]) -> None:
-    """Write the page of the run in ``folder``, with tables of its ``rows``.
+def write_html(report: Report, path: Path, folder: str, rows: Sequence[Table]) -> str:
+    """Write the page of the run in ``folder``, with tables of its ``rows``. Returns what is missing in it, or "".
 
     Raises UsageError where ``path`` is a file of another kind, StorageError where it cannot be written.
     """
     check_replaceable(path, b"<title>batchgen report:", "a report page")
     write_atomic(path, render_html(report, folder, rows).encode())
+    return "" if has_matplotlib() else _NO_CHARTS
 
 
 def render_html(report: Report, folder: str, rows: Sequence[Table]) -> str:
@@ -41,6 +43,7 @@ def render_html(report: Report, folder: str, rows: Sequence[Table]) -> str:
         model=report["model"],
         subtitle=f"{folder} · {', '.join(report['input'])} · finished {finished_at:%Y-%m-%d %H:%M} UTC",
         tiles=[(label, text, label in _BAD and text != "0") for label, text in tiles(report)],
+        note="" if has_matplotlib() else _NO_CHARTS,
         bound_by=report["bound_by"],
         advice=report["advice"],
         pictures=[(title, svg) for title, svg, is_folded in pictures if not is_folded],

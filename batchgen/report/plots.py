@@ -40,9 +40,14 @@ _LEAST_TICKS = 3
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 
 
+def has_matplotlib() -> bool:
+    """Whether charts can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
 def draw(report: Report) -> list[tuple[str, str, bool]]:
     """Title, SVG, and whether it is folded, of each chart that the report has numbers for; none without matplotlib."""
-    if find_spec("matplotlib") is None:
+    if not has_matplotlib():
         return []
     pictures: list[tuple[str, str, bool]] = []
 

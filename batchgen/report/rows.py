@@ -5,6 +5,7 @@ Output records and lines of ``errors.jsonl`` are added one by one; memory does n
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class RowTotals:
         default_factory=lambda: {name: Distribution() for name in (*_LENGTHS, *LATENCIES)}
     )
     slowest: list[dict[str, Any]] = field(default_factory=list)  # longest total_s first
+    num_scored_tokens: int = 0  # of prompts, with prompt_logprobs
+    sum_logprobs: float = 0.0
 
     def __post_init__(self) -> None:
         self.accuracy = Accuracy(self.expected, self.answer, self.has_labels)
@@ -87,6 +90,10 @@ class RowTotals:
         self.completeness.update(complete)
         self.num_structured += bool(complete)
         self.accuracy.add(record)
+        if record.get("perplexity") is not None:
+            logprobs = [token["logprob"] for token in record["prompt_logprobs"]]
+            self.num_scored_tokens += len(logprobs)
+            self.sum_logprobs += math.fsum(logprobs)
 
     def add_error(self, line: Mapping[str, Any]) -> None:
         """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""
@@ -111,6 +118,9 @@ class RowTotals:
         if self.num_reused:
             names = ("prompt", "completion")
             section["reused"] = {"rows": self.num_reused, **{name: self.reused_tokens[name] for name in names}}
+        if self.num_scored_tokens:
+            mean = self.sum_logprobs / self.num_scored_tokens
+            section["perplexity"] = {"value": round(math.exp(-mean), 6), "tokens": self.num_scored_tokens}
         section["compared"] = f"{self.accuracy.digest:016x}" if self.accuracy.total else None
         if self.accuracy.expected is not None:
             section["accuracy"] = self.accuracy.section()

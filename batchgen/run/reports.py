@@ -172,7 +172,8 @@ def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
     accuracy = _totals_of(spec).accuracy
     for _, record in read_records(run_dir, spec):
         answers = [{name: sample.get(name) for name in _ANSWERS} for sample in record.get("samples") or [record]]
-        yield str(record["id"]), encode_json(answers).decode(), accuracy.verdict(record)
+        has_any = any(value for answer in answers for value in answer.values())
+        yield str(record["id"]), encode_json(answers).decode() if has_any else "", accuracy.verdict(record)
 
 
 def has_failed_rows(run_dir: RunDir) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from batchgen.core.errors import UsageError
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by, warnings
 from batchgen.report.build import KEYS, build_report
-from batchgen.report.facts import pace
+from batchgen.report.facts import pace, tiles
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 from batchgen.report.usage import cost_of, follow
@@ -35,7 +36,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_key_is_documented_and_every_documented_key_is_there(real: dict[str, Any]) -> None:
-    assert real.keys() | {"accuracy", "adapter", "reused", "structured", "workers"} == KEYS.keys()
+    assert real.keys() | {"accuracy", "adapter", "perplexity", "reused", "structured", "workers"} == KEYS.keys()
 
 
 def test_the_phases_sum_to_the_wall_time_within_two_percent(real: dict[str, Any]) -> None:
@@ -277,3 +278,14 @@ def test_a_report_whose_date_was_edited_is_refused(tmp_path: Path, finished_at: 
     path.write_text(json.dumps({**made(), "finished_at": finished_at}))
     with pytest.raises(UsageError, match=r"not as it was written .* was it edited\?"):
         read_report(RunDir(tmp_path))
+
+
+def test_the_perplexity_of_prompts_is_over_all_their_tokens_together() -> None:
+    totals = RowTotals()
+    for index, logprobs in enumerate(([-1.0], [-3.0, -3.0, -3.0])):
+        scored = [{"logprob": logprob} for logprob in logprobs]
+        totals.add_result(record(index, prompt_logprobs=scored, perplexity=math.exp(-logprobs[0])))
+    report = build_report(totals, {"wall_s": 10.0}, ABOUT)
+    assert report["perplexity"] == {"value": round(math.exp(2.5), 6), "tokens": 4}
+    assert "perplexity   12.1825 over 4 tokens of prompts" in render_report(report)
+    assert ("perplexity", "12.1825") in tiles(report)

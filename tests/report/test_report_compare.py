@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from operator import itemgetter
 from typing import Any
 
@@ -287,7 +288,7 @@ def test_a_baseline_that_was_kept_before_a_key_came_still_compares(job: JobMaker
 def test_a_share_is_whole_or_nothing_only_if_it_is(changed: int, shown: str) -> None:
     rows = {kind: {"rows": 0, "ids": []} for kind in ("changed", "newly_right", "newly_wrong")}
     rows["changed"] = {"rows": changed, "ids": []}
-    answers = {"rows": 6000, "only_before": 0, "only_now": 0, **rows}
+    answers = {"rows": 6000, "empty": 0, "only_before": 0, "only_now": 0, **rows}
     words = comparison_tables({"figures": [], "answers": answers, "differences": []}, "")[1]
     assert dict(words.rows)["equal answers"] == shown
 
@@ -315,8 +316,12 @@ def test_answers_that_changed_or_are_newly_right_or_wrong_are_named_by_their_ids
     assert call(["report", before, "--compare", now, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["answers"]
     assert found == {
-        **{"rows": 7, "only_before": 1, "only_now": 0, "changed": {"rows": 2, "ids": ["q-0", "q-6"]}},
-        **{"newly_right": {"rows": 1, "ids": ["q-0"]}, "newly_wrong": {"rows": 0, "ids": []}},
+        **{"rows": 7, "empty": 0, "only_before": 1, "only_now": 0},
+        **{
+            "changed": {"rows": 2, "ids": ["q-0", "q-6"]},
+            "newly_right": {"rows": 1, "ids": ["q-0"]},
+            "newly_wrong": {"rows": 0, "ids": []},
+        },
     }
 
 
@@ -341,3 +346,26 @@ def test_a_sample_other_than_the_first_is_part_of_an_answer(job: JobMaker, capsy
         for name in ("a", "b")
     ]
     assert found["changed"]["rows"] == sum(a != b for a, b in zip(*texts, strict=True)) > 0
+
+
+def test_runs_that_score_prompts_are_compared_by_perplexity_and_not_by_their_empty_answers(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(3))
+    folders = [str(job.folder / name) for name in ("one", "two")]
+    for folder in folders:
+        job.run(job.spec(sampling={"max_tokens": 0, "prompt_logprobs": 0}, output={"path": folder}))
+    assert call(["report", folders[0], "--compare", folders[1]]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^perplexity +[\d.,]+ +[\d.,]+ +\+0.00%$", out, re.MULTILINE)
+    assert "rows in both       3" in out
+    assert "equal answers" not in out
+
+
+def test_a_comparison_without_gates_has_no_column_for_them_and_no_value_of_python() -> None:
+    numerics = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "weights": "int8"}]
+    before, now = (report(numerics=each, input=["a.jsonl"]) for each in numerics)
+    for gates, head in ((Gates(), 4), (SPEED, 5)):
+        figures, words = comparison_tables(compare_reports(now, before, gates), "")
+        assert {len(row) for row in (figures.head, *figures.rows)} == {head}
+    assert ("not alike", "numerics.weights, before not set, now int8") in words.rows

@@ -72,6 +72,19 @@ def test_without_matplotlib_there_is_a_page_without_charts(monkeypatch: pytest.M
     monkeypatch.setattr("batchgen.report.plots.find_spec", lambda name: None)
     text = render_html(with_series())
     assert "<svg" not in text and "Failed rows" in Page(text).titles
+    assert "the page has no charts: they need matplotlib" in text
+
+
+def test_the_command_says_that_a_page_has_no_charts(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(2))
+    job.run()
+    for found in (None, "a module"):
+        monkeypatch.setattr("batchgen.report.plots.find_spec", lambda name, found=found: found)
+        monkeypatch.setattr("batchgen.report.html.draw", lambda report: [])
+        assert call(["report", str(job.output), "--html", str(job.folder / "page.html")]) == 0
+        assert ("no charts" in capsys.readouterr().err) == (found is None)
 
 
 @pytest.mark.usefixtures("charts")
