@@ -111,7 +111,9 @@ def sizes_for(
     most = max_num_seqs * -(-max_model_len // block_size)
     num_blocks = min(memory // block_bytes if block_bytes else most, most, _MAX_NUM_BLOCKS)
     if num_blocks < 1:
-        raise UsageError(f"kv_cache_memory {memory} bytes holds no block of {block_bytes} bytes; raise it")
+        raise UsageError(
+            f"kv_cache_memory {memory} bytes holds no block of {block_bytes} bytes; raise it, or give fewer --workers"
+        )
     return SchedulerConfig(
         max_num_batched_tokens=tokens,
         max_num_seqs=max_num_seqs,

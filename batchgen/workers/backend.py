@@ -53,7 +53,10 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
                 return RayLauncher(start, model.context.num_rows)
             if engine_factory is load_engine:
                 start_kernels(spec, model.config)  # with all processors, beside the start of the workers
-            return LocalLauncher(start, split_machine(spec, model.context.num_rows))
+            context, config, forms = model.context, model.config, spec.model
+            dtype = config.auto_dtype(is_cpu=True) if forms.dtype == "auto" else forms.dtype
+            weight_bytes = config.model_bytes(dtype, forms.weights, forms.activations, is_cpu=True)
+            return LocalLauncher(start, split_machine(spec, context.num_rows, weight_bytes, context.note))
 
         return on_workers(make_launcher, spec.cluster.step_timeout_s, spec.cluster.load_timeout_s)(spec, model)
 

@@ -67,6 +67,8 @@ class WorkersEngine:
         self._num_given_up = 0  # of the workers wanted
         self._num_false_starts = self._num_in_vain = self._num_hung = 0
         self._error: Exception | None = None
+        self._false_start = ""  # why the last worker was lost before it was ready
+        self._num_untold = 0  # lost since for the same reason
         self._stopping = False
         self._enough_at = 0.0  # when as many workers as are wanted at least were ready for the last time
 
@@ -127,6 +129,7 @@ class WorkersEngine:
                 break
             self._handles[handle.name] = handle
         if not self._handles:
+            self._tell_losses()
             raise self._error or NoWorkers("all workers are lost and no new one can start; run again to resume")
 
     @property
@@ -161,10 +164,10 @@ class WorkersEngine:
             for event in handle.poll():
                 yield from self._answers(name, event)
         loading = {name: since for name, handle in self._handles.items() if (since := handle.loading_since) is not None}
-        for name in self._liveness.late(loading):
+        if late := self._liveness.late(loading):
             spent, limit = map(format_duration, (self._liveness.step_timeout_s, self._liveness.load_timeout_s))
-            given_up = f"it is given up after {limit} (--load-timeout)"
-            self._note(f"worker {name} has been loading the model for {spent}; {given_up}")
+            who = f"worker {late[0]} has" if len(late) == 1 else f"{counted(len(late), 'worker')} have"
+            self._note(f"{who} been loading the model for {spent}; the limit is {limit} (--load-timeout)")
         for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values(), loading).items():
             # One that cannot load here would not in another's place.
             error = None if name in self._ready else NoWorkers(f"no worker is left ({reason}); run again to resume")
@@ -197,6 +200,7 @@ class WorkersEngine:
             self._handles.pop(name).give_up(WorkerLost(reason, self._error))
             return
         self._num_false_starts = 0
+        self._tell_losses()
         self._ready[name] = ready
         self._dispatcher.join(name, ready.max_num_seqs)
         self.stats.join(self._dispatcher.workers[name], ready.place)
@@ -213,7 +217,11 @@ class WorkersEngine:
         if self._num_useful < self._launcher.num_wanted[1]:
             unknown = NoWorkers(f"no worker is left ({lost.reason}); run again to resume")
             self._error = lost.error or self._error or unknown
-        if not self._stopping:
+        if ready is None and lost.reason == self._false_start:
+            self._num_untold += 1
+        elif not self._stopping:
+            self._tell_losses()
+            self._false_start = "" if ready else lost.reason
             place = f" on {ready.place}" if ready else ""
             self._note(f"worker {name}{place} is lost: {lost.reason}; {len(self._ready):,} left")
         if isinstance(lost.error, OutOfMemory):
@@ -223,6 +231,12 @@ class WorkersEngine:
             self._drop(name)
         for task in poison:
             yield Result(task.key, 0, error=RowError(RowErrorCode.INTERNAL, _POISON))
+
+    def _tell_losses(self) -> None:
+        """Count in one line the workers that were lost like the last one, before they were ready."""
+        if self._num_untold and not self._stopping:
+            self._note(f"{counted(self._num_untold, 'more worker')} lost in the same way; {len(self._ready):,} left")
+        self._false_start, self._num_untold = "", 0
 
     def _drop(self, name: str) -> None:
         """Forget the numbers of a worker that ended, unless the run ends, when all do."""

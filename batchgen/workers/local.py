@@ -102,7 +102,7 @@ class LocalLauncher(WorkerLauncher):
 
     def __init__(self, start: Start, slices: Sequence[MachineSlice]) -> None:
         bounds = start.spec.cluster.bounds
-        super().__init__((bounds[0] if bounds else 1, len(slices)))
+        super().__init__((min(bounds[0], len(slices)) if bounds else 1, len(slices)))
         self._start = start
         self._workers: list[LocalWorker | None] = [None] * len(slices)
         self._slices = slices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -13,6 +13,7 @@ from batchgen.core.machine import UNTRIED_DEVICES, available_bytes, cpus_by_node
 from batchgen.core.units import counted
 from batchgen.engine.sizes import default_sizes
 
+_PROGRAM_BYTES = 500_000_000  # of a worker beside its weights
 _ROWS_PER_SEQ = 4  # with fewer, start and end of a worker take too large a part of its time
 
 
@@ -34,11 +35,14 @@ class MachineSlice:
             limit_memory(self.memory_bytes)
 
 
-def split_machine(spec: JobSpec, num_rows: int | None) -> list[MachineSlice]:
+def split_machine(
+    spec: JobSpec, num_rows: int | None, weight_bytes: int = 0, note: Callable[[str], object] = lambda line: None
+) -> list[MachineSlice]:
     """The slices of the most workers that a job may have on this machine; ``num_rows`` are those to run, if known.
 
     "auto" is a worker for each GPU that the job may use, or without any for each NUMA node, whose memory its
-    processors reach fastest: at most as many as have rows for some full batches.
+    processors reach fastest: at most as many as have rows for some full batches. A number is lowered, with a line for
+    ``note``, to the rows and, without GPUs, to the processors and to the memory, each worker with its ``weight_bytes``.
 
     Raises:
         UsageError: there are fewer GPUs.
@@ -46,7 +50,7 @@ def split_machine(spec: JobSpec, num_rows: int | None) -> list[MachineSlice]:
     cluster, nodes, gpus = spec.cluster, cpus_by_node(), visible_gpus(spec.model.device)
     gpus_each = (1 if cluster.gpus_per_worker is None else cluster.gpus_per_worker) if gpus else 0
     if cluster.bounds is not None:
-        number = cluster.bounds[1]
+        number = _carried(cluster.bounds[1], num_rows, 0 if gpus else sum(map(len, nodes)), weight_bytes, note)
     else:
         is_cuda = bool(gpus) or spec.model.device.startswith("cuda")
         is_gpu = is_cuda or spec.model.device in UNTRIED_DEVICES
@@ -73,6 +77,20 @@ def useful_workers(places: int, spec: JobSpec, num_rows: int | None, *, is_cuda:
     """Number of places for workers to use by default: each with rows for some full batches."""
     rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_sizes(is_cuda=is_cuda)["max_num_seqs"])
     return max(1, places if num_rows is None else min(places, num_rows // rows_each))
+
+
+def _carried(wanted: int, num_rows: int | None, num_cpus: int, weight_bytes: int, note: Callable[[str], object]) -> int:
+    """The number of workers, of those that are wanted, for which there is work and room."""
+    limits = {} if num_rows is None else {counted(num_rows, "row"): num_rows}
+    if num_cpus:
+        in_memory = available_bytes() // (weight_bytes + _PROGRAM_BYTES)
+        limits |= {counted(num_cpus, "CPU"): num_cpus, f"memory for {counted(in_memory, 'worker')}": in_memory}
+    number = max(1, min([wanted, *limits.values()]))
+    if number < wanted:
+        *others, last = limits
+        there_are = f"{', '.join(others)} and {last}" if others else last
+        note(f"--workers {wanted}: {number} started, for {there_are}")
+    return number
 
 
 def _slice(cpus: Sequence[int], i: int, number: int, size: int | None) -> tuple[int, ...]:

@@ -174,7 +174,7 @@ def test_where_all_workers_hang_while_they_load_the_run_stops(
     factory = workers(2, engine=hanging(math.inf, loading=True), step_timeout_s=0.1, load_timeout_s=1.5)
     with pytest.raises(NoWorkers, match=r"it has not loaded the model in 1\.5 s \(--load-timeout\)\); run again"):
         run_job(jobs.spec(), RunOptions(), engine_factory=factory)
-    said = "worker thread-1 has been loading the model for 0.1 s; it is given up after 1.5 s (--load-timeout)\n"
+    said = " been loading the model for 0.1 s; the limit is 1.5 s (--load-timeout)\n"
     assert said in capfd.readouterr().err
 
 

@@ -39,7 +39,7 @@ def cpus(found: list[MachineSlice]) -> list[tuple[int, ...]]:
         ({"workers": 2}, [(0, 1, 4, 5), (2, 3, 6, 7)]),
         ({"workers": 4}, [(0, 4), (1, 5), (2, 6), (3, 7)]),
         ({"workers": "1:3"}, [(0, 4), (1, 2, 5), (3, 6, 7)]),
-        ({"workers": 9}, [(0,), (0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]),
+        ({"workers": 9}, [(0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]),
         ({"workers": 3, "cpus_per_worker": 2}, [(0, 4), (1, 5), (2, 6)]),
         ({"workers": 3, "cpus_per_worker": 4}, [(0, 1, 4, 5), (2, 3, 6, 7), (0, 1, 4, 5)]),
         ({"workers": 1, "cpus_per_worker": 99}, [(0, 1, 2, 3, 4, 5, 6, 7)]),
@@ -47,6 +47,25 @@ def cpus(found: list[MachineSlice]) -> list[tuple[int, ...]]:
 )
 def test_processors_are_shared_out_by_whole_nodes(given: dict[str, Any], wanted: list[tuple[int, ...]]) -> None:
     assert cpus(split_machine(spec_of(**given), None)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "weight_bytes", "number"), [(None, 0, 8), (3, 0, 3), (10, 3_500_000_000, 4), (10, 10**12, 1)]
+)
+def test_no_more_workers_are_started_than_rows_processors_and_memory_carry(
+    num_rows: int | None, weight_bytes: int, number: int
+) -> None:
+    notes: list[str] = []
+    assert len(split_machine(spec_of(workers=100), num_rows, weight_bytes, notes.append)) == number
+    (note,) = notes
+    assert note.startswith(f"--workers 100: {number} started, for ")
+    assert note.count("8 CPUs") == 1
+
+
+def test_as_many_workers_as_are_carried_need_no_word() -> None:
+    notes: list[str] = []
+    assert len(split_machine(spec_of(workers="1:8"), 8, 10**9, notes.append)) == 8
+    assert not notes
 
 
 def test_memory_is_shared_out() -> None:
