@@ -18,7 +18,6 @@ from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.machine import processor_name
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.structured import schema_of
 from batchgen.core.units import format_duration
 from batchgen.core.version import RESULTS
 from batchgen.input.columns import check_columns
@@ -42,7 +41,6 @@ from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
 from batchgen.run.stdin import stdin_as_file
 from batchgen.run.update import FolderJobs, inherited_numerics
-from batchgen.text.open_schemas import open_parts
 
 PLAN_VERSION = 1
 _NO_RATE = "the output folder has no finished run that {made} with this model on this machine: "
@@ -148,7 +146,6 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "rows": {"total": num_good + num_bad, "good": num_good, "bad": num_bad},
         "errors": dict(sorted(survey.errors.items())),
         "empty_fields": dict(sorted(survey.empty_fields.items())),
-        "open_schema": open_parts(schema_of(spec.sampling.structured_outputs)),
         "bad_rows": [
             {"source": row.source, "line": row.line, "index": row.index, "id": row.id}
             | {"code": str(row.error.code), "message": row.error.message}

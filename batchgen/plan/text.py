@@ -39,8 +39,6 @@ def _rows(plan: Plan) -> Lines:
         yield "", "all of them: --json, bad_rows"
     for name, count in plan["empty_fields"].items():
         yield "empty", f"{name} in {counted(count, 'row')}, whose prompts are made without it"
-    if parts := plan["open_schema"]:
-        yield "schema", f"open, so that an answer may fill it until max_tokens: {'; '.join(parts)}"
     yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 

@@ -15,7 +15,6 @@ _FULL_KV = 0.95
 _PREEMPTIONS_PER_ROW = 0.05
 _HALF = 0.5
 _CUT_OFF_SHARE = 0.1  # of the rows
-_SHOWN_PARTS = 4  # of a schema
 
 _WORK = {  # words for the accounts of the time; those with the same words are one
     "load": "loading the model",
@@ -72,10 +71,7 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     if structured["incomplete"]:
         answers = f"{structured['incomplete']:,} of {counted(structured['samples'], 'structured answer')}"
         whole = "it was complete" if structured["incomplete"] == 1 else "they were complete"
-        remedy = "raise max_tokens where finish_reason is length"
-        if parts := report.get("open_schema"):
-            more = ", …" if len(parts) > _SHOWN_PARTS else ""
-            remedy = f"limit lists and strings in the schema ({'; '.join(parts[:_SHOWN_PARTS])}{more})"
+        remedy = "raise max_tokens, or limit the lists (maxItems) and strings (maxLength) in the schema"
         yield f"{answers} ended before {whole}: {remedy}"
     accuracy = report.get("accuracy")
     if accuracy and not accuracy["total"]:

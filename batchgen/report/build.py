@@ -90,7 +90,6 @@ KEYS = {
     "structured": "with structured outputs: rows, their samples, those that ended before they were complete "
     "(incomplete), tokens that were not sampled since the grammar left no choice (forced_tokens), and their share of "
     "all generated ones",
-    "open_schema": "lists, strings and values of any type in the job's schema, with the keyword that would limit them",
     "perplexity": "with prompt_logprobs: of all prompts together (value), where each token counts once, and the number "
     "of these tokens: all but the first of each prompt",
     "compared": "a digest of the ids and right answers of the rows that accuracy counts, in any order: report "
@@ -104,7 +103,7 @@ KEYS = {
     "found, and both (correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
 _OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "perplexity", "reused", "structured", "workers"}
-_OPTIONAL_KEYS |= {"compared", "empty_fields", "open_schema"}  # reports that are kept as a baseline may lack them
+_OPTIONAL_KEYS |= {"compared", "empty_fields"}  # reports that are kept as a baseline may lack them
 
 
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +125,6 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
         "sizes": None,
-        "open_schema": [],
         **job_facts,
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **rows.report_section(),

@@ -12,7 +12,7 @@ from batchgen.config.job import KEYS, JobSpec
 from batchgen.config.record_fields import columns_of
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.structured import parsed, schema_of
+from batchgen.core.structured import parsed
 from batchgen.input.rows import RowProblem
 from batchgen.input.template import Template
 from batchgen.output.finalize import read_errors, read_records
@@ -24,7 +24,6 @@ from batchgen.report.build import read_report_file
 from batchgen.report.compare import answer_changes
 from batchgen.report.facts import NUM_ANSWERS, NUM_ERRORS, Table, answers, changes, failed
 from batchgen.report.rows import RowTotals
-from batchgen.text.open_schemas import open_parts
 
 if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
     from batchgen.run.backend import Backend
@@ -62,7 +61,6 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
         "created_at": manifest.created_at,
         "numerics": manifest.fingerprints.get("numerics", {}),
         "threads": backend.threads if backend else None,
-        "open_schema": open_parts(schema_of(spec.sampling.structured_outputs)),
         **(backend.facts() if backend else {}),
     }
 

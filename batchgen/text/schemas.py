@@ -8,7 +8,7 @@ Nothing here compiles a schema.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -32,7 +32,8 @@ _KEYWORDS = _PLAIN | {
 _MAX_INTEGER = (1 << 53) - 1  # RFC 8259, section 6: what every reader of JSON takes for the same number
 _EXAMPLES = ("default", "example", "examples")  # values, whatever they look like
 _MAX_REMAINDERS = 10_000  # 0.1 s to compile
-_MAX_DECIMALS = 9  # beside an exclusive bound; llguidance takes 10**-10 as a divisor, and refuses 10**-11
+_LEAST_NUMBER = 1e-7  # of what llguidance reads exactly, as digits times 10**x
+_MAX_DECIMALS = 9  # with an exclusive bound; llguidance takes 10**-10 as a divisor, and refuses 10**-11
 _MAX_PATTERNS = 64  # patternProperties of an object: each pair is compared
 # Formats of pydantic and OpenAPI that say what a string is for, not what it looks like.
 _NOTES = frozenset(("password", "binary", "path", "file-path", "directory-path"))
@@ -43,11 +44,6 @@ _DATE = (
     r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-# Each exclusive bound, the inclusive one, the direction of the range, and the bounds at its other end.
-_BOUNDS = (
-    ("exclusiveMinimum", "minimum", 1, ("maximum", "exclusiveMaximum")),
-    ("exclusiveMaximum", "maximum", -1, ("minimum", "exclusiveMinimum")),
-)
 _FORMATS = {"date": f"^(?:{_DATE})$", "time": f"^{_TIME}$", "date-time": f"^(?:{_DATE})[tT]{_TIME}$"}
 
 
@@ -108,8 +104,8 @@ class _Preparation:
             elif key in _SINGLE:
                 ready[key] = self.prepare(value, inside)
             elif key in _KEYWORDS:
-                ready[key] = _within_reach(key, value)
-                _refuse_long_numbers(ready[key])
+                ready[key] = value
+                _refuse_long_numbers(value)
             else:  # what no keyword names may still be referred to, as in an OpenAPI document
                 ready[key] = value if key in _EXAMPLES else self.prepare(value, False)
         _spell_out(ready)
@@ -219,13 +215,6 @@ def _integer_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     return bounds
 
 
-def _within_reach(key: str, value: Any) -> Any:
-    """The value of a keyword; whole bounds that are farther than any integer here, as those of 64 bits, come nearer."""
-    if isinstance(value, int) and key in ("minimum", "exclusiveMinimum"):
-        return max(value, -_MAX_INTEGER)
-    return min(value, _MAX_INTEGER) if isinstance(value, int) and key in ("maximum", "exclusiveMaximum") else value
-
-
 def _is_below(low: Any, high: Any) -> bool:
     return isinstance(low, int | float) and isinstance(high, int | float) and low < high
 
@@ -243,8 +232,8 @@ def _spell_out(schema: dict[str, Any]) -> None:
         else:
             schema["pattern"] = _FORMATS[named]
         del schema["format"]
-    for names in _BOUNDS:
-        _narrow(schema, *names)
+    if not _is_integer(schema):
+        _limit_decimals(schema)
     if len(_mapping(schema.get("patternProperties"))) > _MAX_PATTERNS:
         raise ValueError(f"an object has more than {_MAX_PATTERNS} patternProperties")
     if isinstance(schema.get("required"), bool):
@@ -262,35 +251,26 @@ def _demand(schema: dict[str, Any], part: Mapping[str, Any]) -> None:
     schema["allOf"] = [*(others if isinstance(others, list) else ()), part]
 
 
-def _narrow(schema: dict[str, Any], exclusive: str, inclusive: str, sign: int, others: Sequence[str]) -> None:
-    """Move an exclusive bound that llguidance would let come: a whole number, the one nearer to 0, less than 1 apart.
+def _limit_decimals(schema: dict[str, Any]) -> None:
+    """Limit the decimals of numbers with exclusive bounds, in place: readers round 0.999... to a bound of 1.
 
-    Beside any other, numbers have few enough decimals that none is the same double as the bound: 0.999... is not 1.
-    In draft 4 the exclusive bound is a flag beside the inclusive one. Raises ValueError if it cannot be moved.
+    Raises ValueError for bounds that llguidance does not keep.
     """
-    limit = _number(schema.get(inclusive))
-    is_flag = schema.get(exclusive) is True
-    bound = limit if is_flag else _number(schema.get(exclusive))
-    if bound is not None and abs(bound) > _MAX_INTEGER:
-        raise ValueError(f"{exclusive} {shown(bound, 40)} cannot be enforced: numbers from 2**53 on are rounded")
-    if bound is None:
+    exclusive = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    bounds = [bound for bound in exclusive if bound is not None and bound is not False]
+    lows = [low for low in (schema.get("minimum"), schema.get("exclusiveMinimum")) if low is not None]
+    highs = [high for high in (schema.get("maximum"), schema.get("exclusiveMaximum")) if high is not None]
+    if any(isinstance(bound, bool) for bound in bounds):
+        raise ValueError("exclusive bounds must be numbers, not true as in draft 4 of JSON Schema")
+    if not bounds or not all(isinstance(bound, int | float) for bound in lows + highs):
         return
-    far = [number for number in map(_number, map(schema.get, others)) if number is not None]
-    nearest = min((sign * (number - bound) for number in far if sign * (number - bound) > 0), default=1)
-    if nearest >= 1 or sign * bound < 0 or bound != int(bound):
-        if not _is_integer(schema):
-            decimals = 14 - max(0, Decimal(bound).adjusted())
-            _demand(schema, {"multipleOf": 10.0 ** -min(max(decimals, 0), _MAX_DECIMALS)})
-        return
-    moved = float(f"{bound + sign * nearest * 1e-6:.15g}")  # the digits that llguidance sees
-    if moved == bound:
-        raise ValueError(f"{exclusive} {shown(bound, 40)} is too near to the other bound to be enforced")
-    schema[inclusive] = moved if is_flag or limit is None else sign * max(sign * limit, sign * moved)
-    del schema[exclusive]
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if lows and highs and max(lows) + 1 > min(highs):
+        raise ValueError("an exclusive bound less than 1 from the other bound cannot be enforced; use an inclusive one")
+    num_digits = max(len(str(int(abs(bound)))) for bound in bounds)
+    decimals = min(15 - num_digits, _MAX_DECIMALS)
+    if decimals < 0:
+        raise ValueError("an exclusive bound of 10**15 or more cannot be enforced; use an inclusive one")
+    _demand(schema, {"multipleOf": 10.0**-decimals})
 
 
 def _refuse_long_numbers(value: Any) -> None:
@@ -300,16 +280,17 @@ def _refuse_long_numbers(value: Any) -> None:
     if isinstance(value, list):
         for part in value:
             _refuse_long_numbers(part)
-    if (number := _number(value)) is not None and not _is_exact(number):
-        raise ValueError(f"{shown(value, 40)} has more digits than can be enforced; a string may hold it")
-
-
-def _is_exact(number: float) -> bool:
-    """Whether one operation on doubles makes it of its digits and its power of ten, and a large one is whole."""
-    written = Decimal(str(number))
-    digits = int("".join(map(str, written.as_tuple().digits)))
-    is_made = digits <= 1 << 53 and abs(int(written.as_tuple().exponent)) <= 22
-    return is_made and (abs(number) <= 1 << 53 or written == Decimal(number))
+    if isinstance(value, int):
+        is_exact = abs(value) <= _MAX_INTEGER
+    elif isinstance(value, float):
+        is_exact = value == 0 or (_LEAST_NUMBER <= abs(value) <= _MAX_INTEGER and float(f"{value:.15g}") == value)
+    else:
+        return
+    if not is_exact:
+        raise ValueError(
+            f"{shown(value, 40)} cannot be enforced: numbers have up to 15 digits and are at most 2**53 - 1; "
+            "omit a bound beyond that, or let a string hold the number"
+        )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import jsonschema
+import pydantic
 import pytest
 from guides import complete_texts
 
@@ -111,7 +112,6 @@ def test_what_is_combined_or_wants_more_stays_open(schema: Schema) -> None:
         ({"type": ["null", "integer"]}, (-MOST, MOST)),
         ({"type": "integer", "minimum": 3}, (3, MOST)),
         ({"type": "integer", "exclusiveMaximum": 3}, (-MOST, None)),
-        ({"type": "integer", "minimum": 1e18}, (1e18, None)),
         ({"type": "number"}, (None, None)),
         ({"type": ["number", "integer"]}, (None, None)),
         ({}, (None, None)),
@@ -127,8 +127,7 @@ def test_integers_are_bounded_where_the_schema_leaves_them_open(schema: Schema, 
 
 @pytest.mark.parametrize("bounds", [{"exclusiveMaximum": 1e16}, {"exclusiveMinimum": -1e16}])
 def test_exclusive_bounds_that_are_rounded_are_refused(bounds: dict[str, float]) -> None:
-    """The bound itself came as complete: one more or less is the same double."""
-    with pytest.raises(ValueError, match=r"cannot be enforced: numbers from .* on are rounded"):
+    with pytest.raises(ValueError, match=r"1e\+16 cannot be enforced: numbers have .* at most 2\*\*53 - 1"):
         prepared({"type": "integer", **bounds}, closes_objects=True)
 
 
@@ -187,8 +186,6 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
     assert complete_texts(grammars, {"json": schema})
     assert complete_texts(grammars, {"json": {"type": "array", "items": {"const": 1}, "uniqueItems": False}})
     assert complete_texts(grammars, {"json": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 9}})
-    wide = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
-    assert all(abs(json.loads(text)) < 2**53 for text in complete_texts(grammars, {"json": wide}))
     examples = {"default": {"pattern": "a++"}, "example": {"minProperties": 9}, "x-id": 10**20, "examples": [10**20]}
     assert complete_texts(grammars, {"json": {"const": 1, **examples}}) == ["1"] * 8
 
@@ -200,12 +197,14 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
         ({"type": "array", "uniqueItems": True}, r"keywords that cannot be enforced: \[\"uniqueItems\"\]"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "use anyOf, or let a required property"),
         ({"type": "string", "format": "phone"}, "format phone cannot be enforced; a pattern"),
-        ({"enum": [2**53 + 1]}, "9007199254740993 has more digits"),
-        ({"minimum": 10**30}, "has more digits than can be enforced"),
-        ({"const": 123456789.12345679}, "123456789.12345679 has more digits than can be enforced"),
-        ({"enum": [[-5.8834106253785e-12]]}, "has more digits"),
-        ({"enum": [-1.968179710298503e16]}, "has more digits"),
-        ({"properties": {"default": {"maximum": -(10**30)}}}, "has more digits"),
+        ({"enum": [2**53 + 1]}, "9007199254740993 cannot be enforced: numbers have up to 15 digits"),
+        ({"const": 123456789.12345679}, "123456789.12345679 cannot be enforced"),
+        ({"enum": [[-5.8834106253785e-12]]}, "cannot be enforced"),
+        ({"type": "integer", "maximum": 2**63 - 1}, "cannot be enforced: .* omit a bound beyond that"),
+        ({"properties": {"default": {"maximum": -(10**30)}}}, "cannot be enforced"),
+        ({"type": "number", "exclusiveMinimum": 10**15}, r"10\*\*15 or more cannot be enforced; use an incl"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "less than 1 from the other bound cannot be enforced"),
+        ({"minimum": 0, "exclusiveMinimum": True}, "must be numbers, not true as in draft 4"),
         ({"type": "integer", "multipleOf": 86_400}, "multipleOf 86400 has too many remainders"),
         ({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]}, "too many remainders"),
         ({"type": "object", "minProperties": 2, "additionalProperties": True}, "minProperties 2 cannot be enforced"),
@@ -213,7 +212,6 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
         ({"type": "string", "pattern": "a++"}, "possessive"),
         ({"$ref": "#"}, "no text fits it"),
         ({"properties": {"a": {"type": "integer", "required": True}}}, "required must be a list of names"),
-        ({"exclusiveMinimum": 10**12, "maximum": 10**12 + 0.5}, "too near to the other bound to be enforced"),
         ({"enum": [[[[[[[3]]]]]]], "properties": {"a": 5}}, "schema must be an object or boolean"),
     ],
 )
@@ -232,40 +230,30 @@ def test_constants_are_those_numbers_and_no_others(grammars: Grammars) -> None:
                 constant
             }
             taken += 1
-    assert taken > 60
+    assert taken > 40
 
 
 @pytest.mark.parametrize(
     ("schema", "texts"),
     [
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0", "0.0", "-0", "0.5", "0.01", "0.001"]),
-        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.001}, ["0", "0.0001", "0.001"]),
-        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, ["0", "0.25"]),
-        ({"exclusiveMinimum": 0, "minimum": 0.2, "maximum": 0.5}, ["0", "0.1", "0.2"]),
-        ({"exclusiveMinimum": 0, "maximum": 0.5, "exclusiveMaximum": 7}, ["0", "0.5", "0.6"]),
-        ({"minimum": -1.5, "exclusiveMaximum": -1}, ["-1", "-1.0", "-1.5", "-1.01"]),
-        ({"exclusiveMinimum": 10, "exclusiveMaximum": 10.5}, ["10", "10.0", "10.001", "10.5"]),
-        ({"minimum": 0.5, "exclusiveMaximum": 1}, ["1", "1.0", "0.99999"]),
-        ({"exclusiveMinimum": 0}, ["0", "0.1", "0.00000001", f"0.{'0' * 400}1"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, ["0", "0.0", "-0", "1", "0.9", "0.5", "0.01", "0.99999"]),
+        ({"minimum": -7, "exclusiveMaximum": -1}, ["-1", "-1.0", "-1.5", "-1.01", "-7", "-7.1"]),
+        ({"exclusiveMinimum": 0}, ["0", "0.1", "0.00000001", "12", f"0.{'0' * 400}1"]),
         ({"exclusiveMinimum": -0.5}, ["-0.5", "-0.4", "0", f"-0.4{'9' * 20}"]),
         ({"exclusiveMaximum": 1}, ["1", "1.0", "0.9", "0.990", "-3", f"0.{'9' * 9}", f"0.{'9' * 20}"]),
         ({"exclusiveMaximum": 0.5, "minimum": -7}, ["0.5", "0.499", f"0.4{'9' * 20}"]),
-        ({"maximum": 1, "exclusiveMaximum": True}, ["1", "0.9", f"0.{'9' * 20}"]),
         ({"exclusiveMinimum": 10**12}, [f"{10**12}", f"{10**12}.01", f"{10**12}.00001"]),
-        ({"exclusiveMinimum": 10**15}, [f"{10**15}", f"{10**15}.01", f"{10**15 + 1}"]),
     ],
 )
 def test_exclusive_bounds_are_exclusive(grammars: Grammars, schema: Schema, texts: list[str]) -> None:
     """To readers that know doubles only, too: a long decimal is the bound itself to them."""
     schema = {"type": "number", **schema}
     matcher = grammars.compile(canonical({"json": schema}))
-    is_flag = any(value is True for value in schema.values())
-    draft = jsonschema.Draft4Validator if is_flag else jsonschema.Draft202012Validator
     for text in texts:
         tokens = grammars.tokenizer.encode_batch([text], add_special_tokens=False)[0]
         written = matcher.deep_copy()
         fits = written.consume_tokens(tokens) and written.is_accepting()
-        assert fits == draft(schema).is_valid(json.loads(text)), text
+        assert fits == jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), text
 
 
 def test_what_only_other_rows_of_a_table_say_is_not_said(grammars: Grammars) -> None:
@@ -287,3 +275,13 @@ def test_parts_that_only_a_reference_names_are_made_ready_too(grammars: Grammars
     schema = {"components": {"schemas": {"Day": {"type": "string", "format": "date", "pattern": "02-29$"}}}}
     texts = complete_texts(grammars, {"json": {**schema, "$ref": "#/components/schemas/Day"}}, range(30))
     assert {datetime.date.fromisoformat(json.loads(text)).year % 4 for text in texts} == {0}
+
+
+def test_the_bounds_of_pydantic_fields_are_enforced(grammars: Grammars) -> None:
+    class Order(pydantic.BaseModel):
+        count: int = pydantic.Field(gt=0, lt=4)
+        price: float = pydantic.Field(gt=0)
+        share: float | None = pydantic.Field(gt=0, lt=1)
+
+    for text in complete_texts(grammars, {"json": Order.model_json_schema()}, range(30)):
+        Order.model_validate_json(text)
