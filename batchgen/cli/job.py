@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.addresses import bare, masked, scheme_of
 from batchgen.core.errors import UsageError
-from batchgen.core.remote import redacted, scheme_of
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.storage import absolute
 from batchgen.core.units import shown
@@ -41,7 +41,7 @@ def load_spec(
 
     if job is not None and _is_data(job):
         if "path" in flags.get("input", {}):
-            raise UsageError(f"{shown(job)} and --input are both the input: give one of them")
+            raise UsageError(f"{shown(masked(job))} and --input are both the input: give one of them")
         flags = {**flags, "input": {**flags.get("input", {}), "path": [job]}}
         if writes and "path" not in flags.get("output", {}):
             flags["output"] = {"path": _folder_for(job), **flags.get("output", {})}
@@ -86,17 +86,16 @@ def _folder_for(data: str) -> str:
     for other in others:
         is_named = other == "-" or other.startswith("hf:") or scheme_of(other) or not _PATTERN_SIGNS.isdisjoint(other)
         if (is_named or Path(other).exists()) and _without_query(other) != _without_query(own):
-            what = shown(redacted(other))
-            raise UsageError(f"{folder} has the outputs of {what}: give --output, another folder or this one")
+            raise UsageError(f"{folder} has the outputs of {shown(other)}: give --output, another folder or this one")
     return folder
 
 
 def _without_query(data: str) -> str:
-    """An address without its query, such as a signature, which may differ each time."""
-    return redacted(data).partition("?")[0] if scheme_of(data) else data
+    """A URL without its query, such as a signature, which may differ each time."""
+    return bare(data) if scheme_of(data) else data
 
 
 def _name_of(data: str) -> str:
     """A name for the folder of the outputs: the last part of a path or address, without what follows the first dot."""
-    last = data.partition("?")[0].rstrip("/").rpartition("/")[2].removeprefix("hf:")
+    last = bare(data).rstrip("/").rpartition("/")[2].removeprefix("hf:")
     return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_-") or ("stdin" if data == "-" else "outputs")

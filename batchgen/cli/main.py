@@ -27,6 +27,7 @@ from batchgen.cli.report import report
 from batchgen.cli.run import merge, run, status
 from batchgen.cli.say import is_of_stdout, say, settle, show
 from batchgen.cli.trial import try_command
+from batchgen.core.addresses import masked_in
 from batchgen.core.errors import BatchgenError, ExitCode
 from batchgen.core.machine import memory_errors
 from batchgen.core.version import __version__
@@ -115,7 +116,7 @@ def _keep_traceback() -> str:
         return "traceback above"
     try:
         with tempfile.NamedTemporaryFile("w", prefix="batchgen-", suffix=".txt", delete=False) as file:
-            traceback.print_exc(file=file)
+            file.write(masked_in(traceback.format_exc()))
     except (OSError, ValueError):
         return "this is a bug; BATCHGEN_DEBUG=1 shows the traceback"
     return f"this is a bug; traceback in {file.name}, BATCHGEN_DEBUG=1 shows it"

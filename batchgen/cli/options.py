@@ -17,8 +17,8 @@ import click
 
 from batchgen.config import cluster
 from batchgen.config.job import KEYS, POLICIES
+from batchgen.core.addresses import masked, prefix_of
 from batchgen.core.keys import BOOL, Key, resembling
-from batchgen.core.remote import redacted
 from batchgen.core.shard import Shard
 from batchgen.core.storage import check_path
 from batchgen.core.synonyms import synonym_of
@@ -41,7 +41,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             return self._parse(value)
         except ValueError as error:
             name = param.opts[-1] if param else self.name
-            raise click.UsageError(f"{name} {shortened(redacted(value), 60)}: {error}", ctx) from None
+            raise click.UsageError(f"{name} {shortened(masked(value), 60)}: {error}", ctx) from None
 
 
 def local_path(text: str) -> Path:
@@ -51,7 +51,8 @@ def local_path(text: str) -> Path:
 
 
 def _job(text: str) -> str:
-    check_path(text)
+    if not prefix_of(text):
+        check_path(text)
     return text
 
 

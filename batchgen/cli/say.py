@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from batchgen.core.addresses import masked_in
 from batchgen.core.units import printable
 
 
@@ -26,7 +27,7 @@ def show(text: str) -> None:
 
 def say(text: str) -> None:
     """Write a message to stderr; its further lines are indented, so that none looks like a message of its own."""
-    first, *more = (printable(line) for line in text.split("\n"))
+    first, *more = (printable(line) for line in masked_in(text).split("\n"))
     with suppress(OSError, ValueError):
         click.echo("\n".join([f"batchgen: {first}", *(f"  {line.strip()}" for line in more)]), err=True)
 

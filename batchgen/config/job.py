@@ -18,6 +18,7 @@ from batchgen.config.embed import EmbedSpec
 from batchgen.config.output import EvalSpec, OutputSpec, listed
 from batchgen.config.sampling import CLASSIFY_KEYS, SAMPLING_KEYS
 from batchgen.core import keys
+from batchgen.core.addresses import masked
 from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
@@ -152,6 +153,11 @@ class InputSpec:
     )
     columns: tuple[str, ...] = key(_COLUMNS, "Columns copied to the output", ("*",))
     limit: int | None = key(integer(1), "Take the first N rows only", None)
+
+    @property
+    def shown_path(self) -> list[str]:
+        """The path as files and messages show it; see ``masked``."""
+        return [*map(masked, self.path)]
 
     @property
     def is_templated(self) -> bool:
@@ -317,6 +323,7 @@ class JobSpec:
             }
             for section, part in parts.items()
         }
+        data["input"]["path"] = self.input.shown_path
         if self.fills_context:
             data["sampling"]["max_tokens"] = None
         return data

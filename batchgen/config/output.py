@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchgen.core import keys
+from batchgen.core.addresses import bare, check_address, scheme_of
 from batchgen.core.answers import check_rule
 from batchgen.core.keys import BOOL, Kind, key, one_of, string
-from batchgen.core.remote import WRITABLE, check_address, scheme_of
+from batchgen.core.remote import WRITABLE
 
 
 def listed(text: str) -> list[str]:
@@ -30,6 +31,8 @@ def _destination(*schemes: str) -> Kind:
             raise ValueError(f"is not a URL ({addresses}); leave it out to keep files on this machine only")
         if text:
             check_address(text, schemes)
+        if bare(text) != text:
+            raise ValueError("holds a query or a fragment: name one folder")
         if any(mark in text for mark in "*?[]"):
             raise ValueError("holds a character of patterns (* ? [ ]): name one folder")
         if scheme == "hf" and "@" in text:

@@ -17,9 +17,10 @@ from typing import Any
 
 from batchgen.config.grammar_files import FileError, read_part, with_files
 from batchgen.config.job import KEYS
+from batchgen.core.addresses import check_address, masked, refusal_of_variable, scheme_of
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
-from batchgen.core.remote import READABLE, check_address, redacted, refusal_of_variable, scheme_of
+from batchgen.core.remote import READABLE
 from batchgen.core.storage import absolute, check_path, read_text
 from batchgen.core.structured import OLD_NAMES, canonical
 from batchgen.core.synonyms import synonym_of
@@ -57,10 +58,12 @@ class RawSettings:
         return f"{self.file}{f':{line}' if line else ''}: {section}.{key}"
 
     def error(self, section: str, key: str, value: object, why: object) -> UsageError:
-        """The error for one value; a long value is shortened, and no secret in an address is shown."""
+        """The error for one value; a long value is shortened, and an address is masked."""
         if isinstance(value, list | tuple):
-            value = [redacted(item) for item in value]
-        return UsageError(f"{self.place(section, key)} = {shown(redacted(value), 60)}: {why}")
+            value = [masked(item) if isinstance(item, str) else item for item in value]
+        elif isinstance(value, str):
+            value = masked(value)
+        return UsageError(f"{self.place(section, key)} = {shown(value, 60)}: {why}")
 
     def parsed(self, section: str, key: str) -> Any:
         """The value of a key, checked, paths made absolute. Raises UsageError."""
@@ -184,7 +187,7 @@ def _expand(settings: RawSettings, section: str, key: str, value: object) -> obj
         escape, name = match.groups()
         if escape:
             return match[0][1:]
-        if why := refusal_of_variable(name):
+        if match[0] in masked(value) and (why := refusal_of_variable(name)):
             raise UsageError(f"{settings.place(section, key)}: {why}")
         if name not in os.environ:
             why = f"the environment has no {name} (write $${{{name}}} for the text itself)"

@@ -25,6 +25,8 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Literal, Self
 
+from batchgen.core.addresses import masked_in
+
 
 class ExitCode(IntEnum):
     """Process exit codes; scripts depend on them. ``todo`` is what such a script should do."""
@@ -50,6 +52,9 @@ class BatchgenError(Exception):
     """Base of all errors this package raises on purpose; ``str()`` is one clear line for a person."""
 
     exit_code: ExitCode = ExitCode.CRASH
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(masked_in(message))
 
     def _render_traceback_(self) -> list[str]:
         """Lines that IPython and Jupyter show: the caller's line and the message; the stack below it helps no user."""

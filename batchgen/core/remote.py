@@ -8,14 +8,13 @@ an address. Whatever a store raises becomes one line: what passes is tried again
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
 
+from batchgen.core.addresses import bare, is_masked, masked, masked_in, scheme_of, sign_in
 from batchgen.core.errors import BatchgenError, RemoteKind, UsageError
 from batchgen.core.errors import RemoteError as RemoteError  # noqa: PLC0414 - what callers of this module catch
 from batchgen.core.units import printable, shortened
@@ -27,9 +26,6 @@ WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0)  # before each further try of wh
 PATIENCE_S = 60.0  # after which there is no further try
 STILL_S = 15.0  # for which a server may send nothing
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_SECRET_VARIABLE = re.compile(r"(?i)(.*_)?(token|secret|password|passwd|credentials?|(api|access)_?key)(_.*)?")
-_SECRET_NAME = re.compile(r"(?i)(x-(amz|goog)-)?(signature|credential|sig|.*token|(api|access)?[_-]?key|password)")
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 401, 403})
 # Errors of libraries that are not imported here, by the names of their types and base types.
@@ -41,69 +37,8 @@ _NO_CREDENTIALS |= {"SSOError", "LoginError", "ProfileNotFound", "DefaultCredent
 _FORBIDDEN = {"PermissionError", "GatedRepoError"}
 _MISSING = {"FileNotFoundError", "EntryNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError"}
 _BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout"}
-_SIGN_IN = {
-    "s3": "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (a public bucket: FSSPEC_S3_ANON=true)",
-    "gs": "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
-    "hf": "run hf auth login, or set HF_TOKEN",
-}
 # These print tracebacks of what is explained.
 _NOISY = ("aiobotocore", "asyncio", "botocore", "fsspec", "gcsfs", "huggingface_hub", "s3fs")
-
-
-def scheme_of(text: str) -> str | None:
-    """The scheme of an address in lower case; None for what is a path."""
-    match = _ADDRESS.match(text)
-    return match[1].lower() if match else None
-
-
-def check_address(text: str, schemes: Collection[str]) -> None:
-    """Raises ValueError that completes "<key> = <value>: ..." for an address that cannot be used.
-
-    That is: another scheme than ``schemes``, one that holds a secret, and one that names no file or folder.
-    """
-    scheme = scheme_of(text)
-    supported = ", ".join(f"{name}://" for name in schemes)
-    if scheme not in schemes:
-        raise ValueError(f"{scheme}:// is not supported here; supported: {supported}")
-    if _has_secret(text):
-        raise ValueError(f"holds a secret, which would be written to job.json: leave it out and {_sign_in(scheme)}")
-    rest = text.partition("://")[2]
-    host, _, path = rest.partition("/")
-    if not host or (scheme != "hf" and host.startswith(".")) or not printable(text) == text or " " in host:
-        raise ValueError(f"names no {'server' if scheme in ('http', 'https') else 'bucket'}")
-    if scheme == "hf" and (host != "datasets" or len([part for part in path.split("/") if part]) < 2):
-        raise ValueError("must be hf://datasets/USER/NAME/FILE, or @REVISION behind NAME")
-
-
-def refusal_of_variable(name: str) -> str:
-    """Reason for which a job may not hold the value of an environment variable, a secret by its name; "" if it may."""
-    if not _SECRET_VARIABLE.fullmatch(name):
-        return ""
-    why = f"{name} seems to hold a secret, which would be written to job.json and copied with it"
-    return f"{why}: leave it out (the tools of AWS, Google and the Hub find their credentials by themselves)"
-
-
-def redacted(value: T) -> T | str:
-    """The part of a value that a message may show: of an address that holds a secret only its scheme."""
-    if isinstance(value, str) and (scheme := scheme_of(value)) and _has_secret(value):
-        return f"{scheme}://***"
-    return value
-
-
-def _has_secret(text: str) -> bool:
-    """Whether an address holds a password, or a signature that gives access: ``user:password@``, ``?sig=...``."""
-    scheme, rest = scheme_of(text), text.partition("://")[2]
-    host = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    is_web = scheme in ("http", "https")
-    _, colon, port = re.sub(r"\[.*\]", "", host).partition(":")
-    if "@" in host or (colon and not (port.isdecimal() if is_web else host.startswith("arn:"))):
-        return True
-    query = rest.partition("?")[2] if is_web else ""
-    return any(_SECRET_NAME.fullmatch(name) for name, _ in parse_qsl(query, keep_blank_values=True))
-
-
-def _sign_in(scheme: str | None) -> str:
-    return _SIGN_IN.get(scheme or "", "fetch the file to this machine, or read it through s3://, gs:// or hf://")
 
 
 def open_store(address: str) -> tuple[Any, str]:
@@ -112,6 +47,8 @@ def open_store(address: str) -> tuple[Any, str]:
     Raises UsageError where its library is not installed, RemoteError where it cannot be set up.
     """
     scheme = str(scheme_of(address))
+    if is_masked(address):
+        raise UsageError(f"{address}: the part *** may be a secret and is not stored: give the address with --input")
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with explained_errors("open", address):
@@ -119,7 +56,7 @@ def open_store(address: str) -> tuple[Any, str]:
             store = _make_store(scheme)
         except ImportError:
             package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, "huggingface_hub")
-            raise UsageError(f"{address}: {package} is not installed: pip install {package}") from None
+            raise UsageError(f"{masked(address)}: {package} is not installed: pip install {package}") from None
         lower = scheme + address[len(scheme) :]  # stores know their schemes in lower case only
         return store, str(store._strip_protocol(lower)).rstrip("/")
 
@@ -177,8 +114,8 @@ def explained_errors(doing: str, address: str) -> Iterator[None]:
     except BatchgenError:
         raise
     except Exception as error:  # several libraries, each with dozens of types
-        kind, why = _explanation(error, scheme_of(address))
-        raise RemoteError(f"cannot {doing} {address}: {why}", kind) from error
+        kind, why = _explanation(error, address)
+        raise RemoteError(f"cannot {doing} {masked(address)}: {why}", kind) from error
 
 
 @contextmanager
@@ -192,19 +129,20 @@ def refusals_as_usage() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def _explanation(error: BaseException, scheme: str | None) -> tuple[RemoteKind, str]:
-    """Kind of an error, and the words for it."""
+def _explanation(error: BaseException, address: str) -> tuple[RemoteKind, str]:
+    """Kind of an error of a store, and the words for it."""
+    scheme = scheme_of(address)
     causes = _causes(error)
     names = {base.__name__ for cause in causes for base in type(cause).__mro__}
     is_torn = "ClientPayloadError" in names  # whose cause has a status that is no server's
     status = None if is_torn else next(filter(None, map(_status, causes)), None)
     code = next(filter(None, map(_code, causes)), "")
-    text = _message(causes[0])
+    text = _message(causes[0], address[len(bare(address)) :])
     busy = f"the server keeps answering {code or status}; try later"
-    refusal = f"access is refused ({code or status or 'forbidden'}: {text}); {_sign_in(scheme)}"
+    refusal = f"access is refused ({code or status or 'forbidden'}: {text}); {sign_in(scheme)}"
     meanings: list[tuple[bool, RemoteKind, str]] = [
         ("OfflineModeIsEnabled" in names, "refused", "HF_HUB_OFFLINE forbids it; hf:NAME reads from the Hub's cache"),
-        (bool(names & _NO_CREDENTIALS), "refused", f"no valid credentials ({text}); {_sign_in(scheme)}"),
+        (bool(names & _NO_CREDENTIALS), "refused", f"no valid credentials ({text}); {sign_in(scheme)}"),
         (status == 412 or "FileExpired" in names, "changed", "it is no longer the same version"),
         (code == "NoSuchBucket", "no bucket", "there is no such bucket"),
         (code in _BUSY, "passing", busy),  # some of them with the status of a wrong request
@@ -246,8 +184,8 @@ def _code(error: BaseException) -> str:
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 
 
-def _message(error: BaseException) -> str:
-    """The message in one line, without the queries of URLs, which may hold signatures."""
-    text = re.sub(r"(://[^\s?'\"]*)\?[^\s'\")]*", r"\1?...", " ".join(str(error).split()))
-    text = re.sub(r"://[^\s/@]*@", "://***@", text)
-    return shortened(printable(text) or type(error).__name__, 200).rstrip(".")
+def _message(error: BaseException, hidden: str) -> str:
+    """The message in one line, without ``hidden``, the query of the address."""
+    text = str(error).replace(hidden, "?***") if hidden else str(error)
+    text = printable(masked_in(" ".join(text.split())))
+    return shortened(text or type(error).__name__, 200).rstrip(".")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from batchgen.core.addresses import prefix_of
 from batchgen.core.errors import StorageError, UsageError
 
 _HEAD_BYTES = 4096
 _FILE = "file://"
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file systems that cannot sync a folder
 
@@ -190,9 +189,9 @@ def check_path(text: str) -> None:
     """
     if text.lower().startswith(_FILE):
         raise ValueError(f"is a URL: write the path without {_FILE}")
-    if scheme := _SCHEME.match(text):
+    if prefix := prefix_of(text):
         raise ValueError(
-            f"{scheme[0]} is not a local path: copy the file; URLs work only in input.path and output.publish "
+            f"{prefix} is not a local path: copy the file; URLs work only in input.path and output.publish "
             "(a model on the Hub is ORGANIZATION/NAME)"
         )
     try:

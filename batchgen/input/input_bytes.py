@@ -9,11 +9,11 @@ import io
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
+from batchgen.core.addresses import bare, masked, scheme_of
 from batchgen.core.errors import InputError, RemoteError, UsageError
 from batchgen.core.fingerprint import Digests, input_changed
-from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
+from batchgen.core.remote import attempt, open_store, refusals_as_usage
 
 BUFFER_BYTES = 1 << 18
 BLOCK_BYTES = 4 << 20  # of a remote file, fetched at once
@@ -66,9 +66,8 @@ class RemoteFile:
     def __init__(self, address: str, encoding: str = "") -> None:
         self.path = None
         self.encoding = encoding
-        self.name = address
-        where = urlsplit(address).path if scheme_of(address) in ("http", "https") else address
-        self._name = PurePosixPath(where)
+        self.name = masked(address)
+        self._name = PurePosixPath(bare(address))
         self.suffixes = self._name.suffixes
         self._file: Any = None  # that of the store, opened when it is first read
         with refusals_as_usage():

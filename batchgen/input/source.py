@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import InputSpec
+from batchgen.core.addresses import scheme_of
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor, Row
-from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
+from batchgen.core.remote import attempt, open_store, refusals_as_usage
 from batchgen.core.shard import Shard
 from batchgen.input.formats import InputFile, Rows, Wanted
 from batchgen.input.formats.hf import PREFIX, is_saved_dataset

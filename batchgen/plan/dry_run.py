@@ -142,7 +142,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     return {
         "version": PLAN_VERSION,
         **spec.model.named,
-        "input": list(spec.input.path),
+        "input": spec.input.shown_path,
         "rows": {"total": num_good + num_bad, "good": num_good, "bad": num_bad},
         "errors": dict(sorted(survey.errors.items())),
         "empty_fields": dict(sorted(survey.empty_fields.items())),

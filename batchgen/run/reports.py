@@ -56,7 +56,7 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
     """The part of a report that describes the job: model, input, shard, numerics, threads, engine sizes."""
     return {
         **spec.model.named,
-        "input": list(spec.input.path),
+        "input": spec.input.shown_path,
         "shard": str(manifest.shard),
         "created_at": manifest.created_at,
         "numerics": manifest.fingerprints.get("numerics", {}),

@@ -263,7 +263,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *("status {}", "report {}", "merge {} -o x", "merge x -o {}", "run {}", "plan {}"),
+        *("status {}", "report {}", "merge {} -o x", "merge x -o {}"),
         *("report x --html {}", "report x --compare {}"),
         *("bench --model m --workload {}", "check --model {}"),
     ],

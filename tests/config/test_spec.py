@@ -344,7 +344,7 @@ def test_rows_may_come_from_addresses_which_stay_as_written(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("section", ["model", "input", "output"])
-@pytest.mark.parametrize("secret", ["s3://key:hush@bucket/x", "https://user:hush@host/x", "https://h/x?sig=hush"])
+@pytest.mark.parametrize("secret", ["s3://key:hush@bucket/x", "https://user:hush@host/x", "hf:https://u:hush@h/x"])
 def test_an_address_with_a_secret_is_refused_and_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, secret: str
 ) -> None:
@@ -365,6 +365,13 @@ def test_a_variable_that_seems_to_hold_a_secret_is_not_written_into_a_job(
     with pytest.raises(UsageError, match=rf"job.toml:\d+: input.prompt: {name} seems to hold a secret") as caught:
         from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n'))
     assert "hush" not in str(caught.value)
+
+
+def test_a_secret_variable_may_be_where_an_address_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAS_TOKEN", "sig=hush")
+    spec = from_text(tmp_path, minimal().replace('"in.jsonl"', '"https://host/x.jsonl?${SAS_TOKEN}"'))
+    assert spec.input.path == ("https://host/x.jsonl?sig=hush",)
+    assert "hush" not in json.dumps(spec.to_dict())
 
 
 @pytest.mark.parametrize("name", ["MAX_TOKENS", "DATA_DIR", "KEYBOARD", "TOKENIZER", "PUBLIC_KEYS"])

@@ -13,35 +13,68 @@ import pytest
 from repeats import slow
 
 from batchgen.core import remote
-from batchgen.core.errors import ExitCode
-from batchgen.core.remote import READABLE, STILL_S, WRITABLE, RemoteError, attempt, check_address, open_store, redacted
+from batchgen.core.addresses import check_address, masked
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.remote import READABLE, STILL_S, WRITABLE, RemoteError, attempt, open_store
 
 SECRETS = (
     *("s3://AKIA:hush@bucket/x", "s3://AKIA:hu/sh@bucket/x", "s3://AKIA:hush/x", "gs://hush@bucket/x"),
     *("https://user:hush@host/x", "https://user:hu/sh@host/x", "https://token-hush@host:80/x"),
-    *("https://host/x?a=b&X-Amz-Signature=hush", "https://host/x?sig=hush", "https://host/x?api_key=hush"),
     "hf://hush@datasets/user/name/x",
 )
 
 
 @pytest.mark.parametrize("address", SECRETS)
-def test_an_address_with_a_secret_is_refused_and_not_shown(address: str) -> None:
+def test_an_address_with_a_password_is_refused_and_not_shown(address: str) -> None:
     with pytest.raises(ValueError, match="holds a secret") as caught:
         check_address(address, READABLE)
-    assert "hu" not in str(caught.value) + redacted(address)
+    assert "hu" not in str(caught.value) + masked(address)
 
 
 @pytest.mark.parametrize(
     "address",
     [
-        *("s3://bucket/a b/x@y:z.jsonl", "s3://bucket/x?token=part-of-the-name", "gs://bucket"),
-        *("s3://arn:aws:s3:us-east-1:1:accesspoint/x", "https://host:8080/x?page=1#top", "http://[::1]:80/x"),
+        *(
+            "https://h/x.jsonl?X-Amz-Signature=hush",
+            "https://h/x?code=hush",
+            "https://h/x?hush",
+            "http://h/x?a=b c=hush",
+        ),
+        *(
+            "https://h/x;sig=hush",
+            "https://h/x#access_token=hush",
+            "HTTPS://h/x?download=true&se=hush",
+            "https://h?hush",
+        ),
+        *("s3://b/x?X-Amz-Signature=hush", "gs://b/x;sig=hush", "hf://datasets/u/n/x#t=hush", "S3://b/x?a=hush"),
+        *("hf:u/n?token=hush", "hf:u/n#hush", "hf:https://u:hush@h/x", "http:/u:hush@h/x", "abfs://b/x?sig=hush"),
+    ],
+)
+def test_what_follows_the_path_of_an_address_is_shown_as_a_digest(address: str) -> None:
+    shown = masked(address)
+    assert "hush" not in shown and "***" in shown and masked(shown) == shown
+    assert masked(address.replace("hush", "other")) != shown or "@" in address
+    assert "hush" not in str(UsageError(f"no {address}: try {address}, or '{address}'")) or " " in address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("s3://bucket/a b/x@y:z.jsonl", "s3://bucket/part-?;1#2.jsonl", "gs://bucket", "s3://b/x?versionId=3/L4k"),
+        *("s3://arn:aws:s3:us-east-1:1:accesspoint/x", "https://host:8080/x?raw=1&download=true", "http://[::1]:80/x"),
         "hf://datasets/user/name@main/x.parquet",
     ],
 )
 def test_other_addresses_are_taken_and_shown_as_they_are(address: str) -> None:
     check_address(address, READABLE)
-    assert redacted(address) == address
+    assert masked(address) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["/data/a:b;c=d?e=f", "x?=1.csv", "data/*.jsonl", "hf:openai/gsm8k?config=main&split=test"]
+)
+def test_a_path_is_shown_as_it_is(text: str) -> None:
+    assert masked(text) == text == str(UsageError(text))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +121,7 @@ class ClientPayloadError(Exception): ...
         (urllib.error.URLError(TimeoutError("timed out")), "passing", "cannot be reached"),
         (ClientPayloadError("broke"), "passing", r"breaks off \(broke\)"),
         (ConnectionResetError(104, "reset"), "passing", "breaks off"),
-        (OSError(5, "odd\nthing at https://u:hush@host/x?sig=hush"), "other", r"odd thing at https://\*\*\*@host/x\?"),
+        (OSError(5, "odd\nthing at https://u:hush@host/x?sig=hush"), "other", r"odd thing at https://\*\*\*$"),
     ],
 )
 def test_an_error_of_a_store_is_one_line_with_what_it_means(

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,24 @@ def test_a_plan_reads_addresses_too(place: Remote, job: JobMaker) -> None:
     plan = json.loads(result.output)
     assert plan["rows"]["total"] == 6
     assert plan["input"] == [address]
+
+
+@pytest.mark.parametrize("place", ["web"], indirect=True)
+@pytest.mark.parametrize("tail", ["?code={}", ";sig={}", "#access_token={}"])
+def test_what_may_be_a_secret_in_a_url_is_in_no_file_and_may_change(place: Remote, job: JobMaker, tail: str) -> None:
+    address = place.put("signed.jsonl", content_of(job, 20))
+    if ";" in tail:
+        place.put("signed.jsonl;sig=S3CR3T", content_of(job, 20))
+        place.put("signed.jsonl;sig=0THER", content_of(job, 20))
+    first = job.spec(input={"path": [address + tail.format("S3CR3T")]})
+    assert job.run(first, quiet(max_total_tokens=200)).exit_code == ExitCode.STOPPED
+    assert job.run(job.spec(input={"path": [address + tail.format("0THER")]})).exit_code == 0
+    assert json.loads((job.output / "report.json").read_bytes())["input"] == [f"{address}{tail[0]}***{_digest(tail)}"]
+    assert not any(secret in everything_written(job.output) for secret in (b"S3CR3T", b"0THER"))
+    result = CliRunner().invoke(cli, ["run", str(job.output)])
+    assert isinstance(result.exception, UsageError)
+    assert "*** may be a secret and is not stored: give the address with --input" in str(result.exception)
+
+
+def _digest(tail: str) -> str:
+    return blake2b(tail.format("0THER").encode(), digest_size=4).hexdigest()

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
+from batchgen.core.addresses import masked
 from batchgen.core.errors import BatchgenError, InputError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
@@ -135,7 +136,7 @@ def _is_of_a_value(error: BaseException | None) -> bool:
 def _parse_name(text: str) -> tuple[str, dict[str, str]]:
     name, _, query = text.removeprefix(PREFIX).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
-    if not name or options.keys() - _OPTIONS:
+    if not name or options.keys() - _OPTIONS or masked(text) != text:
         raise UsageError(f"cannot read {text!r}; write hf:NAME?config=...&split=...&revision=... (all optional)")
     return name, options
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.config.job import InputSpec
+from batchgen.core.addresses import scheme_of
 from batchgen.core.errors import UsageError
 from batchgen.core.model_files import LFS_POINTER
-from batchgen.core.remote import scheme_of
 from batchgen.input.formats import InputFile
 from batchgen.input.formats.delimited import DelimitedFile
 from batchgen.input.formats.hf import DatasetFile
