@@ -81,14 +81,15 @@ class ModelConfig:
     ``eos_token_ids`` end a generation. ``has_qk_norm``: queries and keys are normed per head; ``has_attention_gate``: a
     head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: what mixers and feed-forwards give is
     normed before it is added; ``norm_offset``: that is added to the weights of norms; ``has_gelu``: feed-forwards are
-    gated by gelu, not silu. ``embedding_scale`` and ``logits_scale`` are what rows of the embedding and logits are
-    multiplied by, the first in the model's dtype where ``rounds_embedding_scale``. ``tensor_names`` maps the role of
-    each tensor to its name in the checkpoint, without ``.weight``, with ``{layer}`` for the layer's index and
-    ``{expert}`` for that of an expert; ``module_names`` maps what transformers calls parts of a module otherwise, and
-    so adapters. Families without convolutions leave the fields ``conv_*`` as they are. Where it is not ``is_causal``,
-    each token sees its whole text; without ``has_head`` the model gives its last hidden state in place of logits, or
-    the logits of ``labels``, of which ``scores`` are the "softmax", the "sigmoid" of each, or the "logits" themselves.
-    ``has_unexpected_head``: the output projection is no copy of the embedding, though ``config.json`` says so.
+    gated by gelu, not silu; ``biases``: roles of the modules that add one. ``embedding_scale`` and ``logits_scale`` are
+    what rows of the embedding and logits are multiplied by, the first in the model's dtype where
+    ``rounds_embedding_scale``. ``tensor_names`` maps the role of each tensor to its name in the checkpoint, without
+    ``.weight``, with ``{layer}`` for the layer's index and ``{expert}`` for that of an expert; ``module_names`` maps
+    what transformers calls parts of a module otherwise, and so adapters. Families without convolutions leave the fields
+    ``conv_*`` as they are. Where it is not ``is_causal``, each token sees its whole text; without ``has_head`` the
+    model gives its last hidden state in place of logits, or the logits of ``labels``, of which ``scores`` are the
+    "softmax", the "sigmoid" of each, or the "logits" themselves. ``has_unexpected_head``: the output projection is no
+    copy of the embedding, though ``config.json`` says so.
     """
 
     vocab_size: int
@@ -113,8 +114,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     logits_scale: float = 1.0
+    biases: tuple[str, ...] = ()
     conv_l_cache: int = 1  # taps of the short convolution
-    conv_bias: bool = False
     is_gguf: bool = False
     has_adapter: bool = False
     is_causal: bool = True

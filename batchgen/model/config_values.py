@@ -169,7 +169,7 @@ class ConfigValues:
         """Refuse what a flag switches on."""
         for name in names:
             if self.flag(name, default=False):
-                raise self.error(f"{name} true is not supported: no model of this family was published with it")
+                raise self.error(f"{name} true is not computed here")
 
     def model(
         self,

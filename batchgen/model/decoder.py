@@ -49,7 +49,7 @@ class Decoder:
     """The whole network. ``forward`` is a function of its inputs and the state that it is given."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, kernels: Kernels) -> None:
-        tensors = NamedTensors(source, config.tensor_names, config.norm_offset)
+        tensors = NamedTensors(source, config)
         self.config = config = untied(config, tensors)
         self.kernels = kernels
         self.dtype = source.dtype  # of activations

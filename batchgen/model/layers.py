@@ -100,11 +100,7 @@ class ShortConv:
         width = config.hidden_size
 
         def projection(role: str, out_features: int) -> Linear:
-            weight = tensors.take(role, out_features, width)
-            bias = (
-                tensors.take(role, out_features, part="bias").to(tensors.dtype, copy=True) if config.conv_bias else None
-            )
-            return kernels.linear(weight, bias)
+            return kernels.linear(tensors.take(role, out_features, width), tensors.biases((role, out_features)))
 
         self.kernels = kernels
         self.in_proj = projection("conv_in", 3 * width)
@@ -113,8 +109,8 @@ class ShortConv:
         self.linears = [(self.in_proj, width), (out_proj, width)]
         weight = tensors.take("conv", width, 1, config.conv_l_cache, init=TAPS)
         self.weight = weight.squeeze(1).T.float().contiguous()
-        bias = tensors.take("conv", width, part="bias") if config.conv_bias else torch.zeros(width)
-        self.bias = bias.float().to(weight.device).clone()
+        bias = tensors.biases(("conv", width))
+        self.bias = torch.zeros(width, device=weight.device) if bias is None else bias.float()
 
     def mix(self, x: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """Input of ``out_proj``; updates ``state``."""
@@ -124,8 +120,8 @@ class ShortConv:
 class Attention:
     """Grouped-query attention.
 
-    Depending on the family with a norm per head on queries and keys, before the rotary embedding; with a gate on each
-    head's output; over a window of positions.
+    Depending on the family with biases; with a norm per head on queries and keys, before the rotary embedding; with a
+    gate on each head's output; over a window of positions.
     """
 
     def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
@@ -138,8 +134,10 @@ class Attention:
         self.heads = Heads(
             config.num_heads, d, q_norm, k_norm, config.norm_eps, shape.window, is_gated=config.has_attention_gate
         )
-        self.qkv = kernels.linear(torch.cat([tensors.take(role, rows, width) for role, rows in parts]))
-        out_proj = kernels.linear(tensors.take("attention_out", width, config.num_heads * d))
+        weights = torch.cat([tensors.take(role, rows, width) for role, rows in parts])
+        self.qkv = kernels.linear(weights, tensors.biases(*parts))
+        out_weight = tensors.take("attention_out", width, config.num_heads * d)
+        out_proj = kernels.linear(out_weight, tensors.biases(("attention_out", width)))
         self.out_proj = AddedLinear(out_proj, "mixer_post_norm", tensors, config, kernels)
         self.linears = [(self.qkv, width), (out_proj, config.num_heads * d)]
 

@@ -216,12 +216,10 @@ class RandomTensors:
 class NamedTensors:
     """The tensors of a source by role, under the names that the model's family gives them."""
 
-    def __init__(
-        self, source: TensorSource, names: Mapping[str, str], norm_offset: float = 0.0, **indices: int
-    ) -> None:
+    def __init__(self, source: TensorSource, config: ModelConfig, **indices: int) -> None:
         self._source = source
-        self._names = names
-        self._norm_offset = norm_offset
+        self._config = config
+        self._names = config.tensor_names
         self._indices = indices
 
     @property
@@ -231,7 +229,7 @@ class NamedTensors:
 
     def of(self, **indices: int) -> NamedTensors:
         """Those of one layer, or of one expert of it."""
-        return NamedTensors(self._source, self._names, self._norm_offset, **self._indices, **indices)
+        return NamedTensors(self._source, self._config, **self._indices, **indices)
 
     def name(self, role: str, part: str = "weight") -> str:
         """The name of a tensor of a module, or of a module that is itself a tensor if ``part`` is empty."""
@@ -253,8 +251,21 @@ class NamedTensors:
 
     def norm(self, role: str, width: int) -> Tensor:
         """Weights [width] of a norm, in memory of their own and the model's dtype."""
-        weight = self.take(role, width, init=Init(1.0 - self._norm_offset, 0.1))
-        return (weight.float() + self._norm_offset).to(self.dtype, copy=True)
+        offset = self._config.norm_offset
+        weight = self.take(role, width, init=Init(1.0 - offset, 0.1))
+        return (weight.float() + offset).to(self.dtype, copy=True)
+
+    def biases(self, *parts: tuple[str, int]) -> Tensor | None:
+        """Biases of modules end to end, given the role and width of each; zeros for one without, None if none has one.
+
+        They have memory of their own and the model's dtype.
+        """
+        taken = {role: self.take(role, n, part="bias") for role, n in parts if role in self._config.biases}
+        if not taken:
+            return None
+        device = next(iter(taken.values())).device
+        biases = (taken[role] if role in taken else torch.zeros(n, device=device) for role, n in parts)
+        return torch.cat([bias.to(self.dtype) for bias in biases])
 
 
 def untied(config: ModelConfig, tensors: NamedTensors) -> ModelConfig:

@@ -102,6 +102,7 @@ RAW: dict[str, dict[str, Any]] = {
     # 64 positions of old context: wavelengths on both sides of the bounds and between them
     "llama": {**_DENSE, "model_type": "llama", "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64}},
     "mistral": {**_DENSE, "model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "qwen2": {**_DENSE, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 20},
     "qwen3": {**_DENSE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
     "qwen3_moe": {**_DENSE, **_EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True},
     # layers 1 and 3 of 4 without rotary embedding

@@ -36,6 +36,7 @@ from batchgen.model.rope import frequencies
 from batchgen.model.weights import Checkpoint, Init, NamedTensors, RandomTensors
 
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions
+BIASED = ("granite", "llama", "qwen3", "qwen3_moe", "smollm3")
 # Other shapes, most of LFM2, whose convolutions and feed-forward widths no other family has.
 VARIANTS: dict[str, dict[str, Any]] = {
     "3 heads of 16": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
@@ -82,6 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"layer_types": None, "sliding_window_pattern": 2, "query_pre_attn_scalar": 256, "head_dim": 16},
     },
     "granite, tied": {"model_type": "granite", "embedding_multiplier": 12, "tie_word_embeddings": True},
+    **{f"biased attention, {name}": {"model_type": name, "attention_bias": True} for name in BIASED},
     "listed layers without rotation, smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]},
     "as chosen, qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": False},
 }
@@ -215,7 +217,7 @@ def test_published_shapes_have_the_parameters_that_transformers_gives_them(name:
 def test_random_norms_are_near_one(model_type: str) -> None:
     """Wider ones make the last bits of deep models differ more than ``batchgen check`` allows."""
     config = parse_config(raw_config(model_type), model_type)
-    tensors = NamedTensors(RandomTensors(torch.float32, CPU), config.tensor_names, config.norm_offset)
+    tensors = NamedTensors(RandomTensors(torch.float32, CPU), config)
     assert (tensors.norm("final_norm", 4096) - 1).abs().max() < 0.5
 
 
@@ -288,15 +290,15 @@ def scaled(**changes: Any) -> dict[str, Any]:
         (
             "gemma3_text",
             {"final_logit_softcapping": 30.0},
-            ["final_logit_softcapping is 30.0; no model of this family"],
+            ["final_logit_softcapping is 30.0; it is not computed here"],
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ("gemma3_text", {"sliding_window": None}, ["sliding_window"]),
         ("gemma3_text", {"layer_types": ["conv"] * 4}, ["layer_types must name 4 layers as 'sliding_attention' or"]),
         ("granite", {"residual_multiplier": 0}, ["residual_multiplier must be a positive number"]),
         ("granite", {"attention_multiplier": 1e-4}, ["attention_multiplier must be from 0.001 to 1000, not 0.0001"]),
-        ("llama", {"attention_bias": True}, ["attention_bias"]),
-        ("llama", {"mlp_bias": True}, ["mlp_bias"]),
+        ("llama", {"mlp_bias": True}, ["mlp_bias true is not computed here"]),
+        ("mistral", {"attention_bias": True}, ["attention_bias true is not computed here"]),
         ("llama", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ("llama", {"intermediate_size": None}, ["intermediate_size"]),
         ("llama", {"num_hidden_layers": 10**6}, ["num_hidden_layers", "128"]),

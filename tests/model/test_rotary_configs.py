@@ -12,7 +12,7 @@ from batchgen.core.errors import ModelError
 from batchgen.model.registry import parse_config
 from batchgen.model.rope import frequencies
 
-DENSE = ["granite", "llama", "mistral", "qwen3", "qwen3_moe", "smollm3"]
+DENSE = ["granite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 64,
@@ -86,7 +86,7 @@ def test_a_mistral_that_says_nothing_of_a_window_has_that_of_transformers() -> N
 
 
 def test_the_other_families_have_no_window_unless_a_switch_turns_it_on() -> None:
-    for family in ("qwen3", "qwen3_moe", "smollm3"):
+    for family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
         raw = raw_config(family, sliding_window=20)
         assert parse_config(raw, "config.json") == parse_config(raw_config(family), "config.json")
         with pytest.raises(ModelError, match="use_sliding_window true"):

@@ -2,8 +2,8 @@
 
 To add a family, write a module with the names of ``Family``, enter it in ``FAMILIES`` and add a tiny config to
 ``tests/helpers/families.py``: all tests that hold for every family then run for it. The decoder has SwiGLU,
-grouped-query attention without bias, optionally with norms per head of queries and keys, and short convolutions; what
-else there is, the fields of ``ModelConfig`` and ``LayerShape`` tell. ``dense`` reads what looks like Llama.
+grouped-query attention, optionally with norms per head of queries and keys, and short convolutions; the fields of
+``ModelConfig`` and ``LayerShape`` name the rest. ``dense`` reads what looks like Llama.
 """
 
 from __future__ import annotations
@@ -13,7 +13,19 @@ from typing import Any, Protocol
 
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues
-from batchgen.model.families import gemma3, granite, lfm2, lfm2_moe, lfm3, llama, mistral, qwen3, qwen3_moe, smollm3
+from batchgen.model.families import (
+    gemma3,
+    granite,
+    lfm2,
+    lfm2_moe,
+    lfm3,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 
 
 class Family(Protocol):
@@ -33,6 +45,7 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     "lfm3": lfm3,
     "llama": llama,
     "mistral": mistral,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "smollm3": smollm3,

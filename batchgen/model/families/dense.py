@@ -7,6 +7,7 @@ from typing import Any
 from batchgen.model.config import ATTENTION, LayerShape, ModelConfig
 from batchgen.model.config_values import MAX_LAYERS, ConfigValues
 
+QKV = ("q", "k", "v")
 _LAYER = "model.layers.{layer}"
 TENSOR_NAMES = {
     "embedding": "model.embed_tokens",
@@ -43,16 +44,18 @@ def published(widths: tuple[int, int, int], heads: tuple[int, int], num_layers: 
 
 
 def read_dense(
-    values: ConfigValues, default_theta: float, *, is_tied: bool = False, has_qk_norm: bool = True
+    values: ConfigValues, default_theta: float, *, is_tied: bool = False, has_qk_norm: bool = True, **more: Any
 ) -> ModelConfig:
-    """The shape of the model that has this ``config.json``.
+    """The shape of the model that has this ``config.json``; ``more`` are further fields.
 
-    Raises ModelError, for biases, sliding windows and other activations too: no release has them.
+    Raises ModelError, for biases of feed-forwards, sliding windows and other activations too.
     """
-    values.refuse("attention_bias", "mlp_bias", "use_sliding_window")
+    values.refuse("mlp_bias", "use_sliding_window")
     values.expect("hidden_act", "silu", "only 'silu' is supported")
     if values.get("layer_types", default=None) is not None:
         values.layer_types(ATTENTION)
     layer = LayerShape(ATTENTION, values.integer("intermediate_size"), values.rope(default_theta))
     layers = (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS)
-    return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=is_tied, has_qk_norm=has_qk_norm)
+    if values.flag("attention_bias", default=False):
+        more = {"biases": (*QKV, "attention_out"), **more}
+    return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=is_tied, has_qk_norm=has_qk_norm, **more)

@@ -55,7 +55,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
     values.refuse("attention_bias", "use_bidirectional_attention")
     values.expect("hidden_activation", "gelu_pytorch_tanh", "only 'gelu_pytorch_tanh' is supported in this family")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        values.expect(name, None, "no model of this family was published with it")
+        values.expect(name, None, "it is not computed here")
     kinds, ff_dim = _kinds(values), values.integer("intermediate_size")
     head_dim = values.integer("head_dim", default=256)
     scale = (head_dim / values.number("query_pre_attn_scalar", default=256)) ** 0.25  # of queries and of keys

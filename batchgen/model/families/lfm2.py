@@ -13,6 +13,7 @@ from batchgen.model.config import ATTENTION, CONV, LayerShape, ModelConfig
 from batchgen.model.config_values import MAX_LAYERS, ConfigValues
 
 TITLE = "dense LFM2"
+CONV_BIASES = ("conv_in", "conv", "conv_out")
 _LAYER = "model.layers.{layer}"
 TENSOR_NAMES = {
     "embedding": "model.embed_tokens",
@@ -82,7 +83,7 @@ def read_lfm2(values: ConfigValues, ff_dim: int) -> ModelConfig:
         norm_eps=1e-5,
         is_tied=True,
         conv_l_cache=values.integer("conv_L_cache", least=2),
-        conv_bias=values.flag("conv_bias", default=False),
+        biases=CONV_BIASES if values.flag("conv_bias", default=False) else (),
     )
 
 

@@ -65,7 +65,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
         has_attention_gate=values.flag("use_attention_gate", default=True),
         has_post_norms=values.flag("use_sandwich_norm", default=True),
         conv_l_cache=values.integer("conv_L_cache", default=7, least=2),
-        conv_bias=values.flag("conv_bias", default=False),
+        biases=lfm2.CONV_BIASES if values.flag("conv_bias", default=False) else (),
     )
 
 

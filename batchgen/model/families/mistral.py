@@ -31,4 +31,5 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
     values.refuse_window(default=4096)
+    values.refuse("attention_bias")
     return read_dense(values, default_theta=1e4, has_qk_norm=False)
