@@ -7,7 +7,7 @@ no torch, so that planning can use it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batchgen.kernels.processor import leaves_products_to_onednn, multiplies_bfloat16
 
@@ -23,9 +23,9 @@ class Rope:
 
     ``theta`` is the base. "linear" stretches all wavelengths by ``factor``, "llama3" the wavelengths of a context of
     ``original_positions`` by ``factor``, those beyond it over ``low_freq_factor`` wholly, those below it over
-    ``high_freq_factor`` not at all. "proportional" rotates only ``rotated_share`` of the head, from its first pair on.
-    Queries and keys are multiplied by ``scale``, so scores by its square: where a model divides them by something else
-    than the root of ``head_dim``.
+    ``high_freq_factor`` not at all; "yarn" does the same by the index of a pair. "proportional" rotates only
+    ``rotated_share`` of the head, from its first pair on. Queries and keys are multiplied by ``scale``, so scores by
+    its square: where a model divides them by something else than the root of ``head_dim``.
     """
 
     theta: float
@@ -36,6 +36,15 @@ class Rope:
     original_positions: int = 0
     rotated_share: float = 1.0
     scale: float = 1.0
+
+    def scaled(self, by: float) -> Rope:
+        """The same rotation of queries and keys that are multiplied by ``by`` too."""
+        return replace(self, scale=self.scale * by)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that "yarn" stretches a context to; 0 for the other kinds, whose files give them elsewhere."""
+        return round(self.factor * self.original_positions) if self.kind == "yarn" else 0
 
 
 NO_ROPE = Rope(1.0, "proportional", rotated_share=0.0)  # all cosines 1, all sines 0: nothing is rotated

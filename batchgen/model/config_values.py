@@ -6,6 +6,7 @@ ModelError that names the file and the key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,8 @@ from batchgen.model.config import Experts, LayerShape, ModelConfig, Rope
 
 T = TypeVar("T")
 MAX_LAYERS = 128  # more than any release has; a larger number only delays the error
-ROPE_KINDS = ("default", "linear", "llama3", "proportional")
+ROPE_KINDS = ("default", "linear", "llama3", "proportional", "yarn")
+_YARN_BETAS = (("fast", 32.0), ("slow", 1.0))  # rotations within the old context, by default
 _MAX_INT = 2**31 - 1  # the limit of the kernels' 32-bit indices
 _MAX_FLOAT = 3.4e38  # the limit of float32
 
@@ -117,6 +119,8 @@ class ConfigValues:
                 raise self.error(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
             positions = positions or self.integer("original_max_position_embeddings")
             return Rope(theta, kind, self.number("factor"), low, high, positions)
+        if kind == "yarn":
+            return self._yarn(theta, positions or self.integer("original_max_position_embeddings"))
         if kind == "linear":
             return Rope(theta, kind, self.number("factor"))
         if kind == "proportional":
@@ -125,6 +129,19 @@ class ConfigValues:
                 raise self.error(f"partial_rotary_factor must be at most 1, not {share:g}")
             return Rope(theta, kind, rotated_share=share)
         return Rope(theta)
+
+    def _yarn(self, theta: float, positions: int) -> Rope:
+        """YaRN (arXiv:2309.00071), whose cosines and sines have a factor: given, or of ``factor`` as in the paper."""
+        self.expect("truncate", True, "it is not computed here")
+        factor, fast, slow = self.number("factor"), *(self.number(f"beta_{n}", default=d) for n, d in _YARN_BETAS)
+        if theta == 1 or fast < slow or not 1 <= factor <= _MAX_INT / positions:
+            values = f"factor {factor:g}, beta_fast {fast:g}, beta_slow {slow:g}, {positions} positions"
+            raise self.error(f"{values}: no context can be stretched by these")
+        given = [self.get(name, default=None) for name in ("mscale", "mscale_all_dim")]
+        weights = [self.number("mscale"), self.number("mscale_all_dim")] if all(given) else [1.0, 0.0]
+        attention, whole = (0.1 * weight * math.log(factor) + 1 for weight in weights)
+        scale = self.number("attention_factor", default=attention / whole)
+        return Rope(theta, "yarn", factor, slow, fast, positions, scale=scale)
 
     def experts(self, scores: str, *, is_normalized: bool, **more: Any) -> Experts:
         """Experts whose scores are ``scores``; ``is_normalized`` where the config says nothing; ``more`` are fields."""
@@ -198,7 +215,11 @@ class ConfigValues:
             num_kv_heads=self.integer("num_key_value_heads", default=num_heads),
             head_dim=self.integer("head_dim", default=head_dim or hidden_size // num_heads),
             norm_eps=self.number("norm_eps", "rms_norm_eps", "block_norm_eps", default=norm_eps),
-            max_position_embeddings=self.integer("max_position_embeddings"),
+            max_position_embeddings=max(
+                self.integer("max_position_embeddings"),
+                *(layer.rope.num_positions for layer in layers if layer.rope),
+                0,
+            ),
             tie_embedding=self.flag("tie_embedding", "tie_word_embeddings", default=is_tied),
             bos_token_id=self._bos_token_id(),
             eos_token_ids=token_ids(self.raw, "eos_token_id", self.where),

@@ -18,12 +18,17 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     default: ``theta ** (-2i / head_dim)``. "linear": that over ``factor``. "llama3" (Llama 3.1): a frequency whose
     wavelength 2 pi / f exceeds ``original_positions / low_freq_factor`` is divided by ``factor``, one below
     ``original_positions / high_freq_factor`` stays, those between are blended. "proportional" (LFM3): 0 from the share
-    of pairs on that are not rotated.
+    of pairs on that are not rotated. "yarn": pairs up to the one that turns ``high_freq_factor`` times within
+    ``original_positions`` stay, those from the one that turns ``low_freq_factor`` times are divided, those between are
+    blended by their index.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "proportional":
         plain[int(rope.rotated_share * head_dim // 2) :] = 0.0
+    if rope.kind == "yarn":
+        share = _yarn_share(rope, head_dim)
+        return 1.0 / (rope.factor * rope.theta**exponents) * (1 - share) + plain * share
     if rope.kind != "llama3":
         return plain / rope.factor
     wavelengths = 2 * math.pi / plain
@@ -34,6 +39,17 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     )
     blended = (1 - share) * stretched / rope.factor + share * stretched
     return torch.where((wavelengths >= high) & (wavelengths <= low), blended, stretched)
+
+
+def _yarn_share(rope: Rope, head_dim: int) -> Tensor:
+    """The share [head_dim / 2] of each frequency that stays as it is."""
+    turns = (rope.high_freq_factor, rope.low_freq_factor)
+    first, last = (
+        head_dim * math.log(rope.original_positions / (n * 2 * math.pi)) / (2 * math.log(rope.theta)) for n in turns
+    )
+    first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first or 0.001)
+    return 1 - ramp.clamp(0, 1)
 
 
 class Rotary:

@@ -36,6 +36,7 @@ from batchgen.model.rope import frequencies
 from batchgen.model.weights import Checkpoint, Init, NamedTensors, RandomTensors
 
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 40}
 BIASED = ("granite", "llama", "qwen3", "qwen3_moe", "smollm3")
 # Other shapes, most of LFM2, whose convolutions and feed-forward widths no other family has.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{"rope_theta": 1e5, "rope_local_base_freq": 1e3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         **{"layer_types": None, "sliding_window_pattern": 2, "query_pre_attn_scalar": 256, "head_dim": 16},
     },
+    "yarn, qwen3": {"model_type": "qwen3", "rope_scaling": YARN},
+    "yarn, granite": {"model_type": "granite", "rope_scaling": YARN, "head_dim": 32},
     "granite, tied": {"model_type": "granite", "embedding_multiplier": 12, "tie_word_embeddings": True},
     **{f"biased attention, {name}": {"model_type": name, "attention_bias": True} for name in BIASED},
     "listed layers without rotation, smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]},
@@ -305,7 +308,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("llama", scaled(factor=0), ["rope_scaling", "factor", "0"]),
         ("llama", scaled(high_freq_factor=1.0), ["low_freq_factor", "high_freq_factor"]),
         ("llama", scaled(original_max_position_embeddings=None), ["original_max_position_embeddings"]),
-        ("llama", scaled(rope_type="yarn"), ["rope", "'yarn'", "llama3"]),
+        ("llama", scaled(rope_type="longrope"), ["rope", "'longrope'", "llama3"]),
         ("lfm2", {"is_causal": False}, ["conv_L_cache is 3; is_causal false with convolutions is not supported"]),
         ("lfm2_moe", {"num_experts_per_tok": 7}, ["num_experts_per_tok must be at most 6"]),
         ("lfm2_moe", {"num_experts": 0}, ["num_experts must be a positive integer"]),
@@ -321,7 +324,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("lfm3", {"layer_types": ["conv"] * 5 + ["linear_attention"]}, ["layer_types"]),
         ("lfm3", {"layer_types": ["conv"] * 5}, ["layer_types"]),
         ("lfm3", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, ["full_attention"]),
-        ("lfm3", full_attention(rope_type="yarn"), ["yarn"]),
+        ("lfm3", full_attention(rope_type="longrope"), ["longrope"]),
         ("lfm3", full_attention(partial_rotary_factor=2), ["partial_rotary_factor"]),
         ("mistral", {"sliding_window": 4095}, ["sliding_window"]),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window"]),

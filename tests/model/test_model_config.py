@@ -127,10 +127,10 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"model_type": ...}, ["model_type"]),
         ({"hidden_size": 65, "head_dim": 16}, ["hidden_size 65 is odd", "in pairs"]),
         ({"model_type": "llama", "intermediate_size": 97}, ["a feed-forward's width 97 is odd"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope", "'yarn'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["rope", "'longrope'"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope", "'dynamic'"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope_parameters", "low_freq_factor"]),
-        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}}, ["rope", "'yarn'"]),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "su"}}, ["rope", "'su'"]),
         ({"norm_eps": 1e-5, "rms_norm_eps": 1e-6}, ["norm_eps is 1e-05 and rms_norm_eps 1e-06; keep the one"]),
         (
             {"tie_embedding": True, "tie_word_embeddings": False},

@@ -17,6 +17,7 @@ LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 GIVEN: dict[str, dict[str, Any]] = {
     "nowhere": {},
     "a kind alone": {"rope_parameters": {"rope_type": "default"}},
@@ -28,6 +29,18 @@ GIVEN: dict[str, dict[str, Any]] = {
         "rope_theta": 300.0,
     },
     "positions beside": {"rope_parameters": {**LLAMA3, "rope_theta": 77.0}, "original_max_position_embeddings": 512},
+    "yarn": {"rope_scaling": {**YARN, "rope_theta": 1e6}},
+    "yarn that weighs attention": {
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+        "rope_theta": 5e4,
+    },
+    "yarn of one scale": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "yarn with a factor of attention": {"rope_parameters": {**YARN, "attention_factor": 0.8}},
+    "yarn with other bounds": {"rope_scaling": {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "factor": 1.5}},
+    "yarn of one bound": {
+        "rope_scaling": {**YARN, "beta_fast": 2, "beta_slow": 2},
+        "original_max_position_embeddings": 90,
+    },
     "positions beside alone": {
         "rope_scaling": {name: value for name, value in LLAMA3.items() if not name.startswith("orig")},
         "original_max_position_embeddings": 32,
@@ -49,10 +62,35 @@ def test_a_rotary_embedding_is_that_of_transformers_wherever_it_is_said(family: 
 
     rope = parse_config(config_of(family, **given), "config.json").layers[0].rope
     assert rope is not None
-    head_dim = parse_config(config_of(family), "config.json").head_dim
+    plain = parse_config(config_of(family), "config.json")
+    head_dim = plain.head_dim
     wanted: Any = AutoConfig.for_model(**config_of(family, **given))
     wanted.head_dim = head_dim
-    assert torch.equal(frequencies(rope, head_dim), LlamaRotaryEmbedding(wanted).inv_freq)
+    reference = LlamaRotaryEmbedding(wanted)
+    assert torch.equal(frequencies(rope, head_dim), reference.inv_freq)
+    assert rope.scale == plain.ropes[0].scale * reference.attention_scaling
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(1024, 2048), (4096, 4096)])
+def test_yarn_stretches_the_context_by_its_factor(given: int, wanted: int) -> None:
+    raw = config_of("qwen3", rope_scaling=YARN, max_position_embeddings=given)
+    assert parse_config(raw, "config.json").max_position_embeddings == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"truncate": False}, "truncate is False; it is not computed here"),
+        ({"factor": 0.5}, "no context can be stretched"),
+        ({"factor": 1e300}, "factor must be"),
+        ({"factor": 1e30}, "no context can be stretched"),
+        ({"beta_fast": 0.5}, "no context can be stretched"),
+        ({"original_max_position_embeddings": None}, "has no 'original_max_position_embeddings'"),
+    ],
+)
+def test_yarn_that_cannot_be_computed_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        parse_config(config_of("qwen3", rope_scaling={**YARN, **changes}), "config.json")
 
 
 @pytest.mark.parametrize("family", DENSE)

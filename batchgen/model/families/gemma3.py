@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from batchgen.model.config import ATTENTION, LayerShape, ModelConfig, Rope
@@ -63,7 +62,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
         kind: LayerShape(
             ATTENTION,
             ff_dim,
-            replace(_rope(values, kind), scale=scale),
+            _rope(values, kind).scaled(scale),
             values.integer("sliding_window") if kind == _SLIDING else 0,
         )
         for kind in dict.fromkeys(kinds)

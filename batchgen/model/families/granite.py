@@ -54,7 +54,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
 
     def scaled(layer: LayerShape) -> LayerShape:
         assert layer.rope, "all layers are attention"
-        return replace(layer, rope=replace(layer.rope, scale=math.sqrt(attention * math.sqrt(dense.head_dim))))
+        return replace(layer, rope=layer.rope.scaled(math.sqrt(attention * math.sqrt(dense.head_dim))))
 
     return replace(
         dense,
