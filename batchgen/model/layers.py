@@ -42,7 +42,10 @@ class FeedForward:
 
     def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
         width, inner = config.hidden_size, shape.ff_dim
-        gate, up = tensors.take("gate", inner, width), tensors.take("up", inner, width)
+        if "gate_up" in config.tensor_names:  # gates before ups
+            gate, up = tensors.take("gate_up", 2 * inner, width).chunk(2)
+        else:
+            gate, up = (tensors.take(role, inner, width) for role in ("gate", "up"))
         self.gate_up = kernels.gated_linear(gate, up, config.has_gelu)
         down = kernels.linear(tensors.take("down", width, inner))
         self.down = AddedLinear(down, "feed_forward_post_norm", tensors, config, kernels)

@@ -99,6 +99,13 @@ RAW: dict[str, dict[str, Any]] = {
         **{"embedding_multiplier": 3.0, "residual_multiplier": 0.22},
         **{"attention_multiplier": 0.1, "logits_scaling": 6.0},
     },
+    "granitemoehybrid": {
+        **_DENSE,
+        "model_type": "granitemoehybrid",
+        **{"layer_types": ["attention"] * 3, "shared_intermediate_size": 96, "intermediate_size": 4},
+        **{"num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope", "mamba_n_heads": 8},
+        **{"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 4.0},
+    },
     # 64 positions of old context: wavelengths on both sides of the bounds and between them
     "llama": {**_DENSE, "model_type": "llama", "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64}},
     "mistral": {**_DENSE, "model_type": "mistral", "sliding_window": None, "head_dim": 24},

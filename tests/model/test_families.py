@@ -37,7 +37,7 @@ from batchgen.model.weights import Checkpoint, Init, NamedTensors, RandomTensors
 
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 40}
-BIASED = ("granite", "llama", "qwen3", "qwen3_moe", "smollm3")
+BIASED = ("granite", "granitemoehybrid", "llama", "qwen3", "qwen3_moe", "smollm3")
 # Other shapes, most of LFM2, whose convolutions and feed-forward widths no other family has.
 VARIANTS: dict[str, dict[str, Any]] = {
     "3 heads of 16": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
@@ -87,6 +87,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn, granite": {"model_type": "granite", "rope_scaling": YARN, "head_dim": 32},
     "granite, tied": {"model_type": "granite", "embedding_multiplier": 12, "tie_word_embeddings": True},
     **{f"biased attention, {name}": {"model_type": name, "attention_bias": True} for name in BIASED},
+    "without rotation, granitemoehybrid": {"model_type": "granitemoehybrid", "position_embedding_type": "nope"},
     "listed layers without rotation, smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]},
     "as chosen, qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": False},
 }
@@ -300,6 +301,15 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("gemma3_text", {"layer_types": ["conv"] * 4}, ["layer_types must name 4 layers as 'sliding_attention' or"]),
         ("granite", {"residual_multiplier": 0}, ["residual_multiplier must be a positive number"]),
         ("granite", {"attention_multiplier": 1e-4}, ["attention_multiplier must be from 0.001 to 1000, not 0.0001"]),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["attention", "mamba", "attention"]},
+            ["layers of Mamba are not computed"],
+        ),
+        ("granitemoehybrid", {"layer_types": None}, ["layers of Mamba are not computed here"]),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 2}, ["layer_types must name 3 layers"]),
+        ("granitemoehybrid", {"num_local_experts": 8}, ["num_local_experts is not 0; experts beside"]),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, ["position_embedding_type is 'alibi'; known are"]),
         ("llama", {"mlp_bias": True}, ["mlp_bias true is not computed here"]),
         ("mistral", {"attention_bias": True}, ["attention_bias true is not computed here"]),
         ("llama", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),

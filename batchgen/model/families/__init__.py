@@ -16,6 +16,7 @@ from batchgen.model.config_values import ConfigValues
 from batchgen.model.families import (
     gemma3,
     granite,
+    granite4,
     lfm2,
     lfm2_moe,
     lfm3,
@@ -40,6 +41,7 @@ class Family(Protocol):
 FAMILIES: Mapping[str, Family] = {  # by model_type
     "gemma3_text": gemma3,
     "granite": granite,
+    "granitemoehybrid": granite4,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,

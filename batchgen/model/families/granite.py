@@ -21,7 +21,8 @@ from batchgen.model.families.dense import published, read_dense
 TITLE = "dense Granite"
 
 
-def _granite(*sizes: Any, **more: Any) -> dict[str, Any]:
+def granite(*sizes: Any, **more: Any) -> dict[str, Any]:
+    """A published ``config.json``, of the sizes of ``published``."""
     values = {
         "model_type": "granite",
         "vocab_size": 49159,
@@ -40,8 +41,8 @@ def _granite(*sizes: Any, **more: Any) -> dict[str, Any]:
 _2B = {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
 _8B = {"attention_multiplier": 0.0078125, "logits_scaling": 16.0}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "Granite-3.3-2B": _granite((2048, 64, 8192), (32, 8), 40, **_2B),
-    "Granite-3.3-8B": _granite((4096, 128, 12800), (32, 8), 40, **_8B),
+    "Granite-3.3-2B": granite((2048, 64, 8192), (32, 8), 40, **_2B),
+    "Granite-3.3-8B": granite((4096, 128, 12800), (32, 8), 40, **_8B),
 }
 
 
