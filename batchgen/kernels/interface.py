@@ -173,6 +173,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Attention of every token over cached positions as ``query_blocks`` says, the last ``window`` if not 0.
 
+        Where tokens see their whole text, a window is those fewer than ``window`` positions before or after.
+
         The last num_heads columns of ``gates`` [num_tokens, columns] are logits: a head's output is multiplied by
         their sigmoid. Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.
         """

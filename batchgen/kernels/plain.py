@@ -206,16 +206,17 @@ def _attended(q: Tensor, cache: KVCache, layout: StepLayout, rows: PaddedRows, w
     inputs, size, num_kv_heads = layout.inputs, cache.block_size, cache.values.shape[1]
     positions, tables = inputs.positions[rows.tokens], inputs.block_tables[rows.sequences]
     columns = torch.arange(rows.num_blocks, device=q.device)[None]
-    if window and rows.tokens.shape[1] == 1:  # of several tokens, some between them may have been left out
+    if (
+        window and inputs.is_causal and rows.tokens.shape[1] == 1
+    ):  # of several tokens, some between them may have been left out
         columns = (positions + 1 - window).clamp(min=0) // size + columns[:, : (window - 2) // size + 2]
     at = (columns[..., None] * size + torch.arange(size, device=q.device)).flatten(1)  # [rows or 1, positions]
     columns = columns.clamp(max=tables.shape[1] - 1).expand(len(tables), -1)  # beyond are no positions yet
     keys, values = _gathered(cache, tables.gather(1, columns).long())
-    if inputs.is_causal:
-        distances = positions[:, :, None] - at[:, None]
-        visible = (distances >= 0) & (distances < window) if window else distances >= 0  # [rows, tokens, positions]
-    else:
-        visible = (at < layout.reach[rows.sequences][:, None])[:, None]
+    distances = positions[:, :, None] - at[:, None]  # [rows, tokens, positions]
+    visible = distances >= 0 if inputs.is_causal else (at < layout.reach[rows.sequences][:, None])[:, None]
+    if window:
+        visible = visible & (distances.abs() < window)
     num_rows, num_tokens = rows.tokens.shape
     grouped = q[rows.tokens].view(num_rows, num_tokens, num_kv_heads, -1, q.shape[2]).permute(2, 0, 3, 1, 4)
     shape = (*grouped.shape[:4], -1)  # num_kv_heads, rows, query heads of each, tokens

@@ -236,7 +236,8 @@ class ReferenceKernels(interface.Kernels):
             values = values.transpose(0, 1).flatten(1, 2)[:, first:context]
             scores = q[tokens].transpose(0, 1) @ keys.repeat_interleave(group, 0)
             distances = positions[:, None] - torch.arange(first, context, device=q.device)
-            visible = (distances >= 0) & (distances < (window or context)) | (not inputs.is_causal)
+            distances = distances if inputs.is_causal else distances.abs()
+            visible = (distances >= 0) & (distances < (window or context))
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             mixed = weights @ values.repeat_interleave(group, 0)
             mixed = mixed.transpose(0, 1)[..., :head_dim]

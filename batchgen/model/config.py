@@ -73,7 +73,8 @@ class Experts:
 class LayerShape:
     """One layer: its mixer, ``"conv"`` or ``"full_attention"``, and its feed-forward, dense of ``ff_dim`` or experts.
 
-    With a ``window``, a position attends to itself and the ``window - 1`` before it; 0 is none.
+    With a ``window``, a position attends to itself and the ``window - 1`` before it, and as many after it in a model
+    that is not causal; 0 is none.
     """
 
     mixer: str

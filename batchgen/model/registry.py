@@ -54,8 +54,6 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         raise values.error(f"num_attention_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
     if config.head_dim % 2:
         raise values.error(f"head_dim {config.head_dim} is odd; rotary embedding needs pairs")
-    if config.window and not config.is_causal:
-        raise values.error("windows of positions in a model that looks both ways are not supported")
     widths = [layer.experts.ff_dim if layer.experts else layer.ff_dim for layer in config.layers]
     for name, width in (("hidden_size", config.hidden_size), *(("a feed-forward's width", width) for width in widths)):
         if width % 2:
@@ -79,7 +77,8 @@ def _purpose(values: ConfigValues) -> dict[str, Any]:
     """Settings of a model made for other than text, by the class that its checkpoint names. Raises ModelError."""
     names = values.raw.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    is_both_ways = "Bidirec" in name or values.raw.get("model_type") in _TRUNKS
+    is_both_ways = values.raw.get("model_type") in _TRUNKS or "Bidirec" in name
+    is_both_ways |= values.flag("use_bidirectional_attention", default=False)
     if not is_both_ways and not values.flag("is_causal", default=True):  # attention looks both ways in any class
         values.expect("conv_L_cache", None, "is_causal false with convolutions is not supported")
         is_both_ways = True

@@ -52,6 +52,7 @@ class Case:
     kv_cache_dtype: KvDtype = None  # of the cache, if it is not that of ``keys`` and ``values``
     window: int = 0
     gates: list[Tensor] | None = None  # logits [count, num_heads] in the model's dtype
+    is_causal: bool = True
 
     def only(self, row: int) -> Case:
         """One sequence by itself."""
@@ -140,7 +141,7 @@ def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: 
 
 def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list[Tensor]:
     """Attention through a paged cache; [count, num_heads * head_dim] per sequence."""
-    inputs, num_blocks = ragged_input(case.pieces, block_size, seed)
+    inputs, num_blocks = ragged_input(case.pieces, block_size, seed, is_causal=case.is_causal)
     return attend_over(kernels, case, inputs, poisoned_cache(case, inputs, num_blocks, block_size))
 
 
@@ -166,7 +167,7 @@ def dense(case: Case) -> list[Tensor]:
         wide_k, wide_v = (case.cached(x).double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         scores = q.double().transpose(0, 1) @ wide_k.transpose(1, 2) * head_dim**-0.5
         distances = past + torch.arange(count)[:, None] - torch.arange(past + count)
-        hidden = (distances < 0) | (distances >= (case.window or past + count))
+        hidden = (distances < 0) & case.is_causal | (distances.abs() >= (case.window or past + count))
         mixed = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_v).transpose(0, 1)
         if case.gates:
             mixed = mixed * case.gates[row].double().sigmoid()[..., None]

@@ -177,6 +177,32 @@ def test_windowed_attention_equals_dense_attention(
         torch.testing.assert_close(got.double(), expected, **tolerance)
 
 
+WHOLE = [(0, 1), (0, 2), (0, 40), (0, 257), (0, 600)]  # texts whose tokens see later ones too
+
+
+@every_dtype
+@every_window
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_window_to_both_sides_equals_dense_attention(
+    name: str, window: int, heads: Shape, block_size: int, dtype: torch.dtype, kv_cache_dtype: KvDtype
+) -> None:
+    case = replace(make_case(WHOLE, heads, dtype, window, kv_cache_dtype, window), is_causal=False)
+    tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+    for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+@every_dtype
+@every_window
+def test_bits_in_a_window_to_both_sides_do_not_depend_on_blocks_or_other_texts(
+    window: int, heads: Shape, block_size: int, dtype: torch.dtype, kv_cache_dtype: KvDtype
+) -> None:
+    batch = replace(make_case(WHOLE, heads, dtype, 1, kv_cache_dtype, window), is_causal=False)
+    expected = attend(CpuKernels(), batch, block_size)
+    for row in range(len(WHOLE)):
+        assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
+
+
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(name: str) -> None:
     case = make_case([(280, 1), (90, 3)], (4, 2, 16), torch.float32, 5, window=20)

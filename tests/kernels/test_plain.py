@@ -58,7 +58,7 @@ def random_pieces(rng: random.Random) -> Pieces:
 
 def compare_attention(rng: random.Random, pieces: Pieces, seed: int, *, is_causal: bool) -> None:
     heads, block_size = rng.choice(SHAPES), rng.choice((1, 3, 16, 32, 64))
-    window = rng.choice((0, 0, 1, 5, 100, 400)) if is_causal else 0
+    window = rng.choice((0, 0, 1, 5, 100, 400))
     dtype, kv_cache_dtype = rng.choice(DTYPES)
     case = make_case(pieces, heads, dtype, seed, kv_cache_dtype, window, rng.random() < 0.5)
     inputs, num_blocks = ragged_input(pieces, block_size, seed, is_causal=is_causal)

@@ -212,8 +212,9 @@ class CpuKernels(interface.Kernels):
     ) -> Tensor:
         """As in ``Kernels``; of the first ``inputs.num_alone`` tokens not ``q`` but ``alone`` is read, if given."""
         num_heads, num_kv_heads, width = q.shape[1], cache.keys.shape[1], cache.width
-        num_tokens = inputs.num_tokens
-        out = empty((num_tokens, num_heads * head_dim), dtype)
+        out = empty((inputs.num_tokens, num_heads * head_dim), dtype)
+        if window and not inputs.is_causal:
+            window = 2 * window - 1  # positions seen
         most_rows = layout.attention_rows(QUERY_BLOCK * (num_heads // num_kv_heads))
         items = len(inputs.query_blocks) * num_kv_heads
         most_together = min(max(items // (ITEMS_PER_WORKER * torch.get_num_threads()), 1), QUERY_BLOCK)

@@ -1,4 +1,6 @@
-"""Gemma 3, the models that only read text: two kinds of attention with their own rotations, norms around each half.
+"""Gemma 3 as a model of text, and EmbeddingGemma, whose tokens see later ones too.
+
+It has two kinds of attention with their own rotations, and norms around each half of a layer.
 
 Facts of the architecture: arXiv:2503.19786, the published checkpoints' ``config.json`` and transformers' model of it.
 
@@ -26,32 +28,39 @@ _TENSOR_NAMES = {
 _SLIDING = "sliding_attention"
 
 
-def _gemma(*sizes: Any) -> dict[str, Any]:
-    return dense.published(
-        *sizes,
-        model_type="gemma3_text",
-        vocab_size=262144,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_local_base_freq=1e4,
-        sliding_window=512,
-        sliding_window_pattern=6,
-        query_pre_attn_scalar=256,
-        max_position_embeddings=32768,
-        bos_token_id=2,
-        eos_token_id=[1, 106],
-    )
+def _gemma(*sizes: Any, **more: Any) -> dict[str, Any]:
+    values = {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
+        "bos_token_id": 2,
+        "eos_token_id": [1, 106],
+    }
+    return dense.published(*sizes, **{**values, **more})
 
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "Gemma-3-270M": _gemma((640, 256, 2048), (4, 1), 18),
+    "EmbeddingGemma-300M": _gemma(
+        *((768, 256, 1152), (3, 1), 24),
+        architectures=["Gemma3TextModel"],
+        use_bidirectional_attention=True,
+        max_position_embeddings=2048,
+    ),
     "Gemma-3-1B": _gemma((1152, 256, 6912), (4, 1), 26),
 }
 
 
 def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
-    values.refuse("attention_bias", "use_bidirectional_attention")
+    values.refuse("attention_bias")
+    looks_ahead = values.flag("use_bidirectional_attention", default=False)
     values.expect("hidden_activation", "gelu_pytorch_tanh", "only 'gelu_pytorch_tanh' is supported in this family")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         values.expect(name, None, "it is not computed here")
@@ -63,7 +72,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
             ATTENTION,
             ff_dim,
             _rope(values, kind).scaled(scale),
-            values.integer("sliding_window") if kind == _SLIDING else 0,
+            _window(values, looks_ahead=looks_ahead) if kind == _SLIDING else 0,
         )
         for kind in dict.fromkeys(kinds)
     }
@@ -79,6 +88,12 @@ def read_config(values: ConfigValues) -> ModelConfig:
         embedding_scale=math.sqrt(values.integer("hidden_size")),
         rounds_embedding_scale=True,
     )
+
+
+def _window(values: ConfigValues, *, looks_ahead: bool) -> int:
+    """Positions from a token to the last that it sees; the window of a file counts those to both sides as one."""
+    window = values.integer("sliding_window")
+    return window // 2 + 1 if looks_ahead else window
 
 
 def _kinds(values: ConfigValues) -> tuple[str, ...]:

@@ -254,7 +254,7 @@ def _attend_together(
     for number in range(num_kv_heads):
         row = number * apart
         for i in range(members):
-            _, token, count, start, ending = query_blocks.piece(queries, block + i)
+            _, token, count, start, ending = query_blocks.piece(queries, block + i, window)
             longest, mine = max(longest, ending), query_rows.from_row(scratch, row, width)
             if token < alone.num_alone:
                 waiting = i * num_kv_heads + number
@@ -267,12 +267,12 @@ def _attend_together(
     shared = shared - shared % layout.TILE if members > 1 and (window == 0 or longest <= window) else 0
     row = 0
     for i in range(-1 if shared else 0, members):
-        table, token, count, start, ending = query_blocks.piece(queries, block + max(i, 0))
+        table, token, count, start, ending = query_blocks.piece(queries, block + max(i, 0), window)
         at, first, end = (0, 0, shared) if i < 0 else (row, shared, ending)
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
         slot, is_alone = simd.shifted(alone.slots, token), i >= 0 and token < alone.num_alone
-        next_table, _, _, _, next_end = query_blocks.piece(queries, min(block + i + 1, num_blocks - 1))
+        next_table, _, _, _, next_end = query_blocks.piece(queries, min(block + i + 1, num_blocks - 1), window)
         following = Upcoming(next_table, shared if i + 1 < members else 0, next_end)
         newest = Newest(is_alone, i * num_kv_heads, slot, alone.own, head_dim)
         _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, newest, following, cache, mine)

@@ -12,15 +12,19 @@ QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32
 
 
 @simd.inline
-def piece(queries, block):
+def piece(queries, block, window):
     """The block table of a query block, its first token and number of tokens; up to which position the first sees.
 
-    And the end of what all see. Where all see all, that is the position too.
+    And the end of what all see. Where all see all, that is the position too. A window of a token that sees later ones
+    is centred on it.
     """
     at = block * layout.QUERY_BLOCK_FIELDS
     table, token = simd.shifted(queries.tables, queries.blocks[at] * queries.max_blocks), queries.blocks[at + 1]
     count, reach, start = queries.blocks[at + 2], queries.blocks[at + 5], queries.positions[token]
-    return table, token, count, reach if reach else start, reach if reach else start + count
+    if reach and not window:
+        return table, token, count, reach, reach
+    last = start + window // 2 if reach else start
+    return table, token, count, last, min(last + count, reach) if reach else last + count
 
 
 @simd.inline
