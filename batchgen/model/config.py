@@ -131,6 +131,7 @@ class ModelConfig:
     is_causal: bool = True
     has_head: bool = True
     has_unexpected_head: bool = False
+    unread_parts: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     scores: str = ""
 

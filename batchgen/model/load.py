@@ -27,6 +27,7 @@ from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
 _TRUNK = "model."
+_OTHER_TRUNKS = ("", "language_model.model.", "model.language_model.")  # without the head's module, or in two parts
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -92,13 +93,19 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
 
 
 def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:
-    """The shape with the tensor names of a checkpoint that was saved without the head's module around it."""
+    """The shape with the tensor names of a checkpoint whose layers are in another module."""
     name = config.tensor_names["embedding"]
     bare = name.removeprefix(_TRUNK)
-    if config.is_gguf or bare == name or source.holds(f"{name}.weight") or not source.holds(f"{bare}.weight"):
+    trunk = next((trunk for trunk in _OTHER_TRUNKS if source.holds(f"{trunk}{bare}.weight")), None)
+    if config.is_gguf or bare == name or source.holds(f"{name}.weight") or trunk is None:
         return config
-    names = {role: module.removeprefix(_TRUNK) for role, module in config.tensor_names.items()}
-    return replace(config, tensor_names=names)
+    around = trunk.removesuffix(_TRUNK) if trunk.endswith(_TRUNK) else ""  # of the head too
+
+    def stored(module: str) -> str:
+        is_inside = module.startswith(_TRUNK)
+        return f"{trunk}{module.removeprefix(_TRUNK)}" if is_inside else f"{around}{module}"
+
+    return replace(config, tensor_names={role: stored(module) for role, module in config.tensor_names.items()})
 
 
 def _open(
@@ -107,7 +114,7 @@ def _open(
     """The weights in a folder or GGUF file, whose blocks may come ``is_exact``. Raises ModelError if unusable."""
     if is_gguf(model):
         return GgufTensors(model, dtype, device, config.head_dim, is_exact=is_exact)
-    return Checkpoint(model, dtype, device)
+    return Checkpoint(model, dtype, device, config.unread_parts)
 
 
 def _forms_of(quantization: str, device: torch.device) -> tuple[str, str]:

@@ -22,6 +22,18 @@ from batchgen.model.gguf.config import read_gguf_config
 _PREFIX = "dummy:"
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # transformers; the same once; MLX
 _TRUNKS = {"llama_bidirec": "llama"}  # the family of a model_type that only says what the model is for
+_TEXT_PARTS: Mapping[str, Mapping[str, Any]] = {  # of models that see pictures too: what a file may leave out of it
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},
+    },
+    "lfm2_vl": {"model_type": "lfm2"},
+    "mistral3": {"model_type": "mistral"},
+}
+_OF_BOTH_PARTS = (  # keys beside the text part that count for it
+    *("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", *_QUANTIZED),
+)
+_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _MAX_LABELS = 10_000
 # What scores are of logits, by ``problem_type`` and by the function that sentence-transformers writes.
 _PROBLEMS = {
@@ -43,11 +55,18 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
     """
     values = ConfigValues(raw, where)
+    if (outer := raw.get("model_type")) in _TEXT_PARTS:
+        text = {**_TEXT_PARTS[str(outer)], **values.section("text_config").raw}
+        shared = {key: raw[key] for key in _OF_BOTH_PARTS if raw.get(key) is not None}
+        return replace(parse_config({**text, **shared}, f"{where}: text_config"), unread_parts=_VISION)
     model_type = _TRUNKS.get(str(raw.get("model_type")), raw.get("model_type"))
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         families = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
-        raise values.error(f"model_type is {shown(model_type)}; this engine runs {families} only")
+        parts = ", ".join(map(repr, _TEXT_PARTS))
+        raise values.error(
+            f"model_type is {shown(model_type)}; this engine runs {families}, and the text part of {parts} only"
+        )
     _refuse_quantized(values)
     config = replace(family.read_config(values), **_purpose(values))
     if config.num_heads % config.num_kv_heads:

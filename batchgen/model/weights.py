@@ -99,6 +99,8 @@ def open_weights(path: Path) -> Any:
 class StoredTensors(Generic[Place]):
     """Tensors at ``path``, a file or folder, whose ``places`` in it are known by name; those left over are refused."""
 
+    unread: tuple[str, ...] = ()  # beginnings of the names of tensors that the model leaves alone
+
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, places: Mapping[str, Place]) -> None:
         self.path = path
         self.dtype = dtype
@@ -110,7 +112,8 @@ class StoredTensors(Generic[Place]):
         return name in self._places
 
     def finish(self, optional: str = "") -> None:
-        left = sorted(name for name in self._places.keys() - self._taken - {optional} if not name.endswith(_DERIVED))
+        names = self._places.keys() - self._taken - {optional}
+        left = sorted(name for name in names if not (name.endswith(_DERIVED) or name.startswith(self.unread)))
         if left:
             raise ModelError(f"{self.path}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
@@ -123,7 +126,8 @@ class Checkpoint(StoredTensors[str]):
     parse the file's header as often, which takes half a minute where every expert has tensors of its own.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, unread: tuple[str, ...] = ()) -> None:
+        self.unread = unread
         names = weight_map(folder)
         if names is None and not (folder / WEIGHTS).exists():
             raise ModelError(f"{folder}: has neither {WEIGHTS} nor {INDEX}; only safetensors weights are loaded")

@@ -246,6 +246,8 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
         notes.append(
             "lm_head of this checkpoint is not its embedding, though its config says that they are tied: it is used"
         )
+    if model.config.unread_parts:
+        notes.append("the vision part of this checkpoint is not read: it runs as a model of text")
     notes += doubts(info.lora, info.files.name, info.files.weights)
 
     def prepare() -> None:

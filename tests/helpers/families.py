@@ -108,6 +108,16 @@ RAW: dict[str, dict[str, Any]] = {
     },
     # 64 positions of old context: wavelengths on both sides of the bounds and between them
     "llama": {**_DENSE, "model_type": "llama", "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64}},
+    "ministral3": {
+        **_DENSE,
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+        "pad_token_id": 0,
+    },
     "mistral": {**_DENSE, "model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "qwen2": {**_DENSE, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 20},
     "qwen3": {**_DENSE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},

@@ -123,7 +123,7 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gemma3"}, ["'gemma3'", "'lfm2'", "'llama'"]),
+        ({"model_type": "gemma4"}, ["'gemma4'", "'lfm2'", "'llama'", "the text part of 'gemma3'"]),
         ({"model_type": ...}, ["model_type"]),
         ({"hidden_size": 65, "head_dim": 16}, ["hidden_size 65 is odd", "in pairs"]),
         ({"model_type": "llama", "intermediate_size": 97}, ["a feed-forward's width 97 is odd"]),

@@ -53,6 +53,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         use_bidirectional_attention=True,
         max_position_embeddings=2048,
     ),
+    "Gemma-3-4B": _gemma(
+        *((2560, 256, 10240), (8, 4), 34),
+        vocab_size=262208,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window=1024,
+        max_position_embeddings=131072,
+    ),
     "Gemma-3-1B": _gemma((1152, 256, 6912), (4, 1), 26),
 }
 

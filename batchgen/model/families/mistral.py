@@ -24,7 +24,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         sliding_window=None,
         bos_token_id=1,
         eos_token_id=2,
-    )
+    ),
+    "Mistral-Small-3.1-24B": published(
+        *((5120, 128, 32768), (32, 8), 40),
+        model_type="mistral",
+        vocab_size=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e9,
+        max_position_embeddings=131072,
+        sliding_window=None,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
 }
 
 
