@@ -137,8 +137,8 @@ class ConfigValues:
         if theta == 1 or fast < slow or not 1 <= factor <= _MAX_INT / positions:
             values = f"factor {factor:g}, beta_fast {fast:g}, beta_slow {slow:g}, {positions} positions"
             raise self.error(f"{values}: no context can be stretched by these")
-        given = [self.get(name, default=None) for name in ("mscale", "mscale_all_dim")]
-        weights = [self.number("mscale"), self.number("mscale_all_dim")] if all(given) else [1.0, 0.0]
+        scales = [self.get(name, default=None) for name in ("mscale", "mscale_all_dim")]
+        weights = [self.number("mscale"), self.number("mscale_all_dim")] if all(scales) else [1.0, 0.0]
         attention, whole = (0.1 * weight * math.log(factor) + 1 for weight in weights)
         scale = self.number("attention_factor", default=attention / whole)
         return Rope(theta, "yarn", factor, slow, fast, positions, scale=scale)
