@@ -2,7 +2,7 @@
 
 Read are ``modules.json`` with the configs of pooling and dense layers, ``config_sentence_transformers.json`` with the
 prompts, and ``sentence_bert_config.json`` with the longest text. No class that they name is ever imported: a module is
-known by the last part of its name, or refused.
+known by the last part of its name, or refused. A GGUF file says how tokens are pooled.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import ModelError
-from batchgen.core.model_files import read_object, read_text
+from batchgen.core.model_files import is_gguf, read_object, read_text
 from batchgen.core.units import one_line, shown
 from batchgen.model.config_values import ConfigValues
+from batchgen.model.gguf.config import read_gguf_pooling
 
 _MAX_BYTES = 1 << 20  # of each file; published ones have kilobytes
 _ENDLESS = int(1e30)  # tokens, where a tokenizer names no limit
@@ -50,11 +51,17 @@ class VectorFiles:
     @property
     def is_there(self) -> bool:
         """Whether the checkpoint was published to make vectors."""
-        return bool(self.pooling or self.dense)
+        return self.pooling not in ("", "tokens") or bool(self.dense)
 
 
 def read_vector_files(folder: Path) -> VectorFiles:
-    """The settings in a model's folder; the defaults where there are none. Raises ModelError for unknown modules."""
+    """The settings in a model's folder or GGUF file; the defaults where there are none.
+
+    Raises ModelError for unknown modules.
+    """
+    if is_gguf(folder):
+        pooling = read_gguf_pooling(folder)
+        return VectorFiles(pooling, normalize=pooling not in ("", "tokens"))  # as llama.cpp's server
     path = folder / "modules.json"
     settings: dict[str, Any] = {}
     last = 0

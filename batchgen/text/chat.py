@@ -67,6 +67,12 @@ class ChatTemplate:
             except Exception as error:  # as above
                 yield ChatTemplateError(f"the chat template failed: {one_line(error)}")
 
+    def behind_answer(self) -> str:
+        """The text that it writes after a final answer of the assistant; "" where it fails on a plain chat."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _END.strip()}]
+        prompt = next(self.render([{"messages": chat, "add_generation_prompt": False}]))
+        return prompt.rpartition(_END.strip())[2] if isinstance(prompt, str) and _END.strip() in prompt else ""
+
     def _prompt(self, chat: Chat) -> str:
         # As JSON: a value without a JSON type, such as a date, is its ``str()`` in a template too.
         variables = json.loads(json.dumps(chat if isinstance(chat, Mapping) else {"messages": chat}, default=str))

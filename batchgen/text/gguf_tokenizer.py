@@ -2,13 +2,14 @@
 
 The metadata name a pre-tokenizer and do not describe it, so that only vocabularies of known ones are read; how those
 split a text is told by the ``tokenizer.json`` of their models. The keys:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The end tokens are those of llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,27 @@ from batchgen.text.tokenizer import Templates, Tokenizer, compiled, reason
 
 _KEY = "tokenizer.ggml."
 _ARRAYS = [_KEY + name for name in ("tokens", "merges", "token_type")]
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found whole in a text; only the first are special
+_USER_DEFINED = 4
+_WHOLE = (2, 3, _USER_DEFINED)  # types of tokens that are found whole in a text: unknown and control ones are special
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Texts of tokens that end an answer whatever the metadata say, and that are control tokens whatever their type is.
+_ENDS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|eom_id|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
+    *("<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+}
+# The same of code models, each by its key, or where the file has none the first of these texts that is a token.
+_CODE_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+# Where all of the first are tokens, the second ends no answer: it ends a part of it, or is a word.
+_NO_ENDS = (
+    (("<|return|>", "<|call|>"), "<|end|>"),
+    (("<|calls|>", "<|flush|>"), "<|end|>"),
+    (("<|tool_response>",), "</s>"),
+)
 _REMEDY = "give --tokenizer a folder or Hub id with a tokenizer.json"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
@@ -57,8 +77,7 @@ _KINDS = {
 def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templates | None = None) -> Tokenizer:
     """The tokenizer in a GGUF file; ``now`` is the local time that its chat template may print.
 
-    Its end tokens are in the config that is read from the same file. Raises ModelError if the file is unusable, or has
-    no tokenizer of a kind that is read.
+    Raises ModelError if the file is unusable, or has no tokenizer of a kind that is read.
     """
     metadata = read_header(path, _ARRAYS).metadata
     model, name = (metadata.get(_KEY + key) for key in ("model", "pre"))
@@ -72,22 +91,48 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templ
     tokens, merges, types = arrays
     if not _is_list(tokens, str) or not _is_list(merges, str) or not (types is None or _is_list(types, int)):
         raise ModelError(f"{path}: tokens, merges or token types of {_KEY[:-1]} are missing or no lists: {_REMEDY}")
-    special = {}
-    for role, key in _SPECIAL.items():
-        token_id = metadata.get(f"{_KEY}{key}_token_id")
-        if type(token_id) is int and token_id < len(tokens):
-            special[role] = tokens[token_id]
+    if metadata.get(_KEY + "add_sep_token"):
+        raise ModelError(f"{path}: {_KEY}add_sep_token is true, which is not computed here: {_REMEDY}")
+    special = {role: token for role, key in _SPECIAL.items() if (token := _named(metadata, key, tokens)) is not None}
     chat_template = compiled(*(template or _template_sources(path, metadata)), special, now)
-    bos = special.get("bos_token") if metadata.get(_KEY + "add_bos_token", kind.has_bos) else None
     try:
         backend = _backend(kind, tokens, merges)
         _add_tokens(backend, tokens, types or ())
-        if bos is not None:
-            ids = [(bos, backend.token_to_id(bos))]
-            backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=ids)
-        return Tokenizer(backend, chat_template=chat_template)
+        _put_around(backend, special, metadata, has_bos=kind.has_bos)
+        return Tokenizer(backend, chat_template=chat_template, eos_token_ids=tuple(_end_tokens(metadata, tokens)))
     except BaseException as error:
         raise ModelError(f"{path} has no usable tokenizer: {reason(error)}") from error
+
+
+def _named(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> str | None:
+    """The token whose id the metadata give under a key."""
+    token_id = metadata.get(f"{_KEY}{key}_token_id")
+    return tokens[token_id] if type(token_id) is int and 0 <= token_id < len(tokens) else None
+
+
+def _end_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
+    """Ids of the tokens that end an answer, ascending."""
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    ends = {token for token in _ENDS if token in ids}
+    ends -= {end for others, end in _NO_ENDS if all(token in ids for token in others)}
+    named = [_named(metadata, key, tokens) for key in ("eos", "eot", "eom")]
+    named += [
+        _named(metadata, key, tokens) or next((text for text in texts if text in ids), None)
+        for key, texts in _CODE_ENDS.items()
+    ]
+    return sorted(ids[token] for token in ends.union(token for token in named if token is not None))
+
+
+def _put_around(
+    backend: tokenizers.Tokenizer, special: Mapping[str, str], metadata: Mapping[str, Any], *, has_bos: bool
+) -> None:
+    """Have the tokenizer put bos and eos around a text where the file says so."""
+    bos = special.get("bos_token") if metadata.get(_KEY + "add_bos_token", has_bos) else None
+    eos = special.get("eos_token") if metadata.get(_KEY + "add_eos_token") else None
+    single = [part for part in (bos, "$A", eos) if part is not None]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
+    if ids:
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
 def _is_list(value: object, kind: type) -> bool:
@@ -119,11 +164,12 @@ def _backend(kind: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> token
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Have the tokens of these types found whole in a text, before any normal form."""
+    """Have the tokens of these types, and all that end answers, found whole in a text, before any normal form."""
+    ends = _ENDS.union(*_CODE_ENDS.values())
     added = [
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
-        for token, kind in zip(tokens, types, strict=False)
-        if kind in (_CONTROL, _USER_DEFINED) and token
+        AddedToken(token, special=kind != _USER_DEFINED or token in ends, normalized=False)
+        for token, kind in zip_longest(tokens, types[: len(tokens)])
+        if token and (kind in _WHOLE or token in ends)
     ]
     backend.add_tokens(added)
 

@@ -36,9 +36,10 @@ class Tokenizer:
     """A loaded tokenizer.
 
     Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM, so
-    a prompt can end a turn. ``eos_token_ids`` are the end tokens that the folder's configuration names, ascending.
-    ``silent_token_ids`` are the special tokens, which ``decode`` skips. ``max_token_bytes`` is the most UTF-8 bytes
-    that one token of a byte-level tokenizer stands for, or None where normalization or another kind of model hides it.
+    a prompt can end a turn. ``eos_token_ids``, ascending, are the end tokens that the folder's configuration names and
+    the one that the chat template writes after an answer. ``silent_token_ids`` are the special tokens, which ``decode``
+    skips. ``max_token_bytes`` is the most UTF-8 bytes that one token of a byte-level tokenizer stands for, or None
+    where normalization or another kind of model hides it.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class Tokenizer:
         self._backend = backend
         self.chat_template = chat_template
         self._probes = Probes(chat_template.render) if chat_template else None
-        self.eos_token_ids = eos_token_ids
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.silent_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.eos_token_ids = tuple(sorted({*eos_token_ids, *self._ends_of_turn()}))
         self._shows = False  # special tokens, all but the silent ones
         # Bytes C3 A9 of UTF-8.
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode(["Ã", "©"]) == "é"
@@ -101,6 +102,13 @@ class Tokenizer:
         if len(texts) == 1:
             return [problem]
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
+
+    def _ends_of_turn(self) -> Iterator[int]:
+        """The added token, if any, that the chat template writes directly after an answer, blanks aside."""
+        behind = self.chat_template.behind_answer().lstrip() if self.chat_template else ""
+        ends = [token_id for token_id, token in self._added.items() if token and behind.startswith(token)]
+        if ends:
+            yield max(ends, key=lambda token_id: len(self._added[token_id]))
 
     @cached_property
     def answer_facts(self) -> AnswerFacts:

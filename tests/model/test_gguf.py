@@ -31,6 +31,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.gguf.tensors import GgufTensors
 from batchgen.model.load import load_model
 from batchgen.model.registry import load_config, parse_config, read_config
+from batchgen.model.vector_files import VectorFiles, read_vector_files
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import read_model
@@ -207,7 +208,6 @@ def test_other_rope_factors_are_refused(
         ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not computed here"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, which is not computed here"),
         ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0, which is not computed"),
-        ({"llama.attention.causal": False}, "llama.attention.causal is False, which is not computed here"),
         ({"llama.attention.head_count_kv": [2, 2, 1]}, "num_key_value_heads must be a positive integer"),
         ({"llama.attention.head_count": 5}, "num_attention_heads 5 is not a multiple of 2"),
         ({"llama.rope.freq_base": None}, "the metadata has no 'llama.rope.freq_base'"),
@@ -218,6 +218,34 @@ def test_metadata_of_llama_that_are_not_computed_are_named(
     tmp_path: Path, metadata: dict[str, Any], words: str
 ) -> None:
     assert words in refusal(write_both(tmp_path, Kind.F16, metadata, **FAMILIES["llama"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_that_says_so_looks_both_ways(tmp_path: Path, family: str) -> None:
+    path = write_both(tmp_path, Kind.F32, {f"{family}.attention.causal": False}, **FAMILIES[family])
+    config = read_config(path)
+    assert not config.is_causal and not config.has_head
+
+
+@pytest.mark.parametrize(
+    ("number", "pooling", "normalizes", "is_there"),
+    [(0, "tokens", False, False), (1, "mean", True, True), (2, "cls", True, True), (3, "last", True, True)],
+)
+def test_a_file_says_how_tokens_are_pooled(
+    tmp_path: Path, number: int, pooling: str, normalizes: bool, is_there: bool
+) -> None:
+    files = read_vector_files(write_both(tmp_path, Kind.F32, {"lfm2.pooling_type": number}))
+    assert (files.pooling, files.normalize, files.is_there) == (pooling, normalizes, is_there)
+
+
+def test_a_file_without_a_pooling_type_says_nothing_of_vectors(tmp_path: Path) -> None:
+    assert read_vector_files(write_both(tmp_path, Kind.F32)) == VectorFiles()
+
+
+@pytest.mark.parametrize("number", [4, 9, "mean"])
+def test_a_pooling_that_is_not_computed_is_refused(tmp_path: Path, number: object) -> None:
+    with pytest.raises(ModelError, match=r"lfm2\.pooling_type is .*, which is not computed here"):
+        read_vector_files(write_both(tmp_path, Kind.F32, {"lfm2.pooling_type": number}))
 
 
 def one_tensor(path: Path, kind: Any, data: np.ndarray) -> GgufTensors:

@@ -119,6 +119,47 @@ def test_a_file_that_says_nothing_of_bos_gets_that_of_its_kind(tmp_path: Path, p
     assert special == ([ours.token_id("<|im_start|>")] if is_added else []) + plain  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("has_bos", [False, True])
+def test_a_file_may_ask_for_an_end_token_after_each_text(tmp_path: Path, has_bos: bool) -> None:
+    ours = read_gguf_tokenizer(write(tmp_path, add_bos_token=has_bos, add_eos_token=True))
+    plain, special = (ours.encode_batch(["Hi"], special)[0] for special in (False, True))
+    bos, eos = ours.token_id("<|im_start|>"), ours.token_id("<|im_end|>")
+    assert special == ([bos] if has_bos else []) + plain + [eos]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("added", "changes", "ends"),
+    [
+        (["<|eot_id|>"], {}, ["<|eot_id|>"]),
+        (["<|end_of_text|>", "</s>"], {}, ["<|end_of_text|>", "</s>"]),
+        (["<|end|>"], {}, ["<|end|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], {}, ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|calls|>", "<|flush|>"], {}, ["<|calls|>", "<|flush|>"]),
+        (["</s>", "<|tool_response>"], {}, ["<|tool_response>"]),
+        (["<|file_sep|>", "<|repo_name|>"], {}, ["<|file_sep|>", "<|repo_name|>"]),
+        (["<PAD>", "<stop>"], {"fim_pad_token_id": "<stop>"}, ["<stop>"]),
+        (["<turn>", "<message>"], {"eot_token_id": "<turn>", "eom_token_id": "<message>"}, ["<turn>", "<message>"]),
+    ],
+    ids=str,
+)
+def test_the_end_tokens_are_those_of_llama_cpp(
+    tmp_path: Path, added: list[str], changes: dict[str, str], ends: list[str]
+) -> None:
+    tokens = [*metadata("smollm")["tokenizer.ggml.tokens"], *added]
+    ids = {key: tokens.index(token) for key, token in changes.items()}
+    ours = read_gguf_tokenizer(write(tmp_path, tokens=tokens, eos_token_id=0, **ids))
+    found = {tokens[token_id] for token_id in ours.eos_token_ids}
+    assert found == {"<|endoftext|>", "<|im_end|>", tokens[0], *ends}
+
+
+def test_a_token_that_ends_answers_is_special_whatever_its_type(tmp_path: Path) -> None:
+    types = [1] * len(metadata("smollm")["tokenizer.ggml.tokens"])
+    ours = read_gguf_tokenizer(write(tmp_path, token_type=types))
+    end = ours.token_id("<|im_end|>")
+    assert end in ours.silent_token_ids and ours.token_id("<think>") not in ours.silent_token_ids
+    assert ours.encode_batch(["<|im_end|>"], False) == [[end]]
+
+
 def test_the_chat_template_of_the_file_is_rendered_with_its_special_tokens(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -145,6 +186,7 @@ def test_a_template_for_tools_is_taken_for_chats_with_tools(tmp_path: Path) -> N
         ({"model": None}, "tokenizer.ggml.model is None"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; pre-tokenizers 'smollm', 'qwen2', 'llama-bpe', 'lfm2'"),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
+        ({"add_sep_token": True}, "tokenizer.ggml.add_sep_token is true, which is not computed here: give --tokenizer"),
         ({"tokens": None}, "tokens, merges or token types of tokenizer.ggml are missing or no lists"),
         ({"tokens": [1, 2]}, "are missing or no lists"),
         ({"merges": "a b"}, "are missing or no lists"),

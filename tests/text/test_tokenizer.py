@@ -145,6 +145,29 @@ def test_end_tokens_are_those_of_generation_config_and_of_the_tokenizer(
 
 
 @pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}", ["<|im_end|>"]),
+        ("{% for m in messages %}[{{ m.content | trim }}] \n<|tool|>{% endfor %}", []),
+        ("{% for m in messages %}{{ m.content }} \n<|tool|>x<|im_end|>{% endfor %}", ["<|tool|>"]),
+        ("{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if not loop.last }}{% endfor %}", []),
+        ("{% for m in messages %}<|im_end|>{{ m.content }}{% endfor %}", []),
+        ("{{ messages[-1].content.x.y }}<|im_end|>", []),
+    ],
+    ids=str,
+)
+def test_the_token_that_a_template_writes_after_an_answer_is_an_end_token(
+    template: str, ends: list[str], tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path, eos_token="<|pad|>")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in ("<|tool|>", "<|tool")])
+    backend.save(str(folder / "tokenizer.json"))
+    loaded = Tokenizer.load(folder, template=("here", {"default": template}))
+    assert {loaded.token_id(end) for end in ["<|pad|>", *ends]} == set(loaded.eos_token_ids)
+
+
+@pytest.mark.parametrize(
     "template",
     [[{"name": "rag", "template": "no"}, {"name": "default", "template": CHAT_TEMPLATE}], CHAT_TEMPLATE],
     ids=["named", "text"],

@@ -52,12 +52,11 @@ _ARCHITECTURES: Mapping[str, Mapping[str, str]] = {  # the name is the model_typ
     "lfm2": _KEYS | {"conv_L_cache": "shortconv.l_cache"},
     **dict.fromkeys(("llama", "qwen3"), _KEYS),
 }
-_IS_CAUSAL = "attention.causal"  # which all are that do not say otherwise
 _NOT_COMPUTED = (  # what other models of these architectures add
     *("expert_count", "attention.sliding_window", "attention.scale"),
     *("embedding_scale", "residual_scale", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    _IS_CAUSAL,
 )
+_POOLINGS: Mapping[object, str] = {0: "tokens", 1: "mean", 2: "cls", 3: "last"}  # by llama.cpp's numbers; 4 ranks texts
 _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling, in all releases
 _LLAMA3_POSITIONS = 8192
 
@@ -81,11 +80,12 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
         if raw[key] is None and key != "num_key_value_heads":  # by default as many as there are of queries
             raise ModelError(f"{path}: the metadata has no '{name}.{behind}'; convert the model again")
     for behind in _NOT_COMPUTED:
-        value = metadata.get(f"{name}.{behind}")
-        if value is False if behind == _IS_CAUSAL else value:
+        if value := metadata.get(f"{name}.{behind}"):
             raise ModelError(f"{path}: {name}.{behind} is {shown(value)}, which is not computed here; use safetensors")
     if name == "lfm2":
         raw |= _lfm2_layers(path, raw)
+    if metadata.get(f"{name}.attention.causal") is False:
+        raw["architectures"] = ["BidirectionalModel"]  # whose convolutions are centred, as in llama.cpp
     head_dim, rotated = (metadata.get(f"{name}.{key}") for key in ("attention.key_length", "rope.dimension_count"))
     if None not in (head_dim, rotated) and head_dim != rotated:
         raise ModelError(f"{path}: {name}.rope.dimension_count {shown(rotated)} of {shown(head_dim)} is not supported")
@@ -152,6 +152,16 @@ def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> d
         return None
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH}
     return {**scaling, "original_max_position_embeddings": positions}
+
+
+def read_gguf_pooling(path: Path) -> str:
+    """The pooling that a file names for its vectors, "" if it names none. Raises ModelError."""
+    metadata = read_header(path).metadata
+    key = f"{metadata.get('general.architecture')}.pooling_type"
+    value = metadata.get(key)
+    if value is not None and value not in _POOLINGS:
+        raise ModelError(f"{path}: {key} is {shown(value)}, which is not computed here; use safetensors")
+    return _POOLINGS.get(value, "")
 
 
 def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
