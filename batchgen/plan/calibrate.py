@@ -85,11 +85,12 @@ def calibrate(
     measured_s = time.monotonic() - start
     lengths = lengths or _observed(engine, requests, results) or ExpectedLengths.limits(survey)
     rates = _Rates.of(engine.stats, last_step)
-    num_decoded, num_output = (
-        getattr(engine.stats, name) - before[name] for name in ("num_decode_tokens", "num_output_tokens")
-    )
-    num_tokens = lengths.total(survey) * survey.computed_share * num_decoded / max(num_output, 1)
-    engine_s = rates.tail_s + rates.prefill_s * survey.computed_prompt_tokens
+    names = ("num_decode_tokens", "num_output_tokens", "num_cached_tokens", "num_queried_tokens")
+    num_decoded, num_output, num_cached, num_queried = (getattr(engine.stats, name) - before[name] for name in names)
+    num_tokens = lengths.total(survey) * num_decoded / max(num_output, 1)
+    others = num_queried * (1 - 1 / len(requests))  # the first row finds nothing in the cache
+    num_computed = (survey.prompt_tokens + survey.label_tokens) * (1 - min(num_cached / max(others, 1), 1))
+    engine_s = rates.tail_s + rates.prefill_s * num_computed
     engine_s += rates.decode_s * max(num_tokens - rates.tail_tokens, 0.0)
     basis = f"{len(requests)} rows run for {measured_s:.1f} s, scaled by tokens; ± 25 %"
     estimate = Estimate(basis, (start - began) + survey.read_s + engine_s, engine_s)

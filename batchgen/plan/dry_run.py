@@ -34,7 +34,7 @@ from batchgen.plan.estimate import (
     kv_plan,
     workers_plan,
 )
-from batchgen.plan.survey import PREFIX_BLOCK, Survey
+from batchgen.plan.survey import Survey
 from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, rendered_at
 from batchgen.run.loader import ModelInfo, read_model
@@ -158,7 +158,6 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             "expected": output_tokens,
             "basis": lengths.basis,
         },
-        "repeats": _repeats(survey),
         "kv": kv,
         "workers": workers and asdict(workers),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
@@ -180,18 +179,6 @@ def _prompt_tokens(survey: Survey) -> dict[str, Any]:
         **{f"p{percent}": percentile(lengths, survey.num_good, percent) for percent in PERCENTS},
         "max": lengths[-1][0] if lengths else None,
         "histogram": [{"from": low, "to": 2 * low - 1, "rows": count} for low, count in bins.items()],
-    }
-
-
-def _repeats(survey: Survey) -> dict[str, Any]:
-    """Beginnings that prompts share, which the engine computes once while they fit in memory."""
-    prompts, blocks = survey.prompts, survey.blocks
-    return {
-        "is_exact": prompts.is_exact and blocks.is_exact,
-        "duplicate_prompts": prompts.num_repeated,
-        "duplicate_prompt_tokens": prompts.repeated_weight,
-        "shared_prefix_tokens": blocks.num_repeated * PREFIX_BLOCK,
-        "block_size": PREFIX_BLOCK,
     }
 
 

@@ -5,7 +5,6 @@ Each figure carries its basis, and without a basis there is no figure. Imports n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -17,8 +16,6 @@ from batchgen.core.machine import UNTRIED_DEVICES, available_bytes, visible_gpus
 from batchgen.engine.sizes import SchedulerConfig, sizes_for
 from batchgen.model.config import ModelConfig, item_bytes
 from batchgen.plan.survey import Survey
-
-_NUM_QUANTILES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +44,14 @@ class ExpectedLengths:
     def observed(cls, finished: list[int], unfinished: list[int]) -> ExpectedLengths | None:
         """Lengths of sampled rows, some of them still unfinished; None if none finished.
 
-        With unfinished rows, lengths are taken as geometric, with the observed share of last tokens as the rate.
+        With unfinished rows, each row has the mean: tokens seen per row that ended.
         """
         if not finished:
             return None
         basis = f"{len(finished)} sampled rows run to their end"
         if not unfinished:
             return cls(basis, tuple(sorted(finished)))
-        mean = (sum(finished) + sum(unfinished)) / len(finished)
-        shares = ((i + 0.5) / _NUM_QUANTILES for i in range(_NUM_QUANTILES))
-        return cls(basis, tuple(max(1, round(-mean * math.log1p(-share))) for share in shares))
+        return cls.around(basis, (sum(finished) + sum(unfinished)) / len(finished))
 
     def total(self, survey: Survey) -> int:
         """Output tokens of all rows together."""

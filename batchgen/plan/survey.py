@@ -1,7 +1,7 @@
-"""Survey of a job's rows: counts, lengths, bad rows and repeated prompts, in one pass over the input.
+"""Survey of a job's rows: counts, lengths and bad rows, in one pass over the input.
 
-Memory is bounded for any number of rows: lengths are counted, repeats are found by hashes, and of the rows themselves
-only a random sample is kept. Uses no weights and no engine.
+Memory is bounded for any number of rows: lengths are counted, and of the rows only a random sample is kept. Uses no
+weights and no engine.
 """
 
 from __future__ import annotations
@@ -17,34 +17,8 @@ from batchgen.input.ids import RowValidator
 from batchgen.input.rows import chunked
 
 MAX_LISTED_BAD_ROWS = 10_000
-PREFIX_BLOCK = 32  # tokens: prefixes are compared in whole blocks, as a paged cache shares them
-_MAX_HASHES = 1 << 20  # 70 MB in a set
 _NUM_SAMPLED = 64  # rows that a calibration runs
 T = TypeVar("T")
-
-
-class RepeatCounter:
-    """Counts the items of a stream that occurred before, and their total weight, by 64-bit hash.
-
-    Exact up to ``max_hashes`` distinct items. Later items are looked up but not remembered, so the counts become lower
-    bounds and ``is_exact`` false. 64-bit hashes collide too seldom to matter (n**2 / 2**64).
-    """
-
-    def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
-        self._max_hashes = max_hashes
-        self._seen: set[int] = set()
-        self.is_exact = True
-        self.num_repeated = 0
-        self.repeated_weight = 0
-
-    def add(self, item_hash: int, weight: int = 1) -> None:
-        if item_hash in self._seen:
-            self.num_repeated += 1
-            self.repeated_weight += weight
-        elif len(self._seen) < self._max_hashes:
-            self._seen.add(item_hash)
-        else:
-            self.is_exact = False
 
 
 class Reservoir(Generic[T]):
@@ -83,13 +57,10 @@ class Survey:
         self.bad_rows: list[Row] = []
         self.prompt_lengths: Counter[int] = Counter()
         self.outputs: Counter[tuple[int, bool]] = Counter()
-        self.prompts = RepeatCounter()
-        self.blocks = RepeatCounter()
         self.label_tokens = 0
         self.sampled: Reservoir[Request] = Reservoir(_NUM_SAMPLED)
         self.read_s = 0.0
         self.empty_fields: Counter[str] = Counter()  # of the prompt's template: rows that can run without them
-        self._is_greedy = True
 
     @property
     def num_good(self) -> int:
@@ -100,17 +71,6 @@ class Survey:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts together."""
         return sum(length * count for length, count in self.prompt_lengths.items())
-
-    @property
-    def computed_share(self) -> float:
-        """The share of rows that the engine computes: of greedy rows with equal prompts one, if all are greedy."""
-        return 1.0 - (self.prompts.num_repeated / max(self.num_good, 1) if self._is_greedy else 0.0)
-
-    @property
-    def computed_prompt_tokens(self) -> int:
-        """Tokens of prompts and labels that the engine computes: not those that an earlier prompt has begun with."""
-        duplicates = self.prompts.repeated_weight if self._is_greedy else 0
-        return self.prompt_tokens + self.label_tokens - max(duplicates, self.blocks.num_repeated * PREFIX_BLOCK)
 
     def take(self, rows: Iterable[Row]) -> None:
         """Read, validate and tokenize ``rows``."""
@@ -128,8 +88,7 @@ class Survey:
         self.read_s += time.monotonic() - start
 
     def _add(self, row: Row, request: Request) -> None:
-        token_ids, params = request.prompt_token_ids, request.params
-        length = len(token_ids)
+        length, params = len(request.prompt_token_ids), request.params
         is_scored = bool(request.labels)
         is_fixed = params.has_fixed_length or is_scored
         max_output = 0 if is_scored else min(params.max_tokens, max(self._max_model_len - length, 0))
@@ -137,15 +96,5 @@ class Survey:
             self.empty_fields.update(template.empty_fields(row.columns))
         self.prompt_lengths[length] += 1
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
-        self._is_greedy &= params.is_greedy
-        self._compare(token_ids)
         self.label_tokens += sum(map(len, request.labels))
         self.sampled.add(request)
-
-    def _compare(self, token_ids: tuple[int, ...]) -> None:
-        """Count what the prompt shares with earlier ones: the whole prompt, leading blocks."""
-        self.prompts.add(hash(token_ids), len(token_ids))
-        prefix_hash = 0
-        for end in range(PREFIX_BLOCK, len(token_ids) + 1, PREFIX_BLOCK):
-            prefix_hash = hash((prefix_hash, token_ids[end - PREFIX_BLOCK : end]))
-            self.blocks.add(prefix_hash)

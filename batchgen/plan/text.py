@@ -56,19 +56,7 @@ def _tokens(plan: Plan) -> Lines:
         yield "tokens out", f"{outputs['at_most']:,} ({outputs['basis']})"
     else:
         yield "tokens out", f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
-    yield from _repeats(plan["repeats"], prompts["total"])
     yield from _kv(plan["kv"])
-
-
-def _repeats(repeats: Mapping[str, Any], num_tokens: int) -> Lines:
-    prefix, duplicates = repeats["shared_prefix_tokens"], repeats["duplicate_prompts"]
-    if not prefix and not duplicates:
-        yield "repeated", "no prompt comes twice, no two share a whole block of tokens"
-        return
-    least = "" if repeats["is_exact"] else "at least "
-    yield "repeated", f"{least}{prefix:,} tokens in shared prefixes ({prefix / num_tokens:.0%} of the input)"
-    yield "", f"{least}{duplicates:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) are those of earlier rows"
-    yield "", "computed once while memory lasts; whole rows only where greedy and alike"
 
 
 def _kv(kv: Mapping[str, Any]) -> Lines:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from large_inputs import write_input
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 
@@ -20,7 +18,7 @@ from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.shard import Shard
 from batchgen.plan import estimate
 from batchgen.plan.dry_run import check_time, make_plan
-from batchgen.plan.survey import RepeatCounter, Reservoir
+from batchgen.plan.survey import Reservoir
 from batchgen.plan.text import render_plan
 from batchgen.run.job import run_job
 
@@ -90,17 +88,6 @@ def test_the_histogram_counts_every_good_row_once(job: JobMaker) -> None:
     prompts = plan_of(job)["prompt_tokens"]
     assert sum(found["rows"] for found in prompts["histogram"]) == 59
     assert prompts["p50"] <= prompts["p90"] <= prompts["p99"] <= prompts["max"]
-
-
-def test_duplicate_prompts_and_shared_prefixes_are_counted_with_their_tokens(job: JobMaker) -> None:
-    rows = [{"id": i, "prompt_token_ids": [1, 5, 9 + i % 4]} for i in range(12)]
-    job.write(rows)
-    repeats = plan_of_ids(job)["repeats"]
-    assert (repeats["duplicate_prompts"], repeats["duplicate_prompt_tokens"]) == (8, 24)
-    assert repeats["is_exact"]
-    shared = list(range(100, 164))  # two blocks of 32
-    job.write([{"id": i, "prompt_token_ids": [*shared, 200 + i]} for i in range(5)])
-    assert plan_of_ids(job)["repeats"]["shared_prefix_tokens"] == 4 * 64, "whole blocks seen before"
 
 
 def test_without_weights_the_plan_says_how_many_tokens_and_rows_fit(job: JobMaker) -> None:
@@ -414,24 +401,6 @@ def test_the_plan_of_a_run_is_that_of_its_errors(job: JobMaker, rows: list[dict[
 
 
 # ---------------------------------------------------------------- streams in bounded memory
-
-
-@given(st.lists(st.integers(0, 100), max_size=300))
-def test_repeats_are_exact_below_the_bound(items: list[int]) -> None:
-    counter = RepeatCounter()
-    for item in items:
-        counter.add(hash(("item", item)), weight=item + 1)
-    weight = sum(item + 1 for item in items) - sum(item + 1 for item in set(items))
-    assert (counter.num_repeated, counter.repeated_weight) == (len(items) - len(set(items)), weight)
-    assert counter.is_exact
-
-
-def test_beyond_the_bound_repeats_are_at_least_those_of_the_remembered_items() -> None:
-    counter = RepeatCounter(max_hashes=1000)
-    for item in range(4000):
-        counter.add(hash((item % 2000, "spread")), weight=3)
-    assert not counter.is_exact
-    assert (counter.num_repeated, counter.repeated_weight) == (1000, 3000)  # of 2000
 
 
 def test_a_sample_is_the_whole_stream_while_that_is_small_and_uniform_after() -> None:

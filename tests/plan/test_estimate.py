@@ -52,25 +52,12 @@ def surveyed(job: JobMaker, rows: list[dict[str, Any]]) -> Survey:
     return survey
 
 
-def test_what_the_engine_computes_once_is_not_reckoned_twice(job: JobMaker) -> None:
-    shared = list(range(100, 164))  # two blocks
-    rows = [{"id": i, "prompt_token_ids": [*shared, 200 + i]} for i in range(8)]
-    found = surveyed(job, [*rows, *({**row, "id": f"again-{row['id']}"} for row in rows)])
-    assert (found.num_good, found.computed_share) == (16, 0.5)
-    assert found.computed_prompt_tokens == 16 * 65 - 15 * 64
-
-
 def test_every_sample_of_a_row_counts_among_its_output(job: JobMaker) -> None:
     rows = [
         {"id": i, "prompt_token_ids": [5, i + 6], "sampling": {"n": 3, "temperature": t}} for i, t in ((0, 1), (1, 0))
     ]
     found = surveyed(job, [{**row, "max_tokens": 10} for row in rows])
     assert found.outputs.total() == 3 + 1  # greedy samples are all alike
-
-
-def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None:
-    rows = [{"id": i, "prompt_token_ids": [5, 6, 7], "sampling": {"temperature": 1.0}} for i in range(4)]
-    assert surveyed(job, rows).computed_share == 1
 
 
 def calibrated(spec: JobSpec, seconds: float) -> Forecast:
