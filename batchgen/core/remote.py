@@ -65,7 +65,11 @@ def _make_store(scheme: str) -> Any:
     import fsspec
 
     if scheme == "hf":
-        bound_hub()
+        from huggingface_hub import get_session
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        get_session().timeout = STILL_S  # by itself most requests wait for ever
+        disable_progress_bars()  # the run has a display of its own
         return fsspec.filesystem("hf")
     if scheme in ("gs", "http", "https"):
         import aiohttp
@@ -79,13 +83,6 @@ def _make_store(scheme: str) -> Any:
     store = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs=config)
     store.retries = 1
     return store
-
-
-def bound_hub() -> None:
-    """Make requests of ``huggingface_hub`` end where the Hub does not answer; by itself most wait for ever."""
-    from huggingface_hub import get_session
-
-    get_session().timeout = STILL_S
 
 
 def attempt(doing: str, address: str, call: Callable[[], T]) -> T:

@@ -1,15 +1,17 @@
-"""A folder of an object store: files that appear there whole or not at all, and lists of what is there.
+"""A folder of an object store or of a dataset on the Hub: files that appear there complete or not at all.
 
-Each write is one PUT, or a multipart upload whose last request makes the object appear. What a file means is not known
-here; ``publish`` decides on names and order.
+Each write is one PUT, a multipart upload whose last request makes the object appear, or a commit. A dataset that does
+not exist is created, private. ``publish`` decides on names and order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from batchgen.core.addresses import scheme_of
 from batchgen.core.remote import STILL_S, RemoteError, attempt, open_store
 
 T = TypeVar("T")
@@ -36,44 +38,47 @@ class Bucket:
         from fsspec.implementations.dirfs import DirFileSystem
 
         self.address = address.rstrip("/")
+        self._scheme = scheme_of(address)
         store, root = open_store(self.address)
+        if self._scheme == "hf":
+            attempt("create", self.address, lambda: _create_dataset(root))
         self._store: Any = DirFileSystem(root, store, skip_instance_cache=True)
-        self._is_s3 = self.address.lower().startswith("s3:")
 
     def entry(self, name: str) -> Entry | None:
         """The file of that name, None if there is none."""
+        self._store.invalidate_cache()
         info = self._if_present("look up", name, lambda: self._store.info(name))
         return _entry(info) if info is not None and info["type"] == "file" else None
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file, None if there is none."""
-        at_once = {"max_concurrency": 1} if self._is_s3 else {}  # which spares a look at its size
+        at_once = {"max_concurrency": 1} if self._scheme == "s3" else {}  # which spares a look at its size
         content: bytes | None = self._if_present("read", name, lambda: self._store.cat_file(name, **at_once))
         return content
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file."""
-        limit_s = _limit_s(len(content))
-        self._do("write", name, lambda: self._store.pipe_file(name, content, timeout=limit_s))
+        options = self._options(len(content))
+        self._do("write", name, lambda: self._store.pipe_file(name, content, **options))
 
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file there."""
         size = path.stat().st_size
-        options: dict[str, Any] = {"chunksize": max(_CHUNK_BYTES, -(-size // _MAX_CHUNKS // (1 << 18)) << 18)}
-        if self._is_s3:
+        options = self._options(size)
+        if self._scheme != "hf":
+            options["chunksize"] = max(_CHUNK_BYTES, -(-size // _MAX_CHUNKS // (1 << 18)) << 18)
+        if self._scheme == "s3":
             options["max_concurrency"] = _AT_ONCE
-        self._do("write", name, lambda: self._store.put_file(str(path), name, timeout=_limit_s(size), **options))
+        self._do("write", name, lambda: self._store.put_file(str(path), name, **options))
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; missing ones are passed over."""
-        if names:
-            self._if_present("remove", names[0], lambda: self._store.rm([*names]))
+        for name in names:
+            self._if_present("remove", name, partial(self._store.rm_file, name))
 
-    def prepare(self) -> None:
-        """Nothing is needed before files are written."""
-
-    def commit(self, message: str) -> None:
-        """Nothing is left to do: each file is there as soon as it is written."""
+    def _options(self, num_bytes: int) -> dict[str, Any]:
+        """Options of a write. The stores' libraries limit only the wait for an answer after all is sent."""
+        return {} if self._scheme == "hf" else {"timeout": STILL_S + num_bytes / _SLOWEST}
 
     def _do(self, doing: str, name: str, call: Callable[[], T]) -> T:
         return attempt(doing, f"{self.address}/{name}", call)
@@ -87,9 +92,11 @@ class Bucket:
             return None
 
 
-def _limit_s(num_bytes: int) -> float:
-    """Limit of a write in seconds; the libraries bound only the wait for an answer once all is sent."""
-    return STILL_S + num_bytes / _SLOWEST
+def _create_dataset(path: str) -> None:
+    from huggingface_hub import HfApi
+
+    repo_id = "/".join(path.split("/")[1:3])
+    HfApi().create_repo(repo_id, repo_type="dataset", private=True, exist_ok=True)
 
 
 def _entry(info: dict[str, Any]) -> Entry:

@@ -1,4 +1,4 @@
-"""Publication of a finished run's files: to a folder of an object store, or as a commit to a dataset on the Hub.
+"""Publication of a finished run's files: to a folder of an object store, or of a dataset on the Hub.
 
 ``batchgen.json`` beside them says which run directory they are of, by when that was begun, so that nothing else is ever
 replaced, and what they hold, so that publishing again copies only what is missing or differs. It says
@@ -19,7 +19,6 @@ from batchgen.core.fingerprint import file_digest
 from batchgen.core.storage import storage_errors
 from batchgen.core.version import __version__
 from batchgen.output.bucket import Bucket
-from batchgen.output.hub import HubDataset
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 
@@ -48,7 +47,7 @@ class PublishManifest:
         return json.dumps({"batchgen": __version__, **asdict(self)}, indent=2).encode() + b"\n"
 
     @classmethod
-    def read(cls, place: Bucket | HubDataset) -> PublishManifest | None:
+    def read(cls, place: Bucket) -> PublishManifest | None:
         """The manifest at a destination, None where there is none that a run wrote. Raises RemoteError."""
         content = place.read(PUBLISHED) or b""
         try:
@@ -63,18 +62,12 @@ class PublishManifest:
         return manifest if is_sound else None
 
 
-def open_destination(address: str) -> Bucket | HubDataset:
-    """The folder or dataset that ``output.publish`` names."""
-    return HubDataset(address) if address.lower().startswith("hf:") else Bucket(address)
-
-
 class Publication:
     """The files of one run directory at their destination. Raises RemoteError for what the store refuses."""
 
-    def __init__(self, to: Bucket | HubDataset, run_dir: RunDir, manifest: Manifest) -> None:
+    def __init__(self, to: Bucket, run_dir: RunDir, manifest: Manifest) -> None:
         self._to = to
         self._run_dir = run_dir
-        self._manifest = manifest
         self._own = PublishManifest(manifest.created_at, str(manifest.shard))
 
     def claim(self, *, overwrite: bool) -> None:
@@ -83,21 +76,16 @@ class Publication:
         Those that ``overwrite`` permits to replace are noted there, so that a resume may replace them too. Raises
         UsageError.
         """
-        self._to.prepare()
         begun = self._replaceable(overwrite=overwrite) or self._own
-        if not begun.complete and (begun.files or not isinstance(self._to, HubDataset)):  # a commit is kept for ever
+        if not begun.complete:
             self._to.write(PUBLISHED, begun.to_bytes())
-            self._to.commit("Begin a run of batchgen")
 
     def publish(self) -> list[str]:
         """Copy what is not there yet. Returns what was done, in words.
 
         Raises UsageError if the destination has become another run's.
         """
-        to, report = self._to, _read_report(self._run_dir)
-        to.prepare()
-        count = report.get("rows", {}).get("done")
-        now = replace(self._own, num_results=count if isinstance(count, int) else 0)
+        to, now = self._to, replace(self._own, num_results=_num_results(self._run_dir))
         before = self._replaceable(overwrite=False) or now
         paths = {path.name: path for path in self._run_dir.finished_files()}
         states = {name: _state(path) for name, path in paths.items()}
@@ -109,13 +97,10 @@ class Publication:
         for name in new:
             to.upload(name, paths[name])
         to.remove(gone)
-        if isinstance(to, HubDataset):
-            to.describe(self._manifest, report, [*paths][-1])
         for name, state in states.items():
             entry = to.entry(name)
             state["version"] = entry.version if entry is not None else ""
         to.write(PUBLISHED, replace(now, files=states, complete=True).to_bytes())
-        to.commit("Publish a finished run of batchgen")
         more = f"warning: {before.num_results:,} results were there, and there are {now.num_results:,} now"
         return [f"published to {to.address}", *([more] if before.num_results > now.num_results else [])]
 
@@ -147,14 +132,13 @@ class Publication:
         return replace(self._own, files=dict.fromkeys(existing, _UNKNOWN))
 
 
-def _read_report(run_dir: RunDir) -> dict[str, Any]:
-    """The content of ``report.json``, {} where it is none."""
+def _num_results(run_dir: RunDir) -> int:
+    """Rows done according to ``report.json``; 0 if it does not tell."""
     try:
-        report = json.loads(run_dir.report.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    is_one = isinstance(report, dict) and all(isinstance(report.get(key), dict) for key in ("rows", "tokens"))
-    return report if is_one else {}
+        count = json.loads(run_dir.report.read_bytes())["rows"]["done"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return 0
+    return count if isinstance(count, int) else 0
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.ids import RowValidator
 from batchgen.input.rows import CHUNK_ROWS, chunked
+from batchgen.output.bucket import Bucket
 from batchgen.output.manifest import KERNELS, Manifest, without_kernels
-from batchgen.output.publish import Publication, open_destination
+from batchgen.output.publish import Publication
 from batchgen.output.rundir import Begun, RunDir
 from batchgen.report.facts import numerics_text
 from batchgen.run.backend import Backend, RunContext
@@ -218,7 +219,7 @@ class Invocation:
         return replace(outcome, lines=(*outcome.lines, *lines))
 
     def _publication(self) -> Publication:
-        return Publication(open_destination(self.spec.output.publish), self.run_dir, self.manifest)
+        return Publication(Bucket(self.spec.output.publish), self.run_dir, self.manifest)
 
 
 class RequestStream:

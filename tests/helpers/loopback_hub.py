@@ -40,7 +40,15 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer_file()
+        parts = unquote(urlsplit(self.path).path).split("/")
+        if parts[1:3] != ["api", "datasets"]:
+            self._answer_file()
+        elif (files := self.server.repos.get("/".join(parts[3:5]))) is None:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif parts[5:6] == ["tree"]:
+            self._json(_listing(files, "/".join(parts[7:])))
+        else:
+            self._json({"id": "/".join(parts[3:5]), "siblings": []})
 
     def do_HEAD(self) -> None:
         self._answer_file()
@@ -74,8 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"files": [self._mode(file) for file in json.loads(body)["files"]]})
         elif action == "paths-info":
             paths = parse_qs(body.decode())["paths"]
-            infos = [{"type": "file", "path": p, "size": len(files[p]), "oid": "0" * 40} for p in paths if p in files]
-            self._json(infos)
+            self._json([_info(files, path) for path in paths if path in files])
         else:
             self._commit(files, [json.loads(line) for line in body.splitlines()])
             self._json({"commitUrl": f"{self.server.address}/datasets/{repo}/commit/0", "commitOid": "0" * 40})
@@ -146,6 +153,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+
+def _info(files: dict[str, bytes], path: str) -> dict[str, Any]:
+    return {"type": "file", "path": path, "size": len(files[path]), "oid": hashlib.sha1(files[path]).hexdigest()}
+
+
+def _listing(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
+    """The files and folders of one folder."""
+    start = f"{folder}/" if folder else ""
+    names = {path.removeprefix(start).partition("/")[0] for path in files if path.startswith(start)}
+    folders = [name for name in names if start + name not in files]
+    infos = [_info(files, start + name) for name in names if start + name in files]
+    return [*infos, *({"type": "directory", "path": start + name, "oid": "0" * 40} for name in folders)]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from batchgen.core.remote import RemoteError
 from batchgen.core.shard import Shard
 from batchgen.output import bucket as bucket_module
 from batchgen.output.bucket import Bucket
-from batchgen.output.publish import Publication, open_destination
+from batchgen.output.publish import Publication
 from batchgen.output.rundir import RunDir
 from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
@@ -243,10 +243,10 @@ def test_shards_begun_at_one_moment_do_not_replace_each_other(
     manifest, other = first.read_manifest(), second.read_manifest()
     assert manifest is not None and other is not None
     address = f"s3://{bucket}/out"
-    Publication(open_destination(address), first, manifest).publish()
+    Publication(Bucket(address), first, manifest).publish()
     same = replace(other, created_at=manifest.created_at)
     with pytest.raises(UsageError, match="of another run"):
-        Publication(open_destination(address), second, same).claim(overwrite=False)
+        Publication(Bucket(address), second, same).claim(overwrite=False)
 
 
 @pytest.mark.parametrize(
