@@ -21,6 +21,7 @@ from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.machine import peak_bytes
 from batchgen.core.model_files import TOKENIZER_FILES, tokenizer_folder
 from batchgen.core.model_location import resolve_model
+from batchgen.core.numerics import Numerics
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
@@ -36,7 +37,6 @@ from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.roofline import Ceilings, Costs, Work, excess_reason
 from batchgen.model.vector_files import read_vector_files
 from batchgen.model.vectors import VectorHead, VectorSettings
-from batchgen.report.facts import integers_text
 from batchgen.text.tokenizer import Tokenizer
 
 _NOTE_EVERY_S = 5.0
@@ -170,7 +170,8 @@ def _run(bench: Bench, requests: list[Request], name: str) -> tuple[float, Engin
 
 def render(result: dict[str, Any]) -> str:
     """The result of a benchmark, with its ``model`` and ``lengths``, as text for a person, within 80 columns."""
-    integers, name = integers_text(result), " + ".join(result[key] for key in ("model", "adapter") if key in result)
+    integers = Numerics.of(result).integers
+    name = " + ".join(result[key] for key in ("model", "adapter") if key in result)
     walls = [run["wall_s"] for run in result["runs"]]
     lengths = f"{result['lengths']} to the engine" if result["ends"] == "forced" else "up to the model's own end token"
     tokens, sizes = result["num_requests_tokens"], result["engine"]

@@ -8,10 +8,10 @@ from typing import Any
 from batchgen.check.logits import Divergence
 from batchgen.check.proofs import GREEDY, Check, Proof, Write, made_up_prompts, read_prompts
 from batchgen.config.job import JobSpec
+from batchgen.core.numerics import Numerics
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine.sizes import use_threads
-from batchgen.report.facts import numerics_text
 from batchgen.run.loader import read_model
 
 _PROVEN = "each operation of the kernels gives what plain torch gives, but for rounding"
@@ -46,7 +46,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         "num_prompts": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),
     }
-    named = numerics_text({name: value for name, value in facts.items() if name != "kernels"})
+    named = str(Numerics.of(facts).base)
     show(f"{title}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
     kinds = "greedy and sampled by turns" if info.config.has_head else "their hidden states compared"

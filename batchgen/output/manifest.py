@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from batchgen.config.output import OutputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json, is_count
 from batchgen.core.keys import keys_of
+from batchgen.core.numerics import Numerics
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
 from batchgen.core.version import RESULTS
 
-KERNELS = "kernels"  # key of fingerprints["numerics"]
 RECORD_VERSION = 7  # of job.json, a job's keys, the fields of a record and the journal's lines
 _MISSING = "(not there)"
 _UNSET = "(not set)"
@@ -52,10 +52,11 @@ class Manifest:
     ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the
     input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over
     all shards, known once all of them are in the journal. ``taken`` says that the journal has all rows that are kept
-    from earlier results. ``created_at`` is when the folder was begun, in ISO 8601 with the offset of its place: updates
-    inherit it. ``rendered_at`` is the time that a chat template prints: that of the run whose rows a new folder reuses,
-    else the same. ``parts`` are digests of what was merged. ``files`` are the outputs and ``errors.jsonl`` of a
-    finished job, by name with ``bytes`` and ``sha256``, and ``journal`` names the folder that they were written from.
+    from earlier results, and ``num_good`` how many rows can run, if they were counted then. ``created_at`` is when the
+    folder was begun, in ISO 8601 with the offset of its place: updates inherit it. ``rendered_at`` is the time that a
+    chat template prints: that of the run whose rows a new folder reuses, else the same. ``parts`` are digests of what
+    was merged. ``files`` are the outputs and ``errors.jsonl`` of a finished job, by name with ``bytes`` and ``sha256``,
+    and ``journal`` names the folder that they were written from.
     ``file_states`` is ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it
     identifies nothing.
     """
@@ -66,6 +67,7 @@ class Manifest:
     shard: Shard = WHOLE
     num_rows: int | None = None
     taken: bool = False
+    num_good: int | None = None
     created_at: str = ""
     rendered_at: datetime | None = None
     parts: list[str] = field(default_factory=list)
@@ -104,6 +106,21 @@ class Manifest:
         manifest._check()
         return manifest
 
+    @property
+    def numerics(self) -> Numerics | None:
+        """The numerics of the rows; None until they are known."""
+        plain = self.fingerprints.get("numerics")
+        return None if plain is None else Numerics.of(plain)
+
+    def with_numerics(self, numerics: Numerics) -> Manifest:
+        """The manifest of a job whose rows are computed with these."""
+        return replace(self, fingerprints={**self.fingerprints, "numerics": numerics.plain})
+
+    @property
+    def num_files(self) -> int:
+        """The number of files of the input."""
+        return len(self.fingerprints.get("input", {}).get("files", ()))
+
     def spec(self, path: Path) -> JobSpec:
         """The job of this ``job.json`` at ``path``. Raises UsageError for one edited or of another version."""
         try:
@@ -133,8 +150,9 @@ class Manifest:
         kind = keys_of(OutputSpec)["format"].kind
         if self.job.get("output", {}).get("format") not in kind.choices:
             raise ValueError(f"job.output.format must be one of {kind.metavar}")
-        if not (self.num_rows is None or is_count(self.num_rows)):
-            raise ValueError("num_rows is no number of rows")
+        for name in ("num_rows", "num_good"):
+            if not ((number := getattr(self, name)) is None or is_count(number)):
+                raise ValueError(f"{name} is no number of rows")
         if not all(isinstance(item, dict) and {"bytes", "sha256"} <= item.keys() for item in self.files.values()):
             raise ValueError("files has one without bytes and sha256")
         if not isinstance(self.journal, str):
@@ -167,17 +185,6 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
         bound.append({"": manifest.output_keys, **manifest.fingerprints, "shard": str(manifest.shard)})
         loose.append({key: value for key, value in _flat(manifest.job).items() if key not in manifest.output_keys})
     return Comparison(differences(*bound), differences(*loose))
-
-
-def kernels_of(manifest: Manifest) -> str | None:
-    """The kernel set that a run was begun with; None where unknown."""
-    kernels = manifest.fingerprints.get("numerics", {}).get(KERNELS)
-    return None if kernels is None else str(kernels)
-
-
-def without_kernels(numerics: Mapping[str, str]) -> dict[str, str]:
-    """The numerics that are equal in all rows of a run; their kernels may differ where that is allowed."""
-    return {name: value for name, value in numerics.items() if name != KERNELS}
 
 
 def differences(old_tree: Mapping[str, Any], new_tree: Mapping[str, Any]) -> tuple[str, ...]:

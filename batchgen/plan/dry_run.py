@@ -95,7 +95,7 @@ def _earlier_results(
     files = model.files.fingerprint(digests) if runs else {}
     fingerprints: dict[str, Any] = {"model": files, "code": {"results": RESULTS}}
     if earlier and (numerics := inherited_numerics(earlier, spec)):
-        fingerprints["numerics"] = numerics
+        fingerprints["numerics"] = numerics.plain
     manifest = Manifest(spec.to_dict(), spec.output_keys(), fingerprints, rendered_at=at)
     builder, own = model.record_builder(spec), run_dir if earlier else None
     return EarlierResults(spec, manifest, builder, own, digests, prints_date=model.prints_date)

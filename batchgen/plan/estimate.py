@@ -13,6 +13,7 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import UNTRIED_DEVICES, available_bytes, visible_gpus
+from batchgen.core.numerics import Numerics
 from batchgen.engine.sizes import SchedulerConfig, sizes_for
 from batchgen.model.config import ModelConfig, item_bytes
 from batchgen.plan.survey import Survey
@@ -120,9 +121,9 @@ def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool
     A rate of texts that became vectors says nothing of generation.
     """
     model, tokens = spec.model, report["tokens"]
-    integers = [report["numerics"].get(name, "auto") for name in ("weights", "activations")]
+    numerics = Numerics.of(report["numerics"])
     named = {name: report[name] for name in ("model", "adapter") if name in report}
-    is_model = named == model.named and integers == [model.weights, model.activations]
+    is_model = named == model.named and (numerics.weights, numerics.activations) == (model.weights, model.activations)
     is_same = is_model and report["machine"]["processor"] == processor
     is_kind = tokens["total"] > 0 and (tokens["completion"] == 0) == spec.embed.is_on
     return bool(is_same and is_kind and report["generate_s"] > 0)

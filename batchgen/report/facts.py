@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchgen.core.answers import text_of
+from batchgen.core.numerics import Numerics
 from batchgen.core.units import counted, format_amount, format_duration, format_share, shortened
 
 Report = Mapping[str, Any]
@@ -267,7 +268,7 @@ def _resources(report: Report) -> Facts:
     if report["threads"]:
         yield "ran on", counted(report["threads"], "thread") + each
     if report["numerics"]:
-        yield "ran on", numerics_text(report["numerics"])
+        yield "ran on", str(Numerics.of(report["numerics"]))
     if sizes:
         yield "ran on", f"{sizes['kernels']} kernels"
     if "adapter" in report:
@@ -334,17 +335,3 @@ def _hours(report: Report) -> tuple[str, str] | None:
     figure = report[f"device_hours_per_million_{tokens}_tokens"]
     label = f"{figure['unit'].upper()}-hours per million {tokens} tokens"
     return None if figure["hours"] is None else (label, f"{figure['hours']:,.2f}")
-
-
-def numerics_text(numerics: Mapping[str, str]) -> str:
-    """Dtype and device, what is kept in others, the kernels, and what guides texts, as far as they are known."""
-    place = " on ".join(numerics[key] for key in ("dtype", "device") if key in numerics)
-    named = ", ".join(filter(None, (place, integers_text(numerics))))
-    named += f" ({numerics['kernels']})" if "kernels" in numerics else ""
-    return f"{named}, llguidance {numerics['llguidance']}" if "llguidance" in numerics else named
-
-
-def integers_text(numerics: Mapping[str, Any]) -> str:
-    """Tensors that are kept or multiplied in another type than the dtype; empty if none is."""
-    words = {"weights": "weights", "activations": "activations", "kv_cache_dtype": "keys and values"}
-    return ", ".join(f"{numerics[key]} {name}" for key, name in words.items() if numerics.get(key, "auto") != "auto")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from batchgen.config.identity import limit_of, may_go_on, still_holds
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
+from batchgen.core.numerics import Numerics
 from batchgen.core.records import Row
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.finalize import EXACT_FORMAT
@@ -25,7 +27,6 @@ from batchgen.output.manifest import RECORD_VERSION, Manifest, OtherVersion, dif
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import RunDir
 
-LIBRARY = "llguidance"  # in the fingerprints of the rows that it masks
 # Keys that decide what a record says, whatever its row asks.
 _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 
@@ -36,9 +37,8 @@ class EarlierResults:
     ``run_dir`` is the job's own folder, of which the journal ``mine`` is none; ``digests`` tell whether its outputs are
     those that its ``job.json`` names. ``lines`` says of each source that differs how; of one that computes otherwise no
     row is taken. Where the chat template ``prints_date``, it says which one. Without numerics in the manifest, as in a
-    plan, these are not compared. ``num_old`` is the number of results in the largest source of the folder itself, and
-    ``files_before`` the number of its input's files, beside those of ``files_now``. Close it. Raises UsageError as
-    ``earlier_runs``, and for files that cannot be read.
+    plan, these are not compared. ``sources`` are those of the folder itself: how many results each has, and its job.
+    Close it. Raises UsageError as ``earlier_runs``, and for files that cannot be read.
     """
 
     def __init__(
@@ -53,16 +53,11 @@ class EarlierResults:
         prints_date: bool = False,
     ) -> None:
         self.lines: list[str] = []
-        self.num_old = self.files_before = 0
-        self.files_now = num_files(manifest)
         self._manifest, self._mine = manifest, mine
         self._printed_at = manifest.rendered_at if prints_date and spec.input.is_templated else None
         self._builder = builder
         self._rows = EarlierRows()
-        if run_dir is not None:
-            for added, source in self._add(run_dir, digests):
-                if added > self.num_old:
-                    self.num_old, self.files_before = added, num_files(source)
+        self.sources = [*self._add(run_dir, digests)] if run_dir is not None else []
         for folder, earlier in earlier_runs(spec):
             if isinstance(earlier, OtherVersion):
                 why = f"record version: was {earlier.version!r}, now {RECORD_VERSION}"
@@ -200,11 +195,6 @@ def is_own(spec: JobSpec, folder: str) -> bool:
     return False
 
 
-def num_files(manifest: Manifest) -> int:
-    """The number of files of a job's input."""
-    return len(manifest.fingerprints.get("input", {}).get("files", ()))
-
-
 @contextmanager
 def _as_usage() -> Iterator[None]:
     """Nothing was begun where earlier results cannot be read."""
@@ -218,6 +208,6 @@ def _facts(manifest: Manifest, with_numerics: bool) -> dict[str, Any]:
     """Values that must be equal for a row to have the same result, whatever the row asks for."""
     keys = {name: value for name, value in manifest.output_keys.items() if name.startswith(_FORMS)}
     keys["output.parse"] = [part for part in manifest.output_keys.get("output.parse", ()) if part == "reasoning"]
-    numerics = manifest.fingerprints.get("numerics", {}) if with_numerics else {}
-    alike = {name: value for name, value in numerics.items() if name != LIBRARY}
+    numerics = (with_numerics and manifest.numerics) or Numerics()
+    alike = replace(numerics, llguidance="").plain  # which is in the fingerprints of the rows that it masks
     return {"": keys, **{name: manifest.fingerprints.get(name, {}) for name in ("model", "code")}, "numerics": alike}

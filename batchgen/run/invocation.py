@@ -15,16 +15,18 @@ from typing import Literal
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import BatchgenError, ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
+from batchgen.core.numerics import OTHER_ORDER, Numerics
 from batchgen.core.records import Request, Row
 from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.input.ids import RowValidator
+from batchgen.input.ids import RowValidator, may_have_ids, rebuild_ids
 from batchgen.input.rows import CHUNK_ROWS, chunked
+from batchgen.input.source import RowRange, Source
 from batchgen.output.bucket import Bucket
-from batchgen.output.manifest import KERNELS, Manifest, without_kernels
+from batchgen.output.journal import Journal
+from batchgen.output.manifest import Manifest
 from batchgen.output.publish import Publication
 from batchgen.output.rundir import Begun, RunDir
-from batchgen.report.facts import numerics_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
@@ -64,6 +66,10 @@ class RunOptions:
             object.__setattr__(self, "shard", Shard(*self.shard))
         if self.overwrite and self.update:
             raise UsageError("--overwrite and --update exclude each other: one drops what is there, the other keeps it")
+
+
+class OtherNumerics(ResumeMismatch):
+    """The engine computes otherwise than the rows of a job so far."""
 
 
 class Invocation:
@@ -121,6 +127,18 @@ class Invocation:
             self.options.allow_mixed_kernels,
         )
 
+    def count(self, rows: RowRange) -> None:
+        """Count the rows of this shard, if they are not counted yet."""
+        if self.progress.rows_total is None:
+            with self.progress.phase("counting the rows", "read"):
+                self.progress.expect(rows.count())
+
+    def restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
+        """Make all rows up to the last finished one claim their ids again: they are not kept across invocations."""
+        if may_have_ids(self.spec.input):
+            with self.progress.phase("reading ids again", "read"):
+                rebuild_ids(source.read(), max(journal.done), validator)
+
     def generate(self, rows: Iterable[Row], validator: RowValidator, sink: ResultSink) -> bool:
         """Run the rows and record their results in the sink's journal; returns whether all of them ended.
 
@@ -159,43 +177,32 @@ class Invocation:
         return stream.is_exhausted and not stream.pending
 
     def _agreed_backend(self) -> Backend:
-        """The engine, which computes as the run did so far; an allowed mix of kernels is recorded in the manifest.
+        """The engine, which computes as the run did so far.
 
-        Raises ResumeMismatch if rows would come out differently. Kernels that are not known may be any.
+        Raises OtherNumerics if rows would come out differently. Kernels that are not known may be any.
         """
         backend, folder = self.load(), self.run_dir.path
-        begun: dict[str, str] = self.manifest.fingerprints.get("numerics", backend.numerics)
-        was, now = without_kernels(begun), without_kernels(backend.numerics)
-        if was != now:
-            others = [name for name in was | now if was.get(name) != now.get(name)]
-            flags = " ".join(
-                f"llguidance=={was.get(name)}"
-                if name == "llguidance"
-                else f"--{name.replace('_', '-')} {was.get(name, 'auto')}"
-                for name in others
+        now = Numerics.of(backend.numerics)
+        begun = self.manifest.numerics or now
+        again = "--update computes all rows again, --overwrite drops them first"
+        if begun.base != now.base:
+            flags = begun.flags(now)
+            raise OtherNumerics(
+                f"{folder} was begun in {begun.base}, here the model runs in {now.base}, which gives other tokens: "
+                f"{f'go on with {flags}; ' if flags else ''}{again}"
             )
-            raise ResumeMismatch(
-                f"{folder} was begun in {numerics_text(was)}, here the model runs in {numerics_text(now)}, "
-                f"which gives other tokens: go on with {flags}, or start anew with --overwrite"
+        if begun.has_other_kernels(now) and not self.options.allow_mixed_kernels:
+            raise OtherNumerics(
+                f"{folder} was begun with the kernels {begun.kernels}, here they are {now.kernels}, {OTHER_ORDER}: "
+                f"go on where it was begun, or give --allow-mixed-kernels; {again}"
             )
-        kernels = {numerics[KERNELS] for numerics in (begun, backend.numerics) if KERNELS in numerics}
-        if len(kernels) < 2 or self.options.allow_mixed_kernels:
-            return backend
-        raise ResumeMismatch(
-            f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {backend.numerics[KERNELS]}, "
-            "which add up in another order, so tokens may differ: go on where it was begun, give "
-            "--allow-mixed-kernels, or start anew with --overwrite"
-        )
+        return backend
 
     def write_begun(self, manifest: Manifest) -> None:
         """Take a manifest as that of the job under way, and store it with its journal."""
         self.manifest = manifest
         self.begun = Begun(self.begun.folder, manifest)
         self.run_dir.write_begun(self.begun)
-
-    def set_numerics(self, numerics: dict[str, str]) -> None:
-        """Put the numerics that rows are computed with into the manifest."""
-        self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
 
     def claim(self) -> None:
         """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""

@@ -16,11 +16,12 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.machine import memory_errors
+from batchgen.core.numerics import Numerics
 from batchgen.core.shard import WHOLE
 from batchgen.core.units import counted
 from batchgen.core.version import RESULTS
 from batchgen.input.columns import check_columns
-from batchgen.input.ids import RowValidator, UniqueIds, may_have_ids, rebuild_ids
+from batchgen.input.ids import RowValidator, UniqueIds, may_have_ids
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.source import RowRange, Source, open_source
 from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
@@ -30,7 +31,7 @@ from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, refuse_own_rows, rendered_at
-from batchgen.run.invocation import Invocation, RunOptions
+from batchgen.run.invocation import Invocation, OtherNumerics, RunOptions
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.outcome import Outcome, already_done, announcement, finished, stopped
 from batchgen.run.reports import job_facts, journal_totals, last_report
@@ -107,16 +108,28 @@ class _Job(Invocation):
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
             if mine is None and not self.options.update:
-                self.jobs.refuse_unasked(self.manifest, self.spec, self.digests)
+                self.jobs.refuse_unasked(self.manifest, self.digests)
             self.claim()
             self.builder, self.records = self.model.builder(self.spec), self.model.record_builder(self.spec)
-            self.begun = self._begin(source) if mine is None else self._go_on(mine)
-            earlier = None if self.begun.manifest.taken else self._earlier_results()
-            with closing(earlier) if earlier is not None else ExitStack():
-                journal = stack.enter_context(closing(Journal.open(self.begun.folder, self.options.shard)))
-                for line in journal.recovery:
-                    self.note(line)
-                return self._finish_rows(source, journal, earlier, is_resumed=mine is not None)
+            try:
+                return self._run(source, mine)
+            except OtherNumerics:
+                if mine is None:
+                    self.run_dir.remove_begun(self.begun)
+                    self.progress.keep_file(False)
+                if not self.options.update:
+                    raise
+            return self._run(source, None)  # as the engine computes that is loaded now
+
+    def _run(self, source: Source, mine: Begun | None) -> Outcome:
+        """Begin the job, or go on with it where it was begun, up to its outputs."""
+        self.begun = self._begin(source) if mine is None else self._go_on(mine)
+        earlier = None if self.begun.manifest.taken else self._earlier_results()
+        opened = closing(earlier) if earlier is not None else ExitStack()
+        with opened, closing(Journal.open(self.begun.folder, self.options.shard)) as journal:
+            for line in journal.recovery:
+                self.note(line)
+            return self._finish_rows(source, journal, earlier, is_resumed=mine is not None)
 
     def _look_around(self) -> None:
         """Find the jobs of the run directory, unless this one starts anew. Raises UsageError."""
@@ -201,18 +214,18 @@ class _Job(Invocation):
     def _begin(self, source: Source) -> Begun:
         """Begin the job: see that it can run, and make its journal.
 
-        In a new folder the weights are loaded before anything is written: unusable ones cost no earlier run. In another
-        one the job computes as the one before, which is looked at once a row needs the weights.
+        In a new folder the weights are loaded before anything is written: unusable ones cost no earlier run. Elsewhere
+        numerics that the job does not change are compared once a row needs the weights.
         """
         for line in check_columns(source.read(), self.spec, self.builder.finder):
             self.note(line)
         self.model.refuse_as_target(self.run_dir)
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
-            self._count(self._rows(source, None))
+            self.count(self._rows(source, None))
         earlier_runs(self.spec)
         earlier = self.jobs.current
-        numerics = inherited_numerics(earlier, self.spec) if earlier else None
-        self.set_numerics(self.load().numerics if numerics is None else numerics)
+        numerics = inherited_numerics(earlier, self.spec) if earlier and self.backend is None else None
+        self.manifest = self.manifest.with_numerics(numerics or Numerics.of(self.load().numerics))
         if earlier is None:
             self.run_dir.refuse_foreign_files()
             if self.options.overwrite:
@@ -230,15 +243,15 @@ class _Job(Invocation):
     def _go_on(self, mine: Begun) -> Begun:
         """Go on with this job where it was begun before; what changed that changes no row is noted."""
         before = mine.manifest
-        numerics = before.fingerprints.get("numerics")
-        if numerics is not None:
-            self.set_numerics(numerics)
+        if before.numerics is not None:
+            self.manifest = self.manifest.with_numerics(before.numerics)
         has_more = self.spec.output.reuse != tuple(before.job["output"]["reuse"])
         self.manifest = replace(
             self.manifest,
             created_at=before.created_at,
             rendered_at=before.rendered_at,
             num_rows=before.num_rows,
+            num_good=before.num_good,
             taken=before.taken and not (has_more and self.spec.output.reuse),
         )
         for line in () if mine.is_whole else compare(before, self.manifest).allowed:
@@ -273,7 +286,7 @@ class _Job(Invocation):
         with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
             validator = RowValidator(self.spec.input, self.builder, ids, self.options.shard)
             if len(journal.done):
-                self._restore_ids(source, journal, validator)
+                self.restore_ids(source, journal, validator)
             if is_resumed:
                 self.write_begun(self.manifest)
             if earlier is not None:
@@ -283,7 +296,7 @@ class _Job(Invocation):
             if self.stdin is not None:
                 self.stdin.keep()
                 source = rows.source = self._reopened(source)
-            self._count(rows)
+            self.count(rows)
             self.note(announcement(self.run_dir, self.options.shard, progress.rows_total, len(journal.done)))
             if not self.generate(rows.read(), validator, sink):
                 if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
@@ -295,29 +308,19 @@ class _Job(Invocation):
 
     def _take_over(self, earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink) -> None:
         """Keep the rows whose results are there. Raises UsageError where too much would be lost unasked."""
+        counts = None
         if len(earlier):
             counts = take_over(earlier, rows, validator, sink, self.progress)
             if self.stopper.requested:
                 return
-            if not self.options.update and (why := self.jobs.losses(counts, self.manifest, self.spec)):
+            if not self.options.update and (why := self.jobs.losses(counts, earlier.sources, self.manifest, self.spec)):
                 sink.journal.close()
                 self.run_dir.remove_begun(self.begun)
                 self.progress.keep_file(False)
                 raise UsageError(f"{self.run_dir.path}: {why}: --update goes on, or mend the input")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
             self.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
-        self.write_begun(replace(self.manifest, taken=True))
-
-    def _count(self, rows: RowRange) -> None:
-        if self.progress.rows_total is None:
-            with self.progress.phase("counting the rows", "read"):
-                self.progress.expect(rows.count())
-
-    def _restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
-        """Make all rows up to the last finished one claim their ids again: they are not kept across invocations."""
-        if may_have_ids(self.spec.input):
-            with self.progress.phase("reading ids again", "read"):
-                rebuild_ids(source.read(), max(journal.done), validator)
+        self.write_begun(replace(self.manifest, taken=True, num_good=counts.num_good if counts else None))
 
     def _finish(self, journal: Journal, num_rows: int) -> Outcome:
         """Write the outputs and the report; then the folder's ``job.json`` names them, and the journals go."""

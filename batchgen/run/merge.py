@@ -17,13 +17,14 @@ from typing import Any, Literal, NamedTuple
 from batchgen.core.errors import LockedError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
+from batchgen.core.numerics import OTHER_ORDER, Numerics
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE
 from batchgen.core.storage import absolute, storage_errors
 from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
-from batchgen.output.manifest import Manifest, OtherVersion, compare, kernels_of, without_kernels
+from batchgen.output.manifest import Manifest, OtherVersion, compare
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
@@ -222,18 +223,17 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
 
 def _unsharded(manifest: Manifest) -> Manifest:
     """Values that the shards of a job have in common; their kernels are compared by themselves."""
-    numerics = without_kernels(manifest.fingerprints.get("numerics", {}))
-    return replace(manifest, shard=WHOLE, fingerprints={**manifest.fingerprints, "numerics": numerics})
+    return replace(manifest.with_numerics((manifest.numerics or Numerics()).base), shard=WHOLE)
 
 
 def _check_same_kernels(shards: Sequence[_Shard]) -> None:
     first, *others = shards
     for other in others:
-        was, now = kernels_of(first.manifest), kernels_of(other.manifest)
-        if was != now:
+        was, now = first.manifest.numerics or Numerics(), other.manifest.numerics or Numerics()
+        if was.kernels != now.kernels:
             raise UsageError(
-                f"{first} was computed with the kernels {was}, {other} with {now}, which add up in another order, so "
-                "tokens may differ: run one of them anew where the other ran, or give --allow-mixed-kernels"
+                f"{first} was computed with the kernels {was.kernels}, {other} with {now.kernels}, {OTHER_ORDER}: run "
+                "one of them again where the other ran, or give --allow-mixed-kernels"
             )
 
 

@@ -42,10 +42,7 @@ _BLOCK_BYTES = 512  # the unit of st_blocks, on any file system
 
 
 class Clock:
-    """Wall time per account since ``started_at``; time that no account claims is ``other``.
-
-    Exactly one account runs at any moment, so the accounts add up to the whole.
-    """
+    """Wall time per account since ``started_at``: one runs at any moment, ``other`` if no account claims the time."""
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
@@ -109,6 +106,7 @@ class Progress:
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
     def __enter__(self) -> Progress:
+        self._found = self._path.read_bytes() if self._path.is_file() else b""
         if (before := read_progress(self._path.parent)) is not None:
             if before["state"] == "running":  # it was killed: its time goes up to its last row, as its tokens do
                 lost_s = written_at(self._path.parent / JOURNALS_NAME / before["journal"]) - self._path.stat().st_mtime
@@ -131,6 +129,8 @@ class Progress:
         if not self._keeps_file and self.state != "stopped":
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
+            if self._found and kind is not None and issubclass(kind, UsageError):
+                self._save(self._found)  # of whatever version
         elif self._is_idle or (kind is not None and issubclass(kind, UsageError)):
             self._save(self._before or self._content(self.snapshot()))  # as before: this invocation was refused
         else:
@@ -264,12 +264,12 @@ class Progress:
         """Content of ``progress.json``; a killed invocation's counts miss its last two seconds."""
         return {**snapshot, "workers": list(self._workers()), "spent": self.usage(), "journal": self._journal}
 
-    def _save(self, content: dict[str, Any]) -> None:
+    def _save(self, content: dict[str, Any] | bytes) -> None:
         """Replace ``progress.json``; errors are left to the journal, which meets the same disk.
 
         On a full disk the new content takes the place of the old, if it fits there: it says why the run has ended.
         """
-        text = json.dumps({**content, "digest": _digest(content)}).encode() + b"\n"
+        text = content if isinstance(content, bytes) else json.dumps({**content, "digest": _digest(content)}).encode()
         temporary = temporary_name(self._path)
         try:
             temporary.unlink(missing_ok=True)
@@ -288,9 +288,8 @@ class Progress:
     def _tokens_left(self, rows_left: int) -> int | None:
         """Tokens still to be computed if rows go on as this invocation's finished ones; None before the first of them.
 
-        What was cached, and copies of identical rows, cost nothing and count as nothing.
-
-        Tokens of unfinished rows are subtracted, up to half of the total: short rows end first, so others seem ahead.
+        What was cached, and copies of identical rows, count as nothing. Tokens of unfinished rows are subtracted, up to
+        half of the total: short rows end first, so others seem ahead.
         """
         num_done = self.sink.num_done - self.sink.num_done_before if self.sink else 0
         if self.sink is None or not num_done:

@@ -8,13 +8,14 @@ A pass that is killed goes on at the next start: the rows that it has kept lie i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
 from batchgen.core.fingerprint import Digests
+from batchgen.core.numerics import Numerics
 from batchgen.core.records import Row
 from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator, may_have_ids
@@ -22,7 +23,7 @@ from batchgen.input.rows import chunked
 from batchgen.input.source import RowRange
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
-from batchgen.run.earlier_results import LIBRARY, EarlierResults, is_between
+from batchgen.run.earlier_results import EarlierResults, is_between
 from batchgen.run.progress import KEEPING, Progress
 from batchgen.run.results import ResultSink
 from batchgen.text.grammar_source import library
@@ -36,31 +37,32 @@ _SLOW_CHUNK_S = 1.0  # a stop waits for the chunk under way
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a pass: results before, rows that are kept, and rows that can run, those that are kept included.
+    """Counts of a pass: rows that are kept, and rows that can run, those that are kept included."""
 
-    ``files`` are the numbers of the input's files before and now.
-    """
-
-    num_old: int
     num_kept: int
     num_good: int
-    files: tuple[int, int]
 
     @property
     def num_new(self) -> int:
         """Rows to be computed."""
         return self.num_good - self.num_kept
 
-    def losses(self) -> str:
-        """Reason not to go on without ``--update``: many results would be lost; "" if there is none."""
-        before, now = self.files
-        if self.num_old and now < before:
-            return f"the input has {counted(now, 'file')}, was {before:,}"
-        if self.num_old < FEW_ROWS:
+    def losses(self, num_old: int, begun: Manifest, now: Manifest) -> str:
+        """Reason not to go on without ``--update``: many results of the job ``begun`` would be lost; "" without any.
+
+        It has ``num_old`` results. If it was interrupted, it may have more rows that can run.
+        """
+        num_before = max(num_old, begun.num_good or 0)
+        if num_old and now.num_files < begun.num_files:
+            why = f"the input has {counted(now.num_files, 'file')}, was {begun.num_files:,}"
+        elif num_before >= FEW_ROWS and self.num_good < LEAST_GOOD * num_before:
+            what = "results" if num_before == num_old else "rows before"
+            why = f"the input has {counted(self.num_good, 'row')} that can run, and there are {num_before:,} {what}"
+        elif num_old >= FEW_ROWS and self.num_kept < LEAST_KEPT * num_old:
+            why = "most rows are others now"
+        else:
             return ""
-        if self.num_good < LEAST_GOOD * self.num_old:
-            return f"the input has {counted(self.num_good, 'row')} that can run, and there are {self.num_old:,} results"
-        return "most rows are others now" if self.num_kept < LEAST_KEPT * self.num_old else ""
+        return f"{why}; {min(self.num_kept, num_old):,} of {num_old:,} results would be left"
 
 
 class FolderJobs:
@@ -119,12 +121,12 @@ class FolderJobs:
         changed, errors = self._run_dir.changed_files(self.last, digests), self._run_dir.errors
         return [name for name in changed if name != errors.name or errors.exists()]
 
-    def refuse_unasked(self, now: Manifest, spec: JobSpec, digests: Digests) -> None:
+    def refuse_unasked(self, now: Manifest, digests: Digests) -> None:
         """Raises ResumeMismatch for what only ``--update`` may do.
 
         One of the jobs must differ from this in its input alone, and no file may be replaced that was edited.
         """
-        folder, changes = self._run_dir.path, [changes_of_job(manifest, now, spec) for manifest in self.manifests]
+        folder, changes = self._run_dir.path, [changes_of_job(manifest, now) for manifest in self.manifests]
         if changes and all(changes):
             raise ResumeMismatch(
                 f"{folder} was begun with another job; what changes its outputs:\n"
@@ -136,11 +138,15 @@ class FolderJobs:
             what = f"{', '.join(edited)} in {folder} was edited since its run ended"
             raise ResumeMismatch(f"{what}, and would be replaced: --update goes on")
 
-    def losses(self, counts: Counts, now: Manifest, spec: JobSpec) -> str:
-        """Losses by a change of the input, if they are large; a job that is gone back to has not changed."""
-        why = "" if self.is_of_outputs(now, spec) else counts.losses()
-        kept = min(counts.num_kept, counts.num_old)
-        return why and f"{why}; {kept:,} of {counts.num_old:,} results would be left"
+    def losses(self, counts: Counts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
+        """Losses by a change of the input, if they are large; a job that is gone back to has not changed.
+
+        Only results of this job count: those of a job that was given up by ``--update`` are lost already.
+        """
+        own = [(number, begun) for number, begun in sources if not changes_of_job(begun, now)]
+        if not own or self.is_of_outputs(now, spec):
+            return ""
+        return counts.losses(*max(own, key=lambda source: source[0]), now)
 
     def what_changed(self, now: Manifest, spec: JobSpec) -> str:
         """Reason why rows are kept, as the beginning of a line."""
@@ -154,30 +160,30 @@ class FolderJobs:
 
 def is_same(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
     """Whether a job that was begun is this one, so that its rows are this one's by index."""
-    if begun.parts or compare(begun, _with_numerics(now, begun, spec)).refused:
+    if begun.parts or compare(begun, _with_numerics(now, begun)).refused:
         return False
     was = replace(spec.output, format=begun.job["output"]["format"])
     return not may_have_ids(spec.input) or was.has_text_ids == spec.output.has_text_ids
 
 
-def changes_of_job(begun: Manifest, now: Manifest, spec: JobSpec) -> tuple[str, ...]:
+def changes_of_job(begun: Manifest, now: Manifest) -> tuple[str, ...]:
     """Differences from a job that was begun, but for its input, of which the limit may be higher now."""
     inputs = {"input": begun.fingerprints.get("input", {})}
-    now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun, spec)
+    now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun)
     was, limit = (manifest.output_keys.get("input.limit") for manifest in (begun, now))
     if was is not None and (limit is None or limit > was):
         now = replace(now, output_keys=now.output_keys | {"input.limit": was})
     return compare(begun, now).refused
 
 
-def inherited_numerics(begun: Manifest, spec: JobSpec) -> dict[str, str] | None:
-    """Numerics of a job that goes on in a folder, where they are those of before: it names no others."""
-    numerics = begun.fingerprints.get("numerics")
-    if numerics is None or _expected(numerics, spec) != numerics:
+def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
+    """Numerics of a job in the folder of one that was begun, if it asks for no others; None if they are not known."""
+    numerics = begun.numerics
+    if numerics is None or numerics.in_job(begun.job, spec.to_dict()) != numerics:
         return None
     if not spec.sampling.structured_outputs:
-        return {name: value for name, value in numerics.items() if name != LIBRARY}
-    return {**numerics, LIBRARY: str(library().__version__)} if LIBRARY in numerics else None
+        return replace(numerics, llguidance="")
+    return replace(numerics, llguidance=str(library().__version__)) if numerics.llguidance else None
 
 
 def take_over(
@@ -207,7 +213,7 @@ def take_over(
     journal.commit()
     progress.add_reused(journal.counts.results - num_before)
     rows.start = journal.resume_cursor
-    return Counts(earlier.num_old, journal.counts.results, num_good, (earlier.files_before, earlier.files_now))
+    return Counts(journal.counts.results, num_good)
 
 
 def _requested(rows: Iterable[Row], validator: RowValidator) -> Iterator[list[Row]]:
@@ -220,18 +226,7 @@ def _requested(rows: Iterable[Row], validator: RowValidator) -> Iterator[list[Ro
         most = min(2 * most, _CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
 
 
-def _with_numerics(now: Manifest, begun: Manifest, spec: JobSpec) -> Manifest:
-    """The manifest of a job whose weights are not loaded, with the numerics that it would have beside one begun."""
-    numerics = begun.fingerprints.get("numerics")
-    if numerics is None:
-        return now
-    return replace(now, fingerprints={**now.fingerprints, "numerics": _expected(numerics, spec)})
-
-
-def _expected(numerics: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
-    """The numerics of a run with what the job names; its "auto" is known, and compared, once the weights are loaded."""
-    named = {"dtype": spec.model.dtype, "device": spec.model.device.partition(":")[0]}
-    if spec.engine.kv_cache_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
-        named["kv_cache_dtype"] = spec.engine.kv_cache_dtype
-    others = {name: value for name, value in numerics.items() if name != "kv_cache_dtype"}  # there only if not "auto"
-    return others | {name: value for name, value in named.items() if value != "auto"}
+def _with_numerics(now: Manifest, begun: Manifest) -> Manifest:
+    """The manifest of a job whose weights are not loaded, with the numerics that it has after the one begun."""
+    numerics = begun.numerics
+    return now if numerics is None else now.with_numerics(numerics.in_job(begun.job, now.job))

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from batchgen.config.job import JobSpec
+from batchgen.core.numerics import OTHER_ORDER, Numerics
 from batchgen.core.version import __version__
 from batchgen.input.rows import row_chars
-from batchgen.output.manifest import KERNELS, differences, without_kernels
+from batchgen.output.manifest import differences
 from batchgen.run import job
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.invocation import RunOptions
@@ -82,7 +83,7 @@ def on_workers(
             raise
         return Backend(
             engine,
-            dict(gate.numerics),
+            gate.numerics,
             first.threads,
             facts=lambda: engine.facts,
             notes=first.notes,
@@ -101,7 +102,7 @@ class IdentityGate:
     """
 
     def __init__(self, context: RunContext) -> None:
-        self.numerics = dict(context.numerics or {})
+        self.numerics: dict[str, str] = dict(context.numerics or {})
         self._context = context
 
     def refusal(self, ready: WorkerReady) -> str:
@@ -111,18 +112,11 @@ class IdentityGate:
             return f"it runs batchgen {identity.version}, this process {__version__}"
         if changes := differences(self._context.weights, identity.weights):
             return f"its model is another one: {changes[0]}"
-        self.numerics = self.numerics or dict(identity.numerics)
-        if changes := differences(without_kernels(self.numerics), without_kernels(identity.numerics)):
+        its, agreed = Numerics.of(identity.numerics), Numerics.of(self.numerics or identity.numerics)
+        if changes := differences(agreed.base.plain, its.base.plain):
             return f"it would compute other tokens: {', '.join(changes)}"
-        return self._refusal_of_kernels(identity.numerics.get(KERNELS))
-
-    def _refusal_of_kernels(self, kernels: str | None) -> str:
-        if kernels is None:
-            return ""
-        agreed = self.numerics.setdefault(KERNELS, kernels)
-        if kernels != agreed and not self._context.may_mix_kernels:
-            return (
-                f"its kernels are {kernels}, the run's {agreed}, which add up in another order, so tokens may differ "
-                "(--allow-mixed-kernels takes both)"
-            )
+        if agreed.has_other_kernels(its) and not self._context.may_mix_kernels:
+            both = f"its kernels are {its.kernels}, the run's {agreed.kernels}"
+            return f"{both}, {OTHER_ORDER} (--allow-mixed-kernels takes both)"
+        self.numerics = replace(agreed, kernels=agreed.kernels or its.kernels).plain
         return ""

@@ -17,6 +17,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.numerics import Numerics
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 from batchgen.run.backend import Backend
 from batchgen.run.loader import ModelInfo
@@ -212,6 +213,14 @@ class StubEngine:
         return {key: tuple(tokens) for key, (_, tokens, _) in self.running.items() if tokens}
 
 
+def stub_numerics(spec: JobSpec) -> Numerics:
+    """The numerics that a job asks for; "auto" is float32 on a device of its own."""
+    asked, cached = spec.model, spec.engine.kv_cache_dtype
+    dtype = "float32" if asked.dtype == "auto" else asked.dtype
+    device = "stub" if asked.device == "auto" else asked.device.partition(":")[0]
+    return Numerics(dtype, device, asked.weights, asked.activations, "auto" if cached == dtype else cached)
+
+
 @dataclass
 class StubFactory:
     """Makes stub engines as ``EngineFactory``; it can be pickled, for workers that are processes."""
@@ -229,7 +238,7 @@ class StubFactory:
         engine = StubEngine(vocab_size=model.config.vocab_size, max_model_len=longest, **self.options)
         if self.made is not None:
             self.made.append(engine)
-        return Backend(engine, {"dtype": "float32", "device": "stub"}, 1)
+        return Backend(engine, stub_numerics(spec).plain, 1)
 
 
 def stub_factory(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,12 @@ from run_helpers import JobMaker, read_lines, rows_of, timeless, without_timings
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
+from batchgen.config.job import JobSpec
+from batchgen.core.machine import QUANTIZATIONS
 from batchgen.core.units import counted
+from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
+from batchgen.run.loader import ModelInfo
 
 Rows = list[dict[str, Any]]
 Said = tuple[int, int, str]  # exit code, rows computed, what was said
@@ -253,6 +259,67 @@ def test_a_template_with_other_markers_of_thoughts_changes_the_rows_that_are_spl
     folder.write_job(input={"chat_template": "second.jinja"})
     assert folder.run("--update")[:2] == (0, num_computed)
     folder.assert_fresh()
+
+
+FORMATS: list[tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]] = [
+    *(
+        ({"model": {"quantization": was}}, {"model": {"quantization": now}})
+        for was, now in permutations(QUANTIZATIONS, 2)
+    ),
+    *(({"model": {"dtype": was}}, {"model": {"dtype": now}}) for was, now in permutations(("auto", "bfloat16"), 2)),
+    *(({"model": {"device": was}}, {"model": {"device": now}}) for was, now in permutations(("auto", "cuda"), 2)),
+    *(
+        ({"engine": {"kv_cache_dtype": was}}, {"engine": {"kv_cache_dtype": now}})
+        for was, now in permutations(("auto", "int8"), 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("was", "now"), FORMATS, ids=str)
+def test_an_update_to_other_numerics_computes_all_rows_and_says_why(
+    folder: Folder, was: dict[str, dict[str, str]], now: dict[str, dict[str, str]]
+) -> None:
+    folder.write_job(**was)
+    assert folder.run("--update")[0] == 0
+    folder.write_job(**now)
+    code, computed, said = folder.run()
+    assert (code, computed) == (2, 0) and "--update" in said
+    code, computed, said = folder.run("--update")
+    assert (code, computed) == (0, 40) and "no row of" in said and " can be kept: " in said, said
+    assert "already done" in folder.run()[2]
+    folder.assert_fresh()
+
+
+def test_an_update_on_another_device_than_auto_was_before_computes_all_rows(folder: Folder) -> None:
+    def on_cuda(spec: JobSpec, model: ModelInfo) -> Backend:
+        return replace(stub_factory()(spec, model), numerics={"dtype": "bfloat16", "device": "cuda"})
+
+    folder.write([*folder.rows, {"id": "new", "question": "Why?"}])
+    before, command = folder.files(), ["run", str(folder.job.folder / "job.toml")]
+    assert call(command, engine_factory=on_cuda) == 2
+    assert folder.files() == before and not (folder.path / "journal").exists(), "a refused run leaves nothing behind"
+    assert call([*command, "--update"], engine_factory=on_cuda) == 0
+    numerics = json.loads((folder.path / "job.json").read_bytes())["fingerprints"]["numerics"]
+    assert numerics == {"dtype": "bfloat16", "device": "cuda"}
+    records = [*map(json.loads, (folder.path / "outputs.jsonl").read_text().splitlines())]
+    assert len(records) == 41 and not any("reused" in record["timings"] for record in records)
+
+
+def test_a_row_that_comes_while_an_update_is_interrupted_is_taken_up(folder: Folder) -> None:
+    folder.write_job(input={"prompt": "{question} Say it."})
+    assert folder.run("--update", "--max-total-tokens", "300")[0] == 75
+    folder.write([*folder.rows, {"id": "new", "question": "Why?"}])
+    code, computed, said = folder.run()
+    assert code == 0 and 0 < computed < 41, said
+    folder.assert_fresh()
+
+
+def test_a_truncated_input_is_refused_while_an_update_is_interrupted(folder: Folder) -> None:
+    folder.write_job(input={"prompt": "{question} Say it."})
+    assert folder.run("--update", "--max-total-tokens", "60")[0] == 75
+    folder.write(folder.rows[:30])
+    code, computed, said = folder.run()
+    assert (code, computed) == (2, 0) and "the input has 30 rows that can run, and there are 40 rows before" in said
 
 
 def test_a_folder_stands_for_its_own_job(folder: Folder) -> None:

@@ -1,0 +1,92 @@
+"""Numerics of a run: what decides its tokens in addition to weights and requests.
+
+This is the only list of them. Engines state them, manifests and reports store them as ``plain`` data, and resumes,
+workers, merges and updates compare them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from batchgen.core.machine import QUANTIZATIONS
+
+AUTO = "auto"
+OTHER_ORDER = "which add up in another order, so tokens may differ"
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Numerics, each with its value if nothing is said of it.
+
+    ``weights``, ``activations`` and ``kv_cache_dtype`` are "auto" if they are as the dtype says. A ``dtype`` or
+    ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" for a checkpoint whose head is
+    unexpectedly its own. ``llguidance`` is the version of the library that masks tokens, if a job has masks.
+    ``kernels`` names the kernel set: a run may go on with another one if it is allowed to.
+    """
+
+    dtype: str = ""
+    device: str = ""
+    weights: str = AUTO
+    activations: str = AUTO
+    kv_cache_dtype: str = AUTO
+    head: str = ""
+    llguidance: str = ""
+    kernels: str = ""
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Numerics:
+        """The numerics in plain data; other keys are passed over."""
+        return cls(**{item.name: str(plain[item.name]) for item in fields(cls) if item.name in plain})
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """The values that are not those of ``Numerics()``, as manifests and reports hold them."""
+        return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+
+    @property
+    def base(self) -> Numerics:
+        """The numerics that are equal in all rows of a run: all but the kernels."""
+        return replace(self, kernels="")
+
+    @property
+    def integers(self) -> str:
+        """Tensors that are kept or multiplied in another type than the dtype; empty if none is."""
+        parts = {"weights": self.weights, "activations": self.activations, "keys and values": self.kv_cache_dtype}
+        return ", ".join(f"{value} {name}" for name, value in parts.items() if value != AUTO)
+
+    def __str__(self) -> str:
+        place = " on ".join(filter(None, (self.dtype, self.device)))
+        text = ", ".join(filter(None, (place, self.integers))) + (f" ({self.kernels})" if self.kernels else "")
+        return f"{text}, llguidance {self.llguidance}" if self.llguidance else text
+
+    def has_other_kernels(self, other: Numerics) -> bool:
+        """Whether both kernel sets are known and differ."""
+        return bool(self.kernels and other.kernels and self.kernels != other.kernels)
+
+    def in_job(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> Numerics:
+        """The numerics of a job ``now`` that takes the place of the job ``was``, which has these; both as plain data.
+
+        An "auto" that was one before leads to what it led to. One that takes the place of a named value stays "auto".
+        """
+        named = {name: now["model"][name].partition(":")[0] for name in ("dtype", "device")}
+        before = was.get("model", {})
+        changes = {name: value for name, value in named.items() if value != AUTO or before.get(name, AUTO) != AUTO}
+        changes["weights"], changes["activations"] = QUANTIZATIONS[now["model"]["quantization"]]
+        cached = now["engine"]["kv_cache_dtype"]
+        changes["kv_cache_dtype"] = AUTO if cached == changes.get("dtype", self.dtype) else cached
+        return replace(self, **changes)
+
+    def flags(self, other: Numerics) -> str:
+        """The flags of ``run`` that ask for these numerics where a job has ``other``; "" if no flags do."""
+        parts = []
+        for name in ("dtype", "device", "kv_cache_dtype"):
+            if (value := getattr(self, name)) != getattr(other, name):
+                parts.append(f"--{name.replace('_', '-')} {value}")
+        forms = (self.weights, self.activations)
+        if forms != (other.weights, other.activations):
+            parts += [f"--quantization {name}" for name, those in QUANTIZATIONS.items() if those == forms]
+        if self.llguidance != other.llguidance:
+            parts.append(f"llguidance=={self.llguidance}")
+        return " ".join(parts)
