@@ -20,6 +20,7 @@ from batchgen.core.records import SamplingParams
 from batchgen.core.synonyms import synonym_of
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
+_FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 PLACES = ("model", "input", "output")  # sections whose path a job needs
 
 
@@ -188,5 +189,12 @@ def _check_together(spec: JobSpec) -> None:
         raise UsageError(f'input.encoding is of text, and input.format = "{spec.input.format}"')
     spec.check_kind()
     spec.check_destination()
-    if Path(spec.output.path).is_file():
+    folder = Path(spec.output.path)
+    if folder.is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")
+    if folder.suffix in _FILE_SUFFIXES and not folder.exists():
+        place = f"its answers are then in {folder.stem}/outputs{folder.suffix}"
+        raise UsageError(
+            f"output.path = {spec.output.path!r} is named as a file, and a run fills a folder: give "
+            f"{folder.stem}, {place}"
+        )

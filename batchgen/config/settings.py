@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,11 @@ from batchgen.core.units import shown
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _MAX_BYTES = 16 << 20  # of a job file
-_SHORT = {  # top-level keys of a job file without sections
-    "model": ("model", "path"),
-    "input": ("input", "path"),
-    "prompt": ("input", "prompt"),
-    "output": ("output", "path"),
-}
+_HOMES = [(name, section) for section, keys in KEYS.items() for name in keys]
+_NUM_HOMES = Counter(name for name, _ in _HOMES)
+# Keys that may stand in no section: those that one section alone has, and these.
+_SHORT = {name: (section, name) for name, section in _HOMES if _NUM_HOMES[name] == 1}
+_SHORT |= {name: (name, "path") for name in ("model", "input", "output")} | {"prompt": ("input", "prompt")}
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,9 @@ def read_settings(path: Path) -> RawSettings:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from error
+        twice = next((name for name, (section, _) in _SHORT.items() if name == section and _is_twice(name, text)), "")
+        hint = f"; where [{twice}] stands, {twice} = VALUE is written there as path = VALUE" if twice else ""
+        raise UsageError(f"{path}: not valid TOML: {error}{hint}") from error
     except ValueError as error:  # tomllib leaves integers to int()
         raise UsageError(f"{path}: holds a number of too many digits") from error
     except RecursionError as error:
@@ -126,16 +127,23 @@ def read_settings(path: Path) -> RawSettings:
     return settings
 
 
+def _is_twice(name: str, text: str) -> bool:
+    """Whether a job file has a section both as a table and as its path alone, which TOML forbids."""
+    return all(re.search(rf"(?m)^\s*{start}", text) for start in (rf"{name}\s*=", rf"\[{name}\]"))
+
+
 def _with_sections(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The table with its values in sections, also those that stand in none. Raises UsageError for one given twice."""
-    sections = {name: value for name, value in table.items() if name not in _SHORT or isinstance(value, Mapping)}
-    for name, (section, key) in _SHORT.items():
-        if name in sections or name not in table:
-            continue
+    own = {name for name, value in table.items() if name in KEYS or name == "prompt" if isinstance(value, Mapping)}
+    sections = {name: value for name, value in table.items() if name not in _SHORT or name in own}
+    for name, value in table.items():
+        section, key = _SHORT.get(name, ("", ""))
         values = sections.get(section, {})
+        if name in sections or not isinstance(values, Mapping):  # which is refused later
+            continue
         if key in values:
             raise UsageError(f"{path}: {name} and {section}.{key} are one key: give one of them")
-        sections[section] = {**values, key: table[name]}
+        sections[section] = {**values, key: value}
     return sections
 
 
@@ -161,11 +169,8 @@ def check_names(settings: RawSettings) -> None:
 
 def _hint_outside(name: str) -> str:
     """A hint at what to write in place of an unknown name that stands in no section."""
-    if synonym_of(name) or resembling(name, [*KEYS, *_SHORT]):
-        return nearest(name, [*KEYS, *_SHORT])
-    homes = {key: section for section, keys in KEYS.items() for key in keys}
-    close = get_close_matches(name, homes, n=1)
-    return f' (did you mean "{close[0]}" in [{homes[close[0]]}]?)' if close else nearest(name, [*KEYS])
+    hint = resembling(name, [*KEYS, *_SHORT])
+    return hint if hint and not synonym_of(name) else nearest(name, [*KEYS])
 
 
 def _hint(section: str, key: str) -> str:

@@ -18,6 +18,7 @@ from batchgen.core.keys import resembling
 from batchgen.core.records import Row
 from batchgen.core.units import shortened, shown
 from batchgen.input.content import ContentFinder
+from batchgen.input.openai_batch import REQUEST_FIELDS
 from batchgen.input.rows import RowProblem, row_chars
 from batchgen.input.template import Template
 
@@ -56,7 +57,7 @@ def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> 
         has_tokenizer = "prompt" in finder.prompt_columns
         advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
         raise UsageError(f"the job names no prompt, and {among} a column {wanted}: {advice}; {_listed(names)}")
-    return [*_renamed(head, spec), *_other_data(head), *_other_form(head, spec)]
+    return [*_renamed(head, spec), *_other_data(head), *_other_form(head, spec), *_unread(head, spec)]
 
 
 def _renamed(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
@@ -81,6 +82,18 @@ def _other_data(rows: Sequence[Row]) -> Iterator[str]:
             if in_object(value := row.columns.get("sampling")) is None:
                 yield f"the column 'sampling' has no sampling values ({shown(value, _SHOWN_CHARS)}): it is plain data"
                 return
+
+
+def _unread(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
+    """A line on columns next to a chat that are fields of a request to OpenAI's API, which no row has there."""
+    chats = [row.columns for row in rows if not spec.input.is_batch_line(row.columns)]
+    chats = [columns for columns in chats if columns.get(spec.input.messages or "messages") is not None]
+    filled = (name for columns in chats for name, value in columns.items() if value is not None)
+    names = [name for name in dict.fromkeys(filled) if name in REQUEST_FIELDS - spec.input.request_columns]
+    if names and (spec.input.messages or not spec.input.is_mapped):
+        listed = ", ".join(map(repr, names))
+        remedy = "put them as an object into a column 'sampling', or make rows OpenAI Batch requests (custom_id, body)"
+        yield f"columns of a request next to 'messages' are copied and not read: {listed}; {remedy}"
 
 
 def _check_template(prompt: str, template: Template, rows: Sequence[Row]) -> None:

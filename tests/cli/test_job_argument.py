@@ -87,14 +87,37 @@ def test_a_job_file_of_four_lines_is_one_with_sections(folder: Path) -> None:
     assert load_job(short).sampling.n == 2
 
 
+def test_a_key_that_one_section_alone_has_may_stand_in_none(folder: Path) -> None:
+    short = f'model = "{MODEL}"\ninput = "words.csv"\nprompt = "{{word}}"\noutput = "runs/a"\n'
+    keys = 'id = "id"\nmax_tokens = 7\nchat_template_kwargs = { enable_thinking = false }\nexpected = "word"\n'
+    (folder / "short.toml").write_text(short + keys)
+    spec = load_job(folder / "short.toml")
+    assert (spec.input.id, spec.sampling.max_tokens, spec.eval.expected) == ("id", 7, "word")
+    assert spec.input.chat_template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "a/out.csv", "out.parquet"])
+def test_an_output_that_is_named_as_a_file_is_refused(folder: Path, name: str) -> None:
+    stem = Path(name).stem
+    with pytest.raises(UsageError, match=rf"a run fills a folder: give {stem}, its answers are then in {stem}/outputs"):
+        load_job(None, {"model": {"path": str(MODEL)}, "input": {"path": ["words.csv"]}, "output": {"path": name}})
+    assert not (folder / name).exists()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ('prompt = "a"\n[input]\nprompt = "b"\n', r"prompt and input\.prompt are one key: give one of them"),
-        ("max_tokens = 5\n", r"job\.toml:1: unknown key max_tokens \(it belongs in \[sampling\]\)"),
+        ("max_tokens = 0.5\n", r"job\.toml:1: sampling\.max_tokens: max_tokens = 0\.5 must be"),
+        ("limit = 5\n[input]\nlimit = 6\n", r"limit and input\.limit are one key: give one of them"),
+        (
+            'input = "a"\n[input]\nid = "b"\n',
+            r"where \[input\] stands, input = VALUE is written there as path = VALUE$",
+        ),
+        ("sampling = 3\nmax_tokens = 3\n", r"sampling = 3: must be a section"),
         ('\n\npromt = "a"\n', r'job\.toml:3: unknown key promt \(did you mean "prompt"\?\)'),
-        ("max_token = 5\n", r'job\.toml:1: unknown key max_token \(did you mean "max_tokens" in \[sampling\]\?\)'),
-        ("temperatur = 1\n", r'unknown key temperatur \(did you mean "temperature" in \[sampling\]\?\)'),
+        ("max_token = 5\n", r'job\.toml:1: unknown key max_token \(did you mean "max_tokens"\?\)'),
+        ("temperatur = 1\n", r'unknown key temperatur \(did you mean "temperature"\?\)'),
         ("max_new_tokens = 1\n", r"unknown key max_new_tokens \(here it is sampling\.max_tokens\)"),
         ("\n[samplin]\nn = 1\n", r'job\.toml:2: unknown section \[samplin\] \(did you mean "sampling"\?\)'),
         ("wholly = 1\n", r"unknown key wholly \(known: model, input, "),

@@ -192,3 +192,16 @@ def test_a_template_without_columns_or_that_fits_no_first_row_is_refused(
     job.write([{**row, "meta": {"task": "add"}} for row in rows_of(3)])
     found = refusal(job, input={"prompt": prompt})
     assert found.startswith(f"input.prompt = {prompt!r} {said}") and found.endswith(end)
+
+
+def test_fields_of_a_request_next_to_a_chat_are_named_with_where_they_are_read(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    asked = {"response_format": {"type": "json_object"}, "max_tokens": 3, "extra_body": {"top_k": 1}, "seed": None}
+    job.write([{"messages": chat, "user": "x", **asked}])
+    job.run(job.spec(input=NO_MAPPING | {"chat_template": "auto"}), RunOptions())
+    assert "not read: 'response_format', 'max_tokens', 'extra_body'; put them as an object" in capsys.readouterr().err
+    job.write([{"messages": chat, "user": "x", "sampling": asked | {"extra_body": None}}])
+    job.run(job.spec(input=NO_MAPPING | {"chat_template": "auto"}), RunOptions(overwrite=True))
+    assert "not read" not in capsys.readouterr().err

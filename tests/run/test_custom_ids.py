@@ -40,6 +40,7 @@ def test_a_row_that_cannot_be_read_takes_no_custom_id(job: JobMaker) -> None:
     spec = job.spec(output={"format": "openai-batch"})
     job.run(replace(spec, input=replace(spec.input, id=None, prompt=None)))
     assert [row["custom_id"] for row in job.outputs()] == ["0"]
+    assert [row["custom_id"] for row in job.errors()] == [None]
 
 
 def test_a_row_that_cannot_be_read_keeps_its_code_and_its_text(job: JobMaker) -> None:

@@ -27,7 +27,7 @@ def output_format(spec: JobSpec, manifest: Manifest) -> OutputFormat:
         model = Path(path).name if Path(path).is_absolute() else path  # no one else's machine has that path
         begun_at = manifest.created_at
         created = int(datetime.fromisoformat(begun_at).timestamp()) if begun_at else 0
-        return OpenAIBatchFormat(model, spec.input.is_templated, created)
+        return OpenAIBatchFormat(model, spec.input.is_templated, created, spec.input.id is not None)
     if name == "parquet":
         from batchgen.output.formats.parquet import ParquetFormat, fixed_types  # pyarrow, where it is needed
 

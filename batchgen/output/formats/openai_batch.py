@@ -30,11 +30,13 @@ class OpenAIBatchFormat(OutputFormat):
     """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``.
 
     ``model`` is named where a request named none; ``created`` is when the run was begun, in seconds since 1970.
+    ``has_ids`` says that a column has the ids; elsewhere an integer is the row's index.
     """
 
     model: str
     chat: bool
     created: int = 0
+    has_ids: bool = False
 
     def result_row(self, payload: bytes) -> bytes:
         """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
@@ -48,11 +50,15 @@ class OpenAIBatchFormat(OutputFormat):
         return encode_json(line | ({"kept_columns": kept} if kept else {}))
 
     def error_row(self, payload: bytes) -> bytes:
-        """A batch response without a body, followed by the other fields of the payload: index, source, line, row."""
+        """A batch response without a body, followed by the other fields of the payload: index, source, line, row.
+
+        Without an id that could be read ``custom_id`` is null, since the row's index may be another one's.
+        """
         record = json.loads(payload)
         error = {"code": record.pop("code"), "message": record.pop("message")}
         head = _head(record)
-        record.pop("id", None)
+        if (row_id := record.pop("id", None)) is None or (isinstance(row_id, int) and not self.has_ids):
+            head["custom_id"] = None
         return encode_json({**head, "response": None, "error": error, **record})
 
     def _body(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +95,7 @@ class OpenAIBatchFormat(OutputFormat):
         return {"object": "list", "data": data, "model": self._named(kept), "usage": usage}
 
 
-def _head(record: Mapping[str, Any]) -> dict[str, Any]:
+def _head(record: Mapping[str, Any]) -> dict[str, str | None]:
     index, custom_id = record["index"], record.get("id")
     return {
         "id": f"batch_req_{index:012d}",
