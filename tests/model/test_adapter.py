@@ -155,7 +155,6 @@ def refusal(model: Path, adapter: Path) -> str:
         ({"peft_type": ["LORA"]}, "peft_type is ['LORA']"),
         ({"use_dora": True}, "use_dora is True; only a plain LoRA"),
         ({"bias": "lora_only"}, "bias is 'lora_only'; only a plain LoRA"),
-        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save is ['embed_tokens']; only a plain LoRA"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True; only a plain LoRA"),
         ({"lora_bias": True}, "lora_bias is True; only a plain LoRA"),
         ({"target_parameters": ["experts.w1"]}, "target_parameters is ['experts.w1']; only a plain LoRA"),
@@ -167,8 +166,9 @@ def refusal(model: Path, adapter: Path) -> str:
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the weights of the model too; only"),
         ({"lora_alpha": -1}, "lora_alpha must be a positive number that float32 can hold, not -1"),
         ({"use_rslora": 1}, "use_rslora must be true or false, not 1"),
-        ({"alpha_pattern": {"w1": 4}}, "alpha_pattern is {'w1': 4}; only a plain LoRA"),
-        ({"rank_pattern": {"w1": 4}}, "rank_pattern is {'w1': 4}; only a plain LoRA"),
+        ({"alpha_pattern": {"(": 4}}, "alpha_pattern must map regular expressions to positive numbers, not {'(': 4}"),
+        ({"alpha_pattern": {"w1": 0}}, "alpha_pattern must map regular expressions to positive numbers"),
+        ({"alpha_pattern": ["w1"]}, "alpha_pattern must map regular expressions to positive numbers"),
     ],
 )
 def test_anything_but_a_plain_lora_is_refused(base: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -183,16 +183,18 @@ HUGE = {f"{Q}.lora_{part}.weight": torch.full(shape, 1e30) for part, shape in {"
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({f"{Q}.lora_B.weight": None}, f"tensor '{PREFIX}{Q}.lora_A.weight' has no partner for {Q!r}; save it again"),
+        ({f"{Q}.lora_B.weight": None}, f"tensor '{PREFIX}{Q}.lora_A.weight' has no partner; save it again"),
         ({f"{Q}.lora_A.weight": None}, f"tensor '{PREFIX}{Q}.lora_B.weight' has no partner"),
-        ({f"{Q}.lora_A.default.weight": torch.zeros(4, 64)}, "weight' is there twice; only a plain LoRA"),
+        ({f"{Q}.lora_A.default.weight": torch.zeros(4, 64)}, "lora_A.weight' is no lora_A or lora_B of a linear"),
+        ({f"{Q}.weight": torch.zeros(64, 64)}, "q_proj.weight' is no lora_A or lora_B of a linear, embedding or head"),
+        ({"model.embed_tokens.weight": torch.zeros(3, 64)}, "has shape [3, 64], but rank and model make it ["),
         ({f"{Q}.lora_magnitude_vector": torch.ones(64)}, "lora_magnitude_vector' is no lora_A or lora_B of a linear"),
         ({"model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}, "lora_embedding_A' is no lora_A or lora_B of a"),
         ({f"{Q}.lora_B.bias": torch.ones(64)}, "lora_B.bias' is no lora_A or lora_B of a linear"),
         ({"x" * 600 + ".lora_A.weight": torch.ones(4, 64)}, "is no lora_A or lora_B of a linear"),
         ({f"{Q}.lora_A.weight": torch.ones(64, 4)}, "has shape [64, 4], but rank and model make it [64, 64]"),
-        ({f"{Q}.lora_A.weight": torch.ones(0, 64)}, "has shape [0, 64], not a rank and inputs; save it again"),
-        ({f"{Q}.lora_A.weight": torch.ones(64)}, "has shape [64], not a rank and inputs; save it again"),
+        ({f"{Q}.lora_A.weight": torch.ones(0, 64)}, "has shape [64, 4], but rank and model make it [64, 0]"),
+        ({f"{Q}.lora_A.weight": torch.ones(64)}, "has shape [64], but rank and model make it [64, 64]"),
         ({f"{Q}.lora_B.weight": torch.ones(64)}, "has shape [64], but rank and model make it [64, 4]"),
         ({f"{Q}.lora_A.weight": torch.ones(4, 64).double()}, "is torch.float64; save it in float32, bfloat16 or"),
         ({f"{Q}.lora_A.weight": torch.ones(4, 64).char()}, "is torch.int8; save it in float32, bfloat16 or float16"),
@@ -239,7 +241,7 @@ def test_what_is_added_is_what_the_adapter_holds_whatever_its_settings_name(base
     """Ranks are those of its matrices; modules that it was not said to be for have some."""
     write_adapter(tmp_path / "plain", MODULES)
     told = {"target_modules": ["v_proj"], "exclude_modules": "w1", "layers_to_transform": [7], "r": 2}
-    write_adapter(tmp_path / "told", MODULES, **told, rank_pattern={}, layers_pattern="h")
+    write_adapter(tmp_path / "told", MODULES, **told, rank_pattern={"w1": 9}, layers_pattern="h")
     assert torch.equal(logits(base, tmp_path / "told"), logits(base, tmp_path / "plain"))
     assert not torch.equal(logits(base, tmp_path / "told"), logits(base))
 

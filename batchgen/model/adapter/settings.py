@@ -1,12 +1,14 @@
 """Settings of a LoRA adapter, from its ``adapter_config.json``; torch-free, so that a plan refuses what a run would.
 
-Keys have the meaning that peft gives them. A key that makes an adapter more than products of one scale, added to
-linears, is refused by name, and so is an unknown one.
+Keys have the meaning that peft gives them. A key that makes an adapter more than products added to linears, or a new
+embedding or head, is refused by name, and so is an unknown one.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +23,9 @@ _MAX_BYTES = 1 << 20  # of the settings
 _KNOWN = frozenset(
     (
         *("peft_type", "lora_alpha", "use_rslora", "init_lora_weights", "base_model_name_or_path"),
-        # Which modules have matrices, and of which rank, is read off the matrices.
+        # Which modules have matrices or weights, and of which rank, is read off the tensors.
         *("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("alpha_pattern", "rank_pattern", "modules_to_save"),
         # Without effect on what a trained adapter computes; ``init_lora_weights`` says which of the configs is used.
         *("auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"),
         *("revision", "runtime_config", "task_type", "velora_config"),
@@ -38,12 +41,13 @@ USE_MERGED = "only a plain LoRA is added here: merge it by what it was trained w
 class Lora:
     """A LoRA: to the weight of each of its modules is added ``scale * B A``, of matrices with ``rank`` inner numbers.
 
-    The scale is ``alpha`` over the rank, or over its root where the adapter is rank-stabilized (rsLoRA).
+    The scale is alpha over the rank, or over its root if the adapter is rank-stabilized (rsLoRA). ``alphas`` has the
+    alpha of the modules whose names end with a match of each pattern; the last pattern matches all.
     """
 
     folder: Path
     base: str
-    alpha: float
+    alphas: Mapping[str, float]
     is_rank_stabilized: bool
 
     @property
@@ -63,9 +67,10 @@ class Lora:
             )
         return replace(config, has_adapter=True)
 
-    def scale(self, rank: int) -> float:
-        """Factor of the product of matrices of that rank."""
-        return self.alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+    def scale(self, module: str, rank: int) -> float:
+        """Factor of the product of a module's matrices of that rank. The first pattern counts, as in peft."""
+        alpha = next(alpha for pattern, alpha in self.alphas.items() if re.match(rf"(.*\.)?({pattern})$", module))
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
 def resolve_adapter(path: str) -> Path:
@@ -90,9 +95,20 @@ def read_lora(folder: Path) -> Lora:
     return Lora(
         folder,
         base=values.text("base_model_name_or_path", default=""),
-        alpha=values.number("lora_alpha", default=8.0),
+        alphas=_alphas(values),
         is_rank_stabilized=values.flag("use_rslora", default=False),
     )
+
+
+def _alphas(values: ConfigValues) -> dict[str, float]:
+    patterns = values.get("alpha_pattern", default=None) or {}
+    try:
+        alphas = {str(re.compile(pattern).pattern): float(alpha) for pattern, alpha in patterns.items()}
+    except (AttributeError, TypeError, ValueError, re.error):
+        alphas = {"": math.nan}
+    if not all(0 < alpha < math.inf for alpha in alphas.values()):
+        raise values.error(f"alpha_pattern must map regular expressions to positive numbers, not {shown(patterns)}")
+    return {**alphas, ".*": values.number("lora_alpha", default=8.0)}
 
 
 def doubts(lora: Lora | None, model: str, folder: Path | None) -> list[str]:

@@ -1,15 +1,14 @@
-"""Weights of a model with those of a LoRA adapter added, as a source of plain weights.
+"""Weights of a model with a LoRA adapter added, as a source of plain weights.
 
 ``W + scale * B A`` is rounded to float32 and once to the dtype of the model. Products of float32 are exact in float64,
-where they are added rank by rank: no number of threads, processor or fused operation changes a bit.
+where they are added rank by rank: no number of threads, processor or fused operation changes a bit. An embedding or
+head that the adapter holds (``modules_to_save``) replaces the model's.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,18 +21,9 @@ from batchgen.model.adapter.settings import USE_MERGED, Lora
 from batchgen.model.config import ModelConfig
 from batchgen.model.weights import Init, Shape, TensorSource, fill_rows, is_finite, open_weights
 
-_NAME = re.compile(r"base_model\.model\.(.{1,500})\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
+_NAME = re.compile(r"base_model\.model\.(.{1,500}?)(?:\.lora_([AB])(?:\.default)?)?\.weight", re.DOTALL)
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # whose products float64 holds
 _CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch to wake its threads
-
-
-class _Matrices(NamedTuple):
-    """Names of the matrices A [rank, in] and B [out, rank] of a module, and what their product is multiplied by."""
-
-    a: str
-    b: str
-    rank: int
-    scale: float
 
 
 class LoraTensors:
@@ -50,74 +40,73 @@ class LoraTensors:
         self._lora = lora
         self._path = lora.folder / ADAPTER_WEIGHTS
         self._file = open_weights(self._path)
-        names = self._located(self._file.keys())
-        self._matrices = {
-            config.stored_name(module): _Matrices(
-                parts["A"], parts["B"], rank := self._rank(parts["A"]), lora.scale(rank)
-            )
-            for module, parts in names.items()
-        }
-        self._added: set[str] = set()
-        self._head = config.tensor_names["head"]
-        if (embedding := config.tensor_names["embedding"]) in self._matrices:
-            raise self._error(f"changes {embedding!r}, which is no linear", "train the adapter without it")
-
-    def _located(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Module -> "A" and "B" -> name of the tensor."""
-        modules: dict[str, dict[str, str]] = {}
-        for name in names:
+        self._embedding, self._head = (f"{config.tensor_names[role]}.weight" for role in ("embedding", "head"))
+        self._is_tied = config.tie_embedding and config.has_head
+        self._modules: dict[str, str] = {}  # by the name of the model's weight, that in the adapter's names
+        self._parts: dict[str, dict[str | None, str]] = {}  # names of "A" and "B", or of a weight (None) in their place
+        for name in sorted(self._file.keys()):
             match = _NAME.fullmatch(name)
-            if match is None or match[2] in modules.get(match[1], {}):
-                what = "is no lora_A or lora_B of a linear" if match is None else "is there twice"
-                raise self._error(f"tensor {shown(name)} {what}", USE_MERGED)
-            modules.setdefault(match[1], {})[match[2]] = name
-        for module, parts in modules.items():
-            if len(parts) == 1:
+            weight = f"{config.stored_name(match[1])}.weight" if match else ""
+            parts = self._parts.setdefault(weight, {})
+            is_new = match is not None and match[2] is None
+            if match is None or match[2] in parts or (is_new and weight not in (self._embedding, self._head)):
                 raise self._error(
-                    f"tensor {shown(next(iter(parts.values())))} has no partner for {shown(module)}", "save it again"
+                    f"tensor {shown(name)} is no lora_A or lora_B of a linear, embedding or head", USE_MERGED
                 )
-        if not modules:
+            parts[match[2]] = name
+            self._modules[weight] = match[1]
+        for parts in self._parts.values():
+            if parts.keys() not in ({"A", "B"}, {None}):
+                raise self._error(f"tensor {shown(next(iter(parts.values())))} has no partner", "save it again")
+        if not self._parts:
             raise self._error("holds no tensors", "save it again")
-        return modules
+        self._added: set[str] = set()
 
     def holds(self, name: str) -> bool:
-        return self._plain.holds(name)
+        """Whether there is a weight of that name. A tied model has a head if the adapter replaces one of both."""
+        is_untied = self._is_tied and any(None in self._parts.get(own, ()) for own in (self._embedding, self._head))
+        return (is_untied and name == self._head) or self._plain.holds(name)
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """As of the model alone. Raises ModelError also if the adapter has no such matrices, or no finite sums."""
-        module = name.removesuffix(".weight")
-        if module == name or module not in self._matrices:
-            tensor = self._plain.take(name, shape, init, dtype)
+        """As of the model alone. Raises ModelError also if the adapter does not fit, or has no finite sums."""
+        own = self._embedding if name == self._head and not self._plain.holds(name) and self._is_tied else name
+        if name not in self._parts:
+            tensor = self._plain.take(own, shape, init, dtype)
             return tensor.to(torch.promote_types(tensor.dtype, self.dtype))
-        if len(shape) != 2:
-            raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
-        matrices = self._matrices[module]
-        a, b = self._read(matrices.a, matrices.rank, shape[1]), self._read(matrices.b, shape[0], matrices.rank)
-        weight = self._exact.take(name, shape, init)
-        exact = weight.cpu() if weight.device.type in UNTRIED_DEVICES else weight  # these may lack float64
-        tensor = _sum(exact, a, b, matrices.scale, dtype or self.dtype).to(weight.device)
+        parts = self._parts[name]
+        weight = self._exact.take(own, shape, init)
+        if None in parts:
+            tensor = self._read(parts[None], shape).to(weight.device, dtype or self.dtype)
+        else:
+            exact = weight.cpu() if weight.device.type in UNTRIED_DEVICES else weight  # these may lack float64
+            a, b, scale = self._matrices(name, shape)
+            tensor = _sum(exact, a, b, scale, dtype or self.dtype).to(weight.device)
         if not is_finite(tensor):
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise self._error(f"gives {module!r} values that {kind} cannot hold", "it is damaged: download it again")
-        self._added.add(module)
+            what = f"gives {self._modules[name]!r} values that {str(tensor.dtype).removeprefix('torch.')} cannot hold"
+            raise self._error(what, "it is damaged: download it again")
+        self._added.add(name)
         return tensor
 
     def finish(self, optional: str = "") -> None:
-        if left := sorted(self._matrices.keys() - self._added):
+        if left := sorted(self._parts.keys() - self._added):
             what = "is the embedding table of this model too" if left[0] == self._head else "is no linear of this model"
             more = f" ({len(left)} such modules)" if len(left) > 1 else ""
             base = f"; its own model is {shown(self._lora.base)}" if self._lora.base else ""
-            raise self._error(f"changes {shown(left[0])}, which {what}{more}{base}", "give a model that it fits")
+            raise self._error(
+                f"changes {shown(self._modules[left[0]])}, which {what}{more}{base}", "give a model that it fits"
+            )
         self._plain.finish(optional)
 
-    def _rank(self, name: str) -> int:
-        """The rank of the matrix A of that name [rank, in]."""
-        shape = self._file.get_slice(name).get_shape()
-        if len(shape) != 2 or not shape[0]:
-            raise self._error(f"tensor {shown(name)} has shape {shown(shape)}, not a rank and inputs", "save it again")
-        return int(shape[0])
+    def _matrices(self, name: str, shape: Shape) -> tuple[Tensor, Tensor, float]:
+        """A [rank, in], B [out, rank], and what their product is multiplied by."""
+        module, parts = self._modules[name], self._parts[name]
+        if len(shape) != 2 or name == self._embedding:
+            raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
+        rank = self._file.get_slice(parts["A"]).get_shape()[0]
+        a, b = self._read(parts["A"], (rank, shape[1])), self._read(parts["B"], (shape[0], rank))
+        return a, b, self._lora.scale(module, max(rank, 1))
 
-    def _read(self, name: str, *shape: int) -> Tensor:
+    def _read(self, name: str, shape: Shape) -> Tensor:
         stored = self._file.get_slice(name)
         if stored.get_shape() != list(shape):
             sizes = f"shape {shown(stored.get_shape())}, but rank and model make it {list(shape)}"
