@@ -42,7 +42,7 @@ LONGEST_CHAINS = {
     "config": 4,  # from what a file holds to what a key is
     "text": 5,  # a tokenizer shows chats through probes of its template
     "model": 8,
-    "engine": 9,  # the proof of kernels runs an engine
+    "engine": 10,  # the self-test of kernels runs an engine
     "input": 7,  # down to the bytes of a file, remote ones included
     "output": 4,
     "report": 4,  # the text of a report has tables, which have facts

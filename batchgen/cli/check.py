@@ -28,11 +28,11 @@ def check(path: str | None, as_json: bool, **values: Any) -> int:
 
     Prompts run one by one, greedy and sampled by turns. Then they run again, and every logit must be the same to the
     bit: all together (batched = solo), in small parts (chunked = whole), from cached prefixes (cached = cold), thrown
-    out and run anew (preempted = undisturbed), and with their answers as one text (decoded = prefilled). Last, the
-    fast kernels are compared with plain torch, where a small gap is allowed. If a test fails, exits 4 and says where
-    it fails first. Before, each operation of the kernels is held against plain torch, which takes the place of what
-    differs, here and in later runs. The digest in --json is that of all logits: two machines compute the same bits if
-    it is the same. Of a file the first 16 rows are taken, or --limit.
+    out and run again (preempted = undisturbed), and with their answers as one text (decoded = prefilled). Last, the
+    fast kernels are compared with plain torch, and a small gap is allowed. If a test fails, exits 4 and says where it
+    fails first. The kernels' self-test comes before, as in a run: if it fails, plain torch is checked. Two machines
+    compute the same bits if the digest of all logits in --json is the same. --limit sets how many rows of a file are
+    used [16].
 
     \b
     Examples:

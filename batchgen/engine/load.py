@@ -1,13 +1,11 @@
-"""Loads the weights of a job's model, for kernels that have proven themselves on this machine. Imports torch."""
+"""Loads the weights of a job's model, for kernels that have passed their self-test. Imports torch."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 
 from batchgen.config.job import ModelSpec
-from batchgen.engine import proof
+from batchgen.engine.self_test import SmallModel, self_tested
 from batchgen.kernels.interface import Kernels
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
@@ -15,22 +13,21 @@ from batchgen.model.load import load_model
 
 
 def load_weights(
-    where: ModelSpec,
-    kernels: Kernels | None = None,
-    *,
-    has_head: bool = True,
-    kv_cache_dtype: str = "auto",
-    always_proves: bool = False,
+    where: ModelSpec, kernels: Kernels | None = None, *, has_head: bool = True, kv_cache_dtype: str = "auto"
 ) -> Decoder:
     """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` before.
 
-    Without a head it gives hidden states in place of logits. Kernels that are not given are proven for
-    ``kv_cache_dtype``, with ``always_proves`` also where their own tests run.
+    Without a head it gives hidden states in place of logits. Kernels that are not given are tested for
+    ``kv_cache_dtype``.
 
     Raises:
         ModelError: unusable folder, config, or weights.
         OutOfMemory: the weights do not fit.
     """
+
+    def tested(kernels: Kernels, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+        return self_tested(kernels, SmallModel(config, device, dtype, kv_cache_dtype))
+
     return load_model(
         where.path,
         where.revision,
@@ -41,17 +38,5 @@ def load_weights(
         batch_invariant=where.batch_invariant,
         has_head=has_head,
         kernels=kernels,
-        prove=partial(_proven, kv_cache_dtype=kv_cache_dtype, always=always_proves),
+        tested=tested,
     )
-
-
-def _proven(
-    kernels: Kernels,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    kv_cache_dtype: str,
-    always: bool,
-) -> Kernels:
-    return proof.proven(kernels, proof.Setting(config, device, dtype, kv_cache_dtype), always=always)

@@ -6,9 +6,8 @@ for the machine's vectors, ``cuda`` for its GPU. The model calls a ``Kernels`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -92,7 +91,6 @@ class Kernels(Protocol):
     activations: str  # inputs of linears: "auto" as they are given, or "int8"; see ``reference.Int8Linear``
     batch_invariant: bool = True  # whether a row's bits depend on its own sequence alone
     notes: tuple[str, ...] = ()  # what the user should know of this choice
-    faults: Mapping[str, str] = MappingProxyType({})  # operations that plain torch computes in its place, and why
 
     @property
     def variant(self) -> str:
@@ -101,11 +99,6 @@ class Kernels(Protocol):
         It is the same in every run on one kind of machine, and another where results may differ in their last bits.
         The number of threads is not part of it: a result's bits must not depend on that.
         """
-
-    @property
-    def fingerprint(self) -> str:
-        """``variant`` and the names of ``faults``: what a resume is held against."""
-        return "-plain-".join(filter(None, (self.variant, "-".join(sorted(self.faults)))))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The product with a weight, laid out for this device; the original may be dropped."""

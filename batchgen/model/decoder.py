@@ -76,12 +76,12 @@ class Decoder:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """``dtype``, ``device``, ``kernels``' fingerprint, and what is not usual; others would give other tokens."""
+        """``dtype``, ``device``, ``kernels``' variant, and what is not usual; others would give other tokens."""
         dtype = str(self.dtype).removeprefix("torch.")
         integers = {"weights": self.kernels.weights, "activations": self.kernels.activations}
         named = {name: value for name, value in integers.items() if value != "auto"}
         named |= {"head": "untied"} if self.config.has_unexpected_head else {}  # which once was not used
-        return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.fingerprint, **named}
+        return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.variant, **named}
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:

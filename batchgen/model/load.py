@@ -43,7 +43,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     batch_invariant: bool = True,
     has_head: bool = True,
     kernels: Kernels | None = None,
-    prove: Callable[[Kernels, ModelConfig, torch.device, torch.dtype], Kernels] | None = None,
+    tested: Callable[[Kernels, ModelConfig, torch.device, torch.dtype], Kernels] | None = None,
 ) -> Decoder:
     """The model at ``path`` with its weights, ready to run.
 
@@ -54,8 +54,8 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     "auto" is CUDA if there is one, never "mps" or "xpu". ``batch_invariant`` makes matrix products on a GPU add up in
     one order whatever shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows.
     Where a GPU has no kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back
-    end of the device; ``prove`` gives those to use in place of the device's own, before weights are read. Without it
-    kernels are used unproven on a device that their tests do not run on; commands, ``LLM`` and ``generate`` pass one.
+    end of the device; ``tested`` gives the kernels to use after a self-test of the device's, before weights are read.
+    Commands, ``LLM`` and ``generate`` pass one.
     Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
@@ -88,7 +88,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
         if kernels is None:
             forms = {"weights": weights, "activations": activations}
             kernels = select(where, kind, batch_invariant=batch_invariant, is_causal=config.is_causal, **forms)
-            kernels = kernels if prove is None else prove(kernels, config, where, kind)
+            kernels = kernels if tested is None else tested(kernels, config, where, kind)
         return Decoder(config, source, kernels)
 
 

@@ -265,7 +265,7 @@ def start_kernels(spec: JobSpec, config: ModelConfig) -> None:
     """Begin to compile the kernels that a job needs on this machine; imports no torch."""
     from batchgen.kernels.cpu import build
 
-    build.start(_kernel_dtype(spec.model, config), *_forms(spec, config), others=not _is_plain(spec))
+    build.start(_kernel_dtype(spec.model, config), *_forms(spec, config))
 
 
 def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
@@ -279,14 +279,6 @@ def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
     is_cpu = model.device == "cpu" or (model.device == "auto" and not Path("/dev/nvidiactl").exists())
     dtype = config.auto_dtype(is_cpu=True) if model.dtype == "auto" else model.dtype
     return dtype if is_cpu else ""
-
-
-def _is_plain(spec: JobSpec) -> bool:
-    """Whether a job takes the likeliest token and tells no more of it."""
-    rows = spec.sampling
-    others = rows.labels, rows.structured_outputs, rows.logit_bias, rows.allowed_token_ids, rows.bad_words
-    is_scored = rows.logprobs is not None or rows.prompt_logprobs is not None
-    return rows.is_greedy and not (rows.has_penalties or is_scored or any(others))
 
 
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:

@@ -17,12 +17,12 @@ from repeats import slow
 from tiny_model import write_checkpoint
 from torch import Tensor
 
-from batchgen.check import proofs
-from batchgen.check.logits import Trace
-from batchgen.check.proofs import made_up_prompts, requests_for
+from batchgen.check import run as check_run
+from batchgen.check.run import LENGTHS, PREFIX, SUFFIXES, requests_for, room
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
-from batchgen.engine import Engine, proof, sampler
+from batchgen.engine import Engine, sampler, self_test
+from batchgen.engine.invariants import Prompt, Trace, made_up_prompts
 from batchgen.engine.load import load_weights
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.plain import PlainKernels
@@ -78,9 +78,13 @@ def failed(found: dict[str, Any]) -> list[str]:
     return [proof["name"] for proof in found["proofs"] if proof["divergence"]]
 
 
+def made_up(vocab_size: int, max_model_len: int) -> list[Prompt]:
+    return made_up_prompts(vocab_size, room(max_model_len), LENGTHS, PREFIX, SUFFIXES)
+
+
 def test_made_up_prompts_reach_beyond_blocks_and_steps_and_share_a_beginning() -> None:
-    made = made_up_prompts(1000, 128_000)
-    assert made == made_up_prompts(1000, 128_000)
+    made = made_up(1000, 128_000)
+    assert made == made_up(1000, 128_000)
     assert min(map(len, made)) == 1
     assert max(map(len, made)) > 512
     assert len({prompt[:64] for prompt in made}) < len(made)
@@ -89,7 +93,7 @@ def test_made_up_prompts_reach_beyond_blocks_and_steps_and_share_a_beginning() -
 
 @pytest.mark.parametrize(("vocab_size", "max_model_len"), [(1, 2), (3, 16), (9, 60)])
 def test_made_up_prompts_fit_any_model(vocab_size: int, max_model_len: int) -> None:
-    for request in requests_for(made_up_prompts(vocab_size, max_model_len)):
+    for request in requests_for(made_up(vocab_size, max_model_len)):
         assert 1 <= len(request.prompt_token_ids) < max_model_len
         assert all(0 <= token < vocab_size for token in request.prompt_token_ids)
 
@@ -101,9 +105,6 @@ def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..
     assert "kv_cache_dtype" not in check()[1]
 
 
-FIND_FAULTS = proof.find_faults
-
-
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [
@@ -111,15 +112,12 @@ FIND_FAULTS = proof.find_faults
         *(slow("float32", INTEGERS), ("bfloat16", INTEGERS)),
     ],
 )
-def test_all_proofs_hold_on_the_sample(
-    dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proof, "find_faults", FIND_FAULTS)
+def test_all_proofs_hold_on_the_sample(dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code = call(["check", "--model", SAMPLE, "--dtype", dtype, *form])
     captured = capsys.readouterr()
     assert code == ExitCode.OK, captured.out
     lines = captured.out.splitlines()
-    assert lines[2] == "each operation of the kernels gives what plain torch gives, but for rounding"
+    assert lines[2] == "self-test of the kernels: holds"
     assert [line[: len(name)] for line, name in zip(lines[3:], [*PLAIN, FAST], strict=False)] == [*PLAIN, FAST]
     assert all("128 tokens" in line for line in lines[3:-1])
     assert "0 preemptions" not in captured.out
@@ -144,7 +142,7 @@ def test_the_digest_is_that_of_every_logit(check: Callable[..., Found]) -> None:
     found = [check("--threads", threads)[1]["digest"] for threads in ("1", "2")]
     assert found[0] == found[1]
     assert check("--dtype", "bfloat16")[1]["digest"] != found[0]
-    one, other = (Trace(logits={(0, 0): torch.zeros(4), (0, 1): torch.full((4,), bit)}) for bit in (0.0, 1e-30))
+    one, other = (Trace(logits={0: {0: torch.zeros(4), 1: torch.full((4,), bit)}}) for bit in (0.0, 1e-30))
     assert one.digest != other.digest
 
 
@@ -248,7 +246,7 @@ def test_a_model_is_let_go_before_the_next_is_loaded(
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(proofs, "load_weights", load)
+    monkeypatch.setattr(check_run, "load_weights", load)
     assert check()[0] == ExitCode.OK
     assert still_there == [False]
 
@@ -300,11 +298,11 @@ def test_rows_may_be_templates_over_columns(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["num_prompts"] == 2
 
 
-def test_operations_that_plain_torch_computes_are_shown(
+def test_kernels_that_failed_their_self_test_are_named(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "find_faults", lambda *_: {"attend": "it differs from plain torch by 3.0%"})
+    monkeypatch.setattr(self_test, "find_fault", lambda *_: "draws differ from plain torch")
     code, found, _ = check("--limit", "2")
-    assert found["plain_operations"] == {"attend": "it differs from plain torch by 3.0%"}
-    assert found["kernels"].endswith("-plain-attend")
+    assert found["backend"] == "plain"
+    assert "(draws differ from plain torch)" in found["notes"][0]
     assert code in (ExitCode.OK, ExitCode.GATE_FAILED)  # plain torch promises no equal bits

@@ -48,7 +48,7 @@ os.dup2(reading, 0)  # whose end says that the run is over
 build._missing = lambda *_: [(ARGMAX, kind) for kind in ARGMAX.kinds] * 3
 compiler.machine_code = lambda spec, kind: kind.encode()
 object_cache.write = lambda name, code: print(code.decode(), flush=True) or True
-build.work_on(True, "float32", "float32")
+build.work_on("float32", "float32")
 """
 # Runs a job, then tells whether numba was there at its end; what torch is made of is searched for garbage no more.
 RUN = """
@@ -141,7 +141,7 @@ def test_nothing_is_started_where_nothing_is_missing_or_can_be_handed_over(
     assert not build._builders
     for wanted in needed("float32", "float32") + needed_by_some("float32"):
         object_cache.write(object_cache.file_name(*wanted), b"code")
-    build.start("float32", "float32", others=True)
+    build.start("float32", "float32")
     assert not build._builders
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -154,28 +154,13 @@ def job(**sections: Any) -> JobSpec:
     return load_job(None, {"model": model, "input": rows, "output": {"path": "out"}} | sections)
 
 
-@pytest.mark.parametrize(
-    ("sections", "others"),
-    [
-        ({"sampling": {"max_tokens": 3}}, False),
-        ({"sampling": {"temperature": 0.5}}, True),
-        ({"sampling": {"repetition_penalty": 1.1}}, True),
-        ({"sampling": {"logprobs": 0}}, True),
-        ({"classify": {"labels": ["yes", "no"]}}, True),
-        ({"sampling": {"logit_bias": {"7": 1}}}, True),
-        ({"sampling": {"allowed_token_ids": [7]}}, True),
-        ({"sampling": {"bad_words": "a"}}, True),
-    ],
-)
-def test_a_job_has_compiled_beside_it_what_its_rows_need(
-    sections: dict[str, Any], others: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[tuple[tuple[str, ...], bool]] = []
-    monkeypatch.setattr(build, "start", lambda *model, others=False: started.append((model, others)))
+def test_a_job_has_its_kernels_compiled_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(build, "start", lambda *model: started.append(model))
     monkeypatch.setattr(build, "_models", set())
-    load_engine(job(**sections), read_model(job(**sections)))
+    load_engine(job(), read_model(job()))
     forms = ("float32", "bfloat16", "auto", "auto", "auto", "dense")
-    assert started == [(forms, others), (forms, False)], "before torch is imported, and by whatever loads a model"
+    assert started == [forms, forms], "by the command, and by whatever loads a model"
 
 
 def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from batchgen.core.errors import ModelError
 from batchgen.core.machine import UNTRIED_DEVICES, total_bytes
 from batchgen.engine import sizes
 from batchgen.engine.load import load_weights
-from batchgen.engine.proof import Setting, device_fault
+from batchgen.engine.self_test import SmallModel, device_fault
 from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.select import select
 from batchgen.model.load import load_model, resolve_device
@@ -107,8 +107,8 @@ def test_random_weights_are_the_same_there_as_on_the_cpu(pretended: tuple[str, O
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", RAW)
 def test_the_compiled_kernels_are_as_near_as_a_right_gpu(family: str, dtype: torch.dtype) -> None:
-    setting = Setting(parse_config(raw_config(model_type=family), "tiny"), torch.device("cpu"), dtype)
-    assert device_fault(select(setting.device, dtype), setting) == ""
+    small = SmallModel(parse_config(raw_config(model_type=family), "tiny"), torch.device("cpu"), dtype)
+    assert device_fault(select(small.device, dtype), small) == ""
 
 
 @pytest.mark.parametrize("change", ["attention", "short_conv", "nan", "lacks"])

@@ -36,17 +36,14 @@ _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their o
 _plainly_compiled: set[str] = set()  # the names of those that numba has compiled by itself, which are not kept
 
 
-def start(*model: str, others: bool = False) -> None:
-    """Begin to compile what a model needs and no process has left on disk; ``model`` are arguments of ``needed``.
-
-    With ``others`` also what only rows need that are drawn, scored, constrained or penalized.
-    """
+def start(*model: str) -> None:
+    """Begin to compile what a model may need and is not on disk; ``model`` are arguments of ``needed``."""
     with _LOCK:
         _models.add(model)
-        missing = _missing(model, others)
+        missing = _missing(model)
         if model in _builders or not missing or not object_cache.is_writable():
             return
-        command = fresh_python(_PROGRAM, [others, *model])
+        command = fresh_python(_PROGRAM, [*model])
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with suppress(OSError):  # a group of its own: Ctrl-C reaches only the run
             process = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)
@@ -75,7 +72,7 @@ def finish(*model: str) -> None:
 
 def not_kept(*model: str) -> str:
     """Reason for which the next process compiles a model's kernels again, once ``finish`` has returned; "" if none."""
-    if not _missing(model):
+    if not _not_on_disk(needed(*model)):
         return ""
     if _plainly_compiled:
         return (
@@ -98,8 +95,11 @@ def address(spec: KernelSpec, kind: str) -> int:
         return _addresses[name]
 
 
-def _missing(model: Numbers, others: bool = False) -> Wanted:
-    wanted = needed(*model) + (needed_by_some(*model) if others else [])
+def _missing(model: Numbers) -> Wanted:
+    return _not_on_disk(needed(*model) + needed_by_some(*model))
+
+
+def _not_on_disk(wanted: Wanted) -> Wanted:
     return [kernel for kernel in wanted if object_cache.read(object_cache.file_name(*kernel)) is None]
 
 
@@ -143,17 +143,17 @@ def stop() -> None:
     _builders.clear()
 
 
-def work_on(others: bool, *model: str) -> None:
+def work_on(*model: str) -> None:
     """Compile the missing kernels on several processors; the program of the process that ``start`` starts."""
     gc.disable()  # a tenth of the time, and all memory is given back soon
     while not object_cache.lock():
         if select.select([0], [], [], 0.05)[0]:  # the process that this one works for has ended
             return
-    if not _missing(model, others):
+    if not _missing(model):
         return
     from batchgen.kernels.cpu import compiler  # imports numba
 
-    missing = _missing(model, others)
+    missing = _missing(model)
     compiler.prepare(spec.module for spec, _ in missing)
     jobs, end = os.pipe()
     os.write(end, bytes(range(len(missing))))

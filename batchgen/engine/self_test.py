@@ -1,0 +1,293 @@
+"""Self-test of kernels at first use: a small model with the shapes of the user's, in the real engine.
+
+It has each kind of layer of the model once, with the model's widths, heads and number formats, and random weights.
+A row must have the same bits alone, among others, in chunks, after a cached prefix and as one text, and the numbers
+must be plain torch's but for rounding. If they are not, plain torch computes everything. The verdict is kept for the
+kernels, shapes, formats and threads of this machine. Plain torch on a device that the authors have not tried is
+compared with the CPU at each start.
+"""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen import kernels as kernels_room
+from batchgen.core.errors import ModelError, OutOfMemory
+from batchgen.core.kept import cache_folder, keep, kept
+from batchgen.core.machine import UNTRIED_DEVICES, processor_name
+from batchgen.core.records import Request, SamplingParams
+from batchgen.engine.invariants import LogitsComparison, Routing, Runs, made_up_prompts, texts_for
+from batchgen.engine.sizes import default_sizes
+from batchgen.kernels.interface import Kernels, SamplingRows
+from batchgen.kernels.plain import PlainKernels
+from batchgen.kernels.processor import target
+from batchgen.model.config import LayerShape, ModelConfig
+from batchgen.model.decoder import Decoder
+from batchgen.model.load import DTYPES
+from batchgen.model.weights import Init, RandomTensors, Shape
+
+# Lengths of prompts that also run alone, of others in whose few positions each one counts, of a common prefix one token
+# longer than a KV block, and of what follows it: a convolution's state at the block's end reaches the next two tokens.
+# A GPU's kernels divide more positions among threads.
+_ON_CPU, _ON_GPU = ((1, 5, 20, 72), (2, 3, 4, 7, 8, 9), 33, (0, 1)), ((1, 5, 40, 100, 520), (2, 3, 7, 9), 65, (0, 1))
+_MAX_TOKENS = 3
+_MAX_WINDOW = 48  # on a CPU, whose kernels take any
+_MAX_VOCAB = 4096  # on a CPU, plus the remainder: its kernels divide the vocabulary into equal parts and a rest
+_GREEDY = SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True, logprobs=1)
+_DRAWN = replace(_GREEDY, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1, logprobs=None)
+_PENALIZED = replace(_DRAWN, repetition_penalty=1.05, presence_penalty=0.2)
+_NUM_ALLOWED = 50
+# Largest gap of a logit as a share of the row's largest one: some four times what rounding makes of it.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-4}
+# More of it if a last bit decides to which number of a type an input of a linear, or a key or value, is rounded.
+_ROUNDED_TOLERANCE = {"auto": 0.0, "bfloat16": 2**-8, "int8": 2**-4}
+_UNTRIED_TOLERANCE = {torch.float32: 2**-7, torch.float16: 2**-5, torch.bfloat16: 2**-2}  # GPUs may round products
+_NUM_LOGITS = 1024  # of a row, plus the remainder
+_NUM_DRAWS = 48  # for each filter of tokens: few of them decide
+_DRAW_TOLERANCE = 1e-4  # of a draw's parameters
+_MAX_WORDS = 200  # characters of an error
+_LIBRARIES = ("torch", "triton", "numba", "llvmlite")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class SmallTensors(RandomTensors):
+    """Random weights that are made fast: whole multiples of a small number, equally likely."""
+
+    def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        mean, std = init or (0.0, self.std)
+        rng = np.random.default_rng(zlib.crc32(name.encode()) + self.seed)
+        numbers = torch.from_numpy(rng.integers(-127, 128, shape, dtype=np.int8)).to(self.device)
+        numbers = numbers.to(dtype or self.stored).mul_(std / 73.3)
+        return numbers.add_(mean) if mean else numbers
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """The model of a self-test, and its requests: those conditions of a verdict that do not follow from kernels."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def shape(self) -> ModelConfig:
+        """Each kind of layer once, the last ones as in the model; with a head even if the model's is not used."""
+        layers = tuple(dict.fromkeys(self.config.layers[::-1]))[::-1]
+        vocab_size = self.config.vocab_size
+        if self.device.type != "cuda":
+            layers = tuple(map(_narrowed, layers))
+            vocab_size = min(vocab_size, _MAX_VOCAB + vocab_size % _MAX_VOCAB)
+        has_head = self.config.is_causal
+        return replace(self.config, layers=layers, vocab_size=vocab_size, has_head=has_head, labels=())
+
+    def decoder(self, kernels: Kernels, device: torch.device) -> Decoder:
+        """It with random weights that keep the size of numbers from layer to layer."""
+        shape, saved = self.shape, DTYPES.get(self.config.dtype)
+        source = SmallTensors(self.dtype, device, std=shape.hidden_size**-0.5, saved=saved)
+        with torch.inference_mode():
+            return Decoder(shape, source, kernels)
+
+    def requests(self) -> list[Request]:
+        """Prompts of random tokens, answered in every way of choosing tokens; without a head, texts."""
+        vocab_size, most = self.shape.vocab_size, self.config.max_position_embeddings - _MAX_TOKENS
+        alone, short, prefix, suffixes = _ON_GPU if self.device.type == "cuda" else _ON_CPU
+        prompts = made_up_prompts(vocab_size, most, (*alone, *short), prefix, suffixes)
+        if not self.config.is_causal:
+            return texts_for(prompts)
+        first = min(8, vocab_size - 1)
+        masked = replace(_GREEDY, allowed_token_ids=tuple(range(first, min(first + _NUM_ALLOWED, vocab_size))))
+        kinds = (_GREEDY, _DRAWN, masked, _PENALIZED)
+        return [Request(key, prompt, kinds[key % len(kinds)]) for key, prompt in enumerate(prompts)]
+
+    def runs(self, kernels: Kernels, device: torch.device) -> Runs:
+        """Runs of its requests on ``kernels``."""
+        block_size = default_sizes(is_cuda=self.device.type == "cuda")["block_size"]
+        return Runs(self.decoder(kernels, device), self.requests(), self.kv_cache_dtype, block_size)
+
+    def plain(self, kernels: Kernels, device: torch.device | None = None) -> PlainKernels:
+        """Plain torch for the formats of ``kernels``."""
+        weights, activations = kernels.weights, kernels.activations
+        return PlainKernels(device or self.device, self.dtype, weights=weights, activations=activations)
+
+
+def _narrowed(layer: LayerShape) -> LayerShape:
+    """A layer whose window ends within the prompts."""
+    return replace(layer, window=min(layer.window, _MAX_WINDOW))
+
+
+def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
+    """The kernels, or plain torch in their place, with a line for the user, if they fail the self-test.
+
+    It is run unless the verdict is known, or the kernels are plain torch.
+
+    Raises:
+        ModelError: the device is one that the authors have not tried, and it computes something else than the CPU.
+    """
+    device = small.device
+    if device.type in UNTRIED_DEVICES and (why := device_fault(kernels, small)):
+        raise ModelError(f"device {device.type!r}: {why}; use --device cpu")
+    if kernels.name not in ("cpu", "cuda") or not (why := _verdict(kernels, small)):
+        return kernels
+    plain = small.plain(kernels)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+    others = "torch, triton and the driver" if device.type == "cuda" else "numba and llvmlite"
+    plain.notes = (
+        *kernels.notes,
+        f"self-test: the kernels for {where} are wrong ({why}); plain torch computes instead, slower, and tokens may "
+        f"depend on the batch; update {others}, or report it with the output of batchgen env",
+    )
+    return plain
+
+
+def _verdict(kernels: Kernels, small: SmallModel) -> str:
+    """The fault of the kernels from the user's cache, or found now; empty if there is none."""
+    try:
+        path = cache_folder() / "self_test.json"
+    except RuntimeError:  # a user without a home folder
+        return find_fault(kernels, small)
+    key = _key(kernels, small)
+    if (verdict := kept(path, key)) is None:
+        verdict = {"fault": find_fault(kernels, small)}
+        keep(path, key, verdict)
+    return str(verdict.get("fault", ""))
+
+
+def find_fault(kernels: Kernels, small: SmallModel) -> str:
+    """The first invariant that the kernels break, and where, or their error; empty if they are right."""
+    rounded = max(_ROUNDED_TOLERANCE[kernels.activations], _ROUNDED_TOLERANCE[small.kv_cache_dtype])
+    tolerance = _TOLERANCE[small.dtype] + rounded
+    try:
+        return _fault(kernels, small.plain(kernels), small, small.device, tolerance)
+    except (torch.OutOfMemoryError, MemoryError, OutOfMemory):
+        raise
+    except Exception as error:  # compilers and drivers have many; those of Triton have no base of their own
+        return _words(error)
+
+
+def device_fault(kernels: Kernels, small: SmallModel) -> str:
+    """Difference of plain torch's numbers on a device from those on the CPU, or its failure; empty if they agree."""
+    cpu, dtype = torch.device("cpu"), str(small.dtype).removeprefix("torch.")
+    small = replace(small, config=replace(small.config, dtype=dtype))  # a CPU would hold other numbers of bfloat16
+    try:
+        fault = _fault(kernels, small.plain(kernels, cpu), small, cpu, _UNTRIED_TOLERANCE[small.dtype])
+    except Exception as error:  # torch has many for operations that a device lacks
+        return f"a small model fails there ({_words(error)})"
+    return fault and f"the numbers of a small model differ from the CPU's ({fault})"
+
+
+def _fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: torch.device, tolerance: float) -> str:
+    """The first invariant that does not hold; bits must be equal if the kernels promise it, else within ``tolerance``.
+
+    ``device`` is where plain torch computes.
+    """
+    runs = small.runs(kernels, small.device)
+    bits = 0.0 if kernels.batch_invariant else tolerance
+    routing = Routing()
+    together, _ = runs.together("all at once")
+    comparisons = [("batched = solo", runs.solo(runs.requests[: len(_ON_CPU[0])]), together, bits)]
+    prefilled = runs.prefilled(together.tokens, routing, with_prompts=True)
+    if small.config.is_causal:
+        comparisons.append(("decoded = prefilled", together, prefilled, bits))
+    del runs
+    expected = small.runs(plain, device).prefilled(together.tokens, routing, with_prompts=True)
+    comparisons.append(("kernels ~ plain torch", expected, prefilled, tolerance))
+    for name, wanted, got, allowed in comparisons:
+        compared = LogitsComparison(wanted, got, allowed)
+        if (at := compared.divergence) is not None:
+            return f"{name}: position {at.position} of prompt {at.key}, gap {compared.largest_share:.2g} of the logits"
+    return _choice_fault(kernels, plain, small, device) if small.config.is_causal else ""
+
+
+def _choice_fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: torch.device) -> str:
+    """The operation on logits that chooses other tokens than plain torch does; empty if there is none."""
+    generator = torch.Generator().manual_seed(0)
+    width = min(small.config.vocab_size, _NUM_LOGITS + small.config.vocab_size % _NUM_LOGITS)
+    drawn = 2 * torch.randn((_NUM_DRAWS, width), generator=generator)
+    drawn[0, -1], drawn[1], drawn[2, :2] = torch.nan, -torch.inf, 50.0
+    bits = torch.randint(-(2**31), 2**31, (_NUM_DRAWS // 2, -(-width // 32)), generator=generator).int()
+    rows = torch.arange(0, _NUM_DRAWS, 2)
+    for dtype in dict.fromkeys((small.dtype, torch.float32)):
+        logits, expected = drawn.to(dtype).to(small.device), drawn.to(dtype).to(device)
+        got, wanted = kernels.argmax_or_none(logits).cpu(), plain.argmax_or_none(expected).cpu()
+        if not torch.equal(got, wanted):
+            return "argmax differs from plain torch"
+        if dtype is small.dtype:  # what else is penalized has been widened
+            ours, theirs = kernels.logsumexp(logits).cpu(), plain.logsumexp(expected).cpu()
+            ours, theirs = (sums.masked_fill(~sums.isfinite(), torch.inf) for sums in (ours, theirs))
+            if ours.dtype != theirs.dtype or not torch.allclose(ours, theirs, 1e-5, 1e-5):
+                return "logsumexp differs from plain torch"
+        for settings in ((0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.01)):
+            if not _draws_agree(kernels, plain, logits, expected, settings):
+                return "draws differ from plain torch"
+    logits, expected = (drawn.to(place, small.dtype, copy=True) for place in (small.device, device))
+    kernels.mask(logits, rows.to(small.device), bits.to(small.device))
+    plain.mask(expected, rows.to(device), bits.to(device))
+    is_same = torch.equal(logits.cpu().nan_to_num(1e9), expected.cpu().nan_to_num(1e9))
+    return "" if is_same else "masked tokens differ from plain torch"
+
+
+def _draws_agree(
+    kernels: Kernels, plain: PlainKernels, logits: Tensor, expected: Tensor, settings: tuple[int, float, float]
+) -> bool:
+    """Whether all draws are the same, except those that a little more or less of any parameter would change."""
+    top_k, top_p, min_p = settings
+
+    def drawn(kernels: Kernels, logits: Tensor, by: float = 0.0) -> Tensor:
+        uniform = (torch.arange(_NUM_DRAWS, dtype=torch.float64) + 0.5) / _NUM_DRAWS
+        rows = SamplingRows(
+            temperature=torch.full((_NUM_DRAWS,), 0.8),
+            min_p=torch.full((_NUM_DRAWS,), min_p * (1 + by)),
+            top_k=torch.full((_NUM_DRAWS,), min(top_k, logits.shape[1])),
+            top_p=torch.full((_NUM_DRAWS,), min(top_p + by, 1.0) if top_p < 1 else 1.0, dtype=torch.float64),
+            uniform=(uniform + by).clamp(0, 1 - 2**-53),
+        )
+        columns = {name: getattr(rows, name).to(logits.device) for name in rows.__slots__}
+        return kernels.sample(logits, SamplingRows(**columns)).cpu()
+
+    got, wanted = drawn(kernels, logits), drawn(plain, expected)
+    if torch.equal(got, wanted):
+        return True
+    shifted = [drawn(plain, expected, by) for by in (-_DRAW_TOLERANCE, _DRAW_TOLERANCE)]
+    is_settled = (shifted[0] == wanted) & (shifted[1] == wanted)
+    return bool((got == wanted)[is_settled].all())
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MAX_WORDS] or type(error).__name__
+
+
+def _key(kernels: Kernels, small: SmallModel) -> str:
+    """The name of the device, and a digest of all that a verdict depends on."""
+    device = small.device
+    if device.type == "cuda":
+        name, facts = torch.cuda.get_device_name(device), [str(torch.cuda.get_device_capability(device))]
+        with suppress(OSError):
+            facts.append(_DRIVER.read_text(encoding="utf-8"))
+    else:
+        name, facts = processor_name(), [*target(), platform.machine(), str(torch.get_num_threads())]
+    facts += [f"{library} {_version(library)}" for library in _LIBRARIES]
+    facts += [str(part) for part in (kernels.weights, kernels.activations, kernels.batch_invariant)]
+    facts += [str(part) for part in (small.dtype, small.kv_cache_dtype, small.shape)]
+    digest = blake2b("|".join(facts).encode(), digest_size=16)
+    folder = Path(kernels_room.__file__).parent
+    for source in (*sorted(folder.rglob("*.py")), Path(__file__)):
+        digest.update(source.read_bytes())
+    return f"{name}|{digest.hexdigest()}"
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"
