@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,24 +25,15 @@ from batchgen.core.keys import keys_of
 from batchgen.core.numerics import Numerics
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
-from batchgen.core.version import RESULTS
+from batchgen.core.version import RESULTS, build
 
-RECORD_VERSION = 7  # of job.json, a job's keys, the fields of a record and the journal's lines
+RECORD_VERSION = 8  # of job.json, a job's keys, the fields of a record and the journal's lines
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60
 _SHOWN_BEFORE = 16  # characters before the first difference
 _SHOWN_LINES = 20
 _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256; its first digits are shown
-
-
-class OtherVersion(UsageError):
-    """A ``job.json`` was written by a batchgen whose records have another ``version``."""
-
-    def __init__(self, version: object, message: str = "") -> None:
-        words = f"its run was begun with record version {version!r}, and this batchgen writes {RECORD_VERSION}"
-        super().__init__(message or words)
-        self.version = version
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,8 @@ class Manifest:
     was merged. ``files`` are the outputs and ``errors.jsonl`` of a finished job, by name with ``bytes`` and ``sha256``,
     and ``journal`` names the folder that they were written from.
     ``file_states`` is ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it
-    identifies nothing.
+    identifies nothing. ``version`` is ``RECORD_VERSION``, or an earlier one: no row is taken from such a folder, but
+    its outputs, report and status are still read. ``batchgen`` is the build that wrote it, "" before 0.2.0.
     """
 
     job: dict[str, Any]
@@ -74,23 +66,31 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     journal: str = ""
     file_states: dict[str, Any] = field(default_factory=dict)
+    version: int = RECORD_VERSION
+    batchgen: str = field(default_factory=build)
 
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""
-        plain = json.loads(encode_json({"version": RECORD_VERSION, **asdict(self), "shard": astuple(self.shard)}))
+        plain = json.loads(encode_json({"version": 0, "batchgen": "", **asdict(self), "shard": astuple(self.shard)}))
         return json.dumps(plain, indent=2, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read ``job.json`` back. Raises OtherVersion, or ValueError naming what is wrong with it."""
+        """Read ``job.json`` back, also of an earlier version. Raises ValueError naming what is wrong with it."""
         try:
             data = json.loads(content)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(data, dict) or "version" not in data:
-            raise ValueError(f"it is not a job.json of record version {RECORD_VERSION}")
-        if (version := data.pop("version")) != RECORD_VERSION:
-            raise OtherVersion(version)
+        version = data.get("version") if isinstance(data, dict) else None
+        if not is_count(version):
+            raise ValueError("it has no record version")
+        if version > RECORD_VERSION:
+            raise ValueError(f"a later batchgen wrote it (record version {version}, this one writes {RECORD_VERSION})")
+        names = {item.name for item in fields(cls)}
+        if version < RECORD_VERSION:
+            data = {"batchgen": "", **{name: value for name, value in data.items() if name in names}}
+        if wrong := {"job", "output_keys"} - data.keys() or data.keys() - names:
+            raise ValueError(f"its keys are not those of a job.json ({', '.join(sorted(wrong))})")
         if not _is_shard(data.get("shard", [1, 1])):
             raise ValueError("shard is not [i, n] with 1 <= i <= n")
         data["shard"] = Shard(*data.get("shard", ()))
@@ -99,10 +99,7 @@ class Manifest:
         except (TypeError, ValueError):
             raise ValueError("created_at or rendered_at is no date and time") from None
         data["rendered_at"] = at[0] if at else None
-        try:
-            manifest = cls(**data)
-        except TypeError as error:
-            raise ValueError(f"its keys are not those of a job.json ({error})") from None
+        manifest = cls(**data)
         manifest._check()
         return manifest
 
@@ -128,7 +125,7 @@ class Manifest:
         except UsageError as error:
             if self.fingerprints.get("code") == {"results": RESULTS}:
                 raise UsageError(f"{error}; was it edited?") from None
-            remedy = "run its job file with --overwrite, or read its outputs as they are"
+            remedy = "run its job file with --update or --overwrite, or read its outputs as they are"
             raise UsageError(f"{path.parent} was begun by another version of batchgen: {remedy} ({error})") from None
 
     def _check(self) -> None:
@@ -182,7 +179,8 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     """The differences between the manifest on disk and a job; the job may resume it if ``refused`` is empty."""
     bound, loose = [], []
     for manifest in (old, new):
-        bound.append({"": manifest.output_keys, **manifest.fingerprints, "shard": str(manifest.shard)})
+        facts = {"record version": manifest.version, "": manifest.output_keys, **manifest.fingerprints}
+        bound.append({**facts, "shard": str(manifest.shard)})
         loose.append({key: value for key, value in _flat(manifest.job).items() if key not in manifest.output_keys})
     return Comparison(differences(*bound), differences(*loose))
 

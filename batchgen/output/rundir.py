@@ -32,7 +32,7 @@ from batchgen.core.storage import (
     write_atomic,
 )
 from batchgen.output.lock import Holder, RunLock, lock_holder
-from batchgen.output.manifest import Manifest, OtherVersion
+from batchgen.output.manifest import Manifest
 
 JOURNALS_NAME = "journal"  # a folder in it for each job that is begun and not finished
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
@@ -168,14 +168,11 @@ class RunDir:
         return lock_holder(self.lock_file)
 
     def read_manifest(self) -> Manifest | None:
-        """The manifest on disk, None if there is none. Raises UsageError if it cannot be read, OtherVersion too."""
+        """The manifest on disk, None if there is none. Raises UsageError if it cannot be read."""
         try:
             return Manifest.from_bytes(read_regular(self.manifest))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OtherVersion as error:
-            words = f"cannot read {self.manifest}: {error}: use the batchgen that began it"
-            raise OtherVersion(error.version, f"{words}; batchgen run --overwrite starts anew") from None
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"cannot read {self.manifest}: {why}; batchgen run --overwrite starts anew") from error

@@ -90,7 +90,7 @@ def _earlier_results(
     spec: JobSpec, model: ModelInfo, run_dir: RunDir, earlier: Manifest | None, at: datetime | None
 ) -> EarlierResults:
     """The results that are there, computed as in the output folder; a run finds out whether this machine does."""
-    runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)] + ([earlier] if earlier else [])
+    runs = [run for _, run in earlier_runs(spec)] + ([earlier] if earlier else [])
     digests = Digests(runs[-1].file_states if runs else None)
     files = model.files.fingerprint(digests) if runs else {}
     fingerprints: dict[str, Any] = {"model": files, "code": {"results": RESULTS}}

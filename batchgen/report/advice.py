@@ -87,7 +87,10 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     if generates and num_cut > _CUT_OFF_SHARE * num_answers:
         verb = "was" if num_cut == 1 else "were"
         cut = f"{num_cut:,} of {counted(num_answers, 'answer')} {verb} cut off by max_tokens or the context"
-        yield f"{cut}: raise max_tokens in the job and run it with --update, which computes no others"
+        if report.get("cut_by_job", 0) < num_cut:  # by limits of rows, by the context, or one of several samples
+            yield f"{cut}: raise max_tokens where it is set, in the job or in rows; --update computes what that changes"
+        else:
+            yield f"{cut}: raise max_tokens in the job and run it with --update, which computes no others"
 
 
 def _lacks_kv_cache_memory(report: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.machine import processor_name
 from batchgen.core.storage import read_regular, write_atomic
-from batchgen.core.version import __version__
+from batchgen.core.version import build
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
@@ -46,6 +46,7 @@ KEYS = {
     "rows": "rows done, failed and in all (total)",
     "errors": "failed rows by code",
     "finish_reasons": "samples of done rows by finish_reason; a row has n of them",
+    "cut_by_job": "answers of rows with one sample that ended at the job's own max_tokens",
     "tokens": "of done rows: prompt, of them cached (found in the prefix cache, copies apart), completion (generated "
     "by all samples); total is prompt + completion",
     "duplicates": "rows that got a copy of an identical one's answer and were not computed",
@@ -189,7 +190,7 @@ def _device_hours(job_facts: Mapping[str, Any], devices_s: float, num_tokens: in
 @lru_cache(maxsize=1)
 def machine_facts() -> Mapping[str, Any]:
     """The platform, processor and Python, and versions of the package and of what it computes with."""
-    versions = {"batchgen": __version__}
+    versions = {"batchgen": build()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)

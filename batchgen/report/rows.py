@@ -27,6 +27,9 @@ _LEAST_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has
 class RowTotals:
     """Totals of rows; ``expected``, ``answer`` and ``has_labels`` are those of ``Accuracy``.
 
+    ``max_tokens`` is the job's, None if it gives none; ``num_cut_by_job`` counts the answers that ended there, in rows
+    of one sample: a higher limit lets these go on.
+
     ``tokens`` are those of the report, ``copied_tokens`` are theirs of the ``num_copies`` rows that got a copy,
     ``reused_tokens`` of the ``num_reused`` rows that an earlier run has computed.
     """
@@ -34,6 +37,7 @@ class RowTotals:
     expected: Finder | None = None
     answer: str | None = None
     has_labels: bool = False
+    max_tokens: int | None = None
     num_results: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
     num_copies: int = 0
@@ -44,6 +48,7 @@ class RowTotals:
     num_structured: int = 0
     completeness: Counter[bool] = field(default_factory=Counter)  # of samples with structured outputs
     finish_reasons: Counter[str] = field(default_factory=Counter)
+    num_cut_by_job: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     distributions: dict[str, Distribution] = field(
         default_factory=lambda: {name: Distribution() for name in (*_LENGTHS, *LATENCIES)}
@@ -86,6 +91,8 @@ class RowTotals:
             self.slowest = sorted([*self.slowest, row], key=itemgetter("total_s"), reverse=True)[:_NUM_SLOWEST]
         samples = record.get("samples") or [record]
         self.finish_reasons.update(sample["finish_reason"] for sample in samples if "finish_reason" in sample)
+        is_cut = samples == [record] and record.get("finish_reason") == "length" and record.get("complete") is None
+        self.num_cut_by_job += is_cut and lengths["completion_tokens"] == self.max_tokens
         complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
         self.completeness.update(complete)
         self.num_structured += bool(complete)
@@ -110,6 +117,7 @@ class RowTotals:
             "copied_tokens": {name: self.copied_tokens[name] for name in ("prompt", "completion")},
             "errors": dict(sorted(self.errors.items())),
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
+            "cut_by_job": self.num_cut_by_job,
             "latency_s": {name: self.distributions[name].percentiles() for name in LATENCIES},
             "histograms": {name: self.distributions[name].histogram() for name in _HISTOGRAMS},
             "slowest": self.slowest,

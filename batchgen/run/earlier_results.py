@@ -23,7 +23,7 @@ from batchgen.core.numerics import Numerics
 from batchgen.core.records import Row
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.finalize import EXACT_FORMAT
-from batchgen.output.manifest import RECORD_VERSION, Manifest, OtherVersion, differences
+from batchgen.output.manifest import Manifest, differences
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import RunDir
 
@@ -59,11 +59,7 @@ class EarlierResults:
         self._rows = EarlierRows()
         self.sources = [*self._add(run_dir, digests)] if run_dir is not None else []
         for folder, earlier in earlier_runs(spec):
-            if isinstance(earlier, OtherVersion):
-                why = f"record version: was {earlier.version!r}, now {RECORD_VERSION}"
-                self.lines.append(f"no row of {folder.path} can be kept: {why}")
-            else:
-                self._tell_changes(folder, earlier, [*self._add(folder, Digests(earlier.file_states))])
+            self._tell_changes(folder, earlier, [*self._add(folder, Digests(earlier.file_states))])
         self._rows.seal()
         self.close = self._rows.close
 
@@ -139,28 +135,23 @@ def rendered_at(spec: JobSpec) -> datetime | None:
     A new folder that reuses rows prints it too: else no prompt of another day would be equal. Raises as
     ``earlier_runs``.
     """
-    times = [earlier.rendered_at for _, earlier in earlier_runs(spec) if isinstance(earlier, Manifest)]
+    times = [earlier.rendered_at for _, earlier in earlier_runs(spec)]
     return max(filter(None, times), key=datetime.timestamp, default=None)
 
 
-def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
+def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest]]:
     """The runs that ``output.reuse`` names. The job's own run directory is passed over: a script may name it too.
 
-    One of another record version has no manifest to compare. Raises UsageError for a folder that holds no run, or whose
-    files are of two jobs, LockedError for one that is in use.
+    Raises UsageError for a folder that holds no run, or whose files are of two jobs, LockedError for one in use.
     """
-    runs: list[tuple[RunDir, Manifest | OtherVersion]] = []
+    runs: list[tuple[RunDir, Manifest]] = []
     for folder in dict.fromkeys(spec.output.reuse):
         run_dir = RunDir(Path(folder))
         if is_own(spec, folder):
             continue
         if holder := run_dir.holder():
             raise LockedError(f"output.reuse: {folder} is in use by {holder}; run this job once that has ended")
-        try:
-            last, begun = run_dir.read_manifest(), run_dir.unfinished()
-        except OtherVersion as other:
-            runs.append((run_dir, other))
-            continue
+        last, begun = run_dir.read_manifest(), run_dir.unfinished()
         if last is None and not begun:
             raise UsageError(f"output.reuse: {folder} is not a run directory: it has no job.json")
         if last is not None and is_between(run_dir, last, Digests(last.file_states)):
@@ -210,4 +201,5 @@ def _facts(manifest: Manifest, with_numerics: bool) -> dict[str, Any]:
     keys["output.parse"] = [part for part in manifest.output_keys.get("output.parse", ()) if part == "reasoning"]
     numerics = (with_numerics and manifest.numerics) or Numerics()
     alike = replace(numerics, llguidance="").plain  # which is in the fingerprints of the rows that it masks
+    keys["record version"] = manifest.version
     return {"": keys, **{name: manifest.fingerprints.get(name, {}) for name in ("model", "code")}, "numerics": alike}

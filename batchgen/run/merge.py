@@ -24,7 +24,7 @@ from batchgen.core.storage import absolute, storage_errors
 from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
-from batchgen.output.manifest import Manifest, OtherVersion, compare
+from batchgen.output.manifest import RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
@@ -94,13 +94,10 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
         run_dir.create()
         with run_dir.lock():
             run_dir.sweep()
-            try:
-                last, begun = run_dir.read_manifest(), run_dir.unfinished()
-            except OtherVersion:
-                raise UsageError(f"{target} holds a run already; merge into a new folder") from None
+            last, begun = run_dir.read_manifest(), run_dir.unfinished()
             if any(not other.manifest.parts for other in begun):
                 raise UsageError(f"{target} holds a run already, not finished; merge into a new folder")
-            is_same_job = last is not None and last.created_at == manifest.created_at
+            is_same_job = last is not None and last.created_at == manifest.created_at and last.version == RECORD_VERSION
             if last is not None and not (last.parts and is_same_job):
                 since = " that went on after the merge" if is_same_job else ""
                 raise UsageError(f"{target} holds a run already{since}; merge into a new folder")
@@ -195,6 +192,9 @@ def _load_shard(run_dir: RunDir) -> _Shard:
         raise UsageError(f"{run_dir.path} is not a run directory: it has no job.json")
     if holder := run_dir.holder():
         raise LockedError(f"{run_dir.path} is in use by {holder}; merge when it is done")
+    if manifest is not None and manifest.version != RECORD_VERSION:
+        words = f"{run_dir.path} is of record version {manifest.version}, this batchgen writes {RECORD_VERSION}"
+        raise UsageError(f"{words}: run its shard with --update")
     if manifest is None or manifest.num_rows is None:
         raise UsageError(f"{run_dir.path} is not finished: run its shard again until it is")
     digests = Digests(manifest.file_states)

@@ -39,7 +39,8 @@ def _expected(spec: JobSpec) -> Finder | None:
 
 
 def _totals_of(spec: JobSpec) -> RowTotals:
-    return RowTotals(_expected(spec), spec.eval.extract, "choice" in parsed(spec.sampling.structured_outputs))
+    limit = None if spec.fills_context else spec.sampling.max_tokens
+    return RowTotals(_expected(spec), spec.eval.extract, "choice" in parsed(spec.sampling.structured_outputs), limit)
 
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:

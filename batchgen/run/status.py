@@ -15,7 +15,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.units import format_duration, printable
 from batchgen.output.finalize import read_errors
 from batchgen.output.journal import Journal
-from batchgen.output.manifest import Manifest
+from batchgen.output.manifest import RECORD_VERSION, Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.run.display import describe_rows
 from batchgen.run.progress import NO_TOKENS, read_progress, row_counts
@@ -65,7 +65,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     if status["state"] == "finished":
         status |= {"reason": None, "advice": None}
         status |= _finished(run_dir, manifest)
-    elif holder is None and begun:
+    elif holder is None and begun and begun[-1].manifest.version == RECORD_VERSION:
         journal = Journal.read(begun[-1].folder, begun[-1].manifest.shard)
         counts, num_partial = journal.counts, len(journal.partials)
         total, reused = (status["rows"].get(name) for name in ("total", "reused"))

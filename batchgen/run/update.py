@@ -21,7 +21,7 @@ from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator, may_have_ids
 from batchgen.input.rows import chunked
 from batchgen.input.source import RowRange
-from batchgen.output.manifest import Manifest, compare
+from batchgen.output.manifest import RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
 from batchgen.run.earlier_results import EarlierResults, is_between
 from batchgen.run.progress import KEEPING, Progress
@@ -128,8 +128,10 @@ class FolderJobs:
         """
         folder, changes = self._run_dir.path, [changes_of_job(manifest, now) for manifest in self.manifests]
         if changes and all(changes):
+            is_current = self.manifests[0].version == RECORD_VERSION
+            how = "with another job" if is_current else "by another version of batchgen"
             raise ResumeMismatch(
-                f"{folder} was begun with another job; what changes its outputs:\n"
+                f"{folder} was begun {how}; what changes its outputs:\n"
                 + "".join(f"  {line}\n" for line in changes[0])
                 + "batchgen plan says how many rows would be kept; --update keeps these and computes the others, "
                 "--overwrite starts anew"
@@ -179,7 +181,7 @@ def changes_of_job(begun: Manifest, now: Manifest) -> tuple[str, ...]:
 def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
     """Numerics of a job in the folder of one that was begun, if it asks for no others; None if they are not known."""
     numerics = begun.numerics
-    if numerics is None or numerics.in_job(begun.job, spec.to_dict()) != numerics:
+    if begun.version != RECORD_VERSION or numerics is None or numerics.in_job(begun.job, spec.to_dict()) != numerics:
         return None
     if not spec.sampling.structured_outputs:
         return replace(numerics, llguidance="")

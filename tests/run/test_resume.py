@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import JobMaker, journal_of, quiet, rows_of, updating, without_timings
+from run_helpers import JobMaker, journal_of, quiet, read_lines, rows_of, updating, without_timings
 from stub_engine import stub_factory
 
 from batchgen.cli.cat import cat
 from batchgen.cli.job import load_spec
+from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.version import RESULTS
+from batchgen.core.version import RESULTS, build
 from batchgen.input.ids import UniqueIds
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import RECORD_VERSION
@@ -31,7 +32,6 @@ from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.merge import merge
-from batchgen.run.status import read_status
 
 
 def interrupted(job: JobMaker, num_tokens: int = 400, shard: Shard = WHOLE) -> None:
@@ -253,26 +253,45 @@ def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
         job.run(spec)
 
 
+def of_an_earlier_version(output: Path) -> None:
+    """Make a folder one that an earlier version wrote: other keys, and a progress.json of another kind."""
+    for path in (*output.glob("job.json"), *output.glob("journal/*/job.json")):
+        content = json.loads(path.read_bytes())
+        del content["batchgen"], content["num_good"]
+        path.write_text(json.dumps(content | {"version": RECORD_VERSION - 1, "gone": 1}))
+    if (progress := output / "progress.json").exists():
+        progress.write_text(json.dumps(json.loads(progress.read_bytes()) | {"digest": "other"}))
+
+
 @pytest.mark.parametrize("is_done", [True, False])
-def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: JobMaker, is_done: bool) -> None:
+def test_a_folder_of_an_earlier_version_is_refused_as_it_is_and_update_computes_all_rows(
+    job: JobMaker, is_done: bool
+) -> None:
     job.write(rows_of(60))
     job.run() if is_done else interrupted(job)
-    path = (job.output if is_done else journal_of(job.output)) / "job.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": RECORD_VERSION - 1}))
-    before = {file: file.read_bytes() for file in job.output.rglob("*.seg")}
-    refused: list[Callable[[], object]] = [
-        job.run,
-        lambda: job.run(options=updating()),
-        lambda: merge([job.output], job.folder / "merged"),
-        lambda: read_status(job.output),
-    ]
-    for command in refused:
-        said = rf"job\.json: its run was begun with record version {RECORD_VERSION - 1}"
-        with pytest.raises(UsageError, match=said) as caught:
-            command()
-        assert str(caught.value).count("\n") == 0
-    assert {file: file.read_bytes() for file in job.output.rglob("*.seg")} == before
-    assert job.run(options=RunOptions(overwrite=True, progress="quiet")).exit_code == 0
+    of_an_earlier_version(job.output)
+    before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
+    said = rf"record version: was {RECORD_VERSION - 1}, now {RECORD_VERSION}\n.*--update"
+    with pytest.raises(ResumeMismatch, match=said):
+        job.run()
+    with pytest.raises(UsageError, match="run its shard"):
+        merge([job.output], job.folder / "merged")
+    assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
+    assert job.run(options=updating(max_total_tokens=200)).exit_code == 75
+    assert job.run().exit_code == 0, "an update that was interrupted goes on without --update"
+    records = read_lines(job.output / "outputs.jsonl")
+    assert len(records) == 60 and not any("reused" in record["timings"] for record in records)
+    assert json.loads((job.output / "job.json").read_bytes())["batchgen"] == build()
+
+
+def test_a_folder_of_an_earlier_version_is_still_read(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(6))
+    job.run()
+    of_an_earlier_version(job.output)
+    for command in (["cat", str(job.output)], ["report", str(job.output)], ["status", str(job.output)]):
+        assert call(command) == 0
+    out = capsys.readouterr().out
+    assert out.count('"finish_reason"') == 6 and "finished" in out
 
 
 @pytest.mark.parametrize("results", [RESULTS, RESULTS - 1])
@@ -292,9 +311,9 @@ def test_a_run_with_a_key_of_another_version_is_refused_and_nothing_is_made(job:
         lambda: cat.callback(job.output, None, None),
         lambda: merge([job.output], job.folder / "merged"),
     ]
-    for call in refused:
+    for command in refused:
         with pytest.raises(UsageError, match=said):
-            call()
+            command()
     assert not (job.folder / "merged").exists()
 
 
@@ -308,7 +327,7 @@ def test_a_run_directory_of_the_version_before_is_named_and_can_be_overwritten(j
     folder.rmdir()
     path = job.output / "job.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": 5}))
-    with pytest.raises(UsageError, match=r"job\.json: its run was begun with record version 5"):
+    with pytest.raises(UsageError, match=r"begun by another version of batchgen.*\n  record version: was 5, now"):
         job.run()
     assert [*(job.output / "journal").glob("*.seg")]
     assert job.run(options=RunOptions(overwrite=True, progress="quiet")).exit_code == 0

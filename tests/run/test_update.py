@@ -205,6 +205,23 @@ def test_answers_that_were_cut_off_run_with_more(folder: Folder, token_ids: bool
     folder.assert_fresh()
 
 
+@pytest.mark.parametrize(
+    ("own", "sampling", "advice"),
+    [
+        ({}, {}, "raise max_tokens in the job and run it with --update, which computes no others"),
+        ({"max_tokens": 2}, {}, "raise max_tokens where it is set, in the job or in rows"),
+        ({}, {"n": 2, "temperature": 1.0}, "raise max_tokens where it is set, in the job or in rows"),
+    ],
+    ids=["the job's", "the rows' own", "several samples"],
+)
+def test_the_advice_on_answers_that_were_cut_off_is_given_where_it_works(
+    folder: Folder, own: dict[str, int], sampling: dict[str, Any], advice: str
+) -> None:
+    folder.write([row | {"sampling": own} for row in folder.rows])
+    folder.write_job(sampling=sampling)
+    assert advice in folder.run("--overwrite")[2]
+
+
 def test_of_several_samples_all_run_when_the_limit_changes(folder: Folder) -> None:
     folder.write_job(sampling={"n": 2, "temperature": 1.0})
     assert folder.run("--update")[:2] == (0, 40)
