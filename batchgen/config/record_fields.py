@@ -17,6 +17,7 @@ RECORD_KEYS = frozenset(
     | {"prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text
+WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # of such a job: the text that becomes a vector keeps its name
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request, of which only what is named is kept
 # What a response in OpenAI's form says of its request, where RecordBuilder keeps it.
 OF_REQUEST = ("url", "encoding_format", "model")
@@ -26,7 +27,7 @@ _PREFIXES = re.compile(f"^(?:{_PREFIX})+")
 
 def record_keys(spec: JobSpec) -> frozenset[str]:
     """The fields that an output record of this job may have beside kept columns."""
-    return RECORD_KEYS if spec.generates else RECORD_KEYS | VECTOR_KEYS
+    return RECORD_KEYS if spec.generates else WITHOUT_TEXT
 
 
 def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:

@@ -50,7 +50,7 @@ class Tried:
                 f"answer {n}, {one['finish_reason']}:\n{_indented(one['text'])}" for n, one in enumerate(samples, 1)
             ]
             return "\n".join([sent, f"{counted(len(samples), 'answer')}, {num_tokens}", *answers])
-        answer = self.record.get("text")
+        answer = self.record.get("text") if "finish_reason" in self.record else None
         if not isinstance(answer, str):
             answer = json.dumps({**self.record, "timings": None}, ensure_ascii=False)[:_MAX_RECORD_CHARS]
         facts = [num_tokens, self.record.get("finish_reason")]

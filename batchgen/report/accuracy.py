@@ -57,7 +57,7 @@ class Accuracy:
         self.digest = (self.digest + _digest(record["id"], expected)) & _MASK
         self.without_answer += answer is None
         self._add_samples(record, expected, right=right)
-        if self.has_labels or "text" not in record:
+        if self.has_labels or "finish_reason" not in record:
             self._add_label(text_of(expected).strip(), answer, right=right)
         if not right:
             self._add_wrong(record, answer, expected)
@@ -72,7 +72,7 @@ class Accuracy:
         if self.answer:
             answer = sample.get("extracted")
             return answer, is_right(self.answer, answer, expected)
-        text = sample.get("text", sample.get("label")) or ""
+        text = sample.get("text" if "finish_reason" in sample else "label") or ""
         return text, text.strip() == text_of(expected).strip()
 
     def _add_samples(self, record: Mapping[str, Any], expected: Any, *, right: bool) -> None:

@@ -322,9 +322,9 @@ def _cut(text: str) -> str:
 def _answer(record: Mapping[str, Any]) -> str:
     """The answer of a record in short."""
     for name in ("embedding", "embeddings"):
-        if name in record and "text" not in record:
+        if name in record and "finish_reason" not in record:
             return f"{name[:9]} of {len(record[name]):,} {'numbers' if name == 'embedding' else 'tokens'}"
-    if "score" in record and "text" not in record:
+    if "score" in record and "finish_reason" not in record:
         return f"{record.get('label', '')} ({record['score']:.1%})".strip()
     return str(record.get("text") if record.get("text") is not None else record.get("token_ids"))
 

@@ -151,7 +151,7 @@ def test_a_chain_hands_on_its_rows_and_new_ones_too(here: Path, commands: dict[s
         assert len(judged) == count
         with Path("sample_data/tickets.jsonl").open("a") as file:
             file.write('{"id": "t-13", "message": "It is slow."}\n')
-    assert judged[0]["input_text"] == read_lines(here / "runs/summaries/outputs.jsonl")[0]["text"]
+    assert judged[0]["text"] == read_lines(here / "runs/summaries/outputs.jsonl")[0]["text"]
 
 
 def test_a_chain_says_which_job_failed_and_ends_with_its_code(here: Path, commands: dict[str, str]) -> None:

@@ -68,7 +68,7 @@ def test_each_row_gets_a_vector_of_length_one(folder: Path) -> None:
     assert found.shape == (len(TEXTS), WIDTH)
     assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
     first = read_lines(place / "outputs.jsonl")[0]
-    assert [*first] == ["id", "index", "fingerprint", "embedding", "usage", "timings", "input_text"]
+    assert [*first] == ["id", "index", "fingerprint", "embedding", "usage", "timings", "text"]
     assert first["usage"]["completion_tokens"] == 0
     report = json.loads((place / "report.json").read_text(encoding="utf-8"))
     assert report["rows"]["done"] == len(TEXTS)
@@ -95,7 +95,7 @@ def test_parquet_holds_lists_of_one_size(folder: Path) -> None:
     _, place = run(folder, "--output-format", "parquet", output="b")
     table = pq.read_table(place / "outputs.parquet")
     assert table.schema.field("embedding").type == pa.list_(pa.float32(), WIDTH)
-    assert "text" not in table.schema.names
+    assert "finish_reason" not in table.schema.names
     assert np.array_equal(np.stack(table["embedding"].to_numpy()), wanted)
 
 

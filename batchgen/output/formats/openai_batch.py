@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.record_fields import RECORD_KEYS, WITHOUT_TEXT
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import FinishReason
 from batchgen.output.formats.jsonl import OutputFormat
@@ -41,7 +41,7 @@ class OpenAIBatchFormat(OutputFormat):
     def result_row(self, payload: bytes) -> bytes:
         """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
         fields = json.loads(payload)
-        names = RECORD_KEYS if "finish_reason" in fields else RECORD_KEYS | VECTOR_KEYS
+        names = RECORD_KEYS if "finish_reason" in fields else WITHOUT_TEXT
         record = {name: value for name, value in fields.items() if name in names}
         kept = {name: value for name, value in fields.items() if name not in names}
         index = record["index"]
