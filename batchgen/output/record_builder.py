@@ -16,15 +16,14 @@ from batchgen.config.record_fields import VECTOR_KEYS, kept_columns
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
-from batchgen.core.json_line import json_value
 from batchgen.core.keys import INT32_MAX
-from batchgen.core.records import FinishReason, Result, Row, Sample, SamplingParams, Timings
+from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
 from batchgen.output.scores import perplexity, scored_fields, token_fields, vector_fields
+from batchgen.text.answer import AnswerReader
+from batchgen.text.call_notation import Offered
 from batchgen.text.grammar_source import library
-from batchgen.text.reasoning import Reasoning, text_behind
-from batchgen.text.stop_strings import cut_text
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.tool_calls import ToolCalls, tool_format
+from batchgen.text.tool_calls import offered_tools
 
 _TIMINGS = tuple(item.name for item in fields(Timings))
 # Before usage and timings.
@@ -50,11 +49,7 @@ class RecordBuilder:
     ) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
-        self._markers = Reasoning(tokenizer) if tokenizer else None
-        self._reasoning = self._markers if "reasoning" in spec.output.parse else None
-        form = tool_format(tokenizer) if tokenizer else None
-        self._tools = ToolCalls(tokenizer, form) if tokenizer and form else None
-        self._reasoning_of_tools = Reasoning(self._tools.tokenizer) if self._tools else None
+        self._answers = AnswerReader(tokenizer, spec.output.parse) if tokenizer else None
         self._labels = labels
         self._end_ids = sorted(end_ids)
         self.max_model_len = max_model_len
@@ -81,8 +76,8 @@ class RecordBuilder:
             )
             fields = _head(row, fingerprint) | vector
             return self._of_vector(row, fields, result.num_prompt_tokens, _timings(result.timings))
-        tools = self._tools_of(row)
-        samples = [self._sample(sample, row, tools) for sample in result.samples]
+        offered = self._offered(row)
+        samples = [self._sample(sample, row, offered) for sample in result.samples]
         first = samples[0]
         payload = _head(row, fingerprint) | {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
@@ -109,9 +104,9 @@ class RecordBuilder:
         params, names = row.params, set[str]()
         if self._tokenizer is None or not self._spec.generates or params.labels:
             return ""
-        if params.thinking_token_budget is not None or self._reasoning is not None:
+        if params.thinking_token_budget is not None or "reasoning" in self._spec.output.parse:
             names = {"closing", "thinks"}
-        if self._tools_of(row) is not None:
+        if self._finds_calls(row):
             names = {"closing", "thinks", "tools"}
         version = str(library().__version__) if params.structured_outputs else ""
         facts = self._tokenizer.answer_facts.used(names) if names else ""
@@ -128,7 +123,7 @@ class RecordBuilder:
             vector = {name: earlier[name] for name in _VECTOR if name in earlier}
             tokens, timings = earlier["usage"]["prompt_tokens"], {**_timings(Timings()), "reused": True}
             return self._of_vector(row, _head(row, fingerprint) | vector, tokens, timings) if vector else None
-        has_tools = self._tools_of(row) is not None
+        has_tools = self._finds_calls(row)
         first, several = self._taken(earlier, params, has_tools), earlier.get("samples") or ()
         samples = [self._taken(sample, params, has_tools) for sample in several]
         names = ("prompt_logprobs", "perplexity") if params.prompt_logprobs is not None else ()
@@ -147,26 +142,28 @@ class RecordBuilder:
 
     def _thought(self, row: Row, result: Result) -> dict[str, int]:
         """The tokens of thought of all samples, where the row has a budget of them."""
-        budget, total = row.params.thinking_token_budget, 0
-        if budget is None or self._markers is None:
+        budget = row.params.thinking_token_budget
+        if budget is None or self._answers is None:
             return {}
-        for sample in result.samples:
-            thoughts = self._markers.thoughts(row.prompt_token_ids, budget)
-            ends_by_token = sample.finish_reason is FinishReason.STOP and sample.stop is None
-            for token_id in sample.token_ids[: -1 if ends_by_token else None]:
-                thoughts.push(token_id)
-            total += thoughts.num_tokens
-        return {"reasoning_tokens": total}
+        counts = (self._answers.num_thoughts(sample, row.prompt_token_ids, budget) for sample in result.samples)
+        return {"reasoning_tokens": sum(counts)}
 
-    def _tools_of(self, row: Row) -> ToolCalls | None:
-        return self._tools if self._spec.parses_tools(row.columns) else None
+    def _finds_calls(self, row: Row) -> bool:
+        return self._answers is not None and self._answers.finds_calls and self._spec.parses_tools(row.columns)
+
+    def _offered(self, row: Row) -> Offered | None:
+        """The tools that a row offers; None if no calls are looked for in its answer."""
+        if not self._finds_calls(row):
+            return None
+        request = row.columns["body"] if self._spec.input.is_batch_line(row.columns) else row.columns
+        return offered_tools(request.get("tools"))
 
     def _taken(self, sample: Mapping[str, Any], params: SamplingParams, has_tools: bool) -> dict[str, Any] | None:
         """The fields of a sample that this job asks for; None where it lacks one."""
         output, has_text = self._spec.output, self._tokenizer is not None
         wanted = {
             "text": has_text,
-            "reasoning": has_text and self._reasoning is not None,
+            "reasoning": has_text and "reasoning" in output.parse,
             "tool_calls": has_tools,
             "parsed": has_text and "json" in output.parse,
             "finish_reason": True,
@@ -219,29 +216,12 @@ class RecordBuilder:
             return {}
         return {"extracted": find_answer(rule, sample["text"])}
 
-    def _sample(self, sample: Sample, row: Row, tools: ToolCalls | None) -> dict[str, Any]:
+    def _sample(self, sample: Sample, row: Row, offered: Offered | None) -> dict[str, Any]:
         shaped: dict[str, Any] = {}
-        is_complete = sample.is_complete
-        if self._tokenizer is not None:
-            decode = tools.tokenizer.decode if tools else self._tokenizer.decode
-            text = decode(sample.token_ids) if sample.stop is None else cut_text(decode, sample.token_ids, sample.stop)
-            whole, thoughts = text, ""
-            if splitter := self._reasoning_of_tools if tools else self._reasoning:
-                is_open = splitter.is_open(row.prompt_token_ids)
-                reasoning, text = splitter.split(sample.token_ids, text, is_open=is_open)
-                if self._reasoning is not None:
-                    shaped["reasoning"] = reasoning
-                else:  # it stays in the text, but its calls are none
-                    thoughts = whole.removesuffix(text)
-            if tools:
-                shaped["tool_calls"], text, is_whole = tools.read(text)
-                is_complete = is_whole if is_complete is None else is_complete and is_whole is not False
-            shaped["text"] = thoughts + text
-            if "json" in self._spec.output.parse:
-                marker = _marker(row.params.structured_outputs)
-                if marker and not tools:
-                    text = text_behind(self._tokenizer, marker, row.prompt_token_ids, sample.token_ids, whole)
-                shaped["parsed"] = None if is_complete is False else _json_or_none(text)
+        if self._answers is not None:
+            after = _marker(row.params.structured_outputs)
+            shaped = self._answers.fields(sample, row.prompt_token_ids, offered=offered, after=after)
+        is_complete = shaped.pop("complete", sample.is_complete)
         shaped["finish_reason"] = str(sample.finish_reason)
         if is_complete is not None:
             shaped["complete"] = is_complete
@@ -272,13 +252,6 @@ def check_record(record: Mapping[str, Any]) -> None:
 @lru_cache(maxsize=64)
 def _marker(structured_outputs: str) -> str:
     return str(structured.parsed(structured_outputs).get("after", ""))
-
-
-def _json_or_none(text: str) -> Any:
-    try:
-        return json_value(text)
-    except ValueError:
-        return None
 
 
 def _timings(timings: Timings) -> dict[str, Any]:

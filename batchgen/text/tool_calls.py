@@ -1,28 +1,26 @@
 """Parser of tool calls: finds the calls that a model wrote into its answer, in the format of its family.
 
 The format is that whose marker the chat template shows, else one whose marker is a token of the vocabulary: LFM2.5's
-template shows none. Calls are read as data, never run, and not compared with the tools that were offered. A new family
-is a function here, an entry of ``FORMATS``, and one of ``TOOL_SIGNS``.
+template shows none. Calls are read as data and never run; the tools that a row offers tell LFM2's names and types. A
+new family is a function here, an entry of ``FORMATS``, and one of ``TOOL_SIGNS``.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.json_line import json_value
 from batchgen.text.answer_facts import TOOL_SIGNS
+from batchgen.text.call_notation import Offered, read_calls
 from batchgen.text.tokenizer import Tokenizer
 
 Call = dict[str, Any]  # its ``name``, and ``arguments``, an object
 Found = tuple[list[Call], str]  # the calls in a text, and the rest of it
 _DECODER = json.JSONDecoder()
-_MAX_CHARS = 1 << 18  # of Python's notation, which takes a second and a hundred megabytes to parse
 _SPACE = re.compile(r"\s*+")
 _ARGUMENTS = ("arguments", "parameters")
 _JSON = re.compile(r"\s*+(?:\{|\[\s*+\{)")
@@ -36,15 +34,19 @@ _BARE_CALL = re.compile(
 class ToolFormat:
     """Form in which a family writes calls.
 
-    ``markers`` stand around them, the first one before. ``parse`` raises ValueError for malformed calls.
+    ``markers`` stand around them, the first one before.
     """
 
     family: str
-    parse: Callable[[str], Found]
+    find: Callable[[str, Offered], Found]
 
     @property
     def markers(self) -> tuple[str, ...]:
         return TOOL_SIGNS[self.family].markers
+
+    def parse(self, text: str, offered: Offered | None = None) -> Found:
+        """The calls in a text and the rest of it. Raises ValueError for malformed calls."""
+        return self.find(text, offered or {})
 
 
 class ToolCalls:
@@ -54,13 +56,13 @@ class ToolCalls:
         self.tokenizer = tokenizer.showing(form.markers)
         self._form = form
 
-    def read(self, text: str) -> tuple[list[Call], str, bool | None]:
+    def read(self, text: str, offered: Offered | None = None) -> tuple[list[Call], str, bool | None]:
         """The calls, the rest of the text, and whether the calls are whole, None where there are none.
 
-        Of malformed calls none is taken: the text stays as it is.
+        ``offered`` are the tools of the row. Of malformed calls none is taken: the text stays as it is.
         """
         try:
-            calls, rest = self._form.parse(text)
+            calls, rest = self._form.parse(text, offered)
         except ValueError:
             return [], text, False
         return (calls, rest, True) if calls else ([], text, None)
@@ -71,17 +73,50 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     return next((form for form in FORMATS if form.family == tokenizer.answer_facts.tools), None)
 
 
-def _lfm2(text: str) -> Found:
-    """``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``, or JSON in it, which LFM2 writes when asked to."""
-    return _between(_LFM2[0], _LFM2[1], text, _python_or_json)
+def offered_tools(tools: object) -> Offered:
+    """The names of tools that a row offers, each with the types of its parameters; of others none."""
+    if isinstance(tools, str):
+        try:
+            tools = json_value(tools)
+        except ValueError:
+            return {}
+    listed = [item for item in tools if isinstance(item, dict)] if isinstance(tools, list) else []
+    functions = (item["function"] if isinstance(item.get("function"), dict) else item for item in listed)
+    return {name: _types(item.get("parameters")) for item in functions if isinstance(name := item.get("name"), str)}
 
 
-def _hermes(text: str) -> Found:
+def _types(schema: Any) -> dict[str, str]:
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    listed = properties.items() if isinstance(properties, dict) else ()
+    return {name: str(value.get("type", "")) if isinstance(value, dict) else "" for name, value in listed}
+
+
+def _lfm2(text: str, offered: Offered) -> Found:
+    """``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``, or JSON in it, which LFM2 writes when asked to.
+
+    LFM2.5 at times leaves the markers out: then ``[f(`` of an offered tool begins its calls.
+    """
+
+    def read(text: str, at: int) -> tuple[list[Call], int]:
+        if _JSON.match(text, at):
+            return _json_calls(text, at)
+        calls, end = read_calls(text, _past_space(text, at), offered)
+        return [_call(*call) for call in calls], end
+
+    opening, closing = _LFM2
+    if opening in text or not offered:
+        return _between(opening, closing, text, read)
+    names = "|".join(map(re.escape, offered))
+    marked = re.sub(rf"\[\s*+(?:{names})\(", lambda match: opening + match[0], text, count=1)
+    return _between(opening, closing, marked, read) if marked != text else ([], text)
+
+
+def _hermes(text: str, _: Offered) -> Found:
     """``<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>``, also by Qwen 2.5 and 3."""
     return _between("<tool_call>", "</tool_call>", text, _json_calls)
 
 
-def _llama(text: str) -> Found:
+def _llama(text: str, _: Offered) -> Found:
     """``{"name": "f", "parameters": {"a": 1}}`` at the beginning or behind a tag, several separated by semicolons."""
     before, tag, body = text.partition("<|python_tag|>")
     if not tag:
@@ -95,7 +130,7 @@ def _llama(text: str) -> Found:
     return calls, _joined([before, body[at:]])
 
 
-def _mistral(text: str) -> Found:
+def _mistral(text: str, _: Offered) -> Found:
     """``[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`` or, since 2025, ``[TOOL_CALLS]f[ARGS]{"a": 1}``."""
     return _between("[TOOL_CALLS]", "", text, _named_or_json)
 
@@ -124,48 +159,6 @@ def _between(opening: str, closing: str, text: str, read: Callable[[str, int], t
         elif closing and at < len(text) and not text.startswith(opening, at):
             raise ValueError(f"{closing} is missing")
     return calls, _joined([*rest, text[at:]])
-
-
-def _python_or_json(text: str, at: int) -> tuple[list[Call], int]:
-    if _JSON.match(text, at):
-        return _json_calls(text, at)
-    end = min((place for marker in _LFM2 if (place := text.find(marker, at)) >= 0), default=len(text))
-    return _python_calls(text[at:end].strip()), end
-
-
-def _python_calls(text: str) -> list[Call]:
-    """A call in Python's notation, ``weather.now(city="Zürich", days=[1], metric=true)``, or a list of them."""
-    if len(text) > _MAX_CHARS:
-        raise ValueError("the calls are too long")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes and literals that Python will refuse one day
-            node = ast.parse(text, mode="eval").body
-        return [_python_call(item) for item in (node.elts if isinstance(node, ast.List | ast.Tuple) else [node])]
-    except (SyntaxError, TypeError, RecursionError, MemoryError):  # the parser says MemoryError for deep nesting
-        raise ValueError("the calls are no literals in Python's notation") from None
-
-
-def _python_call(node: ast.expr) -> Call:
-    """A call whose arguments are literals, as JSON has them. Raises ValueError and TypeError; evaluates nothing."""
-    if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("a call has no name, or arguments without names")
-    names, part = [], node.func
-    while isinstance(part, ast.Attribute):
-        names.append(part.attr)
-        part = part.value
-    if not isinstance(part, ast.Name):
-        raise ValueError("what is called has no name")
-    arguments = {item.arg: ast.literal_eval(_JsonNames().visit(item.value)) for item in node.keywords if item.arg}
-    if len(arguments) < len(node.keywords):
-        raise ValueError("an argument is given twice, or has no name")
-    return _call(".".join([part.id, *reversed(names)]), json_value(json.dumps(arguments)))
-
-
-class _JsonNames(ast.NodeTransformer):
-    """JSON's names of constants, which models write among Python's literals, as constants."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(json.loads(node.id)) if node.id in ("true", "false", "null") else node
 
 
 def _named_or_json(text: str, at: int) -> tuple[list[Call], int]:

@@ -192,10 +192,10 @@ def test_whatever_goes_wrong_over_an_answer_fails_its_row_and_never_the_job(
     job.write(rows(3))
     spec, read = says(["one", "two", "three"], parse=["tool_calls"]), ToolCalls.read
 
-    def fails(self: ToolCalls, text: str) -> Any:
+    def fails(self: ToolCalls, text: str, offered: Any) -> Any:
         if text == "two":
             raise problem
-        return read(self, text)
+        return read(self, text, offered)
 
     monkeypatch.setattr(ToolCalls, "read", fails)
     assert job.run(spec).exit_code == 3
@@ -211,7 +211,7 @@ def test_memory_and_the_disk_are_no_fault_of_a_row(
     job.write(rows(1))
     spec = says(["one"], parse=["tool_calls"])
 
-    def fails(self: ToolCalls, text: str) -> Any:
+    def fails(self: ToolCalls, text: str, offered: Any) -> Any:
         raise problem
 
     monkeypatch.setattr(ToolCalls, "read", fails)

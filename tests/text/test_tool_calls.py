@@ -16,7 +16,7 @@ from input_helpers import CHAT_TEMPLATE, write_tokenizer
 from tokenizers import AddedToken
 
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.tool_calls import FORMATS, ToolCalls, tool_format
+from batchgen.text.tool_calls import FORMATS, ToolCalls, offered_tools, tool_format
 
 FORMS = {form.family: form for form in FORMATS}
 MARKERS = {form.family: form.markers[0] for form in FORMATS}
@@ -40,10 +40,10 @@ def tokenizer_of(folder: Path, template: str = CHAT_TEMPLATE, *families: str) ->
     return Tokenizer.load(folder)
 
 
-def parsed(family: str, text: str) -> Any:
+def parsed(family: str, text: str, offered: Any = None) -> Any:
     """The calls in a text, each as a name and arguments, and the rest; None for malformed ones."""
     try:
-        calls, rest = FORMS[family].parse(text)
+        calls, rest = FORMS[family].parse(text, offered)
     except ValueError:
         return None
     return [(call["name"], call["arguments"]) for call in calls], rest
@@ -63,6 +63,11 @@ def parsed(family: str, text: str) -> Any:
          [("f", {"a": 'it\'s "x"\né😀\\d', "b": {"k": {}}, "c": "a'b"})], ""),
         ("LFM2", f'{START}[{{"name": "f", "arguments": {{"a": 1}}}}]{END}', [("f", {"a": 1})], ""),
         ("LFM2", f"{START}f(a=1), g(){END}", [("f", {"a": 1}), ("g", {})], ""),
+        # names that Python does not have, digits that are no number, a line break in a text
+        ("LFM2", f'{START}[get-weather(from="en", class=1, zip=01234, hex=0xff)]{END}',
+         [("get-weather", {"from": "en", "class": 1, "zip": "01234", "hex": 255})], ""),
+        ("LFM2", f"{START}[f(a='x\ny', b=\"it's\\\\\")]{END}", [("f", {"a": "x\ny", "b": "it's\\"})], ""),
+        ("LFM2", f'{START}[f(a="{END}")]{END}', [("f", {"a": END})], ""),
         ("Hermes",
          '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>\n<tool_call>{"name": "g"}',
          [("f", {"a": "</tool_call>"}), ("g", {})], ""),  # a closing one may be missing at the end
@@ -80,6 +85,39 @@ def test_calls_and_the_rest_of_the_text(family: str, text: str, calls: Any, rest
     assert parsed(family, text) == (calls, rest)
 
 
+OFFERED = offered_tools(
+    [
+        {
+            "type": "function",
+            "function": {"name": "find it", "parameters": {"properties": {"a b": {}, "n": {"type": "integer"}}}},
+        },
+        {"name": "now"},
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "rest"),
+    [
+        (f"{START}[find it(a b=1, n=007)]{END}", [("find it", {"a b": 1, "n": 7})], ""),
+        ("[now()]", [("now", {})], ""),
+        (f"So: [find it(n=1), now()]{END} Wait.", [("find it", {"n": 1}), ("now", {})], "So:\nWait."),
+        ("See [later()] or now().", [], "See [later()] or now()."),
+    ],
+)
+def test_the_tools_that_are_offered_tell_names_types_and_starts_of_calls(text: str, calls: Any, rest: str) -> None:
+    assert parsed("LFM2", text, OFFERED) == (calls, rest)
+
+
+def test_a_list_of_calls_without_markers_that_is_cut_off_is_malformed() -> None:
+    assert parsed("LFM2", "[now(", OFFERED) is None
+
+
+@pytest.mark.parametrize("tools", [None, "", "{", 5, [5, {"name": 5}], [{"function": {"name": "f", "parameters": 5}}]])
+def test_tools_that_are_none_offer_nothing_that_fails(tools: object) -> None:
+    assert all(not types for types in offered_tools(tools).values())
+
+
 @pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("text", ["", "No call.", '{"name": "Bob", "age": 3}', "[f(a=1)]", "```python\nf(x)\n```"])
 def test_other_answers_are_left_alone(family: str, text: str) -> None:
@@ -90,10 +128,9 @@ def test_other_answers_are_left_alone(family: str, text: str) -> None:
     "body",
     ["__import__('os').system('id')", "[f(a=__import__('os').system('id'))]", "[f(a=1+1)]", "[f(*a)]", "[f(**a)]",
      "[f(a=g(1))]", "[f(a=[x for x in y])]", "[f(a=lambda: 1)]", '[f(a=f"{x}")]', "[f(1)]", "[f(a=1, a=2)]", "[f(a=x)]",
-     "[f(a={1})]", "[f(a={1: 2, '1': 2})]", "[f(a=1e999)]", "[f(a=1j)]", "[f(a=007)]", "[f(a='\\ud800')]",
-     "[f(a=b'x')]", "[f(a=set())]", "[mcp-tool(a=1)]", "[f(from=1)]",
-     "[f(a=NaN)]", "[f(a=...)]", "[f(a='x')", "[f(a='x)]", "[f(a=1)] and so on", "[f(", "",
-     '{"name": 1}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}',
+     "[f(a={1})]", "[f(a={1: 2, '1': 2})]", "[f(a=1e999)]", "[f(a=1j)]", "[f(a='\\ud800')]",
+     "[f(a=b'x')]", "[f(a=set())]", "[f(a=NaN)]", "[f(a=...)]", "[f(a='x')", "[f(a='x)]", "[f(a=1)] and so on", "[f(",
+     "",      '{"name": 1}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}',
      '{"name": "", "arguments": {}}'],
 )  # fmt: skip
 def test_what_is_no_list_of_calls_with_literals_is_malformed(body: str) -> None:
