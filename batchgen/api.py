@@ -23,6 +23,7 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values, sections_of
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
+from batchgen.core.records import Record
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_share, shown
 from batchgen.input.in_memory import json_lines
@@ -74,12 +75,16 @@ class Run:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records one by one, in the order of their file, read from the run directory if it was kept."""
-        return iter(self.rows) if self.path is None else (row for _, row in read_records(self._run_dir, self._spec))
+        return (
+            iter(self.rows)
+            if self.path is None
+            else (Record(row) for _, row in read_records(self._run_dir, self._spec))
+        )
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         records = read_records(self._run_dir, self._spec)
-        return [record for _, record in sorted(records, key=lambda item: item[0])]
+        return [Record(record) for _, record in sorted(records, key=lambda item: item[0])]
 
     def read(self) -> None:
         """Read ``rows`` and ``errors`` now, before the run directory is removed with its copy of rows in memory."""

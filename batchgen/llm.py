@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +25,8 @@ from batchgen.config.record_fields import kept_name
 from batchgen.config.sampling import ParamError, merge_params, values_of
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, Request, Row, SamplingParams
-from batchgen.core.units import counted
+from batchgen.core.records import Cursor, Record, Request, Row, SamplingParams
+from batchgen.core.units import counted, one_line
 from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
 from batchgen.input.rows import CHUNK_ROWS, RowProblem, parse_json, with_id
@@ -88,6 +88,9 @@ class LLM:
         self._is_closed = False
         self._ready()
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("LLM: a loaded model cannot be copied or pickled: make one in each process")
+
     def __repr__(self) -> str:
         return f"<LLM: {self._spec.model.path}{', closed' if self._is_closed else ''}>"
 
@@ -123,7 +126,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Any],
+        messages: Iterable[Any],
         sampling_params: SamplingParams | None = None,
         use_tqdm: bool = True,
         *,
@@ -138,6 +141,9 @@ class LLM:
         """
         if isinstance(messages, str):
             raise UsageError("LLM.chat: messages is a string: a chat is a list of messages")
+        messages = messages if isinstance(messages, Sequence) or not isinstance(messages, Iterable) else [*messages]
+        if not isinstance(messages, Sequence):
+            raise UsageError(f"LLM.chat: messages is of type {type(messages).__name__}, not a chat or a list of chats")
         chats = [messages] if len(messages) and isinstance(messages[0], Mapping) else messages
         more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         columns = {name: value for name, value in more.items() if value is not None}
@@ -245,7 +251,7 @@ class LLM:
                     is_unkeyed = needs_id and row.id is None and not row.params.is_greedy
                     if request is None or is_unkeyed:
                         failed = row.failed(RowError(RowErrorCode.BAD_PARAM, _NEEDS_ID)) if request else row
-                        records[row.index] = json.loads(failed_entry(failed, made).payload)
+                        records[row.index] = Record(json.loads(failed_entry(failed, made).payload))
                     else:
                         pending[row.index] = row
                         yield request
@@ -254,7 +260,8 @@ class LLM:
             engine = self._ready().engine
             try:
                 for result in engine.run(requests()):
-                    records[result.key] = json.loads(entry_of(pending.pop(result.key), result, made).payload)
+                    entry = entry_of(pending.pop(result.key), result, made)
+                    records[result.key] = Record(json.loads(entry.payload))
                     bar.update()
             except BaseException:  # the engine holds what the call has left
                 self._drop()
@@ -283,7 +290,9 @@ def _refuse_jobs(sections: Mapping[str, Any]) -> None:
         values = sections.get(section, {})
         keys += [f"{section}.{name}" for name in names if isinstance(values, Mapping) and name in values]
     if keys:
-        raise UsageError(f"LLM: {keys[0]} is a key of jobs: batchgen.generate takes it")
+        what = "is a key of jobs: batchgen.generate takes it"
+        what = what if len(keys) == 1 else "are keys of jobs: batchgen.generate takes them"
+        raise UsageError(f"LLM: {', '.join(keys)} {what}")
 
 
 def _asks(spec: JobSpec, prompt: str | None = None, messages: str | None = None) -> JobSpec:
@@ -307,7 +316,10 @@ def _as_table(batch: Any) -> pa.Table:
     if isinstance(batch, pa.Table):
         return batch
     if isinstance(batch, Mapping):
-        return pa.table({name: [_plain(value) for value in values] for name, values in batch.items()})
+        try:
+            return pa.table({name: [_plain(value) for value in values] for name, values in batch.items()})
+        except pa.ArrowException as error:
+            raise UsageError(f"LLM: the batch is no table: {one_line(error)}") from None
     if not hasattr(batch, "iloc"):
         what = "an Arrow table, a DataFrame or a dict of arrays"
         raise UsageError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -229,10 +232,22 @@ def test_a_closed_model_says_so_and_is_closed_by_with() -> None:
         (lambda: llm().classify(["a"], "yes"), r"give a list, \['yes', ...\]"),
         (lambda: llm()([1]), "the batch is of type list"),
         (lambda: llm().generate([1]), r"rows\[0\] is of type int"),
+        (
+            lambda: llm(limit=1, expected="gold"),
+            "input.limit, eval.expected are keys of jobs: batchgen.generate takes them",
+        ),
         (lambda: llm(limit=1), "input.limit is a key of jobs"),
         (lambda: llm(workers=2), "cluster.workers is a key of jobs"),
         (lambda: llm(output="runs/a"), "output.path is a key of jobs"),
         (lambda: llm(expected="gold"), "eval.expected is a key of jobs"),
+        (lambda: llm().chat(5), "messages is of type int, not a chat"),
+        (lambda: llm()({"prompt": ["a", "b"], "z": [1]}), "the batch is no table"),
+        (lambda: pickle.dumps(llm()), "cannot be copied or pickled"),
+        (lambda: copy.deepcopy(llm()), "cannot be copied or pickled"),
+        (lambda: llm(swap_space=4, gpu_memory_utilization=0.9), "arguments 'swap_space'.*'gpu_memory_utilization'"),
+        (lambda: llm(tensor_parallel_size=2), r"workers, which batchgen\.generate takes"),
+        (lambda: llm(model_path="x"), r"unknown argument 'model_path' \(here it is model\)"),
+        (lambda: batchgen.SamplingParams(guided_json={}), "unknown argument 'guided_json'.*structured_outputs"),
         (lambda: llm().generate("a", lora_request=1), "lora_request"),
         (lambda: batchgen.LLM("dummy:LFM2-350M"), "no tokenizer"),
     ],
@@ -241,6 +256,28 @@ def test_what_cannot_work_is_refused_in_one_line(call: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_vllm_that_ask_for_what_happens_anyway_are_taken() -> None:
+    flags = {"enforce_eager": True, "enable_prefix_caching": True, "trust_remote_code": False}
+    assert len(llm(tensor_parallel_size=1, **flags).chat(iter([{"role": "user", "content": "Hi"}]))) == 1
+
+
+def test_a_record_says_where_its_text_is_to_code_that_expects_objects() -> None:
+    record = llm().generate("a")[0]
+    with pytest.raises(AttributeError, match=r'outputs: a record is a dict: its text is record\["text"\]'):
+        _ = record.outputs  # type: ignore[attr-defined]
+    assert json.loads(json.dumps(record)) == record == copy.deepcopy(record)
+
+
+def test_a_value_whose_text_raises_costs_its_row() -> None:
+    class Broken:
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    with pytest.warns(UserWarning, match="1 of 2 rows failed"):
+        records = llm().generate([{"prompt": "a"}, {"prompt": "b", "more": Broken()}])
+    assert [record.get("code") for record in records] == [None, "bad_json"]
 
 
 def test_importing_it_loads_no_torch() -> None:

@@ -28,8 +28,9 @@ from batchgen.cli.run import merge, run, status
 from batchgen.cli.say import is_of_stdout, say, settle, show
 from batchgen.cli.trial import try_command
 from batchgen.core.addresses import masked_in
-from batchgen.core.errors import BatchgenError, ExitCode
+from batchgen.core.errors import BatchgenError, ExitCode, UsageError
 from batchgen.core.machine import memory_errors
+from batchgen.core.synonyms import command_of
 from batchgen.core.version import __version__
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands]
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; a word that other tools have for one leads to it. Raises UsageError."""
+        if args and args[0] not in self.commands and (meant := command_of(args[0])):
+            raise UsageError(f"No such command {args[0]!r} (here it is {meant})")
+        return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the exit codes, and where to read on."""

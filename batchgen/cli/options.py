@@ -21,7 +21,7 @@ from batchgen.core.addresses import masked, prefix_of
 from batchgen.core.keys import BOOL, Key, resembling
 from batchgen.core.shard import Shard
 from batchgen.core.storage import check_path
-from batchgen.core.synonyms import synonym_of
+from batchgen.core.synonyms import Synonym, synonym_of
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -160,7 +160,8 @@ def usage_error(error: click.ClickException, argv: Sequence[str]) -> str:
         name = next(filter(synonym_of, words), name)
     if not name:
         return f"{error.format_message().rstrip('.')}{read}"
-    if (synonym := synonym_of(name)) is None:
+    synonym = Synonym("sampling.n", "the limit of tokens is --max-tokens") if name == "-n" else synonym_of(name)
+    if synonym is None:
         hint = resembling(name.replace("_", "-"), getattr(error, "possibilities", None) or ())
         return f"No such option {name!r}{hint or read}"
     section, _, key = synonym.topic.partition(".")

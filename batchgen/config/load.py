@@ -17,7 +17,7 @@ from batchgen.config.settings import RawSettings, check_names, read_settings
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
 from batchgen.core.records import SamplingParams
-from batchgen.core.synonyms import synonym_of
+from batchgen.core.synonyms import is_done_anyway, synonym_of
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -92,9 +92,10 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """
     sections: dict[str, Any] = {}
     single: list[tuple[str, str, Any]] = []
+    unknown: list[str] = []
     for name, value in arguments.items():
         homes = ["input"] if name == "prompt" else [section for section, keys in KEYS.items() if name in keys]
-        if value is None:
+        if value is None or (not homes and is_done_anyway(name, value)):
             continue
         if isinstance(value, SamplingParams) and name == "sampling":
             params = values_of(value)
@@ -108,13 +109,24 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
             places = " or ".join(f"{section}={{{name!r}: ...}}" for section in homes)
             raise UsageError(f"{source}: {name} is a key of several sections: give it as {places}")
         else:
-            names = [*KEYS, *(key for keys in KEYS.values() for key in keys)]
-            hint = synonym.hint() if (synonym := synonym_of(name)) else resembling(name, names)
-            raise UsageError(f"{source}: unknown argument {name!r}{hint or ' (its keys: batchgen help job-file)'}")
+            unknown.append(f"{name!r}{_hint_at(name, source)}")
+    if unknown:
+        raise UsageError(f"{source}: unknown argument{'s' * (len(unknown) > 1)} {', '.join(unknown)}")
     for section, name, value in single:
         values = sections.setdefault(section, {})
         sections[section] = {**values, name: value} if isinstance(values, Mapping) else values  # which is refused later
     return sections
+
+
+def _hint_at(name: str, source: str) -> str:
+    """A hint at the argument that an unknown one of a Python call means."""
+    if synonym := synonym_of(name):
+        section, _, key = synonym.topic.partition(".")
+        if section == "cluster" and source == "LLM":
+            return synonym.hint(f"{key}, which batchgen.generate takes")
+        return synonym.hint(section if key == "path" else "")
+    names = [*KEYS, *(key for keys in KEYS.values() for key in keys)]
+    return resembling(name, names) or " (its keys: batchgen help job-file)"
 
 
 def _section(value: Any) -> Any:

@@ -23,7 +23,7 @@ from batchgen.core.keys import nearest, resembling
 from batchgen.core.remote import READABLE
 from batchgen.core.storage import absolute, check_path, read_text
 from batchgen.core.structured import OLD_NAMES, canonical
-from batchgen.core.synonyms import synonym_of
+from batchgen.core.synonyms import synonym_of, value_of
 from batchgen.core.units import shown
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -74,6 +74,8 @@ class RawSettings:
             hint, meant = "", None
             if isinstance(value, str):
                 hint, meant = resembling(value, kind.choices), synonym_of(value)
+                if better := value_of(f"{section}.{key}", value):
+                    hint, meant = f' (did you mean "{better}"?)', None
             if meant and meant.note and meant.topic == f"{section}.{key}":
                 hint = f" ({meant.note})"
             raise self.error(section, key, value, f"{error}{hint}") from None

@@ -231,8 +231,10 @@ def _at_most(limit: int) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
 
 
 def _labels(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if len(texts) == 1:  # as one flag may list them, since one label alone means nothing
+        texts = tuple(filter(None, map(str.strip, texts[0].split(","))))
+    more = "; give --labels A,B, or --labels once per label" if len(texts) == 1 else ""
     if texts and not 2 <= len(texts) <= MAX_LABELS:
-        more = "; give --labels once per label" if len(texts) == 1 else ""
         raise ValueError(f"must be a list of 2 to {MAX_LABELS} strings, not of {len(texts)}{more}")
     if len(set(texts)) < len(texts):
         raise ValueError("holds the same label twice")

@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from batchgen.core import keys
-from batchgen.core.errors import RowError
-from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, number, one_of
+from batchgen.core.errors import RowError, UsageError
+from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, nearest, number, one_of
 
 POOLINGS = ("cls", "last", "mean", "tokens")  # the first token, the last, the mean of all, or each of them
 
@@ -53,6 +53,13 @@ class Cursor(FastPickle):
     index: int
 
 
+class Record(dict[str, Any]):
+    """An output record in Python: a dict, which says so to code that expects vLLM's objects."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f'{name}: a record is a dict: its text is record["text"], its keys are {", ".join(self)}')
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Settings for the choice of one request's tokens; names and meanings are vLLM's.
@@ -69,7 +76,7 @@ class SamplingParams:
     ``bad_words`` within the output. ``structured_outputs`` is the canonical text of
     ``core.structured``, "" for free text. ``labels`` are texts to be scored as continuations instead of generating;
     ``by`` "mean" takes that with the best mean per token, not the best sum, of their log-probabilities.
-    ``config.sampling.merge_params`` checks values; this class does not.
+    ``config.sampling.merge_params`` checks values; this class checks names. Raises UsageError naming unknown ones.
     """
 
     max_tokens: int = key(integer(0, INT32_MAX), "Maximum number of tokens to generate", 256)
@@ -105,6 +112,12 @@ class SamplingParams:
     def gives(self, key: str) -> bool:
         """Whether it has a value for a key whose default is empty or None."""
         return getattr(self, key) not in ((), "", None)
+
+    def __new__(cls, *_: object, **values: object) -> SamplingParams:
+        if unknown := values.keys() - cls.__dataclass_fields__.keys():
+            what = ", ".join(f"{name!r}{nearest(name, [*cls.__dataclass_fields__])}" for name in sorted(unknown))
+            raise UsageError(f"SamplingParams: unknown argument{'s' * (len(unknown) > 1)} {what}")
+        return object.__new__(cls)
 
     @property
     def is_greedy(self) -> bool:

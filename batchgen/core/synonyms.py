@@ -32,8 +32,10 @@ _TABLE: dict[Synonym, str] = {
     Synonym("model.path"): "model-name, model-id, pretrained, checkpoint-path, model-path, hf-repo, hf-file",
     Synonym(
         "model.quantization", "8 bits are w8a16, and with activations in 8 bits too w8a8"
-    ): "weights, activations, quantize, int8, load-in-8bit, load-in-4bit, w8a8, w8a16, "
-    "bits, 8bit, fp8, awq, gptq, quant",
+    ): "weights, activations, quantize, int8, load-in-8bit, load-in-4bit, w8a8, w8a16, bits, 8bit, fp8, quant",
+    Synonym(
+        "model.quantization", "no such release is read: give the model's bfloat16 release, and w8a16 or w8a8 for 8 bits"
+    ): "awq, gptq, bitsandbytes, bnb, nf4, int4, 4bit",
     Synonym("model.adapter"): "lora, lora-path, enable-lora, lora-modules, max-lora-rank, peft, adapters, qlora",
     Synonym("model.dtype"): "torch-dtype, precision, bf16, fp16, half, data-type",
     Synonym("model.tokenizer"): "tokenizer-path, tokenizer-name, tokenizer-mode",
@@ -182,7 +184,9 @@ _TABLE: dict[Synonym, str] = {
     Synonym("Kubernetes"): "k8s, pod",
     Synonym("SLURM"): "sbatch, job array, hpc, srun",
     # The run
-    Synonym("output.path"): "out, output-dir, output-file, save-path, destination, result, results",
+    Synonym(
+        "output.path"
+    ): "out, output-path, output-folder, output-dir, output-file, save-path, destination, result, results",
     Synonym(
         "output.parse", "reasoning, tool_calls and json are taken out of the text"
     ): "parse-tools, parse-json, json-output, parsed, tool-call-parser, enable-auto-tool-choice, parse-tool-calls",
@@ -235,13 +239,61 @@ _TABLE: dict[Synonym, str] = {
 }
 
 
+_COMMANDS = {
+    "batchgen run": "run-batch, generate, resume, start, exec, submit, batch, infer, inference, predict, chat, "
+    "complete, embed, classify, update, continue, launch, job",
+    "batchgen plan": "validate, estimate, dry-run, lint, count",
+    "batchgen try": "preview, demo, sample",
+    "batchgen status": "logs, log, ls, list, ps, info, watch, monitor, progress",
+    "batchgen cat": "show, view, print, head, export, read, output, outputs",
+    "batchgen report --compare": "compare, diff, eval, evaluate",
+    "batchgen check": "test, doctor, verify, proof",
+    "batchgen bench": "benchmark, throughput, perf",
+    "batchgen env": "version, versions, system",
+    "batchgen help tutorial": "init, new, create, quickstart, docs",
+    "batchgen run --publish": "upload, push, publish",
+    "batchgen run --quantization w8a16": "quantize, convert",
+    "run, which downloads a model of the Hub": "download, pull, fetch",
+    "Ctrl-C or SIGTERM, and the same run resumes": "stop, kill, cancel, abort, pause",
+    "no server: see batchgen help compare": "serve, server, api",
+}
+_VALUES = {  # by key, what others call its values
+    "model.device": {"gpu": "cuda", "nvidia": "cuda", "cuda:all": "cuda", "mac": "mps", "metal": "mps", "intel": "xpu"},
+    "model.dtype": {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    | {"f32": "float32", "float": "float32", "float64": "float32", "fp64": "float32", "double": "float32"},
+}
+# Arguments of other tools that ask for what happens anyway, with the values that do.
+_ANYWAY: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+    **dict.fromkeys(("enforce_eager", "disable_log_stats", "disable_log_requests"), (False, True)),
+    **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), (True,)),
+    **dict.fromkeys(("trust_remote_code", "enable_lora"), (False,)),
+}
+
+
 def _plain(word: str) -> str:
     return re.sub(r"[\W_]+", "", word.casefold())
 
 
+_TYPED = {_plain(word): meant for meant, words in _COMMANDS.items() for word in words.split(", ")}
 _WORDS = {_plain(word): synonym for synonym, words in _TABLE.items() for word in words.split(", ")}
 
 
 def synonym_of(word: str) -> Synonym | None:
     """Entry of a word of another tool; None for a word that the table does not hold."""
     return _WORDS.get(_plain(word))
+
+
+def command_of(word: str) -> str:
+    """Text to type in place of a command of another tool; "" for a word that the table does not hold."""
+    return _TYPED.get(_plain(word), "")
+
+
+def value_of(key: str, value: str) -> str:
+    """Value of ``section.key`` that another tool calls ``value``; "" if the table does not hold it."""
+    return _VALUES.get(key, {}).get(value.lower(), "")
+
+
+def is_done_anyway(name: str, value: object) -> bool:
+    """Whether an argument of another tool asks for what happens without it."""
+    return any(value is one or (value == one and type(value) is type(one)) for one in _ANYWAY.get(name, ()))

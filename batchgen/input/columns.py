@@ -47,6 +47,9 @@ def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> 
     for key, name in _named(spec, finder):
         if name not in names:
             hint = resembling(name, names)
+            outer, _, inner = name.partition(".")
+            if inner and outer in names:
+                hint = f" (a field of {outer!r} is written {{{outer}[{inner.replace('.', '][')}]}})"
             if name == spec.input.prompt and not hint:
                 hint = " (a text needs a {column} in it)"
             raise UsageError(f"{key} names column {name!r}, which {among}{hint}; {_listed(names)}")

@@ -43,7 +43,7 @@ def json_lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
             raise UsageError(f"{what}; a row is a string, a mapping of columns or a chat, a list of messages")
         try:
             yield encode_json(dict(columns)) + b"\n"
-        except (RecursionError, ValueError) as error:  # of too many levels, or of an integer of thousands of digits
+        except Exception as error:  # of too many levels, of a huge integer, or of a value's own __str__
             yield _no_line(number, f"cannot be written as JSON: {one_line(error)}")
 
 

@@ -237,8 +237,44 @@ def test_a_flag_that_is_misspelt_names_the_nearest_alone(
 
 
 def test_one_choice_says_how_to_give_more(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["run", "--labels", "positiv,negativ"]) == ExitCode.USAGE
-    assert capsys.readouterr().err.endswith("not of 1; give --labels once per label\n")
+    assert call(["run", "--labels", "positiv"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith("not of 1; give --labels A,B, or --labels once per label\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *(("run-batch", "batchgen run"), ("generate", "batchgen run"), ("resume", "batchgen run")),
+        *(("validate", "batchgen plan"), ("init", "batchgen help tutorial"), ("show", "batchgen cat")),
+        *(("logs", "batchgen status"), ("ls", "batchgen status"), ("download", "run, which downloads")),
+        *(
+            ("stop", "Ctrl-C or SIGTERM"),
+            ("quantize", "batchgen run --quantization w8a16"),
+            ("serve", "no server: see batchgen help"),
+        ),
+    ],
+)
+def test_a_command_of_another_tool_leads_to_what_is_meant(
+    capsys: pytest.CaptureFixture[str], typed: str, meant: str
+) -> None:
+    assert call([typed, "x"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith(f"batchgen: error: No such command '{typed}' (here it is {meant}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        *((["--device", "gpu"], '(did you mean "cuda"?)'), (["--dtype", "fp16"], '(did you mean "float16"?)')),
+        *((["--dtype", "float64"], '(did you mean "float32"?)'), (["--output-path", "out"], "(here it is --output)")),
+        (["--quantization", "awq"], "give the model's bfloat16 release"),
+        (["-n", "5"], "(the limit of tokens is --max-tokens; here it is --n)"),
+    ],
+)
+def test_a_value_of_another_tool_leads_to_what_is_meant(
+    capsys: pytest.CaptureFixture[str], flags: list[str], meant: str
+) -> None:
+    assert call(["run", "x.jsonl", "-m", "m", *flags]) == ExitCode.USAGE
+    assert meant in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

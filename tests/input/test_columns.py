@@ -205,3 +205,9 @@ def test_fields_of_a_request_next_to_a_chat_are_named_with_where_they_are_read(
     job.write([{"messages": chat, "user": "x", "sampling": asked | {"extra_body": None}}])
     job.run(job.spec(input=NO_MAPPING | {"chat_template": "auto"}), RunOptions(overwrite=True))
     assert "not read" not in capsys.readouterr().err
+
+
+def test_a_field_of_an_object_with_a_dot_is_told_the_form_that_is_taken(job: JobMaker) -> None:
+    job.write([{"id": "a", "review": {"body": {"text": "Fine."}}}])
+    words = "(a field of 'review' is written {review[body][text]})"
+    assert words in refusal(job, input={"prompt": "{review.body.text}"})
