@@ -16,8 +16,9 @@ from torch import Tensor
 
 from batchgen.engine.graphs import CudaGraphs, CudaRecorder, PaddingSlot, StaticInput, StepSize
 from batchgen.engine.sizes import SchedulerConfig
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import ModelInput, PendingTokens, StepOutput
-from batchgen.kernels.interface import LaunchRecorder
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import KV_DTYPES, StateCache, allocate
 
@@ -56,7 +57,7 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
 class CpuRecordings:
     """Runs the steps of one model from lists of launches; decode steps are recorded, once per size."""
 
-    def __init__(self, model: Decoder, state: StateCache, recorder: LaunchRecorder) -> None:
+    def __init__(self, model: Decoder, state: StateCache, recorder: Recorder) -> None:
         self.model, self.state, self.recorder = model, state, recorder
         self.rotary = model.rotary.upto(0)  # recordings hold the address of the table
         self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
@@ -127,5 +128,6 @@ def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuR
     if num_more:
         padding = PaddingSlot(config.num_blocks, config.max_num_seqs, config.block_size)
         return state, CudaGraphs(model, state, CudaRecorder(model.device), padding, config.max_model_len)
-    recorder = model.kernels.recorder()
-    return state, None if recorder is None else CpuRecordings(model, state, recorder)
+    if isinstance(model.kernels, CpuKernels):  # whose launches are all of a step
+        return state, CpuRecordings(model, state, Recorder())
+    return state, None

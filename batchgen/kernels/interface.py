@@ -73,13 +73,6 @@ class Recorder(Protocol):
         """
 
 
-class LaunchRecorder(Recorder, Protocol):
-    """Also for work that is done once, where the host would take long from one launch to the next."""
-
-    def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """The result of ``work``, whose kernels are run by other threads, if there are any, while it launches more."""
-
-
 class Kernels(Protocol):
     """Operations of a back end. All tensors are contiguous; results are new tensors unless said otherwise.
 
@@ -114,9 +107,6 @@ class Kernels(Protocol):
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
         """A feed-forward of experts with these weights (gate, up, down), laid out one after the other."""
-
-    def recorder(self) -> LaunchRecorder | None:
-        """A recorder of launches, without Python between them; None if there is none. Valid after all linears."""
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """``x[rows]`` for int64 indices [num_rows], which are not checked; in float32 of bfloat16 if ``dtype`` asks."""
@@ -245,18 +235,6 @@ class PlainLinear:
             self.weight = self.weight.to(x.dtype)
         y = functional.linear(x, self.weight, self.bias)
         return y if residual is None else y + residual
-
-
-class TwoStepGatedLinear:
-    """``GatedLinear`` of back ends that multiply first and gate after."""
-
-    def __init__(self, kernels: Kernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
-        self.linear = kernels.linear(torch.cat((gate, up)))
-        self._swiglu = kernels.swiglu
-        self._is_gelu = is_gelu
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._swiglu(self.linear(x), self._is_gelu)
 
 
 @dataclass(frozen=True, slots=True)

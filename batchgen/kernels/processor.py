@@ -6,12 +6,19 @@ here too: with them a run behaves as on an older CPU. Imports neither torch nor 
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import platform
 from functools import lru_cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
+
+# Of Linux on x86-64: the system call, its request, and the number of the registers' state.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+# For tests: processors without a matrix unit take its kernels too, with tiles in memory; see ``compiled.tiles``.
+ARE_TILES_EMULATED = os.environ.get("BATCHGEN_TILES") == "memory"
 
 
 @lru_cache(maxsize=1)
@@ -54,17 +61,40 @@ def has_bfloat16_pairs() -> bool:
     return "avx512bf16" in cpu_features()
 
 
-def has_matrix_unit() -> bool:
-    """Whether a matrix unit multiplies bfloat16."""
-    return "amx-bf16" in cpu_features()
+def has_matrix_unit(kind: str) -> bool:
+    """Whether this process multiplies "bf16" or "int8" by the tiles of a matrix unit: AMX, if Linux grants its use.
 
-
-def leaves_products_to_onednn(dtype: str, weights: str = "auto", activations: str = "auto") -> bool:
-    """Whether oneDNN computes a model's products: of bfloat16 numbers on a matrix unit, for which there is no kernel.
-
-    It reads no integers, so weights that are to be stored as such are multiplied by kernels of our own.
+    Asks for the permission, so that it must be called before the first kernel of a process runs.
     """
-    return dtype == "bfloat16" and weights == activations == "auto" and has_matrix_unit()
+    if {"amx-tile", f"amx-{kind}"} <= cpu_features():
+        return not tiles_obstacle()
+    return ARE_TILES_EMULATED
+
+
+@lru_cache(maxsize=1)
+def tiles_obstacle() -> str:
+    """Ask Linux to let this process use tile registers; "" if it does, else the reason, with a remedy.
+
+    Threads have the permission and forks inherit it; a program that is executed asks again. Without it the first tile
+    instruction ends the process.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "only Linux lets programs use it"
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
+        return ""
+    number = ctypes.get_errno()
+    remedies = {
+        errno.EINVAL: "this Linux is older than 5.16; use a newer one",
+        errno.ENOSPC: "a thread's signal stack is too small for tile registers; run batchgen in a process of its own",
+    }
+    return remedies.get(number, f"Linux refuses ({os.strerror(number)}); allow arch_prctl in the container")
+
+
+def matrix_unit_note() -> str:
+    """A line for the user of a processor whose matrix unit this process may not use; "" elsewhere."""
+    why = tiles_obstacle() if "amx-tile" in cpu_features() else ""
+    return f"AMX is not used, so products are slower: {why}" if why else ""
 
 
 def has_wide_registers() -> bool:
@@ -92,7 +122,7 @@ def integer_products() -> tuple[int, int] | None:
     VNNI multiplies bytes, unsigned weights by signed inputs. Without it x86 adds up products of bytes in 16 bits, which
     do not hold them, so it multiplies integers of 16 bits. None: no instruction does it.
     """
-    if {"avx512vnni", "avxvnni"} & cpu_features():
+    if {"avx512vnni", "avxvnni"} & cpu_features() or has_matrix_unit("int8"):
         return 4, 128
     if "dotprod" in cpu_features():
         return 4, 0
@@ -101,21 +131,21 @@ def integer_products() -> tuple[int, int] | None:
 
 def multiplies_bfloat16() -> bool:
     """Whether bfloat16 products are native; emulated they are slower than float32."""
-    return has_bfloat16_pairs() or has_matrix_unit()
+    return has_bfloat16_pairs() or has_matrix_unit("bf16")
 
 
-def processor_variant(product: str = "") -> str:
-    """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and the library of matrix products, if any.
+def processor_variant(library: str = "") -> str:
+    """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and torch's version if that is ``library``.
 
-    A library comes with torch, and another version of it may add in another order, so torch's version is named with
-    it; kernels of our own define each operation and give the same bits under any version.
+    Another version of torch may add in another order. Kernels of our own define each operation and give the same bits
+    under any version.
     """
     import torch
 
-    vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them, and oneDNN too
-    units = [name for name, is_there in (("bf16", has_bfloat16_pairs()), ("amx", has_matrix_unit())) if is_there]
+    vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them
+    units = [name for name, is_there in (("bf16", has_bfloat16_pairs()), ("amx", has_matrix_unit("bf16"))) if is_there]
     architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
     parts = [*architecture, vectors, *units]
-    if product:
-        parts += [product, f"torch{torch.__version__.partition('+')[0]}"]
+    if library:
+        parts += [library, f"torch{torch.__version__.partition('+')[0]}"]
     return "-".join(parts)

@@ -49,6 +49,18 @@ class Int8Linear:
         return total.to(x.dtype)
 
 
+class TwoStepGatedLinear:
+    """``GatedLinear`` of back ends that multiply first and gate after."""
+
+    def __init__(self, kernels: interface.Kernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
+        self.linear = kernels.linear(torch.cat((gate, up)))
+        self._swiglu = kernels.swiglu
+        self._is_gelu = is_gelu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._swiglu(self.linear(x), self._is_gelu)
+
+
 class TorchRouter:
     """``Router`` by torch; ``linear`` is the product with the router's weight, in float32."""
 
@@ -151,7 +163,7 @@ class ReferenceKernels(interface.Kernels):
         return interface.PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor, is_gelu: bool = False) -> interface.GatedLinear:
-        return interface.TwoStepGatedLinear(self, gate, up, is_gelu)
+        return TwoStepGatedLinear(self, gate, up, is_gelu)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
         return interface.TableEmbedding(self, table, dtype), self.linear(table)
@@ -161,9 +173,6 @@ class ReferenceKernels(interface.Kernels):
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         return ExpertLoop([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
-
-    def recorder(self) -> None:
-        return None
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.index_select(0, rows).to(dtype or x.dtype)

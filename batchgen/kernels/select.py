@@ -25,15 +25,15 @@ def select(
     """The fastest back end for a device and dtype; on CUDA the one whose rows are independent if ``batch_invariant``.
 
     Without it CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both are the same. Plain
-    torch is for float16 on the CPU, on CUDA for models that are not causal and where ``triton_obstacle`` finds one, and
-    for all other devices. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter. On the CPU
-    ``processor.cpu_obstacle`` must find none.
+    torch is for models that are not causal on CUDA, for GPUs with a ``triton_obstacle`` and for all other devices.
+    ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter. A CPU takes bfloat16 and float32,
+    and ``processor.cpu_obstacle`` must find none.
     """
-    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
+    if device.type == "cpu":
         from batchgen.kernels.cpu.backend import CpuKernels
 
         return CpuKernels(dtype, weights=weights, activations=activations)
-    why = "" if device.type == "cpu" else _UNTRIED
+    why = _UNTRIED
     if device.type == "cuda":
         why = triton_obstacle(device) if is_causal else "its kernels let no token see its whole text"
         if not why:

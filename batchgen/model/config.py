@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from batchgen.kernels.processor import leaves_products_to_onednn, multiplies_bfloat16
+from batchgen.kernels.processor import multiplies_bfloat16
 
 ATTENTION = "full_attention"
 CONV = "conv"
@@ -270,11 +270,10 @@ class ModelConfig:
     def weight_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> float:
         """Bytes of memory per weight of the linears of a model that computes in ``dtype``.
 
-        Integers have a scale of 2 bytes per 32 of them, or of 4 per 128 where activations are integers too. Only the
-        CPU's own kernels keep integers, and bfloat16 weights under float32; other libraries get them widened.
+        Integers have a scale of 2 bytes per 32 of them, or of 4 per 128 where activations are integers too. Only
+        CPUs keep integers, and bfloat16 weights under float32; GPUs get them widened.
         """
-        is_library = dtype == "float16" or leaves_products_to_onednn(dtype, weights, activations)
-        if not is_cpu or is_library:
+        if not is_cpu:
             return item_bytes(dtype)
         if weights == "int8":
             return 1 + (4 / 128 if activations == "int8" else 2 / 32)
@@ -286,7 +285,7 @@ class ModelConfig:
         The CPU looks up no rows in integers or in what a library packed, so it keeps the table as numbers too.
         """
         params = self.linear_params + self.logits_params_per_token
-        is_packed = is_cpu and (weights == "int8" or leaves_products_to_onednn(dtype, weights, activations))
+        is_packed = is_cpu and weights == "int8"
         is_shared = self.tie_embedding and self.has_head and not is_packed
         is_narrow = is_cpu and dtype == "float32" and self.saved_dtype == "bfloat16"
         bytes_per_value = item_bytes("bfloat16" if is_narrow else dtype)

@@ -66,7 +66,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     config = replace(config, has_head=config.has_head and has_head)
     kind = resolve_dtype(dtype, config, where)
     weights, activations = _forms_of(quantization, where)
-    if where.type == "cpu" and kind != torch.float16 and kernels is None and (why := cpu_obstacle(activations)):
+    if where.type == "cpu" and kernels is None and (why := cpu_obstacle(activations)):
         raise ModelError(f"device 'cpu': {why}")
     if where.type == "cuda":
         torch.cuda.set_device(where)  # what names no device, such as an event, then means this one
@@ -164,13 +164,15 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype of that name; "auto" is explained at ``load_model``.
 
-    Raises ModelError for an unknown name, and for float16 where the embedding is scaled: what such families add up in
-    the residual stream may exceed 65504.
+    Raises ModelError for an unknown name, for float16 on a CPU, which has no kernels for it, and for float16 where the
+    embedding is scaled: what such families add up in the residual stream may exceed 65504.
     """
     if dtype == "auto":
         dtype = config.auto_dtype(is_cpu=device.type == "cpu")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {shown(dtype)} is not one of {', '.join(DTYPES)}")
+    if dtype == "float16" and device.type == "cpu":
+        raise ModelError("dtype 'float16': a CPU has no kernels for it; use auto, bfloat16 or float32")
     if dtype == "float16" and config.embedding_scale != 1:
         raise ModelError("dtype 'float16': numbers of this model may exceed its range; use bfloat16 or float32")
     return DTYPES[dtype]

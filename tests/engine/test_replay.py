@@ -18,10 +18,7 @@ from batchgen.model.decoder import Decoder
 
 @pytest.fixture
 def model() -> Decoder:
-    found = tiny_model(torch.bfloat16, full_attn_idxs=[0, 2])
-    if found.kernels.recorder() is None:
-        pytest.skip("nothing is recorded here: no AVX512-BF16, a matrix unit, or another OpenMP")
-    return found
+    return tiny_model(torch.bfloat16, full_attn_idxs=[0, 2])
 
 
 class Counted:

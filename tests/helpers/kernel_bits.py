@@ -40,14 +40,11 @@ PARAMS = (
 
 
 class Hashed:
-    """Kernels whose results are hashed."""
+    """Kernels whose results are hashed. No ``CpuKernels``, so nothing is recorded and runs after its call."""
 
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
         self.digest = hashlib.sha256()
-
-    def recorder(self) -> None:
-        """None: recorded kernels run after the calls whose results are hashed."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.kernels, name)

@@ -12,7 +12,6 @@ import torch
 from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
 
-from batchgen.kernels.cpu.linear import OneDnnLinear
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Kernels, SamplingRows
 from batchgen.kernels.reference import ReferenceKernels, to_int8
@@ -254,13 +253,3 @@ def is_settled(logits: Tensor, rows: SamplingRows) -> Tensor:
         for p, u in itertools.product((-1e-5, 0, 1e-5), (-1e-5, 0, 1e-5))
     ]
     return torch.stack([d == draws[0] for d in draws]).all(0)
-
-
-def onednn_linear(weight: Tensor, bias: Tensor | None = None) -> OneDnnLinear:
-    """A linear of torch's oneDNN; skips where that does not multiply the dtype on this processor."""
-    try:
-        return OneDnnLinear(weight, bias)
-    except RuntimeError as error:
-        if "needs the cpu support" not in str(error):
-            raise
-        pytest.skip(str(error))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import platform
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from repeats import slow
 
 from batchgen.core.errors import ModelError
 from batchgen.kernels import processor
+from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.reference import ReferenceKernels
@@ -43,7 +47,7 @@ print(float(kernels.linear(torch.ones(8, 8, dtype=torch.bfloat16))(x)[3, 7]))
 """
 
 
-ALL = "+avx512f,+avx512bf16,+amx-bf16"
+ALL = "+avx512f,+avx512bf16,+amx-tile,+amx-bf16"
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +72,10 @@ def test_what_numba_is_told_to_compile_for_counts(
     monkeypatch: pytest.MonkeyPatch, features: str, pairs: bool, matrix: bool, products: bool
 ) -> None:
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    monkeypatch.setattr(processor, "tiles_obstacle", lambda: "")
     assert processor.has_bfloat16_pairs() is pairs
-    assert processor.has_matrix_unit() is matrix
+    assert processor.has_matrix_unit("bf16") is matrix
+    assert not processor.has_matrix_unit("int8")
     assert processor.multiplies_bfloat16() is products
 
 
@@ -149,6 +155,7 @@ def test_the_variant_names_the_units_that_kernels_are_compiled_for(
     monkeypatch: pytest.MonkeyPatch, features: str, units: str
 ) -> None:
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    monkeypatch.setattr(processor, "tiles_obstacle", lambda: "")
     vectors = torch.backends.cpu.get_cpu_capability().lower()
     assert processor_variant().endswith(f"{vectors}{units}")
 
@@ -185,3 +192,44 @@ def test_kernels_compile_for_less_than_the_cpu_can_do(setting: str, tmp_path: Pa
     command = [sys.executable, "-c", MULTIPLY, "bfloat16"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr[-1000:]
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (0, ""),
+        (errno.EINVAL, "older than 5.16"),
+        (errno.ENOSPC, "signal stack is too small"),
+        (errno.EPERM, "allow arch_prctl in the container"),
+        (errno.ENOSYS, "allow arch_prctl in the container"),
+    ],
+)
+def test_a_matrix_unit_that_linux_refuses_is_left_with_a_line(
+    number: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    class Library:
+        """The C library of a system that answers with an error's number."""
+
+        def syscall(self, *words: int) -> int:
+            asked.append(words)
+            ctypes.set_errno(number)
+            return -1 if number else 0
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library())
+    monkeypatch.setattr(processor, "tiles_obstacle", lru_cache(processor.tiles_obstacle.__wrapped__))
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", ALL)
+    assert processor.has_matrix_unit("bf16") is (number == 0)
+    assert why in processor.matrix_unit_note()
+    assert bool(CpuKernels(torch.bfloat16).notes) is (number != 0)
+    assert asked == [(158, 0x1023, 18)], "once for a process"
+
+
+def test_a_processor_without_a_matrix_unit_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma")
+    monkeypatch.setattr(processor, "tiles_obstacle", lambda: pytest.fail("it asked"))
+    assert processor.matrix_unit_note() == ""
+    assert not processor.has_matrix_unit("bf16")

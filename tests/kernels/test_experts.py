@@ -12,9 +12,10 @@ from kernel_cases import EVERY_BACK_END, EVERY_NAME, normal
 from tiny_model import DTYPES
 from torch import Tensor
 
-from batchgen.kernels.cpu import backend
+from batchgen.core.errors import ModelError
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.experts import PackedExperts
+from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.interface import Kernels, Routing, SparseFeedForward
 from batchgen.kernels.reference import ExpertLoop, ReferenceKernels, choose
 
@@ -189,16 +190,14 @@ def test_any_shape_equals_the_reference_in_any_subset(data: st.DataObject) -> No
 @pytest.mark.parametrize("form", FORMS)
 def test_a_replay_reads_anew_which_experts_are_met(form: str) -> None:
     kernels, routing = CpuKernels(torch.bfloat16, **FORMS[form]), routing_of(8, 64, 2)
-    experts, recorder = kernels.experts(weights_of(8, 64, 96, torch.bfloat16)), kernels.recorder()
-    if recorder is None:
-        pytest.skip("nothing is recorded here")
+    experts = kernels.experts(weights_of(8, 64, 96, torch.bfloat16))
     x = normal(9, 64, seed=6).bfloat16()
     route = kernels.router(routing)
 
     def work() -> Tensor:
         return experts(x, *route(x), x)
 
-    result, replay = recorder.record(work)
+    result, replay = Recorder().record(work)
     assert torch.equal(result, work())
     for seed in range(5):
         x.copy_(normal(9, 64, seed=seed))
@@ -206,27 +205,8 @@ def test_a_replay_reads_anew_which_experts_are_met(form: str) -> None:
         assert torch.equal(replay(), expected)
 
 
-def test_experts_of_onednn_take_turns_and_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "leaves_products_to_onednn", lambda *_: True)
-    kernels, routing, weights = CpuKernels(torch.float32), routing_of(5, 32, 2), weights_of(5, 32, 48, torch.float32)
-    experts, x = kernels.experts(weights), normal(20, 32, seed=1)
-    assert isinstance(experts, ExpertLoop)
-    assert kernels.recorder() is None
-    assert kernels.variant != CpuKernels(torch.float32).variant
-    whole, reference = feed(kernels, routing, experts, x), ReferenceKernels()
-    expected = feed(reference, routing, reference.experts(weights), x)
-    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
-    for count in (1, 2, 7):
-        assert torch.equal(feed(kernels, routing, experts, x[:count]), whole[:count])
-
-
-def test_experts_stored_in_different_types_take_turns() -> None:
+def test_experts_stored_in_different_types_are_refused() -> None:
     weights = weights_of(3, 32, 32, torch.float32)
     weights[1] = tuple(part.bfloat16() for part in weights[1])  # type: ignore[assignment]
-    kernels, x = CpuKernels(torch.float32), normal(6, 32, seed=1)
-    ids, by = torch.tensor([[0, 1]] * 6, dtype=torch.int32), torch.full((6, 2), 0.5)
-    experts = kernels.experts(weights)
-    assert isinstance(experts, ExpertLoop)
-    assert kernels.recorder() is None
-    expected = ReferenceKernels().experts([tuple(p.float() for p in parts) for parts in weights])(x, ids, by, x)  # type: ignore[misc]
-    torch.testing.assert_close(experts(x, ids, by, x), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match=r"different types; save"):
+        CpuKernels(torch.float32).experts(weights)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import normal, onednn_linear
+from kernel_cases import normal
 from torch import Tensor
 
 from batchgen.kernels.cpu.linear import PackedGatedLinear, PackedLinear
@@ -18,7 +18,6 @@ LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
     "panels": PackedLinear,
     "int8": partial(PackedLinear, weights="int8"),
     "integers": partial(PackedLinear, weights="int8", activations="int8"),
-    "onednn": onednn_linear,
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]

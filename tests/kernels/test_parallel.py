@@ -26,7 +26,7 @@ from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.kernel_specs import KernelSpec
-from batchgen.kernels.cpu.layout import ARGS, KEY, NUM_ITEMS, NUMBERING
+from batchgen.kernels.cpu.layout import ARGS, NUM_ITEMS
 from batchgen.kernels.cpu.parallel import CAPTURE, GrowingProgram, Kernel, Launched, Pool, scratch
 from batchgen.kernels.cpu.recording import Program
 
@@ -72,24 +72,12 @@ def use(patch: pytest.MonkeyPatch, pool: Pool, num_cpus: int = 4) -> None:
     patch.setattr(parallel, "num_usable_cpus", lambda: num_cpus)
     patch.setattr("batchgen.kernels.cpu.recording.pool", lambda: pool)
     patch.setattr(parallel, "pool", lambda: pool)
-    parallel._launcher.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def threads_of_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever models other tests have loaded, whose linears are torch's."""
-    monkeypatch.setattr(parallel._Torch, "multiplies", False)
-    parallel._launcher.cache_clear()
-    yield
-    monkeypatch.undo()
-    parallel._launcher.cache_clear()
 
 
 @pytest.fixture
 def fresh_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     yield lambda: use(monkeypatch, Pool())
     monkeypatch.undo()
-    parallel._launcher.cache_clear()
 
 
 @pytest.fixture
@@ -101,20 +89,16 @@ def started(fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> 
     return numbers
 
 
-@pytest.mark.parametrize("by_torch", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(items=st.integers(0, 40), num_threads=st.integers(1, 4), ranges=st.none() | st.integers(1, 7))
 def test_every_item_is_done_once_and_workers_have_numbers_of_their_own(
-    by_torch: bool, items: int, num_threads: int, ranges: int | None
+    items: int, num_threads: int, ranges: int | None
 ) -> None:
     torch.set_num_threads(num_threads)
     done, workers = torch.zeros(41), torch.zeros(5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel._Torch, "multiplies", by_torch)
         patch.setattr(parallel, "num_usable_cpus", lambda: 4)
-        parallel._launcher.cache_clear()
         COUNT.launch(torch.float32, items, done.data_ptr(), workers.data_ptr(), num_ranges=ranges)
-    parallel._launcher.cache_clear()
     assert done[:items].eq(1).all()
     assert not done[items:].any()
     assert workers.max() <= 1
@@ -305,8 +289,8 @@ def test_threads_whose_first_launches_meet_have_one_pool(monkeypatch: pytest.Mon
     monkeypatch.setattr(Pool, "__init__", slow)
     monkeypatch.setattr(parallel, "_POOL", {})
     with ThreadPoolExecutor(3) as executor:
-        found = list(executor.map(lambda _: (parallel._launcher()[1], parallel.pool().numbering), range(3)))
-    assert {numbering for pair in found for numbering in pair} == {parallel.pool().numbering}
+        found = list(executor.map(lambda _: parallel.pool().numbering, range(3)))
+    assert set(found) == {parallel.pool().numbering}
 
 
 def test_a_copy_of_the_process_starts_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,18 +336,6 @@ def test_threads_that_launch_at_once_take_turns() -> None:
         for _ in range(20):
             list(executor.map(Program.run, programs))
     assert all(torch.equal(each, expected(each)) for each in rows)
-
-
-def test_what_is_recorded_beside_linears_of_torch_numbers_the_pools_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings run there whatever launches run on, and threads with one number would share scratch memory."""
-    monkeypatch.setattr(parallel._Torch, "multiplies", True)
-    parallel._launcher.cache_clear()
-    torch.set_num_threads(2)
-    monkeypatch.setattr(CAPTURE, "launches", [])
-    done = torch.zeros(4)
-    COUNT.launch(torch.float32, 2, done.data_ptr(), done.data_ptr())
-    ((_, args, _),) = CAPTURE.launches
-    assert (args[NUMBERING], args[KEY]) == parallel.pool().numbering
 
 
 def test_threads_that_ask_at_once_are_given_the_same_scratch() -> None:

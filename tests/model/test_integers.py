@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from families import raw_config
-from kernel_cases import onednn_linear
 from safetensors.torch import save_file
 from tiny_model import CPU, DTYPES, prefix_logits, tiny_model, write_checkpoint
 
 from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
-from batchgen.kernels import processor
-from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.kernel_specs import MATMUL, needed
-from batchgen.kernels.cpu.linear import OneDnnLinear, PackedLinear
+from batchgen.kernels.cpu.linear import PackedLinear
 from batchgen.kernels.interface import TableEmbedding
 from batchgen.kernels.quantize import quantize_weight
 from batchgen.kernels.reference import ReferenceKernels
@@ -115,14 +111,11 @@ def test_the_bytes_of_a_weight_are_those_of_its_panels(dtype: str, settings: dic
     shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "torch_dtype": dtype}
     model = tiny_model(DTYPES[dtype], kernels, **shape)
     linears = [linear for layer in model.layers for linear, _ in layer.linears] + [model.lm_head]
-    if not all(isinstance(linear, PackedLinear) for linear in linears):
-        pytest.skip("a library computes the products of this machine")
     params = model.config.linear_params_per_token + model.config.logits_params_per_token
     assert params * weight_bytes(model) == sum(linear.packed.strips.nbytes for linear in linears)
 
 
-def test_memory_is_that_of_the_form_in_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "has_matrix_unit", lambda: False)
+def test_memory_is_that_of_the_form_in_which_weights_are_kept() -> None:
     config = dummy_config("dummy:LFM2-350M")
     params = config.linear_params_per_token + config.logits_params_per_token
     table = 2 * config.vocab_size * config.hidden_size  # in bfloat16, beside the head in another form
@@ -131,23 +124,6 @@ def test_memory_is_that_of_the_form_in_which_weights_are_kept(monkeypatch: pytes
     assert config.model_bytes("float32", "int8", "int8", is_cpu=True) == round(1.03125 * params) + table
     assert config.model_bytes("float32", is_cpu=True) == 2 * params  # the checkpoint's bfloat16 numbers
     assert config.model_bytes("float32", "int8", is_cpu=False) == 4 * params  # dequantized
-    monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
-    assert config.model_bytes("bfloat16", is_cpu=True) == 2 * params + table
-    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == round(1.0625 * params) + table  # never by a library
-    assert config.model_bytes("bfloat16", "int8", "int8", is_cpu=True) == round(1.03125 * params) + table
-
-
-def test_a_processor_with_a_matrix_unit_keeps_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OneDNN, which has the products of plain bfloat16 there, would round the weights and save nothing."""
-    monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
-    weight = torch.randn(64, 64, dtype=torch.bfloat16)
-    linear = CpuKernels(torch.bfloat16, weights="int8").linear(weight)
-    assert isinstance(linear, PackedLinear)
-    assert linear.packed.strips.nbytes == 1.0625 * 64 * 64
-    assert (MATMUL, "bf16_of_int8") in needed("bfloat16", "bfloat16", "int8")
-    onednn_linear(weight)
-    assert isinstance(CpuKernels(torch.bfloat16).linear(weight), OneDnnLinear)
-    assert not {MATMUL} & {source for source, _ in needed("bfloat16", "bfloat16")}
 
 
 def test_a_model_too_large_for_this_machine_fits_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:

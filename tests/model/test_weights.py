@@ -357,9 +357,11 @@ def test_dtype_and_device_are_checked_by_name() -> None:
     config = parse_config(raw_config(torch_dtype="bfloat16"), "tiny")
     assert resolve_dtype("auto", config, torch.device("meta")) == torch.bfloat16
     assert resolve_dtype("auto", config, CPU) in (torch.bfloat16, torch.float32)
-    assert resolve_dtype("float16", config, CPU) == torch.float16
+    assert resolve_dtype("float16", config, torch.device("meta")) == torch.float16
     with pytest.raises(ModelError, match=r"float16.*may exceed its range"):
-        resolve_dtype("float16", replace(config, embedding_scale=2.0), CPU)
+        resolve_dtype("float16", replace(config, embedding_scale=2.0), torch.device("meta"))
+    with pytest.raises(ModelError, match=r"float16.*a CPU has no kernels for it; use auto"):
+        resolve_dtype("float16", config, CPU)
     with pytest.raises(ModelError, match=r"'int8'.*bfloat16, float16, float32"):
         resolve_dtype("int8", config, CPU)
     with pytest.raises(ModelError, match="float64"):

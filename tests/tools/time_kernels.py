@@ -45,7 +45,7 @@ _Count = Callable[[tuple[Any, ...], Any], tuple[float, float]]  # FLOP and bytes
 class TimedKernels:
     """Wraps a CPU's ``Kernels`` and adds the wall time of each operation to ``seconds``, by its name.
 
-    Engines get no recorder, because recorded kernels run apart from their launches and would not be timed. The least
+    No ``CpuKernels``: engines record their launches, and recorded kernels would not be timed. The least
     work of each operation is added to ``work`` as [FLOP, bytes]; that takes ``counting_s``. What is several operations
     is timed as these.
     """
@@ -66,9 +66,6 @@ class TimedKernels:
     def floors_s(self, ceilings: Ceilings) -> dict[str, float]:
         """The least seconds of each kind of work on a machine with these ceilings."""
         return {kind: Work(*counts).floor_s(ceilings) for kind, counts in self.work.items()}
-
-    def recorder(self) -> None:
-        return None
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         embedding, head = self._kernels.tied_embedding(table, dtype)

@@ -17,13 +17,11 @@ from torch import Tensor
 from batchgen.kernels import interface
 from batchgen.kernels.cpu import kernel_specs, layout
 from batchgen.kernels.cpu import linear as linears
-from batchgen.kernels.cpu.experts import PackedRouter, packed_experts
+from batchgen.kernels.cpu.experts import PackedExperts, PackedRouter
 from batchgen.kernels.cpu.layout import ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
-from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, use_openmp_threads
-from batchgen.kernels.cpu.recording import Recorder
+from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, LogitsSubset, ModelInput
-from batchgen.kernels.processor import leaves_products_to_onednn, processor_variant
-from batchgen.kernels.reference import ExpertLoop
+from batchgen.kernels.processor import matrix_unit_note, processor_variant
 
 _TAKE_ROWS, _LOOKUP_PACKED = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
 _RMS_NORM, _SCALE, _SWIGLU = (Kernel(spec) for spec in (kernel_specs.RMS_NORM, kernel_specs.SCALE, kernel_specs.SWIGLU))
@@ -109,42 +107,21 @@ class CpuKernels(interface.Kernels):
     def __init__(self, dtype: torch.dtype | None = None, *, weights: str = "auto", activations: str = "auto") -> None:
         self.weights, self.activations = weights, activations
         self._dtype = dtype
-        self._library = ""  # of linears that torch runs: a recording would miss them, and the variant names it
+        self.notes = tuple(filter(None, (matrix_unit_note(),)))
 
     @property
     def variant(self) -> str:
-        return processor_variant(self._library)
+        return processor_variant()
 
-    def recorder(self) -> Recorder | None:
-        return None if self._library else Recorder()
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> linears.PackedLinear:
+        return linears.PackedLinear(weight, bias, self.weights, self.activations, self._dtype)
 
-    def _note_library(self, name: str) -> None:
-        self._library = name
-        use_openmp_threads()
-
-    def _leaves_products(self, weight: Tensor) -> bool:
-        """Whether oneDNN multiplies with a weight, which is noted."""
-        dtype = str(self._dtype or weight.dtype).removeprefix("torch.")
-        if not leaves_products_to_onednn(dtype, self.weights, self.activations):
-            return False
-        self._note_library("onednn")
-        return True
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:
-        dtype = self._dtype or weight.dtype
-        if self._leaves_products(weight):
-            return linears.OneDnnLinear(weight.to(dtype), bias)
-        return linears.PackedLinear(weight, bias, self.weights, self.activations, dtype)
-
-    def gated_linear(self, gate: Tensor, up: Tensor, is_gelu: bool = False) -> interface.GatedLinear:
-        if self._leaves_products(gate):
-            return interface.TwoStepGatedLinear(self, gate, up, is_gelu)
-        dtype = self._dtype or gate.dtype
-        return linears.PackedGatedLinear(gate, up, self.weights, self.activations, dtype, is_gelu=is_gelu)
+    def gated_linear(self, gate: Tensor, up: Tensor, is_gelu: bool = False) -> linears.PackedGatedLinear:
+        return linears.PackedGatedLinear(gate, up, self.weights, self.activations, self._dtype, is_gelu=is_gelu)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
         head = self.linear(table)
-        if isinstance(head, linears.PackedLinear) and head.packed.kind in ("bf16", "f32"):
+        if head.packed.kind in ("bf16", "f32"):
             return PackedEmbedding(head, dtype), head
         return interface.TableEmbedding(self, table, dtype), head
 
@@ -152,11 +129,7 @@ class CpuKernels(interface.Kernels):
         return PackedRouter(routing)
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
-        laid_out = [(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights]
-        if packed := packed_experts(laid_out):
-            return packed
-        self._note_library(self._library or "loop")
-        return ExpertLoop(laid_out)
+        return PackedExperts([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out = empty((len(rows), *x.shape[1:]), dtype or x.dtype)

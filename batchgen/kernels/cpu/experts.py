@@ -6,17 +6,16 @@ and added up from there. Nothing depends on what Python knows beside the number 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.errors import ModelError
 from batchgen.kernels.cpu import kernel_specs
 from batchgen.kernels.cpu.layout import MAX_ROWS, ROWS_PER_ITEM, SEGMENT_WORDS, routing_scratch_floats
 from batchgen.kernels.cpu.linear import Experts, PackedGatedLinear, PackedLinear, pack_plain
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch
-from batchgen.kernels.interface import GatedLinear, Linear, Routing
+from batchgen.kernels.interface import Linear, Routing
 
 _ROUTE, _SORT, _ADD_UP = Kernel(kernel_specs.ROUTE), Kernel(kernel_specs.SORT), Kernel(kernel_specs.ADD_UP)
 _TAKE_ROWS = Kernel(kernel_specs.TAKE_ROWS)
@@ -44,9 +43,12 @@ class PackedRouter:
 
 
 class PackedExperts:
-    """``SparseFeedForward`` of experts that all have panels of one kind."""
+    """``SparseFeedForward`` of experts that are stored in one type. Raises ModelError for others."""
 
-    def __init__(self, gated: list[PackedGatedLinear], down: list[PackedLinear]) -> None:
+    def __init__(self, experts: list[tuple[PackedGatedLinear, PackedLinear]]) -> None:
+        gated, down = [gated for gated, _ in experts], [down for _, down in experts]
+        if len({(part.product.packed.kind, last.packed.kind) for part, last in experts}) > 1:
+            raise ModelError("experts of one layer are stored in different types; save the model in one of them")
         self._gated, self._down = gated, down
         self._weights = [_joined([part.product for part in gated]), _joined(down)]
 
@@ -81,16 +83,3 @@ def _joined(parts: list[PackedLinear]) -> Tensor:
     for part, strips in zip(parts, torch.stack([part.packed.strips for part in parts]), strict=True):
         part.move_to(strips)
     return torch.tensor([part.weight_at for part in parts])
-
-
-def packed_experts(experts: Iterable[tuple[GatedLinear, Linear]]) -> PackedExperts | None:
-    """The experts behind one launch; None if they do not all have panels of one kind."""
-    gated: list[PackedGatedLinear] = []
-    down: list[PackedLinear] = []
-    for first, last in experts:
-        if not isinstance(first, PackedGatedLinear) or not isinstance(last, PackedLinear):
-            return None
-        gated.append(first)
-        down.append(last)
-    kinds = {(first.product.packed.kind, last.packed.kind) for first, last in zip(gated, down, strict=True)}
-    return PackedExperts(gated, down) if len(kinds) == 1 else None

@@ -15,10 +15,7 @@ from numpy import int8 as INT8  # noqa: N812
 from numpy import uint8 as BYTES  # noqa: N812
 from numpy import uint16 as BF16  # noqa: N812
 
-from batchgen.kernels.processor import (
-    has_bfloat16_pairs,
-    leaves_products_to_onednn,
-)
+from batchgen.kernels.processor import has_bfloat16_pairs, has_matrix_unit
 
 COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
 Kinds = Mapping[str, tuple[Any, ...]]
@@ -72,6 +69,11 @@ MATMUL_INTEGERS = KernelSpec(f"{COMPILED}.matmul", "matmul_integers", _BYTES)
 _PAIRED: Kinds = {"bfloat16": (BF16, F32), "bf16_pairs": (BF16, BF16), "float32": (F32, F32)}
 MATMUL_UNPACKED = KernelSpec(f"{COMPILED}.matmul", "matmul_unpacked", _PAIRED)
 
+# By the tiles of a matrix unit.
+MATMUL_BF16 = KernelSpec(f"{COMPILED}.matmul_amx", "matmul_bf16", {"bfloat16": (BF16, BF16)})
+MATMUL_BF16_UNPACKED = KernelSpec(f"{COMPILED}.matmul_amx", "matmul_bf16_unpacked", {"bfloat16": (BF16, BYTES)})
+MATMUL_INT8 = KernelSpec(f"{COMPILED}.matmul_amx_int8", "matmul_int8", _BYTES)
+
 
 def paired_kind(dtype: str) -> str:
     """The kind for a model in this dtype of a kernel that multiplies pairs of bfloat16 where the processor does."""
@@ -112,21 +114,20 @@ def needed(
     if "scales" in parts:
         kernels.append((SCALE, dtype))
     if "experts" in parts:
-        kernels.append((ROUTE, dtype))
-        kernels += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
+        kernels += [(ROUTE, dtype), (SORT, "any"), (ADD_UP, dtype)]
     kernels += [(spec, dtype) for spec in (SHORT_CONV, ARGMAX, RMS_NORM)]
     kernels.append((ROPE_AND_CACHE, cached_kind(dtype, kv_cache_dtype)))
     # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
-    kernels.append((EMBEDDING_LOOKUP_PACKED if (MATMUL, reading) in kernels else TAKE_ROWS, reading))
+    kernels.append((EMBEDDING_LOOKUP_PACKED if weights == "auto" else TAKE_ROWS, reading))
     kernels += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
     return list(dict.fromkeys([*kernels, (RUN_ALL, "any"), (SERVE, "any")]))
 
 
 def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[tuple[KernelSpec, str]]:
     if activations == "int8":
-        return [(MATMUL_INTEGERS, dtype), (QUANTIZE, dtype)]
-    if leaves_products_to_onednn(dtype, weights, activations):
-        return [(SWIGLU, dtype)]
+        return [(MATMUL_INT8 if has_matrix_unit("int8") else MATMUL_INTEGERS, dtype), (QUANTIZE, dtype)]
+    if dtype == "bfloat16" and has_matrix_unit("bf16"):
+        return [(MATMUL_BF16_UNPACKED if weights == "int8" else MATMUL_BF16, dtype)]
     if weights == "int8":
         return [
             (MATMUL_UNPACKED, paired_kind(dtype)),

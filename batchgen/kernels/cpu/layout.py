@@ -33,6 +33,17 @@ TILE_COLUMNS = STRIPS * LANES
 GATED_BY_SILU, GATED_BY_GELU = 1, 2  # how a product of gates and ups ends
 SEGMENT_WORDS = 3  # int64 words about the rows that meet one expert; see ``linear.Experts``
 
+# Linears by the tiles of a matrix unit: up to 16 rows of 64 bytes each.
+TILE_ROWS, TILE_ROW_BYTES = 16, 64
+TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES
+TILE_STEP = 32  # inputs of bfloat16 that one instruction multiplies
+BLOCK_ROWS = 8 * TILE_ROWS  # rows whose sums wait while they are multiplied with a panel
+# Float32 words of scratch a worker needs: sums; ends of rows and of strips; tiles in memory and their numbers of rows.
+TILE_STATE = (8 * TILE_BYTES + 8 * 8) // 4
+TILE_SCRATCH = BLOCK_ROWS * (TILE_COLUMNS + TILE_ROW_BYTES // 4) + STRIPS * TILE_BYTES // 4 + TILE_STATE
+UNPACKED_STEPS = 10  # of a panel, whose numbers are unpacked at once
+UNPACKED_TILE_FLOATS = UNPACKED_STEPS * STRIPS * TILE_BYTES // 4
+
 # Weights of 8 bits: bytes of 16 outputs and a group of inputs that share a scale, scales included.
 GROUP, DOT_GROUP = 32, 128  # where activations are floating-point numbers, and where they are integers too
 GROUP_BYTES = LANES * (GROUP + 2)

@@ -1,16 +1,8 @@
-"""Linears of the CPU: panels of our own, or oneDNN with the weight packed in the order in which its kernels read it.
+"""Linears of the CPU: weights in panels, in the order in which kernels read them.
 
-``PackedLinear`` is for all but plain bfloat16 on a matrix unit. It reads weights as they are stored (float32, bfloat16
-under either dtype, 8 bits), from four places at once, which a single core needs to fill its share of the memory's
-bandwidth, and fetches the next panel while it multiplies one. SwiGLU's two products are one, and its gate is applied
-before anything is written. Beside oneDNN in bfloat16 on AVX512-BF16 it takes two thirds of the time for one row, and 2
-to 5 % less for many; beside oneDNN in float32 a third for one row of bfloat16 weights, and 8 to 12 % less for 128
-(AVX-512, AVX2).
-
-``OneDnnLinear`` calls the pair of torch operators that ``torch.compile``'s freezing emits. A row's result must not
-depend on how many rows share the product: oneDNN's blocked kernels gave bit-equal rows for every count from 2 up, while
-a single row takes another path. So no fewer than ``MIN_ONEDNN_ROWS`` are computed: four take no longer than two, the
-time goes into reading the weights.
+They are read as they are stored (float32, bfloat16 under either dtype, 8 bits), from four places at once, which a
+single core needs to fill its share of the memory's bandwidth, and the next panel is fetched while one is multiplied.
+SwiGLU's two products are one, and its gate is applied before anything is written.
 """
 
 from __future__ import annotations
@@ -35,16 +27,18 @@ from batchgen.kernels.cpu.layout import (
     STEP_INPUTS,
     STRIPS,
     TILE_COLUMNS,
+    TILE_ROWS,
+    TILE_SCRATCH,
     UNPACKED_BYTES,
+    UNPACKED_TILE_FLOATS,
     UNPACKED_TILES,
     num_multiplied,
 )
 from batchgen.kernels.cpu.parallel import Kernel, Kind, address, empty, scratch
 from batchgen.kernels.interface import Linear
-from batchgen.kernels.processor import has_bfloat16_pairs, integer_products
+from batchgen.kernels.processor import has_bfloat16_pairs, has_matrix_unit, integer_products
 from batchgen.kernels.quantize import quantize_rotated, quantize_weight
 
-MIN_ONEDNN_ROWS = 4
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
 _FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
@@ -59,6 +53,11 @@ _KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored 
 }
 _MATMUL, _UNPACKED = Kernel(kernel_specs.MATMUL), Kernel(kernel_specs.MATMUL_UNPACKED)
 _INTEGERS, _QUANTIZE = Kernel(kernel_specs.MATMUL_INTEGERS), Kernel(kernel_specs.QUANTIZE)
+_TILED = {  # by the kind of the stored weights
+    "bf16": Kernel(kernel_specs.MATMUL_BF16),
+    "int8": Kernel(kernel_specs.MATMUL_BF16_UNPACKED),
+    "integers": Kernel(kernel_specs.MATMUL_INT8),
+}
 _UNPACKED_KINDS = {torch.bfloat16: kernel_specs.paired_kind("bfloat16"), torch.float32: "float32"}
 _NUMBER_BYTES = {torch.bfloat16: 2 if has_bfloat16_pairs() else 4, torch.float32: 4}  # of unpacked numbers
 _INTEGER_PRODUCTS = integer_products()
@@ -189,7 +188,11 @@ class PackedLinear:
     ) -> None:
         self.out_features, self.inputs = weight.shape
         self.bias = None if bias is None else bias.contiguous()
-        self.packed = pack(weight, weights, activations, dtype or weight.dtype)
+        dtype = dtype or weight.dtype
+        self.packed = pack(weight, weights, activations, dtype)
+        is_integer = self.packed.kind == "integers"
+        unit = "int8" if is_integer else "bf16"
+        self.by_tiles = (is_integer or dtype is torch.bfloat16) and has_matrix_unit(unit)
         # Asked of a tensor each time, these cost a launch microseconds.
         self._num_panels, self.weight_at = self.packed.num_panels, self.packed.strips.data_ptr()
         self._sizes = self.packed.strip_size, self.packed.panel_bytes
@@ -232,10 +235,11 @@ class PackedLinear:
     def _launch(
         self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: int, experts: Experts | None
     ) -> None:
-        rows, inputs, kind = len(x), self.inputs, self.packed.kind
+        rows, inputs, kind, x_type = len(x), self.inputs, self.packed.kind, x.dtype
         threads = torch.get_num_threads()
-        shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self._most_shares))
-        unpacks = kind == "int8" and (rows > 2 or experts is not None)
+        tile_rows = TILE_ROWS if self.by_tiles else MAX_ROWS
+        shares = max(1, min(-(-rows // tile_rows) // _FEWEST_TILES, threads, self._most_shares))
+        unpacks = kind == "int8" and (self.by_tiles or rows > 2 or experts is not None)
         if unpacks or experts is not None:
             shares = 1
         groups, weights_at, segments_at = shares, self.weight_at, 0
@@ -244,12 +248,14 @@ class PackedLinear:
         kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind)), _SUMS
         steps, scales_at, shifts_at, number_bytes = inputs // 2, 0, 0, 0
         if kind == "integers":
-            kernel, key, (x, scales, shifts) = _INTEGERS, x.dtype, quantize_inputs(x)
+            kernel, key, (x, scales, shifts) = _INTEGERS, x_type, quantize_inputs(x)
             steps, inputs = num_multiplied(inputs) // STEP_INPUTS, x.shape[1]
             scales_at, shifts_at = address(scales), address(shifts)
         elif unpacks:
-            kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x.dtype], _NUMBER_BYTES[x.dtype]
+            kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x_type], _NUMBER_BYTES[x_type]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
+        if self.by_tiles:
+            kernel, key, floats = _TILED[kind], x_type, TILE_SCRATCH + UNPACKED_TILE_FLOATS * unpacks
         assert key is not None, f"no kernel multiplies {x.dtype} by {kind}"
         sizes = (rows, inputs, width, gated, groups, self._num_panels, -(-threads // shares), *self._sizes)
         kernel.launch(
@@ -300,27 +306,3 @@ class PackedGatedLinear:
 
     def __call__(self, x: Tensor, experts: Experts | None = None) -> Tensor:
         return self.product.multiply(x, self.out_features, gated=self._gated, experts=experts)
-
-
-def pad_rows(x: Tensor, least: int) -> Tensor:
-    """X with rows of zeros added where it has fewer than ``least``."""
-    return x if len(x) >= least else functional.pad(x, (0, 0, 0, least - len(x)))
-
-
-class OneDnnLinear:
-    """``Linear`` by oneDNN; only oneDNN can read ``packed``."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        self.bias = bias
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        rows = len(x)
-        x = pad_rows(x, MIN_ONEDNN_ROWS)
-        y: Tensor
-        if residual is None:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        else:
-            residual = pad_rows(residual.contiguous(), MIN_ONEDNN_ROWS)
-            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
-        return y[:rows]

@@ -29,7 +29,7 @@ _ENGINES: list[binding.ExecutionEngine] = []  # what they have loaded lives as l
 
 def file_name(spec: KernelSpec, kind: str) -> str:
     """The name of a kernel's file: a digest of its source, its compiler and what it is compiled for."""
-    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
+    settings = sorted(item for item in os.environ.items() if item[0].startswith(("NUMBA_", "BATCHGEN_TILES")))
     identity = (spec.module, _sources(spec.module), processor.target(), settings, spec.kinds[kind])
     return f"{spec.name}-{kind}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.o"
 

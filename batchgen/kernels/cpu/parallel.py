@@ -1,10 +1,7 @@
 """Launches kernels on threads, or has a ``CaptureHook`` record their launches.
 
-An OpenMP thread that has nothing to do spins for milliseconds, and each launch ends only when all threads have come.
-Beside a process that takes one of two cores that is many times as slow. The threads of ``Pool`` take part as they
-come: a launch needs none of them. Where torch multiplies matrices itself, its threads alternate with ours many hundred
-times per step; there kernels are started by ``GOMP_parallel`` of the runtime that torch has loaded, since two sets of
-threads would fight for the same cores.
+The threads of ``Pool`` take part as they come, and a launch needs none of them. OpenMP's launches end only when all
+threads have come: next to a process that takes one of two cores that is many times as slow.
 
 A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on they are
 addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own: where
@@ -29,9 +26,7 @@ import platform
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +53,6 @@ from batchgen.kernels.cpu.layout import (
 
 LAUNCHING = threading.RLock()  # engines in several threads share the workers and their scratch memory
 
-Launch = Callable[[int, int, int], None]
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
 _NAP_US = 50  # where threads cannot wake each other
 _MOST_LAUNCHES = 4096  # of a program that grows; where there are more, it begins anew
@@ -140,16 +134,14 @@ class Kernel:
             return
         workers = min(num_items, torch.get_num_threads())
         ranges = num_ranges or workers
-        # What is recorded runs in the pool, whatever launches run on by then.
-        launch, numbering = _launcher() if CAPTURE.launches is None else (_launch_in_pool, pool().numbering)
-        words = array("q", (*numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
+        words = array("q", (*pool().numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
         at, size = words.buffer_info()
         words[RANGES] = at + (size - ranges) * words.itemsize
         code = self._addresses.get(kind) or self.address(kind)
         if CAPTURE.launches is not None:
             CAPTURE.launches.append((code, words, workers))
             return
-        launch(code, at, workers)
+        pool().run(pool().program([(code, at)], workers))
 
 
 class GrowingProgram:
@@ -303,45 +295,3 @@ def _end() -> None:
 
 os.register_at_fork(after_in_child=_begin_copy)
 atexit.register(_end)  # once all threads but daemons have ended
-
-
-@lru_cache(maxsize=1)
-def openmp() -> tuple[int, int] | None:
-    """Addresses of ``GOMP_parallel`` and ``omp_get_thread_num`` of torch's OpenMP runtime; None where it has none."""
-    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    for name in [*map(str, bundled), None]:
-        try:
-            library = ctypes.CDLL(name)
-            return _address(library.GOMP_parallel), _address(library.omp_get_thread_num)
-        except (OSError, AttributeError, TypeError):
-            continue
-    return None
-
-
-class _Torch:
-    multiplies = False
-
-
-def use_openmp_threads() -> None:
-    """From now on this process runs linears of torch's own: kernels are launched on torch's threads."""
-    _Torch.multiplies = True
-    _launcher.cache_clear()
-
-
-@lru_cache(maxsize=1)
-def _launcher() -> tuple[Launch, tuple[int, int]]:
-    """Function that runs ``(function, data, threads)``, and the one that numbers threads, with its argument."""
-    functions = openmp() if _Torch.multiplies else None
-    if functions is None:
-        return _launch_in_pool, pool().numbering
-    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(functions[0])
-
-    def launch(function: int, data: int, threads: int) -> None:
-        with LAUNCHING:
-            start(function, data, threads, 0)
-
-    return launch, (functions[1], 0)
-
-
-def _launch_in_pool(function: int, data: int, threads: int) -> None:
-    pool().run(pool().program([(function, data)], threads))

@@ -61,7 +61,10 @@ class Program:
 
 
 class Recorder:
-    """``kernels.interface.LaunchRecorder`` of this back end."""
+    """``interface.Recorder`` of CPU kernels, and what runs launches beside their preparation.
+
+    ``run`` is for work that is done once: its kernels are run by other threads while it launches more.
+    """
 
     def __init__(self) -> None:
         self._memory = Memory()

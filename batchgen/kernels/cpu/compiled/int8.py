@@ -16,7 +16,7 @@ from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.layout import DOT_GROUP, DOT_GROUP_BYTES, GROUP, GROUP_BYTES, LANES, STEP_INPUTS
-from batchgen.kernels.processor import cpu_features
+from batchgen.kernels.processor import cpu_features, has_matrix_unit
 
 _BYTE = ir.IntType(8)
 _SCALE_BYTES = 2 * LANES
@@ -66,6 +66,8 @@ def emit_unpack(builder, out, strip, groups, x):
         scales = emit_scales(builder, strip, outer.index)
         with cgutils.for_range(builder, emit.number(GROUP // 2)) as inner:
             vectors = emit_numbers(builder, strip, outer.index, inner.index, scales, x)
+            if emit.is_bf16(out) and len(vectors) == 2:
+                vectors = [emit.pair_up(builder, *vectors)]
             pair = builder.add(builder.mul(outer.index, emit.number(GROUP // 2)), inner.index)
             for i, vector in enumerate(vectors):
                 at = builder.gep(out, [builder.add(builder.mul(pair, emit.number(2 * LANES)), emit.number(i * LANES))])
@@ -73,8 +75,8 @@ def emit_unpack(builder, out, strip, groups, x):
 
 
 def adds_up():
-    """True if one instruction multiplies bytes and adds the products to a total."""
-    return not _ADDING.isdisjoint(cpu_features())
+    """True if one instruction multiplies bytes and adds the products to a total, or tiles in memory take its place."""
+    return has_matrix_unit("int8") or not _ADDING.isdisjoint(cpu_features())
 
 
 def integer_type():
@@ -106,8 +108,20 @@ def emit_dot(builder, weights, inputs, total):
     if "avxvnni" in features:
         words = [total, *(builder.bitcast(v, emit.INT_VECTOR) for v in (weights, inputs))]
         return _in_parts(builder, 2, "llvm.x86.avx512.vpdpbusd.256", words)
+    if has_matrix_unit("int8"):
+        factors = [builder.bitcast(v, emit.INT_VECTOR) for v in (weights, inputs)]
+        return emit_byte_products(builder, factors[0], factors[1], total)
     quads = [builder.bitcast(v, ir.VectorType(_BYTE, 4 * LANES)) for v in (weights, inputs)]
     return _in_parts(builder, 4, "llvm.aarch64.neon.sdot.v4i32.v16i8", [total, *quads])
+
+
+def emit_byte_products(builder, weights, inputs, total):
+    """``emit_dot`` of unsigned and signed bytes, four in each lane of int32, without an instruction for it."""
+    for place in range(0, 32, 8):
+        of_weight = builder.and_(builder.lshr(weights, emit.int_splat(place)), emit.int_splat(0xFF))
+        of_input = builder.ashr(builder.shl(inputs, emit.int_splat(24 - place)), emit.int_splat(24))
+        total = builder.add(total, builder.mul(of_weight, of_input))
+    return total
 
 
 def _in_parts(builder, parts, name, vectors):

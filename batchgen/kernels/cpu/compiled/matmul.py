@@ -58,7 +58,7 @@ def _finish(product, sums, rows, first, column):
 
 
 @simd.inline
-def _finish_tile(product, sums, rows, first, column):
+def finish_tile(product, sums, rows, first, column):
     """Write the outputs of rows and of the panel that begins at ``column``, from their sums."""
     if product.is_gated:
         _finish_gated(product, sums, rows, first, column)
@@ -81,7 +81,7 @@ def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
 
 
 @simd.inline
-def _group(product, number):
+def group_of(product, number):
     """(first row, end, address of the weights) of a group: a share of all rows, or those that meet one expert.
 
     There may be fewer experts that rows meet than groups: the others have no rows.
@@ -99,24 +99,24 @@ def _group(product, number):
 
 
 @simd.inline
-def _following(product, item):
+def following_panel(product, item):
     """The address of the panel that this worker most likely multiplies next."""
     last = item // product.num_panels + 1  # shares have workers of their own
     if simd.address(product.segments):
         last = product.segments[0]
     item = min(item + product.stride, last * product.num_panels - 1)
-    _, _, weight = _group(product, item // product.num_panels)
+    _, _, weight = group_of(product, item // product.num_panels)
     return weight + item % product.num_panels * product.panel_bytes
 
 
 @simd.jit
 def _multiply_panel(item, product, x):
     """A group of rows by one panel; x is what ``tiles.multiply`` takes."""
-    first_row, end_row, weight = _group(product, item // product.num_panels)
+    first_row, end_row, weight = group_of(product, item // product.num_panels)
     panel, num_rows, width = item % product.num_panels, end_row - first_row, product.width
     columns = HALF if product.is_gated else layout.TILE_COLUMNS
     here, column = weight + panel * product.panel_bytes, panel * columns
-    following, num_tiles = _following(product, item), -(-num_rows // layout.MAX_ROWS)
+    following, num_tiles = following_panel(product, item), -(-num_rows // layout.MAX_ROWS)
     num_fetching = min(num_tiles, layout.STRIPS) if num_tiles > 1 else 0
     finish = tiles.GATE if product.is_gated else (tiles.ADD if simd.address(product.residual) else tiles.STORE)
     if width - column < columns or simd.address(product.bias) or not tiles.ALL_STRIPS:
@@ -131,7 +131,7 @@ def _multiply_panel(item, product, x):
         where = x, first * product.inputs, product.inputs, w, product.strip_size, product.steps
         tiles.multiply(end - first, *where, product.out, at, width, how, ahead, step)
         if finish == tiles.TO_SUMS:
-            _finish_tile(product, product.sums, end - first, first, column)
+            finish_tile(product, product.sums, end - first, first, column)
 
 
 @kernel(product=PRODUCT)
@@ -140,11 +140,17 @@ def matmul(item, product):
     _multiply_panel(item, product, product.x)
 
 
-@kernel(product=PRODUCT)
-def matmul_integers(item, product):
-    """The product of integers; what x consists of is in ``emit_integer_sums``."""
+@simd.jit
+def multiply_integers(item, product):
+    """A group of rows of integers by one panel; what x consists of is in ``emit_integer_sums``."""
     values = simd.pointer(simd.address(product.x), BYTES)
     _multiply_panel(item, product, (values, product.scales, product.shifts))
+
+
+@kernel(product=PRODUCT)
+def matmul_integers(item, product):
+    """The product of integers."""
+    multiply_integers(item, product)
 
 
 @kernel(product=PRODUCT)
@@ -157,10 +163,10 @@ def matmul_unpacked(item, product):
     numbers = simd.pointer(mine + 4 * SUMS * layout.UNPACKED_TILES, product.weights)
     groups, columns = inputs // layout.GROUP, HALF if product.is_gated else layout.TILE_COLUMNS
     most_groups = layout.UNPACKED_BYTES // (layout.TILE_COLUMNS * layout.GROUP * product.number_bytes)
-    first_row, end_row, weight = _group(product, item // product.num_panels)
+    first_row, end_row, weight = group_of(product, item // product.num_panels)
     panel, num_rows = item % product.num_panels, end_row - first_row
     here, num_tiles = weight + panel * product.panel_bytes, -(-num_rows // layout.MAX_ROWS)
-    following = _following(product, item)
+    following = following_panel(product, item)
     for first_tile in range(0, num_tiles, layout.UNPACKED_TILES):
         end_tile = min(first_tile + layout.UNPACKED_TILES, num_tiles)
         for group in range(0, groups, most_groups):
@@ -182,4 +188,4 @@ def matmul_unpacked(item, product):
             first = first_row + tile * num_rows // num_tiles
             end = first_row + (tile + 1) * num_rows // num_tiles
             sums = simd.shifted(product.sums, (tile - first_tile) * SUMS)
-            _finish_tile(product, sums, end - first, first, panel * columns)
+            finish_tile(product, sums, end - first, first, panel * columns)

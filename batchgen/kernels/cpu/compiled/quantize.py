@@ -59,13 +59,19 @@ def _emit_largest(builder, vectors):
 
 
 def _emit_integers(builder, vectors, out, to):
-    """Write the integers of rotated vectors from ``out[to]`` on; their scale without its divisor, and their sum."""
+    """Write the integers of rotated vectors from ``out[to]`` on, and zeros up to the end of the group.
+
+    Returns their scale without its divisor, and their sum.
+    """
     largest, is_nan = _emit_largest(builder, vectors)
     is_zero = builder.fcmp_ordered("<", largest, _float(LEAST_QUANTIZED))
     factor = builder.select(is_zero, _float(0.0), builder.fdiv(_float(_MOST), largest))
     by, kind = emit.splat(builder, factor), ir.VectorType(integer_type(), LANES)
     start = builder.gep(builder.bitcast(out, integer_type().as_pointer()), [to])
     total = None
+    for i in range(len(vectors), _VECTORS):
+        at = builder.bitcast(builder.gep(start, [emit.number(i * LANES)]), kind.as_pointer())
+        builder.store(ir.Constant(kind, None), at, align=1)
     for i, v in enumerate(vectors):
         nearest = emit.call(builder, "llvm.rint.v16f32", [builder.fmul(v, by)])
         integers = builder.fptosi(nearest, emit.INT_VECTOR)
@@ -78,7 +84,7 @@ def _emit_integers(builder, vectors, out, to):
 
 @emitted(types.void, ANY, I64, I64, ANY, ANY, ANY, I64, I64)
 def _quantize_group(builder, x, start, count, out, scales, shifts, place, shift):
-    """``count`` numbers from ``x[start]`` on as the integers of group ``place``; what follows them stays unwritten."""
+    """``count`` numbers from ``x[start]`` on as the integers of group ``place``, and zeros behind them."""
 
     def write(num_vectors):
         rests = [builder.sub(count, emit.number(i * LANES)) for i in range(num_vectors or _VECTORS)]

@@ -1,0 +1,205 @@
+"""Linears of bfloat16 by the tiles of a matrix unit: 16 rows by two strips of a panel at a time.
+
+16 pairs of inputs in a strip, [16, 16 outputs, 2], are a tile as they lie in memory. A row's sums are made of 32 inputs
+at once, in the order of the inputs, whatever the number of rows: see ``tiles.emit_dot_bf16``.
+
+A part of the inputs is multiplied with all rows of a block before the next, so that its weights stay in the first
+cache; sums wait in memory meanwhile, as they are. Up to 16 rows take all four strips side by side, since their time
+goes into reading weights. Four tiles are in use at a time, and made zero after that: on a core whose other thread is
+busy, tiles that hold numbers leave too few registers to rename, and the loop takes twice as long.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from batchgen.kernels.cpu.compiled import emit, simd, tiles
+from batchgen.kernels.cpu.compiled.entry import kernel
+from batchgen.kernels.cpu.compiled.matmul import PRODUCT, finish_tile, following_panel, group_of
+from batchgen.kernels.cpu.compiled.matmul_tiles import unpack
+from batchgen.kernels.cpu.compiled.simd import ANY, BYTES, I64, emitted
+from batchgen.kernels.cpu.layout import (
+    BLOCK_ROWS,
+    GROUP,
+    LANES,
+    STRIPS,
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_ROW_BYTES,
+    TILE_ROWS,
+    TILE_SCRATCH,
+    TILE_STATE,
+    TILE_STEP,
+    UNPACKED_STEPS,
+)
+
+_PART = 10  # steps at most: those of two strips are 20 KiB
+_SUM_BYTES = 4 * TILE_COLUMNS  # from a row of sums to the next
+_STEP_NUMBERS = TILE_STEP * LANES  # of a strip
+_NUM_LINES, _MOST_LINES = 32, 4  # of a step in two strips; prefetched in a step at most
+# Numbers of tiles: of sums, of rows, of weights. Two strips take one of these sets, the second for fewer than 16 rows.
+_WHOLE, _REST = ((0, 1), 2, 3), ((4, 5), 6, 7)
+_FEW = (tuple(range(STRIPS)), 4, 5)
+# Words of scratch: sums, the ends of rows and of strips that are no whole step, tiles in memory, unpacked numbers.
+_ROW_ENDS = BLOCK_ROWS * TILE_COLUMNS
+_STRIP_ENDS = _ROW_ENDS + BLOCK_ROWS * TILE_ROW_BYTES // 4
+_STATE = TILE_SCRATCH - TILE_STATE
+_NUMBERS = TILE_SCRATCH
+
+
+@emitted(types.void, ANY, I64)
+def configure(builder: ir.IRBuilder, state: ir.Value, rest: ir.Value) -> None:
+    """Configure tiles for two strips, of 16 rows and of ``rest`` rows."""
+    full = emit.number(TILE_ROWS)
+    tiles.emit_configure(builder, state, [full, full, full, full, rest, rest, rest, full])
+
+
+@emitted(types.void, ANY, I64)
+def _configure_few(builder: ir.IRBuilder, state: ir.Value, rows: ir.Value) -> None:
+    full = emit.number(TILE_ROWS)
+    tiles.emit_configure(builder, state, [rows, rows, rows, rows, rows, full, full, full])
+
+
+@emitted(types.void)
+def release(builder: ir.IRBuilder) -> None:
+    """Give the tiles back."""
+    tiles.emit_release(builder)
+
+
+def _accumulating(numbers):
+    """Function that adds the products of a tile of rows and of neighbouring strips to sums in memory."""
+    totals, of_rows, of_weights = numbers
+
+    @emitted(types.void, ANY, ANY, I64, ANY, I64, ANY, I64, I64, I64, I64)
+    def accumulate(builder, state, x, stride, weights, strip_size, sums, goes_on, steps, ahead, lines):
+        """``x`` are rows ``stride`` numbers apart, ``weights`` strips; ``lines`` are prefetched a step."""
+        row, row_bytes = emit.bytes_at(builder, x, emit.number(0)), builder.mul(stride, emit.number(2))
+        strip_bytes, line = builder.mul(strip_size, emit.number(2)), emit.number(TILE_ROW_BYTES)
+        places = [builder.mul(strip_bytes, emit.number(v)) for v in range(len(totals))]
+        strips = [emit.bytes_at(builder, weights, place) for place in places]
+        sums_at = [emit.bytes_at(builder, sums, emit.number(v * TILE_ROW_BYTES)) for v in range(len(totals))]
+        with builder.if_else(builder.icmp_signed("!=", goes_on, emit.number(0))) as (later, first):
+            with later:
+                for total, at in zip(totals, sums_at, strict=True):
+                    tiles.emit_load(builder, state, total, at, emit.number(_SUM_BYTES))
+            with first:
+                for total in totals:
+                    tiles.emit_zero(builder, state, total)
+        with cgutils.for_range(builder, steps) as loop:
+            tiles.emit_load(builder, state, of_rows, builder.gep(row, [builder.mul(loop.index, line)]), row_bytes)
+            weights_at = builder.mul(loop.index, emit.number(TILE_BYTES))
+            for total, strip in zip(totals, strips, strict=True):
+                tiles.emit_load(builder, state, of_weights, builder.gep(strip, [weights_at]), line)
+                tiles.emit_dot_bf16(builder, state, total, of_rows, of_weights)
+            emit.prefetch_lines(builder, ahead, loop.index, lines)
+        for total, at in zip(totals, sums_at, strict=True):
+            tiles.emit_store(builder, state, total, at, emit.number(_SUM_BYTES))
+        for tile in (*totals, of_rows, of_weights):
+            tiles.emit_zero(builder, state, tile)
+
+    return accumulate
+
+
+_accumulate_few, _accumulate_whole, _accumulate_rest = map(_accumulating, (_FEW, _WHOLE, _REST))
+
+
+@simd.jit
+def _add_part(product, x, stride, rows, is_few, weights, strip_size, goes_on, steps, ahead, lines):
+    """Add the products of a block of rows and a part of the inputs to the sums; how far it has prefetched."""
+    sums, state = product.sums, simd.shifted(product.sums, _STATE)
+    if is_few:
+        _accumulate_few(state, x, stride, weights, strip_size, sums, goes_on, steps, ahead, 0)
+        return ahead
+    for strip in range(0, STRIPS, 2):
+        strips = simd.shifted(weights, strip * strip_size)
+        for row in range(0, rows, TILE_ROWS):
+            x_at = simd.shifted(x, row * stride)
+            sums_at = simd.shifted(sums, row * TILE_COLUMNS + strip * LANES)
+            if rows - row < TILE_ROWS:
+                _accumulate_rest(state, x_at, stride, strips, strip_size, sums_at, goes_on, steps, ahead, lines)
+            else:
+                _accumulate_whole(state, x_at, stride, strips, strip_size, sums_at, goes_on, steps, ahead, lines)
+            ahead += lines * steps * TILE_ROW_BYTES
+    return ahead
+
+
+@simd.inline
+def _begin(product, rows):
+    """Configure the tiles for so many rows; whether they are few."""
+    state = simd.shifted(product.sums, _STATE)
+    if rows <= TILE_ROWS:
+        _configure_few(state, rows)
+        return True
+    configure(state, rows - (rows - 1) // TILE_ROWS * TILE_ROWS)
+    return False
+
+
+@simd.jit
+def _add_ends(product, x, rows, is_few, weights, count):
+    """Add the products of the last ``count`` inputs, which are no whole step, each with zeros behind it."""
+    whole = product.inputs - count
+    row_ends = simd.pointer(simd.address(product.sums) + 4 * _ROW_ENDS, product.x)
+    strip_ends = simd.pointer(simd.address(product.sums) + 4 * _STRIP_ENDS, product.x)
+    for row in range(rows):
+        for i in range(TILE_STEP):
+            row_ends[row * TILE_STEP + i] = x[row * product.inputs + whole + i] if i < count else 0
+    for strip in range(STRIPS):
+        for i in range(_STEP_NUMBERS):
+            at = strip * product.strip_size + whole * LANES + i
+            strip_ends[strip * _STEP_NUMBERS + i] = weights[at] if i < count * LANES else 0
+    _add_part(product, row_ends, TILE_STEP, rows, is_few, strip_ends, _STEP_NUMBERS, whole, 1, 0, 0)
+
+
+@kernel(product=PRODUCT)
+def matmul_bf16(item, product):
+    """The product of bfloat16."""
+    first_row, end_row, weight = group_of(product, item // product.num_panels)
+    if first_row == end_row:
+        return
+    panel, inputs, columns = item % product.num_panels, product.inputs, TILE_COLUMNS
+    if product.is_gated:
+        columns //= 2
+    here = weight + panel * product.panel_bytes
+    weights, steps = simd.pointer(here, product.weights), inputs // TILE_STEP
+    num_parts, is_few = -(-steps // _PART), _begin(product, end_row - first_row)
+    for first in range(first_row, end_row, BLOCK_ROWS):
+        rows, x = min(end_row - first, BLOCK_ROWS), simd.shifted(product.x, first * inputs)
+        ahead, lines = here, 0
+        if first + BLOCK_ROWS >= end_row:  # the last block brings the panel that this worker multiplies next
+            ahead, lines = following_panel(product, item), min(-(-_NUM_LINES * TILE_ROWS // rows), _MOST_LINES)
+        for part in range(num_parts):
+            step = part * steps // num_parts
+            count = (part + 1) * steps // num_parts - step
+            x_at, weights_at = simd.shifted(x, step * TILE_STEP), simd.shifted(weights, step * _STEP_NUMBERS)
+            where = x_at, inputs, rows, is_few, weights_at, product.strip_size
+            ahead = _add_part(product, *where, part, count, ahead, lines)
+        if inputs % TILE_STEP:
+            _add_ends(product, x, rows, is_few, weights, inputs % TILE_STEP)
+        finish_tile(product, product.sums, rows, first, panel * columns)
+    release()
+
+
+@kernel(product=PRODUCT)
+def matmul_bf16_unpacked(item, product):
+    """The product with weights of 8 bits, whose numbers are unpacked for a block of rows, part by part of a panel."""
+    first_row, end_row, weight = group_of(product, item // product.num_panels)
+    if first_row == end_row:
+        return
+    panel, inputs, columns = item % product.num_panels, product.inputs, TILE_COLUMNS
+    if product.is_gated:
+        columns //= 2
+    here, groups = weight + panel * product.panel_bytes, inputs // GROUP
+    packed = simd.pointer(here, BYTES)
+    numbers = simd.pointer(simd.address(product.sums) + 4 * _NUMBERS, product.x)
+    is_few = _begin(product, end_row - first_row)
+    for first in range(first_row, end_row, BLOCK_ROWS):
+        rows, x = min(end_row - first, BLOCK_ROWS), simd.shifted(product.x, first * inputs)
+        for group in range(0, groups, UNPACKED_STEPS):
+            count = min(UNPACKED_STEPS, groups - group)
+            unpack(numbers, packed, product.strip_size, group, count, x)
+            where = simd.shifted(x, group * GROUP), inputs, rows, is_few, numbers, count * _STEP_NUMBERS
+            _add_part(product, *where, group, count, here, 0)
+        finish_tile(product, product.sums, rows, first, panel * columns)
+    release()

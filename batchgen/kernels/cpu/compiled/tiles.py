@@ -1,0 +1,185 @@
+"""Tile registers of a matrix unit (AMX): operations on them, emitted as LLVM IR, and the same operations on memory.
+
+There are eight tiles of up to 16 rows of 64 bytes. An instruction names its tiles by immediate numbers, so ``emit_*``
+take them as Python integers, never as values. A kernel configures the tiles before it uses them and releases them at
+its end: nothing depends on what another library left, and no switch of threads has to save them.
+
+Where the instruction sets to compile for do not name AMX, tiles lie in ``state``, a part of the worker's scratch
+memory. Each operation has the same bits there, on any processor, so kernels made of it can be tested without AMX; on
+processors other than x86 they differ for denormal numbers.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from batchgen.kernels.cpu.compiled import emit
+from batchgen.kernels.cpu.compiled.int8 import emit_byte_products
+from batchgen.kernels.cpu.layout import LANES, TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS
+from batchgen.kernels.processor import cpu_features
+
+IN_MEMORY = "amx-tile" not in cpu_features()
+_NUM_TILES = 8
+_BYTE, _WORD = ir.IntType(8), ir.IntType(64)
+_FLUSHES_DENORMALS = 0x9FC0  # of MXCSR: denormal numbers are zeros, in and out; no operation traps
+_SETS_MXCSR = platform.machine() in ("x86_64", "AMD64")
+
+
+def _call(builder, name, *arguments):
+    emit.call(builder, f"llvm.x86.{name}", arguments, ir.VoidType())
+
+
+def _tile(number):
+    return ir.Constant(_BYTE, number)
+
+
+def emit_configure(builder, state, rows):
+    """Give the eight tiles so many ``rows``, eight int64 from 1 to 16, of 64 bytes each; all of them become zero."""
+    if IN_MEMORY:
+        for tile, count in enumerate(rows):
+            builder.store(count, _rows_at(builder, state, tile))
+            emit_zero(builder, state, tile)
+        return
+    with builder.goto_entry_block():
+        memory = builder.alloca(ir.ArrayType(_WORD, _NUM_TILES), name="tiles")
+        memory.align = 64
+    counts = emit.number(0)
+    for tile, count in enumerate(rows):
+        counts = builder.or_(counts, builder.shl(count, emit.number(8 * tile)))
+    # The palette; then bytes of a row, 16 bits for each tile of 16; then rows, 8 bits for each.
+    widths = emit.number(0x0001_0001_0001_0001 * TILE_ROW_BYTES)
+    words = [emit.number(1), emit.number(0), widths, widths, emit.number(0), emit.number(0), counts, emit.number(0)]
+    for i, word in enumerate(words):
+        builder.store(word, builder.gep(memory, [emit.number(0), emit.number(i)]))
+    _call(builder, "ldtilecfg", builder.bitcast(memory, _BYTE.as_pointer()))
+
+
+def emit_release(builder):
+    """Give the tiles back."""
+    if not IN_MEMORY:
+        _call(builder, "tilerelease")
+
+
+def emit_zero(builder, state, tile):
+    """Make a tile zero."""
+    if not IN_MEMORY:
+        _call(builder, "tilezero", _tile(tile))
+        return
+    for row in range(TILE_ROWS):
+        builder.store(ir.Constant(emit.INT_VECTOR, None), _row_at(builder, state, tile, emit.number(row)), align=4)
+
+
+def emit_load(builder, state, tile, at, stride):
+    """Load a tile whose rows lie ``stride`` bytes apart, from the pointer to bytes ``at`` on."""
+    if not IN_MEMORY:
+        _call(builder, "tileloadd64", _tile(tile), at, stride)
+        return
+    with _each_row(builder, state, tile) as row:
+        held = builder.load(_vector_at(builder, at, builder.mul(row, stride)), align=1)
+        builder.store(held, _row_at(builder, state, tile, row), align=4)
+
+
+def emit_store(builder, state, tile, at, stride):
+    """Store a tile as ``emit_load`` reads it."""
+    if not IN_MEMORY:
+        _call(builder, "tilestored64", _tile(tile), at, stride)
+        return
+    with _each_row(builder, state, tile) as row:
+        held = builder.load(_row_at(builder, state, tile, row), align=4)
+        builder.store(held, _vector_at(builder, at, builder.mul(row, stride)), align=1)
+
+
+def emit_dot_bf16(builder, state, total, a, b):
+    """``total += a @ b`` of float32 [rows, 16], bfloat16 [rows, 32] and [16 pairs, 16, 2].
+
+    In each lane the products of even inputs are added up from zero by FMA, those of odd inputs too; both sums are
+    added, and that sum to the total. Denormal numbers are zeros.
+    """
+    if IN_MEMORY:
+        with _flushing_denormals(builder):
+            _emit_dot_in_memory(builder, state, (total, a, b), _add_bf16)
+    else:
+        _call(builder, "tdpbf16ps", *map(_tile, (total, a, b)))
+
+
+def emit_dot_int8(builder, state, total, a, b):
+    """``total += a @ b`` of int32 [rows, 16], signed bytes [rows, 64] and unsigned ones [16 quads, 16, 4]."""
+    if IN_MEMORY:
+        _emit_dot_in_memory(builder, state, (total, a, b), _add_int8)
+    else:
+        _call(builder, "tdpbsud", *map(_tile, (total, a, b)))
+
+
+def _emit_dot_in_memory(builder, state, numbers, add):
+    total, a, b = numbers
+    with _each_row(builder, state, total) as row:
+        to = _row_at(builder, state, total, row)
+        inputs = builder.load(_row_at(builder, state, a, row), align=4)
+        words = [builder.extract_element(inputs, ir.Constant(emit.INT, i)) for i in range(LANES)]
+        weights = [builder.load(_row_at(builder, state, b, emit.number(i)), align=4) for i in range(TILE_ROWS)]
+        builder.store(add(builder, builder.load(to, align=4), words, weights), to, align=4)
+
+
+def _add_bf16(builder, held, words, weights):
+    sums = [ir.Constant(emit.VECTOR, None)] * 2
+    for word, pairs in zip(words, weights, strict=True):
+        both = emit.widen_pairs(builder, emit.splat(builder, word)), emit.widen_pairs(builder, pairs)
+        sums = [emit.fma(builder, x, w, total) for x, w, total in zip(*both, sums, strict=True)]
+    total = builder.fadd(builder.bitcast(held, emit.VECTOR), builder.fadd(*sums))
+    return builder.bitcast(total, emit.INT_VECTOR)
+
+
+def _add_int8(builder, held, words, weights):
+    for word, quads in zip(words, weights, strict=True):
+        held = emit_byte_products(builder, quads, emit.splat(builder, word), held)
+    return held
+
+
+@contextmanager
+def _flushing_denormals(builder) -> Iterator[None]:
+    """Context whose operations take denormal numbers as zeros, as AMX does whatever MXCSR says.
+
+    No load or store of a tile moves across its ends, where empty assembly claims to change all memory.
+    """
+    if not _SETS_MXCSR:
+        yield
+        return
+    before, during = (cgutils.alloca_once(builder, emit.INT) for _ in range(2))
+
+    def switch_to(settings):
+        barrier = ir.FunctionType(ir.VoidType(), [])
+        builder.asm(barrier, "", "~{memory}", [], side_effect=True)
+        _call(builder, "sse.ldmxcsr", builder.bitcast(settings, _BYTE.as_pointer()))
+        builder.asm(barrier, "", "~{memory}", [], side_effect=True)
+
+    builder.store(ir.Constant(emit.INT, _FLUSHES_DENORMALS), during)
+    _call(builder, "sse.stmxcsr", builder.bitcast(before, _BYTE.as_pointer()))
+    switch_to(during)
+    yield
+    switch_to(before)
+
+
+def _vector_at(builder, base, offset):
+    return builder.bitcast(emit.bytes_at(builder, base, offset), emit.INT_VECTOR.as_pointer())
+
+
+def _row_at(builder, state, tile, row):
+    offset = builder.add(emit.number(tile * TILE_BYTES), builder.mul(row, emit.number(TILE_ROW_BYTES)))
+    return _vector_at(builder, state, offset)
+
+
+def _rows_at(builder, state, tile):
+    """Where the number of a tile's rows is kept."""
+    at = emit.bytes_at(builder, state, emit.number(_NUM_TILES * TILE_BYTES + 8 * tile))
+    return builder.bitcast(at, _WORD.as_pointer())
+
+
+@contextmanager
+def _each_row(builder, state, tile) -> Iterator[ir.Value]:
+    with cgutils.for_range(builder, builder.load(_rows_at(builder, state, tile), align=4)) as loop:
+        yield loop.index
