@@ -141,7 +141,7 @@ def test_one_launch_has_the_bits_of_each_experts_own_linears(dtype: str, form: s
 @pytest.mark.usefixtures("threads_as_before")
 def test_a_rows_bits_do_not_depend_on_which_rows_share_the_step(threads: int, form: str) -> None:
     kernels, routing = CpuKernels(torch.bfloat16, **FORMS[form]), routing_of(8, 64, 3)
-    experts = kernels.experts(weights_of(8, 64, 96, torch.bfloat16))
+    experts, recorder = kernels.experts(weights_of(8, 64, 96, torch.bfloat16)), Recorder()
     torch.set_num_threads(1)
     x = normal(150, 64, seed=5).bfloat16()
     whole = feed(kernels, routing, experts, x)
@@ -190,14 +190,14 @@ def test_any_shape_equals_the_reference_in_any_subset(data: st.DataObject) -> No
 @pytest.mark.parametrize("form", FORMS)
 def test_a_replay_reads_anew_which_experts_are_met(form: str) -> None:
     kernels, routing = CpuKernels(torch.bfloat16, **FORMS[form]), routing_of(8, 64, 2)
-    experts = kernels.experts(weights_of(8, 64, 96, torch.bfloat16))
+    experts, recorder = kernels.experts(weights_of(8, 64, 96, torch.bfloat16)), Recorder()
     x = normal(9, 64, seed=6).bfloat16()
     route = kernels.router(routing)
 
     def work() -> Tensor:
         return experts(x, *route(x), x)
 
-    result, replay = Recorder().record(work)
+    result, replay = recorder.record(work)
     assert torch.equal(result, work())
     for seed in range(5):
         x.copy_(normal(9, 64, seed=seed))
