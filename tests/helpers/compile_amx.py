@@ -47,9 +47,11 @@ def main() -> None:
     target = binding.Target.from_triple(TRIPLE)
     machine = target.create_target_machine(cpu=PROCESSOR, features=FEATURES, opt=3, reloc="default")
 
+    optimize: Any = JITCodeLibrary._optimize_final_module
+
     def assembly(self: Any) -> tuple[list[str], str]:
         self.finalize()
-        JITCodeLibrary._optimize_final_module(self)
+        optimize(self)
         module = self._final_module
         called = [found.name for found in module.functions if found.is_declaration]
         return [name for name in called if not name.startswith("llvm.")], machine.emit_assembly(module)

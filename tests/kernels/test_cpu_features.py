@@ -20,6 +20,7 @@ from repeats import slow
 from batchgen.core.errors import ModelError
 from batchgen.kernels import processor
 from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.cpu.kernel_specs import attention_kind
 from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.reference import ReferenceKernels
@@ -40,6 +41,7 @@ print(config.auto_dtype(is_cpu=True))
 MULTIPLY = """
 import torch
 from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.cpu.kernel_specs import attention_kind
 
 kernels = CpuKernels()
 x = torch.ones(4, 8, dtype=torch.bfloat16)
@@ -150,14 +152,26 @@ def test_kernels_are_compiled_for_what_numba_would_compile_for(settings: dict[st
     assert done.returncode == 0, done.stderr[-1000:]
 
 
-@pytest.mark.parametrize(("features", "units"), [(ALL, "-bf16-amx"), ("+sse2,+avx2", ""), ("", "")])
+@pytest.mark.parametrize(
+    ("cpu", "features", "units", "attention"),
+    [
+        ("sapphirerapids", ALL, "-bf16-intel-amx", "bfloat16"),
+        ("cooperlake", "+avx512f,+avx512bf16", "-bf16-intel", "bfloat16"),
+        ("znver4", "+avx512f,+avx512bf16", "-bf16", "bf16_pairs"),
+        ("znver3", "+sse2,+avx2", "", "bfloat16"),
+        ("generic", "", "", "bfloat16"),
+    ],
+)
 def test_the_variant_names_the_units_that_kernels_are_compiled_for(
-    monkeypatch: pytest.MonkeyPatch, features: str, units: str
+    monkeypatch: pytest.MonkeyPatch, cpu: str, features: str, units: str, attention: str
 ) -> None:
+    """Attention multiplies pairs of bfloat16 only where that is faster."""
+    monkeypatch.setenv("NUMBA_CPU_NAME", cpu)
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
     monkeypatch.setattr(processor, "tiles_obstacle", lambda: "")
     vectors = torch.backends.cpu.get_cpu_capability().lower()
     assert processor_variant().endswith(f"{vectors}{units}")
+    assert attention_kind("bfloat16", "auto") == attention
 
 
 def test_the_variant_of_the_reference_names_gpu_and_cublas_only_where_the_model_runs_there(

@@ -141,7 +141,7 @@ def test_one_launch_has_the_bits_of_each_experts_own_linears(dtype: str, form: s
 @pytest.mark.usefixtures("threads_as_before")
 def test_a_rows_bits_do_not_depend_on_which_rows_share_the_step(threads: int, form: str) -> None:
     kernels, routing = CpuKernels(torch.bfloat16, **FORMS[form]), routing_of(8, 64, 3)
-    experts, recorder = kernels.experts(weights_of(8, 64, 96, torch.bfloat16)), Recorder()
+    experts = kernels.experts(weights_of(8, 64, 96, torch.bfloat16))
     torch.set_num_threads(1)
     x = normal(150, 64, seed=5).bfloat16()
     whole = feed(kernels, routing, experts, x)

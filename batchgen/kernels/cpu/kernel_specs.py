@@ -15,7 +15,7 @@ from numpy import int8 as INT8  # noqa: N812
 from numpy import uint8 as BYTES  # noqa: N812
 from numpy import uint16 as BF16  # noqa: N812
 
-from batchgen.kernels.processor import has_bfloat16_pairs, has_matrix_unit
+from batchgen.kernels.processor import has_bfloat16_pairs, has_fast_bfloat16_pairs, has_matrix_unit
 
 COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
 Kinds = Mapping[str, tuple[Any, ...]]
@@ -90,7 +90,7 @@ def cached_kind(dtype: str, kv_cache_dtype: str) -> str:
 def attention_kind(dtype: str, kv_cache_dtype: str) -> str:
     """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_cache_dtype``."""
     kind = cached_kind(dtype, kv_cache_dtype)
-    return paired_kind(dtype) if kind == dtype else kind
+    return "bf16_pairs" if kind == "bfloat16" and has_fast_bfloat16_pairs() else kind
 
 
 def needed(
