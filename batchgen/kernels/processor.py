@@ -149,8 +149,8 @@ def processor_variant(library: str = "") -> str:
 
     vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them
     has_pairs, is_fast = has_bfloat16_pairs(), has_fast_bfloat16_pairs()
-    found = {"bf16": has_pairs, "intel": has_pairs and not is_fast, "amx": has_matrix_unit("bf16")}
-    units = [name for name, is_there in found.items() if is_there]
+    unit_names = {"bf16": has_pairs, "intel": has_pairs and not is_fast, "amx": has_matrix_unit("bf16")}
+    units = [name for name, is_there in unit_names.items() if is_there]
     architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
     parts = [*architecture, vectors, *units]
     if library:

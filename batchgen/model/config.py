@@ -282,11 +282,10 @@ class ModelConfig:
     def model_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> int:
         """Bytes of all weights in memory. A tied table counts as the output projection, and again if its form differs.
 
-        The CPU looks up no rows in integers or in what a library packed, so it keeps the table as numbers too.
+        The CPU looks up no rows in integers, so it keeps the table as numbers too.
         """
         params = self.linear_params + self.logits_params_per_token
-        is_packed = is_cpu and weights == "int8"
-        is_shared = self.tie_embedding and self.has_head and not is_packed
+        is_shared = self.tie_embedding and self.has_head and not (is_cpu and weights == "int8")
         is_narrow = is_cpu and dtype == "float32" and self.saved_dtype == "bfloat16"
         bytes_per_value = item_bytes("bfloat16" if is_narrow else dtype)
         table = 0 if is_shared else self.vocab_size * self.hidden_size * bytes_per_value

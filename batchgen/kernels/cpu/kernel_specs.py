@@ -70,9 +70,9 @@ _PAIRED: Kinds = {"bfloat16": (BF16, F32), "bf16_pairs": (BF16, BF16), "float32"
 MATMUL_UNPACKED = KernelSpec(f"{COMPILED}.matmul", "matmul_unpacked", _PAIRED)
 
 # By the tiles of a matrix unit.
-MATMUL_BF16 = KernelSpec(f"{COMPILED}.matmul_amx", "matmul_bf16", {"bfloat16": (BF16, BF16)})
-MATMUL_BF16_UNPACKED = KernelSpec(f"{COMPILED}.matmul_amx", "matmul_bf16_unpacked", {"bfloat16": (BF16, BYTES)})
-MATMUL_INT8 = KernelSpec(f"{COMPILED}.matmul_amx_int8", "matmul_int8", _BYTES)
+MATMUL_BF16 = KernelSpec(f"{COMPILED}.amx_bf16", "matmul_bf16", {"bfloat16": (BF16, BF16)})
+MATMUL_BF16_UNPACKED = KernelSpec(f"{COMPILED}.amx_bf16", "matmul_bf16_unpacked", {"bfloat16": (BF16, BYTES)})
+MATMUL_INT8 = KernelSpec(f"{COMPILED}.amx_int8", "matmul_int8", _BYTES)
 
 
 def paired_kind(dtype: str) -> str:

@@ -328,25 +328,6 @@ def pair_of(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Valu
     return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", [second, first], kind), _PAIRS)
 
 
-def pair_up(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
-    """16 pairs of bfloat16, each of a number in ``first`` and its counterpart in ``second``, which are rounded."""
-    lanes = [lane for i in range(LANES) for lane in (i, LANES + i)]
-    mask = ir.Constant(ir.VectorType(INT, 2 * LANES), [ir.Constant(INT, lane) for lane in lanes])
-    return builder.shuffle_vector(narrow(builder, first), narrow(builder, second), mask)
-
-
-def bytes_at(builder: ir.IRBuilder, base: ir.Value, offset: ir.Value) -> ir.Value:
-    """Pointer to bytes, ``offset`` bytes from the pointer ``base`` on."""
-    return builder.gep(builder.bitcast(base, ir.IntType(8).as_pointer()), [offset])
-
-
-def prefetch_lines(builder: ir.IRBuilder, ahead: ir.Value, turn: ir.Value, lines: ir.Value) -> None:
-    """IR that asks, in turn number ``turn``, for so many neighbouring cache lines of those from an address on."""
-    with cgutils.for_range(builder, lines) as loop:
-        number_of_line = builder.add(builder.mul(turn, lines), loop.index)
-        prefetch(builder, builder.add(ahead, builder.mul(number_of_line, number(CACHE_LINE))), closeness=2)
-
-
 def prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) -> None:
     """IR that asks for the cache line at an integer address, to be read soon; 3 is the first cache, 2 the second."""
     flags = [ir.Constant(INT, flag) for flag in (0, closeness, 1)]  # read, how close, data

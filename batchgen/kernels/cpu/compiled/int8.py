@@ -67,11 +67,18 @@ def emit_unpack(builder, out, strip, groups, x):
         with cgutils.for_range(builder, emit.number(GROUP // 2)) as inner:
             vectors = emit_numbers(builder, strip, outer.index, inner.index, scales, x)
             if emit.is_bf16(out) and len(vectors) == 2:
-                vectors = [emit.pair_up(builder, *vectors)]
+                vectors = [_pair_up(builder, *vectors)]
             pair = builder.add(builder.mul(outer.index, emit.number(GROUP // 2)), inner.index)
             for i, vector in enumerate(vectors):
                 at = builder.gep(out, [builder.add(builder.mul(pair, emit.number(2 * LANES)), emit.number(i * LANES))])
                 builder.store(vector, builder.bitcast(at, vector.type.as_pointer()), align=64)
+
+
+def _pair_up(builder, first, second):
+    """16 pairs of bfloat16, each of a number in ``first`` and its counterpart in ``second``, which are rounded."""
+    lanes = [ir.Constant(emit.INT, lane) for i in range(LANES) for lane in (i, LANES + i)]
+    mask = ir.Constant(ir.VectorType(emit.INT, 2 * LANES), lanes)
+    return builder.shuffle_vector(emit.narrow(builder, first), emit.narrow(builder, second), mask)
 
 
 def adds_up():

@@ -38,6 +38,18 @@ def _tile(number):
     return ir.Constant(_BYTE, number)
 
 
+def bytes_at(builder, base, offset):
+    """Pointer to bytes, ``offset`` bytes from the pointer ``base`` on."""
+    return builder.gep(builder.bitcast(base, _BYTE.as_pointer()), [offset])
+
+
+def emit_prefetch(builder, ahead, turn, lines):
+    """Ask, in turn number ``turn``, for so many neighbouring cache lines of all from the address ``ahead`` on."""
+    with cgutils.for_range(builder, lines) as loop:
+        line = builder.add(builder.mul(turn, lines), loop.index)
+        emit.prefetch(builder, builder.add(ahead, builder.mul(line, emit.number(emit.CACHE_LINE))), closeness=2)
+
+
 def emit_configure(builder, state, rows):
     """Give the eight tiles so many ``rows``, eight int64 from 1 to 16, of 64 bytes each; all of them become zero."""
     if IN_MEMORY:
@@ -165,7 +177,7 @@ def _flushing_denormals(builder) -> Iterator[None]:
 
 
 def _vector_at(builder, base, offset):
-    return builder.bitcast(emit.bytes_at(builder, base, offset), emit.INT_VECTOR.as_pointer())
+    return builder.bitcast(bytes_at(builder, base, offset), emit.INT_VECTOR.as_pointer())
 
 
 def _row_at(builder, state, tile, row):
@@ -174,8 +186,8 @@ def _row_at(builder, state, tile, row):
 
 
 def _rows_at(builder, state, tile):
-    """Where the number of a tile's rows is kept."""
-    at = emit.bytes_at(builder, state, emit.number(_NUM_TILES * TILE_BYTES + 8 * tile))
+    """Pointer to the number of a tile's rows."""
+    at = bytes_at(builder, state, emit.number(_NUM_TILES * TILE_BYTES + 8 * tile))
     return builder.bitcast(at, _WORD.as_pointer())
 
 

@@ -75,11 +75,11 @@ def _accumulating(numbers):
     @emitted(types.void, ANY, ANY, I64, ANY, I64, ANY, I64, I64, I64, I64)
     def accumulate(builder, state, x, stride, weights, strip_size, sums, goes_on, steps, ahead, lines):
         """``x`` are rows ``stride`` numbers apart, ``weights`` strips; ``lines`` are prefetched a step."""
-        row, row_bytes = emit.bytes_at(builder, x, emit.number(0)), builder.mul(stride, emit.number(2))
+        row, row_bytes = tiles.bytes_at(builder, x, emit.number(0)), builder.mul(stride, emit.number(2))
         strip_bytes, line = builder.mul(strip_size, emit.number(2)), emit.number(TILE_ROW_BYTES)
         places = [builder.mul(strip_bytes, emit.number(v)) for v in range(len(totals))]
-        strips = [emit.bytes_at(builder, weights, place) for place in places]
-        sums_at = [emit.bytes_at(builder, sums, emit.number(v * TILE_ROW_BYTES)) for v in range(len(totals))]
+        strips = [tiles.bytes_at(builder, weights, place) for place in places]
+        sums_at = [tiles.bytes_at(builder, sums, emit.number(v * TILE_ROW_BYTES)) for v in range(len(totals))]
         with builder.if_else(builder.icmp_signed("!=", goes_on, emit.number(0))) as (later, first):
             with later:
                 for total, at in zip(totals, sums_at, strict=True):
@@ -93,7 +93,7 @@ def _accumulating(numbers):
             for total, strip in zip(totals, strips, strict=True):
                 tiles.emit_load(builder, state, of_weights, builder.gep(strip, [weights_at]), line)
                 tiles.emit_dot_bf16(builder, state, total, of_rows, of_weights)
-            emit.prefetch_lines(builder, ahead, loop.index, lines)
+            tiles.emit_prefetch(builder, ahead, loop.index, lines)
         for total, at in zip(totals, sums_at, strict=True):
             tiles.emit_store(builder, state, total, at, emit.number(_SUM_BYTES))
         for tile in (*totals, of_rows, of_weights):

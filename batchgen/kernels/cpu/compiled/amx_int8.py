@@ -12,9 +12,9 @@ from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit, simd, tiles
+from batchgen.kernels.cpu.compiled.amx_bf16 import configure, release
 from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.compiled.matmul import PRODUCT, finish_tile, following_panel, group_of, multiply_integers
-from batchgen.kernels.cpu.compiled.matmul_amx import configure, release
 from batchgen.kernels.cpu.compiled.simd import ANY, BYTES, I64, emitted
 from batchgen.kernels.cpu.layout import (
     BLOCK_ROWS,
@@ -35,7 +35,7 @@ _PART = 8  # groups at most: those of two strips are 33 KiB
 _PAIR_BYTES = 2 * TILE_ROW_BYTES  # a row of a group's sums for two strips
 _GROUP_SUMS_BYTES = TILE_ROWS * _PAIR_BYTES
 _NUM_LINES = 66  # of a group in two strips
-_WHOLE, _REST = ((0, 1), 2, 3), ((4, 5), 6, 7)  # as in ``matmul_amx``
+_WHOLE, _REST = ((0, 1), 2, 3), ((4, 5), 6, 7)  # as in ``amx_bf16``
 _GROUP_SUMS = BLOCK_ROWS * TILE_COLUMNS  # words of scratch before the sums of two groups, which take turns
 _STATE = TILE_SCRATCH - TILE_STATE
 
@@ -55,8 +55,8 @@ def _emit_scaled(builder, x, sums, group_sums, strips, group, rows):
         scale, shift = (emit.splat(builder, builder.load(builder.gep(base, [place]))) for base in (scales, shifts))
         for v, of_weight in enumerate(of_weights):
             offset = builder.add(builder.mul(row.index, emit.number(_PAIR_BYTES)), emit.number(v * TILE_ROW_BYTES))
-            found = builder.bitcast(builder.gep(group_sums, [offset]), emit.INT_VECTOR.as_pointer())
-            total = builder.add(builder.load(found, align=64), shift)
+            group_sum = builder.bitcast(builder.gep(group_sums, [offset]), emit.INT_VECTOR.as_pointer())
+            total = builder.add(builder.load(group_sum, align=64), shift)
             term = builder.fmul(builder.fmul(scale, of_weight), builder.sitofp(total, emit.VECTOR))
             index = builder.add(builder.mul(row.index, emit.number(TILE_COLUMNS)), emit.number(v * LANES))
             to = builder.bitcast(builder.gep(sums, [index]), kind)
@@ -74,9 +74,9 @@ def _accumulating(numbers):
     ):
         """``x`` are the rows' integers, ``stride`` groups apart; ``weights`` are the first strip's bytes."""
         state = builder.gep(memory, [emit.number(_STATE)])
-        waiting = emit.bytes_at(builder, memory, emit.number(4 * _GROUP_SUMS))
+        waiting = tiles.bytes_at(builder, memory, emit.number(4 * _GROUP_SUMS))
         row_bytes, line = builder.mul(stride, emit.number(DOT_GROUP)), emit.number(TILE_ROW_BYTES)
-        strips = [emit.bytes_at(builder, weights, builder.mul(strip_size, emit.number(v))) for v in (0, 1)]
+        strips = [tiles.bytes_at(builder, weights, builder.mul(strip_size, emit.number(v))) for v in (0, 1)]
 
         def group_sums(index):
             odd = builder.and_(index, emit.number(1))
@@ -99,7 +99,7 @@ def _accumulating(numbers):
                     tile_at = builder.gep(strip, [builder.add(weights_at, emit.number(step * TILE_BYTES))])
                     tiles.emit_load(builder, state, of_weights, tile_at, line)
                     tiles.emit_dot_int8(builder, state, total, of_rows, of_weights)
-            emit.prefetch_lines(builder, ahead, loop.index, lines)
+            tiles.emit_prefetch(builder, ahead, loop.index, lines)
             with builder.if_then(builder.icmp_signed(">", loop.index, emit.number(0))):
                 scale(builder.sub(loop.index, emit.number(1)))
             for v, total in enumerate(totals):
