@@ -146,7 +146,8 @@ def read_config(model: Path) -> ModelConfig:
     """
     if is_gguf(model):
         raw, tensor_names = read_gguf_config(model)
-        return replace(parse_config(raw, str(model)), tensor_names=tensor_names, is_gguf=True)
+        config = parse_config(raw, str(model))
+        return replace(config, tensor_names=tensor_names, is_gguf=True, norm_offset=0.0)  # added to the file's norms
     path = model / "config.json"
     config = parse_config(read_object(path, _MAX_BYTES), str(path))
     eos_token_ids = dict.fromkeys((*config.eos_token_ids, *generation_eos_token_ids(model)))

@@ -25,6 +25,7 @@ from batchgen.input.rows import Embedded
 from batchgen.model.adapter.settings import Lora, doubts, read_lora, resolve_adapter
 from batchgen.model.config import ModelConfig
 from batchgen.model.files import ModelFiles, file_states
+from batchgen.model.gguf.config import holds_float16
 from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.vector_files import VectorFiles, read_vector_files
 from batchgen.output.record_builder import RecordBuilder
@@ -248,6 +249,10 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
         )
     if model.config.unread_parts:
         notes.append("the vision part of this checkpoint is not read: it runs as a model of text")
+    if numerics["dtype"] == "bfloat16" and spec.model.dtype == "auto" and holds_float16(info.files.weights):
+        notes.append(
+            "the file's float16 weights are rounded to bfloat16, which may change answers: --dtype float32 keeps them"
+        )
     notes += doubts(info.lora, info.files.name, info.files.weights)
 
     def prepare() -> None:

@@ -45,32 +45,39 @@ _NO_ENDS = (
     (("<|tool_response>",), "</s>"),
 )
 _REMEDY = "give --tokenizer a folder or Hub id with a tokenizer.json"
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{{L}}\p{{N}}]+{}|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
 
 
 class _Kind(NamedTuple):
     """Settings that the name of a pre-tokenizer stands for.
 
-    ``words`` are found by this expression, or, where it is empty, by that of GPT-2 once digits are split off. With
-    ``whole_words`` a word of the vocabulary is its token, whatever the merges make of it. ``is_composed``: texts are
-    brought to the normal form NFC first. ``has_bos``: a bos is put in front where the file does not say.
+    ``words`` are found by these expressions, each in what the one before it has left apart. With ``whole_words`` a word
+    of the vocabulary is its token, whatever the merges make of it. ``is_composed``: texts are brought to the normal
+    form NFC first. ``has_bos``: a bos is put in front where the file does not say.
     """
 
-    words: str = ""
+    words: tuple[str, ...]
     whole_words: bool = False
     is_composed: bool = False
     has_bos: bool = False
 
 
-_LLAMA = _Kind(_WORDS.format(digits="{1,3}"), whole_words=True, has_bos=True)
+_LLAMA = _Kind((_WORDS + "{1,3}" + _REST.format(r"[\r\n]*"),), whole_words=True, has_bos=True)
+_QWEN = (_WORDS + _REST.format(r"[\r\n]*"),)
+_DIGITS = _Kind((r"\p{N}", _GPT2))
 _KINDS = {
-    "smollm": _Kind(),
-    "qwen2": _Kind(_WORDS.format(digits=""), is_composed=True),
-    "llama-bpe": _LLAMA,
-    "lfm2": _LLAMA,
+    "smollm": _DIGITS,
+    "refact": _DIGITS,
+    "gpt-2": _Kind((_GPT2,)),
+    "qwen2": _Kind(_QWEN, is_composed=True),
+    "deepseek-r1-qwen": _Kind(_QWEN),
+    "tekken": _Kind((_TEKKEN + _REST.format(r"[\r\n/]*"),), whole_words=True, has_bos=True),
+    "default": _Kind((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), _LLAMA),
 }
 
 
@@ -152,11 +159,9 @@ def _backend(kind: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> token
         first, _, second = merge.partition(" ")
         pairs.append((first, second))
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind.whole_words))
-    split: Any = pre_tokenizers.Digits(individual_digits=True)
-    if kind.words:
-        split = pre_tokenizers.Split(Regex(kind.words), "isolated")
-    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not kind.words)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, of_bytes])
+    splits = [pre_tokenizers.Split(Regex(words), "isolated") for words in kind.words]
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, of_bytes])
     backend.decoder = decoders.ByteLevel()
     if kind.is_composed:
         backend.normalizer = normalizers.NFC()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from torch import Tensor
 
 from batchgen.model.config import ModelConfig, Rope
@@ -26,16 +28,44 @@ _ADDERS: dict[type, Callable[[gguf.GGUFWriter, str, Any], None]] = {
 def gguf_name(name: str, layers: int, architecture: str = "lfm2") -> str:
     """What the package calls a tensor of that name."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers)
-    found = names.get_name(name, (".weight", ".bias"))
+    merged = name.removeprefix("model.") if "feed_forward.experts" in name else name  # as LFM2's converter has it
+    found = names.get_name(merged, (".weight", ".bias"))
     assert found is not None, name
     return found
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """The architecture of a model of one of the three families."""
+    """The architecture of a model of one of the families that GGUF files hold."""
+    has_experts = config.feed_forward == "experts"
     if config.num_conv_layers:
-        return "lfm2"
-    return "qwen3" if config.has_qk_norm else "llama"
+        return "lfm2moe" if has_experts else "lfm2"
+    if config.has_gelu:
+        return "gemma3"
+    if config.logits_scale != 1:
+        return "granite"
+    if config.biases:
+        return "qwen2"
+    return ("qwen3moe" if has_experts else "qwen3") if config.has_qk_norm else "llama"
+
+
+def add_experts(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    experts = config.layers[-1].experts
+    assert experts
+    writer.add_expert_count(experts.num_experts)
+    writer.add_expert_used_count(experts.num_active)
+    writer.add_expert_feed_forward_length(experts.ff_dim)
+    if config.num_conv_layers:
+        writer.add_leading_dense_block_count(sum(layer.experts is None for layer in config.layers))
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def merged_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, those of all experts of a layer in one, and the bias of a router by its own name."""
+    merged: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        merged.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(tensor)
+    named = {name.replace(".expert_bias", ".expert_bias.bias"): found for name, found in merged.items()}
+    return {name: torch.stack(found) if "experts." in name else found[0] for name, found in named.items()}
 
 
 def rotated_side_by_side(weight: Tensor, head_dim: int) -> Tensor:
@@ -58,10 +88,18 @@ def add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.ff_dim)
+    writer.add_feed_forward_length(config.layers[0].ff_dim or config.ff_dim)
+    if config.feed_forward == "experts":
+        add_experts(writer, config)
+    if config.window:
+        writer.add_sliding_window(config.window)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(heads)
-    writer.add_rope_freq_base(config.ropes[0].theta if config.ropes else 1e6)
+    rope = max(config.ropes, key=lambda rope: rope.theta, default=None)  # of Gemma's layers with full attention
+    writer.add_rope_freq_base(rope.theta if rope else 1e6)
+    if rope and rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope.factor)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if config.num_conv_layers:
@@ -71,6 +109,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"token {n}" for n in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
+
+
+def as_saved(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """A value by the names that the checkpoint has, expert by expert."""
+    if "experts." in name:
+        return {name.replace("experts.", f"experts.{n}."): part for n, part in enumerate(value)}
+    return {name.replace(".expert_bias.bias", ".expert_bias"): value}
 
 
 def write_gguf(
@@ -87,17 +132,18 @@ def write_gguf(
         writer.kv_data[0].pop(key, None)
         if value is not None:
             _ADDERS[type(value)](writer, key, value)
-    values = {}
+    values: dict[str, np.ndarray] = {}
     rope = config.ropes[0]
     if rope.kind == "llama3":
         factors = rope_factors(rope, config.head_dim).numpy()
         writer.add_tensor("rope_freqs.weight", factors)
-    for name, tensor in tensors.items():
+    for name, tensor in merged_experts(tensors).items():
         kind = kind_of(name)
-        wide = tensor.float().numpy()
-        data = gguf.quantize(wide.squeeze(1) if wide.ndim == 3 else wide, kind)
-        values[name] = gguf.dequantize(data, kind).reshape(wide.shape)
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        offset = architecture == "gemma3" and "norm" in name  # which its converter adds
+        wide = tensor.float().numpy() + offset
+        data = gguf.quantize(wide.squeeze(1) if wide.ndim == 3 and wide.shape[1] == 1 else wide, kind)
+        values |= as_saved(name, gguf.dequantize(data, kind).reshape(wide.shape) - offset)
+        if architecture in ("llama", "granite") and name.endswith(("q_proj.weight", "k_proj.weight")):
             data = gguf.quantize(rotated_side_by_side(tensor.float(), config.head_dim).numpy(), kind)
         raw_type = None if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16) else kind
         writer.add_tensor(gguf_name(name, config.num_layers, architecture), data, raw_dtype=raw_type)

@@ -28,6 +28,7 @@ from batchgen.core.gguf import read_header
 from batchgen.core.machine import QUANTIZATIONS
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
+from batchgen.model.gguf.config import holds_float16
 from batchgen.model.gguf.tensors import GgufTensors
 from batchgen.model.load import load_model
 from batchgen.model.registry import load_config, parse_config, read_config
@@ -48,6 +49,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
 }
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"intermediate_size": 96, "hidden_size": 64, "moe_intermediate_size": 64},
+    "granite": {"model_type": "granite"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "gemma3_text": {
+        "num_hidden_layers": 6,
+        "query_pre_attn_scalar": 24,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    },
+}
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.1, "logit_scale": 6.0}
+SCALES |= {"attention.layer_norm_rms_epsilon": 1e-5}
+METADATA = {"granite": {f"granite.{key}": value for key, value in SCALES.items()}}
 Kind = gguf.GGMLQuantizationType
 BLOCKS = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.BF16, Kind.F16, Kind.F32]
 NOT_READ = [Kind.Q8_1, Kind.Q8_K, Kind.I8, Kind.I16, Kind.I32, Kind.I64, Kind.Q1_0, Kind.F64]
@@ -70,7 +85,8 @@ def refusal(path: Path) -> str:
 
 def mostly(kind: Any) -> Callable[[str], Any]:
     """Matrices of that type; norms and convolutions float32, as converters leave them."""
-    return lambda name: Kind.F32 if "norm" in name or "conv.conv" in name else kind
+    small = ("norm", "conv.conv", "bias", "gate.weight")
+    return lambda name: Kind.F32 if any(part in name for part in small) else kind
 
 
 def write_both(folder: Path, kind: Any, metadata: dict[str, Any] | None = None, **changes: Any) -> Path:
@@ -91,6 +107,41 @@ def test_a_gguf_model_has_the_logits_of_the_values_that_it_stands_for(
 ) -> None:
     found, expected = load(write_both(tmp_path, kind, **FAMILIES[family]), dtype), load(tmp_path / "plain", dtype)
     assert torch.equal(prefix_logits(found, PROMPT), prefix_logits(expected, PROMPT))
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_a_gguf_model_of_another_family_has_the_logits_of_its_values(tmp_path: Path, kind: Any, family: str) -> None:
+    changes = {"model_type": family, **MORE_FAMILIES[family]}
+    path = write_both(tmp_path, kind, METADATA.get(family), **changes)
+    found, expected = prefix_logits(load(path), PROMPT), prefix_logits(load(tmp_path / "plain"), PROMPT)
+    if family == "gemma3_text":  # its file has 1 added to norms, and rounds the sum
+        assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata", "words"),
+    [
+        ("lfm2_moe", {"lfm2moe.expert_gating_func": 1}, "lfm2moe.expert_gating_func is 1, which is not computed here"),
+        ("lfm2_moe", {"lfm2moe.expert_count": None}, "the metadata has no 'lfm2moe.expert_count'"),
+        ("qwen3_moe", {"qwen3moe.expert_shared_count": 1}, "qwen3moe.expert_shared_count is 1, which is not computed"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is False, which is not"),
+        ("gemma3_text", {"gemma3.final_logit_softcapping": 30.0}, "gemma3.final_logit_softcapping is 30.0, which is"),
+        (
+            "qwen2",
+            {"qwen2.attention.sliding_window": 64},
+            "qwen2.attention.sliding_window is 64, which is not computed",
+        ),
+    ],
+    ids=str,
+)
+def test_metadata_of_other_families_that_are_not_computed_are_named(
+    tmp_path: Path, family: str, metadata: dict[str, Any], words: str
+) -> None:
+    changes = {"model_type": family, **MORE_FAMILIES[family]}
+    assert words in refusal(write_both(tmp_path, Kind.F32, METADATA.get(family, {}) | metadata, **changes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -291,7 +342,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general.architecture": "gemma3"}, "'gemma3'; GGUF files of 'lfm2', 'llama', 'qwen3' are read"),
+        ({"general.architecture": "gemma2"}, "'gemma2'; GGUF files of 'lfm2', 'lfm2moe', 'llama', 'granite', 'qwen2'"),
         ({"general.architecture": None}, "general.architecture is None"),
         ({"split.count": 3}, "is one piece of several; join them"),
         ({"lfm2.attention.head_count_kv": 2}, "head_count_kv must be a list, not 2"),
@@ -510,3 +561,8 @@ def test_a_real_file_answers_chats_as_transformers_reads_it() -> None:
             expected = theirs(torch.tensor([token_ids])).logits[0]
         torch.testing.assert_close(prefix_logits(ours, token_ids), expected, rtol=0, atol=2e-4)
         assert expected[len(prompt) - 1 :].argmax(-1).tolist() == answer["token_ids"]
+
+
+@pytest.mark.parametrize(("kind", "is_held"), [(Kind.F16, True), (Kind.F32, False), (Kind.Q8_0, False)])
+def test_a_file_with_matrices_in_float16_is_known(tmp_path: Path, kind: Any, is_held: bool) -> None:
+    assert holds_float16(write_both(tmp_path, kind)) == is_held

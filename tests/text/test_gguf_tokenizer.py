@@ -90,6 +90,22 @@ def test_ids_are_those_of_transformers_from_the_same_file(tmp_path: Path, pre: s
     assert ours.silent_token_ids == {ours.token_id(token) for token, kind in ADDED.items() if kind == CONTROL}
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["AbcDEF", "1234", "\u0120\u00c3\u00a4", "'s", "!/", "\u010a"]),
+        ("refact", ["AbcDEF", "1", "2", "3", "4", "\u0120\u00c3\u00a4", "'s", "!/", "\u010a"]),
+        ("deepseek-r1-qwen", ["AbcDEF", "1", "2", "3", "4", "\u0120\u00c3\u00a4", "'s", "!/\u010a"]),
+        ("tekken", ["Abc", "DEF", "1", "2", "3", "4", "\u0120\u00c3\u00a4", "'s", "!/\u010a"]),
+        ("default", ["AbcDEF", "123", "4", "\u0120\u00c3\u00a4", "'", "s", "!/", "\u010a"]),
+    ],
+)
+def test_a_text_is_split_as_the_pre_tokenizer_of_that_name_does(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    split = Backend.from_str(read_gguf_tokenizer(write(tmp_path, pre)).to_json()).pre_tokenizer
+    assert split is not None
+    assert [piece for piece, _ in split.pre_tokenize_str("AbcDEF1234 \u00e4's!/\n")] == pieces
+
+
 @pytest.mark.slow
 def test_ids_of_a_real_file_are_those_of_transformers() -> None:
     from transformers import AutoTokenizer
@@ -184,7 +200,7 @@ def test_a_template_for_tools_is_taken_for_chats_with_tools(tmp_path: Path) -> N
     [
         ({"model": "llama"}, "tokenizer.ggml.model is 'llama'; tokenizers of 'gpt2' are read: give --tokenizer"),
         ({"model": None}, "tokenizer.ggml.model is None"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; pre-tokenizers 'smollm', 'qwen2', 'llama-bpe', 'lfm2'"),
+        ({"pre": "falcon"}, "tokenizer.ggml.pre is 'falcon'; pre-tokenizers 'smollm', 'refact', 'gpt-2', 'qwen2', "),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
         ({"add_sep_token": True}, "tokenizer.ggml.add_sep_token is true, which is not computed here: give --tokenizer"),
         ({"tokens": None}, "tokens, merges or token types of tokenizer.ggml are missing or no lists"),

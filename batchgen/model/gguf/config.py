@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from batchgen.core.errors import ModelError
 from batchgen.core.gguf import GgufHeader, read_header
+from batchgen.core.model_files import is_gguf
 from batchgen.core.units import shown
 
 ROPE_FACTORS = "rope_freqs.weight"  # what Llama 3 divides its frequencies by
@@ -48,14 +49,71 @@ _KEYS = {  # key of config.json -> key of the metadata, behind the architecture
     "rope_theta": "rope.freq_base",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {  # the name is the model_type
-    "lfm2": _KEYS | {"conv_L_cache": "shortconv.l_cache"},
-    **dict.fromkeys(("llama", "qwen3"), _KEYS),
+_EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
-_NOT_COMPUTED = (  # what other models of these architectures add
-    *("expert_count", "attention.sliding_window", "attention.scale"),
+_EXPERT_NAMES = {
+    "router": f"{_LAYER}.ffn_gate_inp",
+    "router_bias": f"{_LAYER}.exp_probs_b.bias",
+    **{f"expert_{part}": f"{_LAYER}.ffn_{part}_exps.{{expert}}" for part in ("gate", "up", "down")},
+}
+_GEMMA_NAMES = {
+    "mixer_post_norm": f"{_LAYER}.post_attention_norm",
+    "feed_forward_post_norm": f"{_LAYER}.post_ffw_norm",
+}
+
+
+class _Architecture(NamedTuple):
+    """A model_type, the keys that its files must and may have, what all its models say, and its other tensors."""
+
+    model_type: str
+    keys: Mapping[str, str]
+    optional: Mapping[str, str] = {}
+    fixed: Mapping[str, Any] = {}
+    names: Mapping[str, str] = {}
+
+    @property
+    def all_keys(self) -> Mapping[str, str]:
+        return {**self.keys, **self.optional}
+
+
+_CONV_KEYS = _KEYS | {"conv_L_cache": "shortconv.l_cache"}
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+_ARCHITECTURES = {
+    "lfm2": _Architecture("lfm2", _CONV_KEYS),
+    "lfm2moe": _Architecture(
+        "lfm2_moe",
+        _CONV_KEYS | _EXPERT_KEYS | {"num_dense_layers": "leading_dense_block_count"},
+        {"routed_scaling_factor": "expert_weights_scale"},
+        names=_EXPERT_NAMES,
+    ),
+    "llama": _Architecture("llama", _KEYS),
+    "granite": _Architecture("granite", _KEYS, _GRANITE_KEYS),
+    "qwen2": _Architecture("qwen2", _KEYS),
+    "qwen3": _Architecture("qwen3", _KEYS),
+    "qwen3moe": _Architecture("qwen3_moe", _KEYS | _EXPERT_KEYS, fixed={"norm_topk_prob": True}, names=_EXPERT_NAMES),
+    "gemma3": _Architecture(
+        "gemma3_text",
+        _KEYS | {"sliding_window": "attention.sliding_window"},
+        {"rope_local_base_freq": "rope.freq_base_swa"},
+        names=_GEMMA_NAMES,
+    ),
+}
+ROTATED = ("llama", "granite")  # architectures whose converters reorder queries and keys
+_NOT_COMPUTED = (  # what other models of these architectures add, unless it is a key of theirs
+    *("expert_count", "expert_shared_count", "expert_weights_scale", "attention.sliding_window", "attention.scale"),
     *("embedding_scale", "residual_scale", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping"),
 )
+_GATINGS = {"lfm2moe": 2, "qwen3moe": 1}  # sigmoid and softmax
+_GEMMA_27B_LAYERS = 62
+_F16 = 1  # a type of tensors
 _POOLINGS: Mapping[object, str] = {0: "tokens", 1: "mean", 2: "cls", 3: "last"}  # by llama.cpp's numbers; 4 ranks texts
 _LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling, in all releases
 _LLAMA3_POSITIONS = 8192
@@ -74,16 +132,15 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
         raise ModelError(
             f"{path}: general.architecture is {shown(name)}; GGUF files of {names} are read: use safetensors"
         )
-    raw: dict[str, Any] = {"model_type": name}
-    for key, behind in _ARCHITECTURES[name].items():
-        raw[key] = metadata.get(f"{name}.{behind}")
+    architecture = _ARCHITECTURES[name]
+    raw: dict[str, Any] = {"model_type": architecture.model_type, **architecture.fixed}
+    raw |= {key: metadata.get(f"{name}.{behind}") for key, behind in architecture.all_keys.items()}
+    for key, behind in architecture.keys.items():
         if raw[key] is None and key != "num_key_value_heads":  # by default as many as there are of queries
             raise ModelError(f"{path}: the metadata has no '{name}.{behind}'; convert the model again")
-    for behind in _NOT_COMPUTED:
-        if value := metadata.get(f"{name}.{behind}"):
-            raise ModelError(f"{path}: {name}.{behind} is {shown(value)}, which is not computed here; use safetensors")
-    if name == "lfm2":
-        raw |= _lfm2_layers(path, raw)
+    _refuse_others(path, name, metadata)
+    if name in ("lfm2", "lfm2moe"):
+        raw |= _lfm2_layers(path, name, raw)
     if metadata.get(f"{name}.attention.causal") is False:
         raw["architectures"] = ["BidirectionalModel"]  # whose convolutions are centred, as in llama.cpp
     head_dim, rotated = (metadata.get(f"{name}.{key}") for key in ("attention.key_length", "rope.dimension_count"))
@@ -100,15 +157,40 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(metadata),
     }
+    quotient = _quotient(raw["hidden_size"], raw["num_attention_heads"])
+    width = raw["head_dim"] or quotient
+    if name == "gemma3":  # the largest divides scores by another width
+        is_largest = raw["num_hidden_layers"] == _GEMMA_27B_LAYERS
+        raw["query_pre_attn_scalar"] = quotient if is_largest else width
+    if name == "granite" and raw["attention_multiplier"] is None and width:
+        raw["attention_multiplier"] = width**-0.5
     is_old = f"{_OLD_FINAL_NORM}.weight" in tensors
-    return raw, _NAMES | ({"final_norm": _OLD_FINAL_NORM} if is_old else {})
+    return raw, {**_NAMES, **architecture.names} | ({"final_norm": _OLD_FINAL_NORM} if is_old else {})
 
 
-def _lfm2_layers(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _quotient(total: Any, parts: Any) -> int | None:
+    return total // parts if type(total) is int and type(parts) is int and parts else None
+
+
+def _refuse_others(path: Path, name: str, metadata: Mapping[str, Any]) -> None:
+    """Raises ModelError for metadata that ask for what is not computed here."""
+    taken = _ARCHITECTURES[name].all_keys.values()
+    wrong = {behind: metadata.get(f"{name}.{behind}") for behind in _NOT_COMPUTED if behind not in taken}
+    wrong = {behind: value for behind, value in wrong.items() if value}
+    if name == "granite" and metadata.get("granite.rope.scaling.finetuned") is False:  # then nothing is rotated
+        wrong["rope.scaling.finetuned"] = False
+    gating = metadata.get(f"{name}.expert_gating_func")
+    if gating is not None and gating != _GATINGS.get(name):
+        wrong["expert_gating_func"] = gating
+    for behind, value in wrong.items():
+        raise ModelError(f"{path}: {name}.{behind} is {shown(value)}, which is not computed here; use safetensors")
+
+
+def _lfm2_layers(path: Path, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """The kind of each layer, which the number of its KV heads tells: 0 for a convolution."""
     kv_heads = raw["num_key_value_heads"]
     if not isinstance(kv_heads, list):
-        raise ModelError(f"{path}: lfm2.attention.head_count_kv must be a list, not {shown(kv_heads)}")
+        raise ModelError(f"{path}: {name}.attention.head_count_kv must be a list, not {shown(kv_heads)}")
     return {
         "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
         "num_key_value_heads": max(kv_heads, default=0),
@@ -121,6 +203,8 @@ def _rope_scaling(path: Path, name: str, header: GgufHeader, raw: Mapping[str, A
     metadata = header.metadata
     factor = metadata.get(f"{name}.rope.scaling.factor", metadata.get(f"{name}.rope.scale_linear", 1))
     kind = metadata.get(f"{name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
+    if name == "gemma3" and kind == "linear":  # of its layers with full attention
+        return {"rope_type": kind, "factor": factor}
     if kind != "none":
         raise ModelError(f"{path}: rope scaling {shown(kind)} is not supported in GGUF files; use safetensors")
     if name != "llama" or ROPE_FACTORS not in header.tensors:  # of others it is an unknown tensor
@@ -152,6 +236,13 @@ def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> d
         return None
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH}
     return {**scaling, "original_max_position_embeddings": positions}
+
+
+def holds_float16(model: Path | None) -> bool:
+    """Whether a model is a GGUF file with matrices in float16."""
+    if model is None or not is_gguf(model):
+        return False
+    return any(place.kind == _F16 and len(place.shape) > 1 for place in read_header(model).tensors.values())
 
 
 def read_gguf_pooling(path: Path) -> str:

@@ -6,6 +6,7 @@ Numbers are read here; the ``gguf`` package, which knows the blocks of each quan
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,21 @@ from torch import Tensor
 from batchgen.core.errors import ModelError
 from batchgen.core.gguf import GgufTensor, read_header
 from batchgen.core.model_files import file_bytes
-from batchgen.model.gguf.config import ROPE_FACTORS
+from batchgen.model.gguf.config import ROPE_FACTORS, ROTATED
 from batchgen.model.weights import Init, Shape, StoredTensors, fill_rows, is_finite
 
 _NUMBERS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}  # by type
 _ROTATED = (".attn_q.weight", ".attn_k.weight")
+_MAX_EXPERTS = 1 << 12  # of a layer
 _CHUNK = 1 << 18  # values turned into float32 at once: these stay in the processor's cache, all of a row's do not
 
 
 class GgufTensors(StoredTensors[GgufTensor]):
     """Tensors of a GGUF file, each read back into ``dtype``.
 
-    Converters of the architecture "llama" put the outputs of each head of ``head_dim`` that are rotated together, i and
-    i + head_dim / 2, side by side; here they get back their places. With ``is_exact`` blocks are read into float32, for
+    Converters of the architectures ``ROTATED`` put the outputs of each head of ``head_dim`` that are rotated together,
+    i and i + head_dim / 2, side by side; here they get back their places. The tensors of experts, which a file holds
+    layer by layer, are taken one by one. With ``is_exact`` blocks are read into float32, for
     a model that keeps integers: those of Q8_0 are then the file's own.
     """
 
@@ -36,13 +39,13 @@ class GgufTensors(StoredTensors[GgufTensor]):
         self, path: Path, dtype: torch.dtype, device: torch.device, head_dim: int = 2, *, is_exact: bool = False
     ) -> None:
         metadata, tensors = read_header(path)
-        is_llama = metadata.get("general.architecture") == "llama"
-        self._rotated = _ROTATED if is_llama else ()
+        architecture = metadata.get("general.architecture")
+        self._rotated = _ROTATED if architecture in ROTATED else ()
         self._pairs = head_dim // 2
         self._of_blocks = torch.float32 if is_exact else dtype
         # Llama 3's factors are compared when the config is read.
-        places = {name: place for name, place in tensors.items() if not (is_llama and name == ROPE_FACTORS)}
-        super().__init__(path, dtype, device, places)
+        places = {name: place for name, place in tensors.items() if (architecture, name) != ("llama", ROPE_FACTORS)}
+        super().__init__(path, dtype, device, dict(_by_expert(places)))
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name; axes of one element may be missing in the file, as those of convolutions are.
@@ -103,3 +106,29 @@ class GgufTensors(StoredTensors[GgufTensor]):
 
     def _error(self, name: str, what: str) -> ModelError:
         return ModelError(f"{self.path}: tensor {name!r} {what}")
+
+
+def _by_expert(places: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+    """The places of tensors, those of all experts of a layer taken apart: ``x.weight`` is ``x.0.weight`` and so on."""
+    for name, place in places.items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_exps") or len(place.shape) != 3:
+            yield name, place
+            continue
+        count, *shape = place.shape
+        num_bytes = _num_bytes(place.kind, math.prod(shape))
+        for expert in range(min(count, _MAX_EXPERTS)):
+            yield f"{module}.{expert}.weight", GgufTensor(place.kind, tuple(shape), place.offset + expert * num_bytes)
+
+
+def _num_bytes(kind: int, count: int) -> int:
+    """Bytes of so many values of a type; 0 for a type that is not known, which is refused when it is read."""
+    if kind in _NUMBERS:
+        return count * _NUMBERS[kind].itemsize
+    import gguf
+
+    try:
+        values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+    except ValueError:
+        return 0
+    return count // values_per_block * block_bytes
