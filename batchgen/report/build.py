@@ -75,7 +75,7 @@ KEYS = {
     "are of the limits max_num_seqs and max_num_batched_tokens, of one worker; max_kv_use is the fullest step. null "
     "where not measured",
     "series": "columns over time, at most 2,000 points of one or more steps: at_s (start), span_s, steps, tokens, "
-    "prefill_tokens; sequences and kv_use are means, over workers too",
+    "prefill_tokens; sequences and kv_use are means; empty with workers",
     "engine": "what the engine counted, all invocations together; see EngineStats",
     "device_hours_per_million_output_tokens": "device_s over completion tokens of computed rows, for unit cpu times "
     "threads; null where nothing was generated",

@@ -1,29 +1,29 @@
-"""Dispatcher of rows over workers: who runs what next, and what becomes of the rows of a worker that is lost.
+"""Dispatcher of rows over workers: a queue of leases, and what becomes of the leases of a worker that is lost.
 
-Rows go out in leases, which get smaller as fewer rows are left (guided self-scheduling), so that workers end together.
-A row is in the backlog, with one worker, or at the end with a second one as well (a backup task); its first answer is
-the only one that counts. Pure: no thread, no I/O, and a clock that a test can set.
+Leases get smaller as fewer rows are left (guided self-scheduling), so that workers end together. The lease of a lost
+worker is split in two; after a second loss it runs alone in a worker, and a single row that is lost twice there has
+ended its workers. At the end idle workers get the oldest open leases once more (backup tasks); the first answer to a
+row counts. Pure: no thread, no I/O, and a clock that a test can set.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 
 from batchgen.core.records import Row
 from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, WorkerUpdate
-from batchgen.workers.poison import PoisonRows
-from batchgen.workers.worker_state import WorkerState
+from batchgen.workers.worker_state import ALONE_AFTER, Lease, WorkerState
 
 _HEAD_START = 256  # rows taken from the source before a worker has joined
 _MOST, _LEAST = 1 / 2, 1 / 32  # rows of a lease, for each sequence that a worker runs at once
 _AHEAD = 2  # rows of the backlog for each of these: the largest leases need half as many
 _MAX_CHARS = 64 << 20  # of the rows of a worker, and for each worker of all rows that are not answered
-_BACKUP_S = 2 * HEARTBEAT_S  # between two looks at which rows to run once more
+_BACKUP_S = 2 * HEARTBEAT_S  # between two looks at which leases to run once more
 
 
 class RowDispatcher:
@@ -54,11 +54,10 @@ class RowDispatcher:
         self._num_expected = num_workers
         self._chars: dict[int, int] = {}  # of each row that is not answered, by key
         self._num_chars = 0  # their sum
-        self._fresh: deque[Row] = deque()
-        self._retried: deque[Row] = deque()
-        self._to_isolate: deque[Row] = deque()
-        self._holders: Counter[int] = Counter()  # of rows in flight: how many workers have each, one or two
-        self._poison = PoisonRows()
+        self._fresh: deque[Row] = deque()  # in no lease yet
+        self._lost: deque[Lease] = deque()
+        self._alone: deque[Lease] = deque()  # that must run alone
+        self._leases: dict[int, Lease] = {}  # in flight, by the keys of their rows, the oldest first
         self._tokens: dict[int, tuple[int, ...]] = {}  # so far, of rows that are not answered
         self._to_stop: list[str] = []
         self._has_ended = False
@@ -91,7 +90,7 @@ class RowDispatcher:
     @property
     def is_done(self) -> bool:
         """Whether every row of the source is answered."""
-        return self.is_winding_up and not self._holders
+        return self.is_winding_up and not self._leases
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:
         """Tokens so far, by key, of the rows that have any and are not answered."""
@@ -100,7 +99,8 @@ class RowDispatcher:
         return {key: so_far for key, so_far in tokens.items() if so_far}
 
     def _backlog(self) -> Iterator[Row]:
-        return chain(self._fresh, self._retried, self._to_isolate)
+        lost = (lease.tasks.values() for lease in (*self._lost, *self._alone))
+        return chain(self._fresh, chain.from_iterable(lost))
 
     # Workers that come and go
 
@@ -119,11 +119,10 @@ class RowDispatcher:
             worker.moved_at = self._clock()  # until now its silence meant nothing
         self._to_stop.append(name)
 
-    def on_lost(self, name: str, *, has_hung: bool = False) -> list[Row]:
-        """Give the rows of a worker that is gone to others; returns those that are taken to have ended it.
+    def on_lost(self, name: str) -> list[Row]:
+        """Take back the leases of a worker that is gone; returns the rows that have ended it, which count as answered.
 
-        These count as answered. A row is poison if its workers were lost while it ran there alone, again and again. One
-        that they ``has_hung`` with is so only where others finish, or no other is left.
+        A row has ended its workers if it was lost twice while it ran alone.
         """
         worker = self.workers.get(name)
         if worker is None:
@@ -131,17 +130,15 @@ class RowDispatcher:
         if worker.state == "leaving":
             self._end(worker, "left")
             return []
-        is_alone = worker.state == "isolated"
-        self._poison.add(worker.tasks, is_alone=is_alone)
-        is_only_row = self._has_ended and len(self._chars) == 1
-        is_unproven = has_hung and not is_only_row and not any(map(self._poison.others_go_on, worker.tasks))
-        poison = [task for key, task in worker.tasks.items() if not is_unproven and self._poison.is_poison(key)]
-        for task in poison:
-            self._poison.blame(task.key)
-            self._answered(worker, task.key)
-        self._end(worker, "lost")
-        if is_alone and is_unproven:
-            self._to_isolate.rotate(-1)  # others first: one that finishes is the proof
+        poison: list[Row] = []
+        for lease in self._end(worker, "lost"):
+            lease.num_alone += lease.must_run_alone and len(lease.tasks) == 1
+            lease.num_losses += 1
+            if lease.num_alone == ALONE_AFTER:
+                poison += lease.tasks.values()
+                self._forget(*lease.tasks)
+            else:
+                (self._alone if lease.must_run_alone else self._lost).extend(lease.halves())
         return poison
 
     @property
@@ -151,7 +148,7 @@ class RowDispatcher:
 
     def idle(self) -> list[str]:
         """Workers without a row that none is left for, unless another worker is lost."""
-        if not self.is_winding_up or any(self._may_back_up(key) for key in self._holders):
+        if not self.is_winding_up or self._backups():
             return []
         return [worker.name for worker in self._takers() if not worker.tasks]
 
@@ -164,7 +161,6 @@ class RowDispatcher:
         if update.progress != worker.progress or update.finished:
             worker.progress, worker.moved_at = update.progress, now
         first = [answer for answer in update.finished if self._answered(worker, answer.key)]
-        self._poison.num_finished += len(first)
         for key, tokens in (update.partials or {}).items():
             if key in worker.tasks and len(tokens) > len(self._tokens.get(key, ())):
                 self._tokens[key] = tuple(tokens)
@@ -177,169 +173,157 @@ class RowDispatcher:
         """Assignments to send now, by worker; the caller must send them."""
         assignments = {name: Assignment(stop=True) for name in self._to_stop if name in self.workers}
         self._to_stop.clear()
-        if self._fresh or self._retried:
+        if self._fresh or self._lost:
             assignments |= self._deal()
-        elif self._to_isolate and self._has_ended:
+        elif self._alone and self._has_ended:
             assignments |= self._isolate()
         elif self._has_ended and self._clock() - self._backed_up_at >= _BACKUP_S:
             self._backed_up_at = self._clock()
             assignments |= self._back_up()
         return assignments
 
-    # Which rows go where
+    # Which leases go where
 
     def _takers(self) -> list[WorkerState]:
         return [worker for worker in self.workers.values() if worker.state == "running"]
 
     def _deal(self) -> dict[str, Assignment]:
         """Leases for all workers in which few rows wait, the emptiest first."""
-        leases: dict[str, list[Row]] = {}
+        leased: dict[str, list[Row]] = {}
         hungry = self._takers()
         while hungry:
-            num_left, fed = len(self._fresh) + len(self._retried), []
+            num_left, fed = len(self._fresh) + sum(len(lease.tasks) for lease in self._lost), []
             for worker in sorted(hungry, key=lambda w: len(w.tasks) / w.max_num_seqs):
                 num_ahead = worker.num_ahead(max(self._num_expected, len(self.workers)))
-                if worker.num_waiting < num_ahead and (tasks := self._pop(worker, num_left)):
-                    self._give(worker, tasks)
-                    leases.setdefault(worker.name, []).extend(tasks)
+                if worker.num_waiting < num_ahead and (lease := self._next_lease(worker, num_left)):
+                    leased.setdefault(worker.name, []).extend(self._give(worker, lease))
                     fed.append(worker)
             hungry = fed
-        return {name: Assignment(tuple(tasks)) for name, tasks in leases.items()}
+        return {name: Assignment(tuple(tasks)) for name, tasks in leased.items()}
 
-    def _pop(self, worker: WorkerState, num_left: int) -> list[Row]:
-        """The next lease of a worker: half its share of what is left, within bounds.
-
-        Few of its rows were in flight at a loss, as all of these must run alone after a second one.
-        """
+    def _next_lease(self, worker: WorkerState, num_left: int) -> Lease | None:
+        """A lost lease, or fresh rows: half a worker's share of what is left, within bounds. None if too large now."""
+        room = _MAX_CHARS - sum(self._chars[key] for key in worker.tasks)
+        if self._lost and (not worker.tasks or sum(self._chars[key] for key in self._lost[0].tasks) <= room):
+            return self._lost.popleft()
         share = min(num_left / (2 * len(self.workers)), _MOST * worker.max_num_seqs)
         size = max(math.ceil(share), round(_LEAST * worker.max_num_seqs))
-        has_others = self._fresh or not self._has_ended
-        num_retried = math.isqrt(worker.max_num_seqs) if has_others else max(1, worker.max_num_seqs // 4)
-        if self._retried:
-            num_retried -= sum(key in self._poison for key in worker.tasks)
-        num_chars = sum(self._chars[key] for key in worker.tasks)
-        tasks: list[Row] = []
-        while len(tasks) < size:
-            queue = self._retried if self._retried and len(tasks) < num_retried else self._fresh
-            num_chars += self._chars[queue[0].key] if queue else 0
-            if not queue or ((worker.tasks or tasks) and num_chars > _MAX_CHARS):
+        tasks: dict[int, Row] = {}
+        while self._fresh and len(tasks) < size:
+            room -= self._chars[self._fresh[0].key]
+            if room < 0 and (worker.tasks or tasks):
                 break
-            tasks.append(queue.popleft())
-        return tasks
+            task = self._fresh.popleft()
+            tasks[task.key] = task
+        return Lease(tasks) if tasks else None
 
-    def _give(self, worker: WorkerState, tasks: list[Row]) -> None:
-        """Give rows to a worker."""
+    def _give(self, worker: WorkerState, lease: Lease) -> list[Row]:
+        """Give a lease to a worker; its rows, with their tokens so far."""
         if not worker.tasks:
             worker.moved_at = self._clock()  # until now its silence meant nothing
-        for task in tasks:
-            worker.tasks[task.key] = task
-            self._holders[task.key] += 1
+        lease.holders.append(worker)
+        lease.tasks = {key: self._with_tokens(task) for key, task in lease.tasks.items()}
+        worker.tasks |= lease.tasks
+        self._leases |= dict.fromkeys(lease.tasks, lease)
+        return list(lease.tasks.values())
 
-    def _drop(self, worker: WorkerState, key: int) -> Row:
-        """Remove a row from a worker."""
-        task = worker.tasks.pop(key)
-        worker.copies.discard(key)
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-        if worker.state == "isolated":
-            worker.state = "running"
-        return task
+    def _with_tokens(self, task: Row) -> Row:
+        tokens = self._tokens.get(task.key, ())
+        return replace(task, output_token_ids=tokens) if len(tokens) > len(task.output_token_ids) else task
 
     def _answered(self, worker: WorkerState, key: int) -> bool:
         """Forget a row that a worker has answered; False if it is not there."""
         if key not in worker.tasks:
             return False
-        holders = [worker] if self._holders[key] == 1 else [w for w in self.workers.values() if key in w.tasks]
-        for holder in holders:
-            self._drop(holder, key)
-        self._num_chars -= self._chars.pop(key)
-        self._tokens.pop(key, None)
-        self._poison.forget(key)
+        lease = self._leases.pop(key)
+        del lease.tasks[key]
+        for holder in lease.holders:
+            del holder.tasks[key]
+            if holder.state == "isolated" and not holder.tasks:
+                holder.state = "running"
+        self._forget(key)
         return True
 
-    def _end(self, worker: WorkerState, state: str) -> None:
+    def _forget(self, *keys: int) -> None:
+        for key in keys:
+            self._num_chars -= self._chars.pop(key)
+            self._tokens.pop(key, None)
+
+    def _end(self, worker: WorkerState, state: str) -> list[Lease]:
+        """Remove a worker; the leases that it alone had. Unless it is lost, their rows are fresh again."""
         goes_on = state == "lost" or worker.state == "leaving"  # else the run stops: no other gets its rows
         del self.workers[worker.name]
-        tasks = [self._drop(worker, key) for key in list(worker.tasks)]
-        worker.state, worker.ended_at = state, self._clock()
-        alone = [task for task in tasks if task.key not in self._holders]
-        for other in self.workers.values():
-            other.copies.difference_update(task.key for task in tasks)
-        num_tokens = self._put_back(alone)
+        leases = list(dict.fromkeys(self._leases[key] for key in worker.tasks))
+        for lease in leases:
+            lease.holders.remove(worker)
+        alone = [lease for lease in leases if not lease.holders]
+        tasks = [task for lease in alone for task in lease.tasks.values()]
+        worker.tasks, worker.state, worker.ended_at = {}, state, self._clock()
+        for task in tasks:
+            del self._leases[task.key]
         if goes_on:
-            worker.num_given_back, worker.num_tokens_taken_over = len(alone), num_tokens
-
-    def _put_back(self, tasks: list[Row]) -> int:
-        """Put rows that a worker had before the backlog, in their order; the number of tokens that it added to them."""
-        num_tokens = 0
-        for task in reversed(tasks):
-            renewed = self._with_tokens(task)
-            num_tokens += len(renewed.output_token_ids) - len(task.output_token_ids)
-            if self._poison.must_run_alone(task.key):
-                self._to_isolate.appendleft(renewed)  # until it is cleared: fewer workers are lost in a row
-            else:
-                (self._retried if task.key in self._poison else self._fresh).appendleft(renewed)
-        return num_tokens
-
-    def _with_tokens(self, task: Row) -> Row:
-        tokens = self._tokens.get(task.key, ())
-        if len(tokens) <= len(task.output_token_ids):
-            return task
-        return replace(task, output_token_ids=tokens)
+            worker.num_given_back = len(tasks)
+            renewed = map(self._with_tokens, tasks)
+            gains = (
+                len(new.output_token_ids) - len(old.output_token_ids) for new, old in zip(renewed, tasks, strict=True)
+            )
+            worker.num_tokens_taken_over = sum(gains)
+        if state == "left":
+            self._fresh.extendleft(map(self._with_tokens, reversed(tasks)))
+        return alone
 
     def _isolate(self) -> dict[str, Assignment]:
-        """Run rows alone that must, each on a worker that has no other; for that, they come last."""
+        """Run leases that must alone, each in a worker that has no other; for that, they come last."""
         assignments = {}
-        for worker in [worker for worker in self._takers() if not worker.tasks][: len(self._to_isolate)]:
-            task = self._to_isolate.popleft()
-            self._give(worker, [task])
+        for worker in [worker for worker in self._takers() if not worker.tasks][: len(self._alone)]:
+            assignments[worker.name] = Assignment(tuple(self._give(worker, self._alone.popleft())))
             worker.state = "isolated"
-            assignments[worker.name] = Assignment((task,))
         return assignments
 
     def _back_up(self) -> dict[str, Assignment]:
-        """Give the last rows of the fullest worker once more to those with free slots, in equal parts.
+        """Give the oldest open leases once more to workers without a row; those that are idle soon get equal parts."""
+        helpers = [worker for worker in self._takers() if not worker.tasks]
+        leases = deque(self._backups() if helpers else ())
+        share = math.ceil(sum(len(lease.tasks) for lease in leases) / max(len(self.workers) - 1, 1))
+        leased: dict[str, list[Row]] = {}
+        for helper in helpers:
+            room = min(share, helper.max_num_seqs)
+            while leases and room > 0:
+                lease = leases.popleft()
+                if len(lease.tasks) > room:
+                    halves = lease.halves()
+                    for half in halves:
+                        self._leases |= dict.fromkeys(half.tasks, half)
+                    leases.extendleft(reversed(halves))
+                else:
+                    leased.setdefault(helper.name, []).extend(self._give(helper, lease))
+                    room -= len(lease.tasks)
+        return {name: Assignment(tuple(tasks)) for name, tasks in leased.items()}
 
-        Rows that wait there go to any, rows that run only to a worker that has none of its own.
-        """
-        helpers = sorted((w for w in self._takers() if w.num_waiting < 0), key=lambda w: len(w.tasks))
-        holders = self.workers if helpers else {}
-        open_rows = {n: [task for key, task in w.tasks.items() if self._may_back_up(key)] for n, w in holders.items()}
-        assignments = {}
-        for number, helper in enumerate(helpers):
-            fullest = max(holders.values(), key=lambda worker: len(open_rows[worker.name]))
-            rows = open_rows[fullest.name]
-            count = len(rows) if helper.has_only_copies else min(len(rows), fullest.num_waiting)
-            count = min(math.ceil(count / (len(helpers) - number)), -helper.num_waiting)
-            if count > 0 and fullest is not helper:
-                tasks = [self._with_tokens(task) for task in rows[-count:]]
-                del rows[-count:]
-                self._give(helper, tasks)
-                helper.copies |= {task.key for task in tasks}
-                assignments[helper.name] = Assignment(tuple(tasks))
-        return assignments
-
-    def _may_back_up(self, key: int) -> bool:
-        """Whether one worker alone has the row, and none has been lost with it."""
-        return self._holders[key] == 1 and key not in self._poison
+    def _backups(self) -> list[Lease]:
+        """Open leases that one worker has, and that none was lost with; the oldest first."""
+        leases = dict.fromkeys(self._leases.values())
+        return [lease for lease in leases if len(lease.holders) == 1 and not lease.num_losses]
 
     def check(self) -> None:
-        """Hold the dispatcher against its invariants.
+        """Check the dispatcher's invariants.
 
         Raises:
             AssertionError: one does not hold.
         """
         live = list(self.workers.values())
         waiting = [task.key for task in self._backlog()]
-        held = Counter(key for worker in live for key in worker.tasks)
-        assert len(waiting) == len(set(waiting)) and held.keys().isdisjoint(waiting), "a row is in two places"
-        assert held == self._holders and max(held.values(), default=0) <= 2
-        keys = {*waiting, *held}
-        assert self._poison.keys <= keys and self._tokens.keys() <= keys, "an answered row is remembered"
-        tasks = {task.key: task for task in (*self._backlog(), *chain.from_iterable(w.tasks.values() for w in live))}
-        assert self._num_chars == sum(map(self._num_chars_of, tasks.values()))
+        held = set(chain.from_iterable(worker.tasks for worker in live))
+        assert len(waiting) == len(set(waiting)) and held.isdisjoint(waiting), "a row is in two places"
+        assert held == self._leases.keys() and {*waiting, *held} == self._chars.keys() >= self._tokens.keys()
+        for key, lease in self._leases.items():
+            holders = [worker for worker in live if key in worker.tasks]
+            assert key in lease.tasks and 1 <= len(holders) == len(lease.holders) <= 2, (
+                "a lease is not with its holders"
+            )
+        assert all(not lease.holders and lease.num_losses for lease in (*self._lost, *self._alone))
+        assert self._num_chars == sum(self._chars.values())
         for worker in live:
             assert worker.ended_at is None and worker.state in ("running", "isolated", "leaving")
-            assert worker.state != "isolated" or len(worker.tasks) == 1, "a row that must run alone has company"
-            assert all(held[key] == 2 for key in worker.copies) and worker.copies <= worker.tasks.keys()
+            leases = {self._leases[key] for key in worker.tasks}
+            assert worker.state != "isolated" or len(leases) == 1, "a lease that must run alone has company"

@@ -226,7 +226,7 @@ class WorkersEngine:
             self._note(f"worker {name}{place} is lost: {lost.reason}; {len(self._ready):,} left")
         if isinstance(lost.error, OutOfMemory):
             self._dispatcher.drain(name)  # no row is to blame
-        poison = self._dispatcher.on_lost(name, has_hung=has_hung)
+        poison = self._dispatcher.on_lost(name)
         if ready:
             self._drop(name)
         for task in poison:

@@ -1,8 +1,8 @@
 """Counts of all workers of a run: together in the shape of one engine's (``EngineStats``), and of each by itself.
 
-Times and series are such that a run on workers reads as a run of one large device: phases are means over the workers,
-steps and tokens are sums. Those of workers that are gone are kept as one sum, and the series is sampled here, so that
-nothing grows with the number of rows or of workers that come and go.
+A run on workers reads as a run of one large device: phases are means over the workers, steps and tokens are sums.
+Workers that are gone are kept as one sum, so that nothing grows with the number of workers that come and go. There is
+no series over time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.report.usage import add_up, thin
+from batchgen.report.usage import add_up
 from batchgen.workers.worker_state import WorkerState
 
 _RATE_TELLS = 10  # counts of a worker, about a second apart, over which its rate is taken
-_SAMPLE_S = 1.0
-_MAX_POINTS = 1000
 _MEANS = ("phase_s", "forward_prefill_s")
-_SERIES = {"steps": ("num_steps",), "tokens": ("num_prefill_tokens", "num_decode_tokens")}
-_SERIES |= {"prefill_tokens": ("num_prefill_tokens",), "sequences": ("sequences_s",), "kv_use": ("kv_use_s",)}
-_LEVELS = ("sequences", "kv_use")  # means over the time and the workers
 _GONE = "gone"  # takes the place of a name
 _SEVERAL = "several machines"
 
@@ -62,35 +57,23 @@ class WorkersStats:
         self.num_output_tokens = 0
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._gone: dict[str, Any] = {}  # what ``to_dict`` has of them, but for the series
+        self._gone: dict[str, Any] = {}  # what ``to_dict`` has of them
         self._began_at: float | None = None
         self._ended_at = 0.0  # of those that are gone
-        self._most_at_once = 1
-        self._sums: dict[str, float] = dict.fromkeys(_SERIES, 0)  # of all workers, so far
-        self._sampled: dict[str, float] = dict(self._sums)
-        self._sampled_at = 0.0
-        self._series: dict[str, list[float]] = {name: [] for name in ("at", "span_s", *_SERIES)}
 
     def join(self, worker: WorkerState, place: str) -> None:
         """A worker has joined."""
         now = self._clock()
         if self._began_at is None:
-            self._began_at = self._sampled_at = now
+            self._began_at = now
         self._entries[worker.name] = _Entry(worker, place)
-        self._most_at_once = max(self._most_at_once, len(self._present()))
 
     def tell(self, name: str, stats: Numbers) -> None:
         """Take in the newest counts of a worker that has joined."""
         entry, now = self._entries[name], self._clock()
         for count in ("num_prefill_tokens", "num_output_tokens"):
             setattr(self, count, getattr(self, count) + stats.get(count, 0) - entry.stats.get(count, 0))
-        for column, counts in _SERIES.items():
-            self._sums[column] += sum(stats.get(count, 0) - entry.stats.get(count, 0) for count in counts)
         entry.tell(stats, now)
-        if "steps_s" in stats and now - self._sampled_at >= _SAMPLE_S:
-            point = self._sample(now)  # a reader sees the series with it or without it
-            self._series = thin({name: [*column, point[name]] for name, column in self._series.items()}, _MAX_POINTS)
-            self._sampled, self._sampled_at = dict(self._sums), now
 
     def drop(self, name: str) -> None:
         """Add a worker that has ended to the sum of those that are gone."""
@@ -120,9 +103,6 @@ class WorkersStats:
             if name in total:
                 total[name] = _divided(total[name], mean_workers)
         workers = {f"{worker['name']}@{worker['place']}": worker for worker in totals}
-        if "steps_s" in total:
-            rest, series = self._sample(self._clock()), self._series
-            total["series"] = {name: [*column, rest[name]] for name, column in series.items()}
         return total | {"workers": workers, "mean_workers": mean_workers}
 
     def live(self) -> list[dict[str, Any]]:
@@ -141,14 +121,6 @@ class WorkersStats:
 
     def _present(self) -> list[_Entry]:
         return [entry for entry in list(self._entries.values()) if entry.worker.ended_at is None]
-
-    def _sample(self, now: float) -> dict[str, float]:
-        """A point of the series: what was done since the last one, and how full workers are; a gone one is empty."""
-        point: dict[str, float] = {"at": self._sampled_at, "span_s": round(now - self._sampled_at, 6)}
-        point |= {name: self._sums[name] - self._sampled[name] for name in _SERIES}
-        for name in _LEVELS:
-            point[name] = round(point[name] / max(point["span_s"], 1e-3) / self._most_at_once, 4)
-        return point
 
     def _totals(self, entry: _Entry) -> dict[str, Any]:
         worker, stats = entry.worker, entry.stats

@@ -1,4 +1,4 @@
-"""Worker as the driver sees it: its rows in flight and its counters, and whether it gets anything done."""
+"""Worker as the driver sees it: its leases of rows, its counters, and whether it gets anything done."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from batchgen.core.units import format_duration
 from batchgen.workers.messages import HEARTBEAT_S
 
 _SHARED_AHEAD = 4  # rows that may wait in all workers, for each sequence of one of them
+ALONE_AFTER = 2  # losses
 
 
 @dataclass(slots=True)
 class WorkerState:
     """Rows that a worker has, and its counters.
 
-    ``state`` is "running", "isolated" (its one row must run alone), "leaving" (told to stop), "left" or "lost".
+    ``state`` is "running", "isolated" (its one lease must run alone), "leaving" (told to stop), "left" or "lost".
     ``moved_at`` is when it last made progress. ``num_rows`` were answered by it first. ``num_given_back`` were in
     flight when it was lost or left before the run stopped, and ``num_tokens_taken_over`` of their tokens need not be
     generated again.
@@ -37,7 +38,6 @@ class WorkerState:
     num_tokens_taken_over: int = 0
     ended_at: float | None = None
     tasks: dict[int, Row] = field(default_factory=dict)  # in flight, in the order of their assignments
-    copies: set[int] = field(default_factory=set)  # of these, rows of another worker, which has them too
 
     @property
     def num_waiting(self) -> int:
@@ -60,10 +60,31 @@ class WorkerState:
             self.most_in_a_round = max(self.round_rows, 0.98 * self.most_in_a_round)
             self.round_rows, self.round_at = 0, now
 
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Rows that are given to a worker together, and lost together; ``tasks`` are those that are not answered, by key.
+
+    ``holders`` are the workers that run it: none while it waits, two if it has a backup. ``num_alone`` of its
+    ``num_losses`` came while a single row of it ran alone.
+    """
+
+    tasks: dict[int, Row]
+    num_losses: int = 0
+    num_alone: int = 0
+    holders: list[WorkerState] = field(default_factory=list)
+
     @property
-    def has_only_copies(self) -> bool:
-        """Whether it has no row but those that another worker has too."""
-        return len(self.copies) == len(self.tasks)
+    def must_run_alone(self) -> bool:
+        """Whether its worker may have no other lease, so that a loss says which lease it was."""
+        return self.num_losses >= ALONE_AFTER
+
+    def halves(self) -> list[Lease]:
+        """Two leases of its rows, in order; one if it has a single row."""
+        tasks = list(self.tasks.items())
+        middle = len(tasks) // 2
+        parts = [dict(part) for part in (tasks[:middle], tasks[middle:]) if part]
+        return [Lease(part, self.num_losses, self.num_alone, [*self.holders]) for part in parts]
 
 
 class Liveness:

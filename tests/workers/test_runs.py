@@ -183,11 +183,8 @@ def test_the_models_own_engine_runs_in_workers(jobs: JobMaker) -> None:
     alone = outputs(jobs, "alone", load_engine)
     assert outputs(jobs, "dispatcher", workers(2, engine=load_engine)) == alone
     report = read_report(RunDir(jobs.output))
-    counts, series = report["engine"], report["series"]
-    assert sum(series["tokens"]) == counts["num_prefill_tokens"] + counts["num_decode_tokens"]
-    assert sum(series["steps"]) == counts["num_steps"]
-    assert sum(counts["phase_s"].values()) <= report["wall_s"]
-    assert report["tail_s"] is not None
+    assert sum(report["engine"]["phase_s"].values()) <= report["wall_s"]
+    assert (report["series"], report["tail_s"]) == ({}, None)
 
 
 def test_the_report_tells_of_each_worker_and_adds_up_what_a_resumed_run_did(jobs: JobMaker) -> None:

@@ -1,4 +1,4 @@
-"""What is told of workers: their counts as one engine's, their series as one, and of those that are gone a sum."""
+"""What is told of workers: their counts as one engine's, and of those that are gone a sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from report_samples import engine, made
 
 from batchgen.core.records import Request
 from batchgen.report.facts import joined, outcome, workers
-from batchgen.report.usage import add_up, tail_s, usage_of
+from batchgen.report.usage import add_up, usage_of
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.messages import WorkerUpdate
 from batchgen.workers.stats import WorkersStats
@@ -103,41 +103,6 @@ def steps(number: int, *, sequences: float = 8.0, idle_s: float = 0.0) -> dict[s
     }
 
 
-def told(seconds: int, ends: dict[str, int]) -> tuple[dict[str, Any], int]:
-    """The series of workers that take ten steps a second, each up to its end, and what all have computed."""
-    time = Time()
-    dispatcher, stats = RowDispatcher(clock=time), WorkersStats(time)
-    for name in ends:
-        dispatcher.join(name, max_num_seqs=8)
-        stats.join(dispatcher.workers[name], "here")
-    for second in range(1, seconds + 1):
-        time.now += 1
-        for name, end in ends.items():
-            stats.tell(name, steps(10 * min(second, end), idle_s=max(0, second - end)))
-    found: dict[str, Any] = stats.to_dict()["series"]
-    return found, sum(80 * end for end in ends.values())
-
-
-@pytest.mark.parametrize("seconds", [3, 50, 5000])
-def test_the_series_holds_every_step_and_token_and_stays_small(seconds: int) -> None:
-    series, num_tokens = told(seconds, {"a": seconds, "b": seconds // 2})
-    assert sum(series["tokens"]) == num_tokens
-    assert sum(series["steps"]) * 8 == num_tokens
-    assert sum(series["prefill_tokens"]) * 8 == num_tokens * 3
-    assert len({len(column) for column in series.values()}) == 1 and len(series["at"]) <= 1001
-    assert series["at"] == sorted(series["at"])
-    assert series["at"][-1] + series["span_s"][-1] == pytest.approx(1000 + seconds)
-    assert max(series["sequences"]) == pytest.approx(8) and max(series["kv_use"]) == pytest.approx(0.5)
-
-
-def test_a_worker_that_runs_alone_at_the_end_is_a_tail() -> None:
-    series, _ = told(100, {"a": 100, "b": 60, "c": 60})
-    assert series["sequences"][1] == pytest.approx(8)
-    assert series["sequences"][-2] == pytest.approx(8 / 3, abs=0.001)
-    assert tail_s(series) == pytest.approx(40, abs=2)
-    assert WorkersStats().to_dict() == {"workers": {}, "mean_workers": 1.0}, "without steps there is no series"
-
-
 def test_workers_that_are_gone_are_one_sum_however_many_they_were() -> None:
     time = Time()
     dispatcher, stats = RowDispatcher(clock=time), WorkersStats(time)
@@ -151,7 +116,7 @@ def test_workers_that_are_gone_are_one_sum_however_many_they_were() -> None:
             dispatcher.on_lost(name)
             stats.drop(name)
     found = stats.to_dict()
-    assert (found["num_steps"], stats.num_output_tokens, sum(found["series"]["tokens"])) == (3000, 2100, 24_000)
+    assert (found["num_steps"], stats.num_output_tokens) == (3000, 2100)
     gone = found["workers"]["gone@several machines"]
     assert [*found["workers"]] == ["w299@there", "gone@several machines"]
     assert (gone["losses"], gone["tokens"], gone["present_s"], gone["busy_s"]) == (299, 2093, 299, 224.25)
