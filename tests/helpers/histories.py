@@ -44,6 +44,7 @@ ROWS = (
 JOB = (
     *("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "keep", "format", "ends"),
     *("max_model_len", "max_tokens", "seed"),
+    *("template", "quantization", "dtype", "parse", "thinking", "labels"),
 )
 STARTS = ("run", "update", "stop", *KINDS)
 _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
@@ -58,10 +59,22 @@ _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
     "ends": ((), ("zq",)),
     "max_model_len": (None, 30, 24),
     "limit": (None, 5, 8),
+    "template": ("plain", "brackets", "asked"),
+    "quantization": ("none", "w8a16", "w8a8"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "parse": ((), ("reasoning",), ("json",)),
+    "thinking": (None, 3, 6),
+    "labels": ((), ("yes", "no")),
 }
+_TEMPLATES = {  # the first two give the same prompts
+    name: "{# " + marker + " #}{% for m in messages %}" + asked + "{{ m.content }}{% endfor %}"
+    for name, marker, asked in (("plain", "</think>", ""), ("brackets", "[/THINK]", ""), ("asked", "</think>", "Q: "))
+}
+_OF_TEXT = {name: _VALUES[name][0] for name in ("n", "logprobs", "token_ids", "ends", "parse", "thinking")}
 _FEW = 20  # results below which the rule counts files alone
 _OPERATIONS = 110  # about as many as a run changes its files by
 Key = tuple[Any, ...]
+Found = tuple[str, int, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,8 @@ def history_of(seed: int, flags: tuple[str, ...] = ()) -> History:
     for _ in range(rng.randint(3, 6)):
         steps += [step(*rng.choice((ROWS, JOB, JOB))) for _ in range(rng.choice((0, 1, 1, 2)))]
         steps.append(step(*["update"] * 6, *["run"] * 4, *["stop"] * 2, *KINDS))
-    often = dict.fromkeys(_VALUES, 0.6) | {"temperature": 0.9, "limit": 0.1, "max_model_len": 0.1}
+    often = dict.fromkeys(_VALUES, 0.6) | {"temperature": 0.9, "limit": 0.1, "max_model_len": 0.1, "labels": 0.1}
+    often |= dict.fromkeys(("template", "quantization", "dtype", "parse", "thinking"), 0.3)
     job = tuple((name, rng.randrange(len(values))) for name, values in _VALUES.items() if rng.random() < often[name])
     return History(rng.choice(FORMS), rng.random() < 0.5, rng.choice((9, 24)), job, tuple(steps), flags)
 
@@ -139,25 +153,30 @@ class Answers:
         own = body.get("sampling", {name: body[name] for name in ("temperature", "seed") if name in body})
         names = ("temperature", "seed", "n", "logprobs", "ends")
         values = {name: job[name] for name in names} | own
-        drawn = row.get("custom_id", row.get("id", index)) if values["temperature"] else None
-        seed = values["seed"] if values["temperature"] else None
+        is_drawn = bool(values["temperature"]) and not job["labels"]
+        drawn = row.get("custom_id", row.get("id", index)) if is_drawn else None
+        seed = values["seed"] if is_drawn else None
         limits = self.limit(index) if values["n"] > 1 else None
-        asked = values["n"], values["logprobs"], values["ends"]
+        asked: Key = (values["n"], values["logprobs"], values["ends"], job["labels"], job["thinking"])
+        is_split = "reasoning" in job["parse"]
+        marker = job["template"] == "brackets" if is_split or job["thinking"] is not None else None
+        asked += is_split, marker, job["template"] == "asked" and "body" not in row
+        asked += job["quantization"], dtype_of(job)
         return body.get("prompt", body.get("question")), values["temperature"], drawn, seed, *asked, limits
 
-    def result(self, index: int) -> tuple[str, int, bool]:
-        """How a row's answer ended, after how many tokens, and whether these were recorded."""
-        found = self.results[index]
-        return str(found.finish_reason), len(found.token_ids), bool(self.state.value("token_ids"))
+    def result(self, index: int) -> Found:
+        """How a row's answer ended, after how many tokens, and whether these and its value were recorded."""
+        found, job = self.results[index], self.state.keys
+        return str(found.finish_reason), len(found.token_ids), bool(job["token_ids"]), "json" in job["parse"]
 
-    def holds(self, index: int, found: tuple[str, int, bool]) -> bool:
+    def holds(self, index: int, found: Found) -> bool:
         """Whether a result under the key of a row is that of the row."""
-        reason, length, has_token_ids = found
+        reason, length, has_token_ids, has_value = found
         values = self.state.keys
-        if values["token_ids"] and not has_token_ids:
+        if (values["token_ids"] and not has_token_ids) or ("json" in values["parse"] and not has_value):
             return False
         limit = self.limit(index)
-        return bool(values["n"] > 1 or (length == limit if reason == "length" else length <= limit))
+        return bool(values["n"] > 1 or values["labels"] or (length == limit if reason == "length" else length <= limit))
 
     def limit(self, index: int) -> int:
         """The most tokens that a sample of a row may have."""
@@ -165,7 +184,12 @@ class Answers:
         return int(most if context is None else min(most, context - self.results[index].num_prompt_tokens))
 
 
-Sources = dict[Key, set[tuple[str, int, bool]]]
+def dtype_of(job: Mapping[str, Any]) -> str:
+    """The dtype in which the stub says that it computes."""
+    return "float32" if job["dtype"] == "auto" else str(job["dtype"])
+
+
+Sources = dict[Key, set[Found]]
 
 
 def sources_of(answers: Answers, indexes: Iterable[int] | None = None) -> Sources:
@@ -214,7 +238,20 @@ class World:
         half = len(rows) // 2
         keys = {name: values[0] for name, values in _VALUES.items()}
         keys |= {name: _VALUES[name][number] for name, number in self.history.job} | {"format": self.history.form}
-        self.write(State(tuple(keys.items()), (("a.jsonl", tuple(rows[:half])), ("b.jsonl", tuple(rows[half:])))))
+        for name, text in _TEMPLATES.items():
+            (self.work / f"{name}.jinja").write_text(text, encoding="utf-8")
+        self.write(State(self.possible(keys), (("a.jsonl", tuple(rows[:half])), ("b.jsonl", tuple(rows[half:])))))
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the rows are OpenAI's requests."""
+        return self.history.form == "openai-batch" and self.history.has_ids
+
+    def possible(self, keys: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        """The keys of a job, without labels where their scores have no place, or with nothing but them."""
+        if keys["labels"] and (self.is_batch or keys["format"] == "openai-batch"):
+            keys = {**keys, "labels": ()}
+        return tuple(({**keys, **_OF_TEXT} if keys["labels"] else keys).items())
 
     def row(self, **changes: Any) -> str:
         """The line of a new row; every third one has sampling values of its own."""
@@ -222,7 +259,7 @@ class World:
         self.num_made += 1
         own = {"temperature": 0.5, "seed": number} if number % 3 == 2 else {}
         prompt = f"Question {number}: how much is {number * 37 % 101}?"
-        if self.history.form == "openai-batch" and self.history.has_ids:
+        if self.is_batch:
             body = {"prompt": prompt, **own}
             row = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body, "note": "new"}
         else:
@@ -247,11 +284,11 @@ class World:
 
     def toml(self, folder: Path) -> str:
         """The job file of the state as it is, with its outputs in ``folder``."""
-        job, is_batch = self.state.keys, self.history.form == "openai-batch" and self.history.has_ids
+        job, is_batch = self.state.keys, self.is_batch
         model = MODEL if "real" in self.history.flags else text_model()
         given: dict[str, dict[str, Any]] = {
-            "model": {"path": str(model)},
-            "input": {"path": str(self.work / "in" / "*.jsonl"), "columns": list(job["keep"]), "chat_template": "none"},
+            "model": {"path": str(model), "quantization": job["quantization"], "dtype": job["dtype"]},
+            "input": {"path": str(self.work / "in" / "*.jsonl"), "columns": list(job["keep"])},
             "sampling": {name: job[name] for name in ("max_tokens", "temperature", "seed")},
             "output": {"path": str(folder), "format": job["format"], "token_ids": job["token_ids"]},
             "engine": {"max_model_len": job["max_model_len"] or "auto"},
@@ -261,6 +298,12 @@ class World:
         given["input"] |= {"limit": job["limit"]} if job["limit"] is not None else {}
         given["sampling"] |= {"n": job["n"], "stop": list(job["ends"])}
         given["sampling"] |= {"logprobs": job["logprobs"]} if job["logprobs"] is not None else {}
+        given["sampling"] |= {"thinking_token_budget": job["thinking"]} if job["thinking"] is not None else {}
+        given["input"]["chat_template"] = str(self.work / f"{job['template']}.jinja")
+        given["output"]["parse"] = list(job["parse"])
+        if job["labels"]:
+            del given["sampling"]
+            given["classify"] = {"labels": list(job["labels"])}
         tables = [
             f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
             for name, keys in given.items()
@@ -275,9 +318,8 @@ class World:
             self.write(self.edited(step))
         elif step.kind in _VALUES:
             values = [value for value in _VALUES[step.kind] if value != self.state.value(step.kind)]
-            self.write(
-                State((*{**self.state.keys, step.kind: values[step.n % len(values)]}.items(),), self.state.files)
-            )
+            keys = self.possible({**self.state.keys, step.kind: values[step.n % len(values)]})
+            self.write(State(keys, self.state.files))
         else:
             self.start(step)
 
@@ -431,7 +473,9 @@ class World:
         """Whether an update of finished outputs to the state as it is must be asked for."""
         assert self.published is not None
         was, now = self.published.keys, self.state.keys
-        if was.keys() != now.keys() or any(was[name] != now[name] for name in now if name not in ("limit", "format")):
+        if any(was[name] != now[name] for name in now if name not in ("limit", "format", "dtype")):
+            return True
+        if dtype_of(was) != dtype_of(now) or (now["dtype"] == "auto" != was["dtype"]):  # what auto is, is not known yet
             return True
         if now["limit"] is not None and (was["limit"] is None or now["limit"] < was["limit"]):
             return True
@@ -479,7 +523,7 @@ def content_of(path: Path) -> Any:
         manifest = json.loads(path.read_bytes())
         for key in ("path", "reuse"):
             del manifest["job"]["output"][key]
-        del manifest["job"]["cluster"]
+        del manifest["job"]["cluster"], manifest["job"]["model"]["dtype"]  # what it leads to is in the fingerprints
         return {name: manifest[name] for name in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
