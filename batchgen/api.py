@@ -18,7 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from batchgen.cli.job import is_run_folder, load_spec
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values, sections_of
 from batchgen.core.errors import RunStopped, UsageError
@@ -32,6 +31,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
 from batchgen.report.facts import figures
 from batchgen.run import reports
+from batchgen.run.argument import is_run_folder, load_spec
 from batchgen.run.invocation import RunOptions
 from batchgen.run.loader import EngineFactory
 from batchgen.run.outcome import Outcome

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from batchgen.cli.job import load_spec
 from batchgen.cli.options import (
     COUNT,
     DURATION,
@@ -21,6 +20,7 @@ from batchgen.cli.options import (
 )
 from batchgen.cli.say import point_out_backslashes, say_next, show
 from batchgen.core.errors import ExitCode
+from batchgen.run.argument import load_spec
 
 
 @click.command(cls=GroupedCommand)

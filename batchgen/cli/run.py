@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchgen.cli.job import is_run_folder, load_spec
 from batchgen.cli.options import (
     CLOCK,
     COUNT,
@@ -30,6 +29,7 @@ from batchgen.cli.options import (
 from batchgen.cli.say import point_out_backslashes, say, say_next, show
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
+from batchgen.run.argument import is_run_folder, load_spec
 
 if TYPE_CHECKING:
     from batchgen.run.invocation import RunOptions

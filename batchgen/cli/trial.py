@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchgen.cli.job import load_spec
 from batchgen.cli.options import COUNT, JOB, GroupedCommand, job_options, json_option, take_job_flags
 from batchgen.cli.say import point_out_backslashes, say, say_next, show
 from batchgen.core.errors import ExitCode
+from batchgen.run.argument import load_spec
 
 if TYPE_CHECKING:
     from batchgen.run.loader import EngineFactory

@@ -9,10 +9,10 @@ import pytest
 from run_helpers import MODEL
 from stub_engine import stub_factory
 
-from batchgen.cli.job import load_spec
 from batchgen.cli.main import call
 from batchgen.config.load import load_job
 from batchgen.core.errors import ExitCode, UsageError
+from batchgen.run.argument import load_spec
 
 ROWS = [{"word": "shadow", "n": 1}, {"word": "silver", "n": 2}]
 

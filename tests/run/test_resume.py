@@ -16,7 +16,6 @@ from run_helpers import JobMaker, journal_of, quiet, read_lines, rows_of, updati
 from stub_engine import stub_factory
 
 from batchgen.cli.cat import cat
-from batchgen.cli.job import load_spec
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core import storage
@@ -27,6 +26,7 @@ from batchgen.input.ids import UniqueIds
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import RECORD_VERSION
 from batchgen.plan.dry_run import make_plan
+from batchgen.run.argument import load_spec
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
