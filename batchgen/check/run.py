@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine
 from batchgen.engine.invariants import (
+    Comparison,
     Divergence,
-    LogitsComparison,
     Prompt,
     Routing,
     Runs,
@@ -54,22 +54,6 @@ _NOTES: dict[str, Callable[[Engine], str]] = {
 }
 
 Write = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """Result of one comparison: ``num_tokens`` rows of logits, ``largest_gap`` between any two logits.
-
-    ``largest_share`` is the largest gap as a share of its row's largest logit; at most ``tolerance`` is allowed.
-    """
-
-    name: str
-    num_tokens: int
-    tolerance: float
-    largest_gap: float
-    largest_share: float
-    note: str
-    divergence: Divergence | None
 
 
 def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dict[str, Any]:
@@ -122,12 +106,12 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     return facts | verdict | {"proofs": [asdict(proof) for proof in proofs]}
 
 
-def _proofs(spec: JobSpec, runs: Runs, solo: Trace, log: Write) -> Iterator[Proof]:
+def _proofs(spec: JobSpec, runs: Runs, solo: Trace, log: Write) -> Iterator[Comparison]:
     """Comparisons of other runs with ``solo``. The last one replaces the model of ``runs``."""
     for name, note in _NOTES.items() if runs.model.config.has_head else [*_NOTES.items()][:1]:
         log(f"proving {name}")
         trace, engine = runs.together(name)
-        yield _compared(name, solo, trace, note=note(engine))
+        yield Comparison(solo, trace, name, note=note(engine))
         del engine
     routing, name = Routing(), "decoded = prefilled"
     if runs.model.config.has_head:
@@ -135,21 +119,14 @@ def _proofs(spec: JobSpec, runs: Runs, solo: Trace, log: Write) -> Iterator[Proo
     if runs.model.config.has_head or runs.model.config.feed_forward == "experts":
         trace = runs.prefilled(solo.tokens, routing)
     if runs.model.config.has_head:
-        yield _compared(name, solo, trace)
+        yield Comparison(solo, trace, name)
     name, model, dtype = "fast kernels ~ reference", spec.model, runs.model.dtype
     log(f"proving {name}")
     reference = ReferenceKernels(runs.model.device, dtype, weights=model.weights, activations=model.activations)
     del runs.model
     runs.model = load_weights(model, reference)
     tolerance = TOLERANCE[dtype] + KV_TOLERANCE[runs.kv_cache_dtype] + ACTIVATIONS_TOLERANCE[model.activations]
-    yield _compared(name, solo, runs.prefilled(solo.tokens, routing), tolerance)
-
-
-def _compared(name: str, solo: Trace, trace: Trace, tolerance: float = 0.0, note: str = "") -> Proof:
-    comparison = LogitsComparison(solo, trace, tolerance)
-    flipped = f"{counted(comparison.num_flipped, 'near tie')} flipped" if comparison.num_flipped else ""
-    gaps = (tolerance, comparison.largest_gap, comparison.largest_share)
-    return Proof(name, comparison.num_compared, *gaps, note or flipped, comparison.divergence)
+    yield Comparison(solo, runs.prefilled(solo.tokens, routing), name, tolerance)
 
 
 def room(max_model_len: int) -> int:
@@ -185,7 +162,7 @@ def requests_for(prompts: list[Prompt]) -> list[Request]:
     return [Request(key, prompt, kinds[key % 4]) for key, prompt in enumerate(prompts)]
 
 
-def render(proof: Proof, requests: list[Request]) -> str:
+def render(proof: Comparison, requests: list[Request]) -> str:
     """One line if the proof holds, three if it does not."""
     head = f"{proof.name:<24} {counted(proof.num_tokens, 'token'):>12}  "
     share, tolerance = f"{100 * proof.largest_share:.2g}%", f"{100 * proof.tolerance:.2g}%"
@@ -194,7 +171,8 @@ def render(proof: Proof, requests: list[Request]) -> str:
         allowed = f", {tolerance} allowed" if proof.tolerance else ""
         return f"{head}DIVERGES\n  {_place(proof.divergence, requests)}\n  {gap}{allowed}"
     verdict = f"gap {share} of {tolerance}" if proof.tolerance else "equal to the bit"
-    return f"{head}{verdict}" + (f", {proof.note}" if proof.note else "")
+    flipped = f"{counted(proof.num_flipped, 'near tie')} flipped" if proof.num_flipped else ""
+    return ", ".join(filter(None, (f"{head}{verdict}", proof.note or flipped)))
 
 
 def _place(at: Divergence, requests: list[Request]) -> str:

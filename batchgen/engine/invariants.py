@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -138,27 +138,36 @@ class Divergence:
     gap: float
 
 
-class LogitsComparison:
-    """Compares a run with the ``expected`` one, request by request, as far as their tokens are the same.
+@dataclass
+class Comparison:
+    """Comparison of a run with the ``expected`` one, request by request, as far as their tokens are the same.
 
     Rows of logits must be equal to the bit or, with a ``tolerance``, differ by at most that share of the row's largest
     logit. ``num_flipped`` counts rows with another likeliest token; ``divergence`` is the first one, by request.
     """
 
-    def __init__(self, expected: Trace, got: Trace, tolerance: float = 0.0) -> None:
-        self.largest_gap = self.largest_share = 0.0
-        self.num_compared = self.num_flipped = 0
-        self.divergence: Divergence | None = None
+    expected: InitVar[Trace]
+    got: InitVar[Trace]
+    name: str
+    tolerance: float = 0.0
+    note: str = ""
+    num_tokens: int = 0
+    num_flipped: int = 0
+    largest_gap: float = 0.0
+    largest_share: float = 0.0
+    divergence: Divergence | None = None
+
+    def __post_init__(self, expected: Trace, got: Trace) -> None:
         for key in sorted(expected.tokens):
-            divergence = self._compare(key, expected, got, tolerance)
+            divergence = self._compare(key, expected, got)
             self.divergence = self.divergence or divergence
 
-    def _compare(self, key: int, expected: Trace, got: Trace, tolerance: float) -> Divergence | None:
+    def _compare(self, key: int, expected: Trace, got: Trace) -> Divergence | None:
         divergence = None
         for position, row in sorted(expected.logits[key].items()):
             wanted, token = (dict(enumerate(trace.tokens[key])).get(position) for trace in (expected, got))
             gap, share = self._gap(row, got.logits[key].get(position))
-            is_apart = not share <= tolerance  # NaN is apart
+            is_apart = not share <= self.tolerance  # NaN is apart
             if divergence is None and (is_apart or token != wanted):
                 divergence = Divergence(key, position, wanted, token, gap if is_apart else 0.0)
             if token != wanted:
@@ -169,7 +178,7 @@ class LogitsComparison:
         """The largest gap between two logits of a row, and its share of the largest logit."""
         if row is None:  # the run ended before
             return 0.0, 0.0
-        self.num_compared += 1
+        self.num_tokens += 1
         if torch.equal(row, wanted):
             return 0.0, 0.0
         got, expected = row.float(), wanted.float()

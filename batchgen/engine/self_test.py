@@ -26,7 +26,7 @@ from batchgen.core.errors import ModelError, OutOfMemory
 from batchgen.core.kept import cache_folder, keep, kept
 from batchgen.core.machine import UNTRIED_DEVICES, processor_name
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.invariants import LogitsComparison, Routing, Runs, made_up_prompts, texts_for
+from batchgen.engine.invariants import Comparison, Routing, Runs, made_up_prompts, texts_for
 from batchgen.engine.sizes import default_sizes
 from batchgen.kernels.interface import Kernels, SamplingRows
 from batchgen.kernels.plain import PlainKernels
@@ -195,17 +195,18 @@ def _fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: tor
     bits = 0.0 if kernels.batch_invariant else tolerance
     routing = Routing()
     together, _ = runs.together("all at once")
-    comparisons = [("batched = solo", runs.solo(runs.requests[: len(_ON_CPU[0])]), together, bits)]
+    solo = runs.solo(runs.requests[: len(_ON_CPU[0])])
     prefilled = runs.prefilled(together.tokens, routing, with_prompts=True)
+    comparisons = [Comparison(solo, together, "batched = solo", bits)]
     if small.config.is_causal:
-        comparisons.append(("decoded = prefilled", together, prefilled, bits))
+        comparisons.append(Comparison(together, prefilled, "decoded = prefilled", bits))
     del runs
     expected = small.runs(plain, device).prefilled(together.tokens, routing, with_prompts=True)
-    comparisons.append(("kernels ~ plain torch", expected, prefilled, tolerance))
-    for name, wanted, got, allowed in comparisons:
-        compared = LogitsComparison(wanted, got, allowed)
-        if (at := compared.divergence) is not None:
-            return f"{name}: position {at.position} of prompt {at.key}, gap {compared.largest_share:.2g} of the logits"
+    comparisons.append(Comparison(expected, prefilled, "kernels ~ plain torch", tolerance))
+    for comparison in comparisons:
+        if (at := comparison.divergence) is not None:
+            place = f"position {at.position} of prompt {at.key}"
+            return f"{comparison.name}: {place}, gap {comparison.largest_share:.2g} of the logits"
     return _choice_fault(kernels, plain, small, device) if small.config.is_causal else ""
 
 

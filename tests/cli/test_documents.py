@@ -65,15 +65,18 @@ def test_a_table_gets_the_answers_shown(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_the_quickstart_prints_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shown = re.search(r"It prints:\n\n```\n(.*?)```", README, re.DOTALL)
+    shown = re.search(r"It prints[^`]*:\n\n```\n(.*?)```", README, re.DOTALL)
     assert shown is not None
     assert call(["run", str(REPOSITORY / "jobs" / "quickstart.toml"), "--output", str(tmp_path / "quickstart")]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "tok/s computed" not in line]
-    # a few tokens differ with the machine's dtype
-    speed = r"[\d,]+ tokens out in [\d.]+ s \([\d,]+ tok/s\); loading [\d.]+ s"
-    assert [re.sub(speed, "", re.sub(r"\S+/quickstart", "quickstart", line)) for line in said] == [
-        re.sub(speed, "", line.replace("runs/quickstart", "quickstart")) for line in shown[1].splitlines()
+    lines = [re.sub(r"\S+/quickstart", "quickstart", line) for line in shown[1].splitlines()]
+    # a few tokens differ with the machine's instructions
+    varying = r"[\d,]+ tokens out in [\d.]+ s \([\d,]+ tok/s\); loading [\d.]+ s|[\d.]+% \(\d+ of 300\)"
+    assert [re.sub(varying, "", re.sub(r"\S+/quickstart", "quickstart", line)) for line in said] == [
+        re.sub(varying, "", line) for line in lines
     ]
+    right = [int(re.findall(r"(\d+) of 300", "".join(text))[0]) for text in (said, lines)]
+    assert abs(right[0] - right[1]) <= 3
 
 
 def test_the_python_shown_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
