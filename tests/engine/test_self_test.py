@@ -223,6 +223,24 @@ def test_a_fault_in_a_launch_is_found_and_the_tokens_are_the_reference_s(
         assert tokens(small, kernels) == tokens(small, ReferenceKernels())
 
 
+TILES = {  # as those of launches, of products by tiles, which a test has in memory
+    "no residual behind tiles": ("matmul_bf16", "lfm2", "bfloat16", argument(2, 0)),
+    "half of the tiles": ("matmul_bf16", "lfm2_moe", "bfloat16", fewer),
+    "tiles of another row": ("matmul_bf16", "llama", "bfloat16", one_row_fewer(7)),
+    "half of the unpacked tiles": ("matmul_bf16_unpacked", "lfm2", "w8a16", fewer),
+}
+
+
+@pytest.mark.parametrize("fault", TILES)
+def test_a_fault_in_a_launch_of_tiles_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "has_matrix_unit", lambda unit: unit == "bf16")
+    name, family, form, change = TILES[fault]
+    small, formats = small_model(family, form), FORMS[form][2]
+    assert find_fault(CpuKernels(small.dtype, **formats), small) == ""
+    plant(monkeypatch, name, change)
+    assert find_fault(CpuKernels(small.dtype, **formats), small)
+
+
 # The module of a kernel, its attribute, and what is written in place of what in its source.
 SOURCES: dict[str, tuple[Any, str, str, str, str]] = {
     "a sum that depends on the number of rows": (
