@@ -147,9 +147,7 @@ class InputSpec:
     )
     continue_final_message: bool = key(BOOL, "Continue the last message of chats, the assistant's", False)
     special_tokens: str = key(
-        one_of("allow", "text", "refuse"),
-        "Special tokens that a row's text writes: allow, as plain text, refuse the row",
-        "allow",
+        one_of("allow", "refuse"), "Special tokens that a row's text writes: allow them, or refuse the row", "allow"
     )
     columns: tuple[str, ...] = key(_COLUMNS, "Columns copied to the output", ("*",))
     limit: int | None = key(integer(1), "Take the first N rows only", None)

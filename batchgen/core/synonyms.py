@@ -79,7 +79,7 @@ _TABLE: dict[Synonym, str] = {
     ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, "
     "prefix-completion, assistant-prefix, half sentence",
     Synonym(
-        "input.special_tokens", "rows write special tokens unless it says text or refuse"
+        "input.special_tokens", "rows write special tokens unless it says refuse; text is gone"
     ): "split-special-tokens, prompt injection, injection, control-tokens, sanitize, untrusted",
     Synonym("input.columns"): "column, keep-columns, keep, remove-columns, passthrough, metadata",
     Synonym("input.id"): "custom-id, key, key-column, id-column, index-column, row-id",

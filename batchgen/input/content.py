@@ -5,8 +5,9 @@ It checks the rows' content and the job's [input] section; it counts no tokens a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.job import InputSpec
@@ -19,27 +20,19 @@ from batchgen.input.openai_batch import check_purpose, effort_kwargs, inputs_of,
 from batchgen.input.rows import Embedded, RowProblem, is_null, num_chars, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import CONTINUES, MAX_CHARS
-from batchgen.text.marks import REASONING
-from batchgen.text.probes import ROLES
 from batchgen.text.special_tokens import SpecialTokens
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import tool_format
 
-_KEYS = {"role", "content", "text", "type", "name", "id", "tool_call_id", "tool_calls", "function", "arguments"}
-_KEYS |= {"parameters", "properties", "required", *REASONING}  # of chats in OpenAI's form, beside those of a template
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
 
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A text yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them.
-
-    ``marked`` is the text with marks in the parts of the row (``text.special_tokens``).
-    """
+    """A text yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them."""
 
     text: str
     add_special_tokens: bool
-    marked: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +55,12 @@ _Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name
 class Content:
     """Prompt of a row, and the sampling values that it brings, not yet checked.
 
-    ``more`` are further texts of a request for a vector of each. ``marked`` is the chat with marks, as those of
-    ``PlainText.marked``.
+    ``more`` are further texts of a request for a vector of each.
     """
 
     prompt: Prompt
     overrides: Mapping[str, Any]
     more: Sequence[PlainText | list[int]] = ()
-    marked: Chat | None = None
-
-    def with_marks(self, content: Content) -> Content:
-        """This content with the marks that the same row's other one has."""
-        if isinstance(self.prompt, Chat) and isinstance(content.prompt, Chat):
-            return replace(self, marked=content.prompt if content.prompt != self.prompt else None)
-        first, *more = map(_with_marks, (self.prompt, *self.more), (content.prompt, *content.more))
-        return replace(self, prompt=first, more=more)
-
-
-def _with_marks(plain: Any, marked: Any) -> Any:
-    return replace(plain, marked=marked.text) if isinstance(plain, PlainText) and plain != marked else plain
 
 
 class ContentFinder:
@@ -91,9 +71,8 @@ class ContentFinder:
     A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
     column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages, and beside that one
     ``tool_choice``: with "none" the tools stay out of the prompt, as a model that knows of none calls none. A name
-    that the chat template never mentions is refused, since it would change nothing. ``special`` puts marks
-    into the texts of rows. Raises UsageError when [input] cannot work with this
-    tokenizer (None: the model has none).
+    that the chat template never mentions is refused, since it would change nothing. Raises UsageError when [input]
+    cannot work with this tokenizer (None: the model has none).
     """
 
     def __init__(
@@ -102,15 +81,12 @@ class ContentFinder:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         embedded: Embedded | None = None,
-        special: SpecialTokens | None = None,
     ) -> None:
         _check_spec(spec, tokenizer)
-        self._special = special
+        self._special = _refused_tokens(spec, tokenizer)
         self._spec = spec
         self._has_tokenizer = tokenizer is not None
         self._names = tokenizer.chat_template.names if tokenizer and tokenizer.chat_template else frozenset[str]()
-        template_words = tokenizer.chat_template.words if tokenizer and tokenizer.chat_template else frozenset[str]()
-        self._words = template_words | ROLES | _KEYS
         self._tells_calls = tokenizer is not None and tool_format(tokenizer) is not None
         self._vocab_size = vocab_size
         template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
@@ -163,7 +139,7 @@ class ContentFinder:
             return self._from_ids(name, value)
         text = _checked_text(f"column {name!r}", value)
         self._require_tokenizer()
-        return PlainText(self._mark(text), True)
+        return PlainText(self._checked(text), True)
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
@@ -175,7 +151,7 @@ class ContentFinder:
         """The columns a prompt may be in, each with what reads it."""
 
         def from_text(name: str, columns: Mapping[str, Any]) -> Prompt:
-            return self._from_text(f"column {name!r}", self._mark(columns[name]), columns)
+            return self._from_text(f"column {name!r}", self._checked(columns[name]), columns)
 
         readers: dict[str, _Reader] = {
             "prompt_token_ids": lambda name, columns: self._from_ids(name, columns[name]),
@@ -195,7 +171,10 @@ class ContentFinder:
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
             template = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
-            text = self.template.render(columns, self._mark)
+            text = self.template.render(columns, self._checked)
+            if self._special:  # also one of which only a part is the row's
+                own = Counter(self._special.written(self.template.render(columns, lambda _: "")))
+                self._refuse(next(iter(Counter(self._special.written(text)) - own), ""))
             empty = self.template.empty_fields(columns)
             if empty and len(empty) == self.template.num_fields and text.strip():
                 named = (
@@ -228,7 +207,7 @@ class ContentFinder:
         if not self._spec.is_templated:
             what = f'{name!r} is a chat, but the job says chat_template = "none"'
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
-        return self._chat(name, self._mark(checked_messages(name, value), self._words), columns, continues)
+        return self._chat(name, self._checked(checked_messages(name, value)), columns, continues)
 
     def _chat(
         self, name: str, messages: Sequence[Message], columns: Mapping[str, Any], continues: bool | None = None
@@ -246,8 +225,8 @@ class ContentFinder:
             why = "must be auto or none: no answer is forced to call a tool"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} {why}")
         kwargs = _checked_kwargs(columns.get("chat_template_kwargs"))
-        kwargs = {key: self._mark(value, self._words) for key, value in kwargs.items()}
-        offered = {"tools": self._mark(tools, self._words)} if tools and choice != "none" else {}
+        kwargs = {key: self._checked(value) for key, value in kwargs.items()}
+        offered = {"tools": self._checked(tools)} if tools and choice != "none" else {}
         variables = {**(self._spec.chat_template_kwargs or {}), **kwargs, **offered}
         if unused := [name for name in variables if name not in self._names]:
             why = f"chat_template_kwargs: {shown(unused[0], 60)}: the model's chat template has no such variable"
@@ -258,8 +237,14 @@ class ContentFinder:
             variables[CONTINUES] = True
         return Chat({**variables, "messages": [*added, *messages]}, name, len(added))
 
-    def _mark(self, value: Any, words: Collection[str] = ()) -> Any:
-        return self._special.marked(value, words) if self._special else value
+    def _checked(self, value: Any) -> Any:
+        """A value of the row. Raises RowProblem if it writes a special token and the job refuses that."""
+        self._refuse(self._special.first_in(value) if self._special else "")
+        return value
+
+    def _refuse(self, token: str) -> None:
+        if token:
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"the prompt holds {token}, which special_tokens says to refuse")
 
     def _require_tokenizer(self) -> None:
         if not self._has_tokenizer:
@@ -275,6 +260,17 @@ class ContentFinder:
             message = f"column {name!r} has a token id outside the model's vocabulary, 0 to {self._vocab_size - 1}"
             raise RowProblem(RowErrorCode.BAD_PARAM, message)
         return value
+
+
+def _refused_tokens(spec: InputSpec, tokenizer: Tokenizer | None) -> SpecialTokens | None:
+    """The tokens that texts of rows may not write, if the job refuses them. Raises UsageError if they are not found."""
+    if spec.special_tokens == "allow" or tokenizer is None:
+        return None
+    special = tokenizer.special_tokens
+    if special.normalized is not None:
+        why = f"is not possible: the tokenizer changes texts before it looks for {special.normalized}"
+        raise UsageError(f'input.special_tokens = "{spec.special_tokens}" {why}')
+    return special
 
 
 def _checked_kwargs(value: object) -> dict[str, Any]:

@@ -6,12 +6,11 @@ format and nothing about how tokens are generated.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from batchgen.config.identity import draw_of
 from batchgen.config.job import InputSpec
@@ -26,14 +25,11 @@ from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
 from batchgen.text.probes import HiddenError
 from batchgen.text.reasoning import Reasoning
-from batchgen.text.special_tokens import has_own, without_marks
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
 _EMBEDDED = SamplingParams(max_tokens=0)
-_UNSOUND = "a special token in the row cannot become plain text: the chat template looks at that text, or changes it"
-_OWN = "a special token in the row cannot become plain text beside a character of U+100000 to U+10FFFF"
 # Sampling keys that are about text.
 _NEEDS_TOKENIZER = ("stop", "labels", "bad_words", "structured_outputs", "thinking_token_budget")
 
@@ -89,13 +85,6 @@ class RequestBuilder:
         self._fills_context = fills_context
         self._embedded = settings if isinstance(settings, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
-        self._marking: ContentFinder | None = None
-        if spec.special_tokens != "allow" and tokenizer is not None:
-            special = tokenizer.special_tokens
-            if (token := special.normalized) is not None:
-                why = f"is not possible: the tokenizer changes texts before it looks for {token}"
-                raise UsageError(f'input.special_tokens = "{spec.special_tokens}" {why}')
-            self._marking = ContentFinder(spec, tokenizer, vocab_size, self._embedded, special)
         self._sampling = sampling = _EMBEDDED if isinstance(settings, Embedded) else settings
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -132,52 +121,23 @@ class RequestBuilder:
             yield (made, None) if isinstance(made, Row) else made
 
     def _drafts(self, rows: Sequence[Row]) -> Iterator[_Draft | Row]:
-        contents = [_attempt(row, self._content, row.columns) if row.error is None else row for row in rows]
-        prompts = [prompt for item in contents if isinstance(item, Content) for prompt in (item.prompt, item.marked)]
+        contents = [_attempt(row, self.finder.find, row.columns) if row.error is None else row for row in rows]
+        prompts = [item.prompt for item in contents if isinstance(item, Content)]
         chats = [prompt.variables for prompt in prompts if isinstance(prompt, Chat)]
         rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
         for row, content in zip(rows, contents, strict=True):
             yield content if isinstance(content, Row) else _attempt(row, self._draft, row, content, rendered)
 
-    def _content(self, columns: Mapping[str, Any]) -> Content:
-        content = self.finder.find(columns)
-        if self._marking is None:
-            return content
-        try:
-            return content.with_marks(self._marking.find(columns))
-        except RecursionError:
-            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, "the row is nested too deeply") from None
-
-    def _judged(self, prompt: PlainText | list[int]) -> PlainText | list[int]:
-        """A prompt without marks where the row writes no special token. Raises RowProblem where it may not."""
-        if not isinstance(prompt, PlainText) or prompt.marked is None or self._tokenizer is None:
-            return prompt
-        text, marked = prompt.text, prompt.marked
-        bare = without_marks(marked)  # other than the prompt where a template looks into a text or changes it
-        written, unmarked, allowed = map(self._tokenizer.special_tokens.written, (text, bare, marked))
-        has_marks, refuses = marked != bare, self._spec.special_tokens == "refuse"
-        if not written or (has_marks and written == unmarked == allowed):
-            return replace(prompt, marked=None)
-        others = (Counter(written) | Counter(unmarked)) - Counter(allowed)
-        if refuses and has_marks and (token := next(iter(others), "")):
-            raise RowProblem(RowErrorCode.BAD_PARAM, f"the prompt holds {token}, which special_tokens says to refuse")
-        if has_own(text):
-            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, _OWN)
-        if refuses or not has_marks or bare != text:
-            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, _UNSOUND)
-        return prompt
-
     def _draft(self, row: Row, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
         prompt = content.prompt
         if isinstance(prompt, Chat):
-            text, marked = next(rendered), str(next(rendered)) if content.marked else None
+            text = next(rendered)
             if isinstance(text, ChatTemplateError):
                 what = text.describe(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
-            prompt = PlainText(text, add_special_tokens=False, marked=marked)
+            prompt = PlainText(text, add_special_tokens=False)
         if self._embedded is not None:
             return self._embedded_draft(row, [prompt, *content.more], self._embedded)
-        prompt = self._judged(prompt)
         try:
             base, is_open = self._sampling, self._fills_context and self._spec.is_batch_line(row.columns)
             base = replace(base, max_tokens=self._max_model_len) if is_open else base
@@ -196,14 +156,10 @@ class RequestBuilder:
 
     def _embedded_draft(self, row: Row, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
         made = [
-            PlainText(
-                embedded.prefix + prompt.text, True, None if prompt.marked is None else embedded.prefix + prompt.marked
-            )
-            if isinstance(prompt, PlainText)
-            else prompt
+            PlainText(embedded.prefix + prompt.text, True) if isinstance(prompt, PlainText) else prompt
             for prompt in prompts
         ]
-        draft = _Draft(row, _EMBEDDED, [self._judged(prompt) for prompt in made])
+        draft = _Draft(row, _EMBEDDED, made)
         if not embedded.truncates:
             self._check_estimate(draft, 0)
         return draft
@@ -263,13 +219,10 @@ class RequestBuilder:
             return encoded
         texts = dict.fromkeys(all_texts)
         for add_special_tokens in (False, True):
-            wanted = [text for text in texts if text.add_special_tokens == add_special_tokens and text.marked is None]
+            wanted = [text for text in texts if text.add_special_tokens == add_special_tokens]
             for batch in bounded(wanted, _num_chars, _MAX_ENCODED_CHARS):
                 token_ids = self._tokenizer.encode_batch([text.text for text in batch], add_special_tokens)
                 encoded |= zip(batch, token_ids, strict=True)
-        for text in texts:
-            if text.marked is not None:
-                encoded[text] = self._tokenizer.special_tokens.encode(text.marked, text.add_special_tokens)
         return encoded
 
     def _request(self, draft: _Draft, texts: Texts) -> tuple[Row, Request]:

@@ -7,7 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The end tokens are th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -23,8 +23,12 @@ from batchgen.text.tokenizer import Templates, Tokenizer, compiled, reason
 
 _KEY = "tokenizer.ggml."
 _ARRAYS = [_KEY + name for name in ("tokens", "merges", "token_type")]
-_USER_DEFINED = 4
-_WHOLE = (2, 3, _USER_DEFINED)  # types of tokens that are found whole in a text: unknown and control ones are special
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_WHOLE = (
+    2,
+    _CONTROL,
+    _USER_DEFINED,
+)  # types of tokens that are found whole in a text: unknown and control ones are special
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Texts of tokens that end an answer whatever the metadata say, and that are control tokens whatever their type is.
 _ENDS = {
@@ -38,11 +42,11 @@ _CODE_ENDS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Where all of the first are tokens, the second ends no answer: it ends a part of it, or is a word.
+# Where all of the first are tokens, the second ends no answer: it ends a part of it, or is a word; and its type is so.
 _NO_ENDS = (
-    (("<|return|>", "<|call|>"), "<|end|>"),
-    (("<|calls|>", "<|flush|>"), "<|end|>"),
-    (("<|tool_response>",), "</s>"),
+    (("<|return|>", "<|call|>"), "<|end|>", _USER_DEFINED),
+    (("<|calls|>", "<|flush|>"), "<|end|>", _USER_DEFINED),
+    (("<|tool_response>",), "</s>", _NORMAL),
 )
 _REMEDY = "give --tokenizer a folder or Hub id with a tokenizer.json"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -120,14 +124,18 @@ def _named(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> str 
 def _end_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
     """Ids of the tokens that end an answer, ascending."""
     ids = {token: token_id for token_id, token in enumerate(tokens)}
-    ends = {token for token in _ENDS if token in ids}
-    ends -= {end for others, end in _NO_ENDS if all(token in ids for token in others)}
+    ends = {token for token in _ENDS - _no_ends(ids).keys() if token in ids}
     named = [_named(metadata, key, tokens) for key in ("eos", "eot", "eom")]
     named += [
         _named(metadata, key, tokens) or next((text for text in texts if text in ids), None)
         for key, texts in _CODE_ENDS.items()
     ]
     return sorted(ids[token] for token in ends.union(token for token in named if token is not None))
+
+
+def _no_ends(tokens: Collection[str]) -> dict[str, int]:
+    """The tokens of ``_ENDS`` that end no answer in this vocabulary, and their types."""
+    return {end: kind for others, end, kind in _NO_ENDS if all(token in tokens for token in others)}
 
 
 def _put_around(
@@ -170,11 +178,12 @@ def _backend(kind: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> token
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
     """Have the tokens of these types, and all that end answers, found whole in a text, before any normal form."""
-    ends = _ENDS.union(*_CODE_ENDS.values())
+    kinds = dict.fromkeys(_ENDS.union(*_CODE_ENDS.values()), _CONTROL) | _no_ends(frozenset(tokens))
+    typed = ((token, kinds.get(token, kind)) for token, kind in zip_longest(tokens, types[: len(tokens)]))
     added = [
-        AddedToken(token, special=kind != _USER_DEFINED or token in ends, normalized=False)
-        for token, kind in zip_longest(tokens, types[: len(tokens)])
-        if token and (kind in _WHOLE or token in ends)
+        AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+        for token, kind in typed
+        if token and kind in _WHOLE
     ]
     backend.add_tokens(added)
 

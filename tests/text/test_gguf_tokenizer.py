@@ -176,6 +176,16 @@ def test_a_token_that_ends_answers_is_special_whatever_its_type(tmp_path: Path) 
     assert ours.encode_batch(["<|im_end|>"], False) == [[end]]
 
 
+def test_a_token_that_ends_no_answer_is_not_special(tmp_path: Path) -> None:
+    added = ["<|end|>", "<|return|>", "<|call|>", "</s>", "<|tool_response>"]
+    tokens = [*metadata("smollm")["tokenizer.ggml.tokens"], *added]
+    ours = read_gguf_tokenizer(write(tmp_path, tokens=tokens))
+    silent = {tokens[token_id] for token_id in ours.silent_token_ids}
+    assert silent.intersection(added) == {"<|return|>", "<|call|>", "<|tool_response>"}
+    assert ours.encode_batch(["<|end|>"], False) == [[ours.token_id("<|end|>")]]
+    assert ours.encode_batch(["</s>"], False) != [[ours.token_id("</s>")]]
+
+
 def test_the_chat_template_of_the_file_is_rendered_with_its_special_tokens(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
