@@ -11,11 +11,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
+from decimal import Decimal
 from typing import Any, TypeVar
+from uuid import UUID
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
-from batchgen.core.json_line import MAX_DEPTH, is_too_deep
+from batchgen.core.json_line import MAX_DEPTH, encode_json, is_too_deep
 from batchgen.core.records import Row
 
 _Item = TypeVar("_Item")
@@ -100,7 +103,8 @@ def _refuse_lone_surrogates(value: object) -> None:
 def with_id(row: Row, spec: InputSpec) -> Row:
     """The row with its own id: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else none.
 
-    It need not be unique. It is an error if that column is missing or holds neither a string nor an integer.
+    It need not be unique. A whole float is an integer, and a UUID, a decimal, a date or a time is its text.
+    It is an error if that column is missing or holds another value.
     """
     name = spec.id or ("custom_id" if spec.is_batch_line(row.columns) else None)
     if name is None or row.error is not None:
@@ -108,6 +112,10 @@ def with_id(row: Row, spec: InputSpec) -> Row:
     if name not in row.columns:
         return row.failed(RowError(RowErrorCode.MISSING_COLUMN, f"no column {name!r} (the row's id)"))
     value = row.columns[name]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # pandas stores an integer column with gaps as floats
+    elif isinstance(value, UUID | Decimal | date):
+        value = json.loads(encode_json(value))  # the text that a kept column has
     if isinstance(value, bool) or not isinstance(value, str | int):
         return row.failed(wrong_type(f"column {name!r} (the row's id)", value, "a string or an integer").error)
     return replace(row, id=value)

@@ -291,7 +291,7 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any], str]] = {
     "bzip2": ("rows.jsonl.bz2", _write(b"BZh91AY"), {}, "recompress it"),
     "zip": ("rows.zip", _write(b"PK\x03\x04"), {}, "unpack it"),
     "binary": ("rows", _write(b"\x7fELF\0\0\0"), {}, "looks like binary"),
-    "hf with an unknown option": ("hf:org/name?splits=test", lambda path: None, {}, "cannot read 'hf:org/name?splits"),
+    "hf with an unknown option": ("hf:org/name?splits=test", lambda path: None, {}, "cannot read 'hf:org/name?***"),
     "hf without a name": ("hf:?split=test", lambda path: None, {}, "cannot read 'hf:?split=test'"),
     "file said to be hf": (
         "rows.jsonl",

@@ -77,7 +77,10 @@ def _open_bytes(content: InputBytes, spec: InputSpec) -> InputFile:
 
 def _resolve(content: InputBytes, name: str, delimiter: str | None) -> str:
     with content.open() as file:
-        is_parquet = file.read(4) == _PARQUET_MAGIC
+        magic = file.read(4)
+    is_parquet = magic == _PARQUET_MAGIC
+    if magic == b"PARE":
+        raise UsageError(f"{content.name} is an encrypted Parquet file, which cannot be read: decrypt it first")
     if name == "parquet" or (name == "auto" and is_parquet):
         return "parquet"
     if is_parquet:
