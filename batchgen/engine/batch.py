@@ -45,6 +45,7 @@ def build_input(
         subset=None,
         is_causal=is_causal,
         num_alone=int((counts == 1).cumprod().sum()) if is_causal else 0,
+        pending=schedule.pending,
     )
     return inputs if tail_reach is None else replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
 

@@ -27,7 +27,6 @@ from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import RequestState, Sequence
 from batchgen.engine.sizes import SchedulerConfig, resolve, use_threads_beside
 from batchgen.engine.stats import EngineStats
-from batchgen.kernels.inputs import PendingTokens
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
 from batchgen.text.tokenizer import Tokenizer
@@ -158,11 +157,11 @@ class Engine:
             self.scheduler.on_launched(schedule)
             return self._update(schedule, token_ids.tolist)
 
-    def _compute(self, schedule: Schedule, pending: PendingTokens | None = None) -> Tensor:
+    def _compute(self, schedule: Schedule) -> Tensor:
         """Token ids, int64 [num_completing] on the device, to follow the sequences in ``schedule.completing``."""
         sampled, mask = schedule.completing, None
         with self.stats.phase("forward"):
-            logits, argmax_ids = self.runner.run(schedule, pending)
+            logits, argmax_ids = self.runner.run(schedule)
         if schedule.has_masks:
             with self.stats.phase("mask"):  # beside the forward pass, where launches return before it is done
                 mask = build_mask(self.text.constraints, sampled, logits.shape[1], logits.device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.machine import is_out_of_memory
-from batchgen.kernels.inputs import ModelInput, PendingTokens, StepOutput
+from batchgen.kernels.inputs import ModelInput, StepOutput
 from batchgen.kernels.interface import Recorder
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
@@ -151,10 +151,8 @@ class CudaGraphs:
         return inputs.is_decode
 
     @torch.inference_mode()
-    def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
+    def run(self, inputs: ModelInput) -> StepOutput:
         """The output of a step for CPU inputs that it ``takes``, valid until the next call.
-
-        ``pending`` has the token ids that only the device knows.
 
         Raises:
             CaptureFailed: see ``CudaRecorder``; nothing is computed.
@@ -164,9 +162,10 @@ class CudaGraphs:
         if size not in self.recorded:
             self._record(size)
         static, replay = self.recorded[size]
+        pending = inputs.pending
         if pending is not None and pending.token_ids.data_ptr() != self.last_token_ids.data_ptr():
             self.last_token_ids[: len(pending.token_ids)] = pending.token_ids  # of a step not replayed, or drawn
-        static.fill(inputs, pending)
+        static.fill(inputs)
         return StepOutput(replay()[:num_seqs], self.last_token_ids[:num_seqs])
 
     def _width(self, num_blocks: int) -> int:
@@ -266,10 +265,10 @@ class StaticInput:
         self.feed = views.pop("feed")
         self._all_known = torch.arange(n, dtype=torch.int32)
         fixed = {"cu_seqlens": rows.to(device), "logits_indices": torch.arange(n, device=device)}
-        self.inputs = ModelInput(**views, **fixed, subset=None, is_causal=True, num_alone=n)
+        self.inputs = ModelInput(**views, **fixed, subset=None, is_causal=True, num_alone=n, pending=None)
         self.padding = padding
 
-    def fill(self, inputs: ModelInput | None, pending: PendingTokens | None = None) -> None:
+    def fill(self, inputs: ModelInput | None) -> None:
         """Take over a step's CPU tensors; the rows left over, or all for None, work on the padding."""
         count, width = (0, 0) if inputs is None else inputs.block_tables.shape
         source, padding = next(self._sources), self.padding
@@ -281,6 +280,7 @@ class StaticInput:
         host["slot_mapping"][count:] = padding.block * padding.block_size
         host["query_blocks"].copy_(self._alone)
         host["feed"].copy_(self._all_known)
+        pending = inputs.pending if inputs is not None else None
         if pending is not None:
             newest = len(host["feed"])  # where the newest ids begin
             if pending.rows is None:

@@ -12,7 +12,7 @@ from batchgen.engine.graphs import CaptureFailed
 from batchgen.engine.replay import Fetched, allocated, fetch_ids, runs_behind, where_drawn
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sizes import SchedulerConfig
-from batchgen.kernels.inputs import PendingTokens, StepOutput
+from batchgen.kernels.inputs import StepOutput
 from batchgen.model.decoder import Decoder
 
 
@@ -53,11 +53,8 @@ class ModelRunner:
         self.replays = None
         self.notes.append(f"steps could not be recorded, so they take longer: {error}")
 
-    def run(self, schedule: Schedule, pending: PendingTokens | None = None) -> StepOutput:
-        """A row of logits per sequence in ``schedule.completing``, then one per token of ``schedule.scored``.
-
-        ``pending`` has the ids of the schedule's pending tokens, if there are any.
-        """
+    def run(self, schedule: Schedule) -> StepOutput:
+        """A row of logits per sequence in ``schedule.completing``, then one per token of ``schedule.scored``."""
         shape = self.model.config
         inputs = build_input(schedule, self.block_size, shape.tail_reach, is_causal=shape.is_causal)
         if schedule.resumed:
@@ -65,11 +62,11 @@ class ModelRunner:
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
         if self.replays is not None and self.replays.takes(inputs):
             try:
-                return self.replays.run(inputs, pending)
+                return self.replays.run(inputs)
             except CaptureFailed as error:
                 self._drop_recordings(error)
         max_position = int(inputs.positions.max())
         inputs = inputs.to(self.model.device)
-        if pending is not None:
-            pending.into(inputs.token_ids)
+        if inputs.pending is not None:
+            inputs.pending.into(inputs.token_ids)
         return StepOutput(where_drawn(self.model.forward(inputs, self.state, max_position)))

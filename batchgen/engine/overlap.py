@@ -60,7 +60,7 @@ class Overlap:
 
     def __init__(
         self,
-        compute: Callable[[Schedule, PendingTokens | None], Tensor],
+        compute: Callable[[Schedule], Tensor],
         fetch: Callable[[Tensor], Callable[[], list[int]]],
         book: Callable[[Schedule], None],
         update: Callable[[Schedule, Callable[[], list[int]]], list[Result]],
@@ -96,8 +96,9 @@ class Overlap:
     def _launch(self, schedule: Schedule) -> Launched | None:
         if not schedule.entries:
             return None
-        pending = None if self.in_flight is None else self.in_flight.pending(schedule)
-        token_ids = self._compute(schedule, pending)
+        if self.in_flight is not None:
+            schedule = replace(schedule, pending=self.in_flight.pending(schedule))
+        token_ids = self._compute(schedule)
         return Launched(schedule, token_ids, self._fetch(token_ids))
 
     def _hold(self, launched: Launched | None) -> None:
@@ -115,6 +116,17 @@ def _without_ended(schedule: Schedule) -> Schedule:
     return replace(schedule, entries={s: n for s, n in schedule.entries.items() if s.generation.finished_at is None})
 
 
+def penalized_logits(logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Logits of tokens that were seen, and generated so many ``times``, lowered; all of one shape or broadcast.
+
+    The repetition penalty divides a positive logit and multiplies a negative one (Keskar et al., CTRL,
+    arXiv:1909.05858, section 4.1); then ``frequency * times`` and, if ``times`` is not 0, ``presence`` are taken off,
+    as OpenAI and vLLM define them.
+    """
+    lowered = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return lowered - frequency * times - presence * (times > 0)
+
+
 class DeviceTokenCounts:
     """Counts of tokens by slot: 0 never seen, 1 in the prompt, and 1 more for each time one was generated.
 
@@ -130,7 +142,7 @@ class DeviceTokenCounts:
         self._num_known = [0] * num_slots  # tokens of the owner that are counted
 
     def penalize(self, logits: Tensor, rows: Sequence_[int], sequences: Sequence_[Sequence]) -> Tensor:
-        """Lower logits as ``sampler.penalize`` does, bit for bit; the slots of ``sequences``, int64 [num_penalized].
+        """Lower logits by ``penalized_logits``; the slots of ``sequences``, int64 [num_penalized].
 
         Row ``rows[i]`` of the float32 logits [num_seqs, vocab_size] is what follows ``sequences[i]``.
         """
@@ -146,9 +158,7 @@ class DeviceTokenCounts:
             part = slice(start, start + _ROWS)
             repetition, frequency, presence = columns[part].T.unsqueeze(2)
             times, before = self._times[of_slots[part]], logits[places[part]]
-            lowered = torch.where(before > 0, before / repetition, before * repetition)
-            lowered -= frequency * (times - 1).clamp(min=0)
-            lowered -= presence * (times > 1)
+            lowered = penalized_logits(before, (times - 1).clamp(min=0), repetition, frequency, presence)
             logits[places[part]] = torch.where(times > 0, lowered, before)
         return of_slots
 

@@ -10,6 +10,7 @@ more. A GPU's recordings are in ``graphs``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from batchgen.engine.graphs import CudaGraphs, CudaRecorder, PaddingSlot, Static
 from batchgen.engine.sizes import SchedulerConfig
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.recording import Recorder
-from batchgen.kernels.inputs import ModelInput, PendingTokens, StepOutput
+from batchgen.kernels.inputs import ModelInput, StepOutput
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import KV_DTYPES, StateCache, allocate
 
@@ -71,14 +72,15 @@ class CpuRecordings:
         return True
 
     @torch.inference_mode()
-    def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
+    def run(self, inputs: ModelInput) -> StepOutput:
         """The output of a step for CPU inputs, valid until the next call; see ``CudaGraphs.run``."""
         last = int(inputs.positions.max())
         if (table := self.model.rotary.upto(last + 1)) is not self.rotary:
             self.recorded.clear()
             self.rotary = table
-        if pending is not None:
-            pending.into(inputs.token_ids)
+        if inputs.pending is not None:
+            inputs.pending.into(inputs.token_ids)
+            inputs = replace(inputs, pending=None)
         if not inputs.is_decode:
             return StepOutput(self.recorder.run(lambda: self.model.forward(inputs, self.state, last)))
         size = self.size_of(inputs)

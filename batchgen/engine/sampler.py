@@ -23,7 +23,7 @@ from torch import Tensor
 
 from batchgen.core.records import SamplingParams, TokenLogprob
 from batchgen.engine.observers import Constraints, HostTokenCounts, TokenRules
-from batchgen.engine.overlap import DeviceTokenCounts
+from batchgen.engine.overlap import DeviceTokenCounts, penalized_logits
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
@@ -248,12 +248,7 @@ def add_biases(logits: Tensor, rows: Sequence_[int], rules: Sequence_[TokenRules
 def penalize(
     logits: Tensor, rows: Sequence_[int], counts: Sequence_[HostTokenCounts], params: Sequence_[SamplingParams]
 ) -> None:
-    """Lower the logits of tokens seen before, in place, in ``rows`` of float32 logits [num_seqs, vocab_size].
-
-    The repetition penalty divides a positive logit and multiplies a negative one (Keskar et al., CTRL,
-    arXiv:1909.05858, section 4.1); then ``frequency_penalty * count`` and, where the count is not 0,
-    ``presence_penalty`` are taken off, as OpenAI and vLLM define them.
-    """
+    """Lower the logits of tokens seen before, in place, in ``rows`` of float32 logits [num_seqs, vocab_size]."""
     sizes = [len(c.ids) for c in counts]
 
     def spread(values: Sequence_[float], dtype: type = np.float32) -> Tensor:
@@ -262,12 +257,8 @@ def penalize(
     places = spread(rows, np.int64)
     columns = upload(torch.from_numpy(np.concatenate([c.ids for c in counts])), logits.device)
     times = upload(torch.from_numpy(np.concatenate([c.counts for c in counts])), logits.device)
-    seen = logits[places, columns]
-    repetition = spread([p.repetition_penalty for p in params])
-    seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-    seen = seen - spread([p.frequency_penalty for p in params]) * times
-    seen = seen - spread([p.presence_penalty for p in params]) * (times > 0)
-    logits[places, columns] = seen
+    penalties = zip(*[(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], strict=True)
+    logits[places, columns] = penalized_logits(logits[places, columns], times, *map(spread, penalties))
 
 
 def build_mask(

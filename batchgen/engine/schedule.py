@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from operator import ge
+from typing import TYPE_CHECKING
 
 from batchgen.engine.sequence import Sequence
+
+if TYPE_CHECKING:  # a schedule is made without torch
+    from batchgen.kernels.inputs import PendingTokens
 
 
 def _attended(count: int, window: int) -> int:
@@ -22,10 +26,12 @@ class Schedule:
     Attributes:
         entries: num_scheduled_tokens, at least 1, by sequence, in order.
         resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
+        pending: the ids of those of its tokens that only the device knows, if there are any.
     """
 
     entries: dict[Sequence, int]
     resumed: tuple[Sequence, ...] = ()
+    pending: PendingTokens | None = None
 
     @cached_property
     def sequences(self) -> list[Sequence]:

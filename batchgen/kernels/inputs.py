@@ -42,6 +42,7 @@ class ModelInput:
         is_causal: whether a token sees those up to itself, not its whole text, of which a step then has all tokens.
         num_alone: the first so many tokens are the only ones of their sequences in this step. They are also the first
             of ``subset``. Back ends may ignore it.
+        pending: tokens whose ids only the device knows, if there are any; ``token_ids`` has placeholders for them.
     """
 
     token_ids: Tensor
@@ -55,6 +56,7 @@ class ModelInput:
     subset: LogitsSubset | None
     is_causal: bool = True
     num_alone: int = 0
+    pending: PendingTokens | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from batchgen.engine.block_pool import extend_block_hashes
 from batchgen.engine.generation import TextTools
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.schedule import Schedule
-from batchgen.kernels.inputs import PendingTokens, StepOutput
+from batchgen.kernels.inputs import StepOutput
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model
 
@@ -520,8 +520,8 @@ class Interrupted(ModelRunner):
 
     num_runs = 0
 
-    def run(self, schedule: Schedule, pending: PendingTokens | None = None) -> StepOutput:
-        found = super().run(schedule, pending)
+    def run(self, schedule: Schedule) -> StepOutput:
+        found = super().run(schedule)
         self.num_runs += 1
         if self.num_runs == 2:
             raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, replay
 from batchgen.engine.replay import CpuRecordings
-from batchgen.kernels.inputs import ModelInput, PendingTokens, StepOutput
+from batchgen.kernels.inputs import ModelInput, StepOutput
 from batchgen.model.decoder import Decoder
 
 
@@ -82,9 +82,9 @@ def test_those_that_share_blocks_change_from_replay_to_replay(model: Decoder) ->
     shared: set[tuple[int, ...]] = set()
     run = counted.replays.run
 
-    def noted(inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
+    def noted(inputs: ModelInput) -> StepOutput:
         shared.add(tuple(inputs.query_blocks[:, 3:].flatten().tolist()))
-        output = run(inputs, pending)
+        output = run(inputs)
         if inputs.is_decode and (found := counted.replays.recorded.get(counted.replays.size_of(inputs))):
             assert torch.equal(found[0].inputs.query_blocks, inputs.query_blocks)
         return output
