@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import click
 
+from batchgen.cli.messages import answers, printed
 from batchgen.config.job import KEYS
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
@@ -26,6 +27,7 @@ from batchgen.core.synonyms import synonym_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 INDEX = "README"  # the page that lists all others
+_LAST_PAGES = ("changelog", "contributing", "internals", "performance")
 _MAX_WIDTH = 80
 _HEADING = re.compile(r"(#+) (.+)")
 _ITEM = re.compile(r" *(?:[*-]|\d+\.) ")
@@ -46,10 +48,10 @@ class Section(NamedTuple):
 @click.argument("topic", nargs=-1, metavar="[TOPIC]")
 @click.pass_context
 def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
-    """Show a page of the documents, or a command's help.
+    """Show a page of the documents, a command's help, or what a message means.
 
-    Without TOPIC, lists the pages. TOPIC is a page, a command, or words of a heading: keys of the job file and codes
-    of errors.jsonl are headings too.
+    Without TOPIC, lists the pages. TOPIC is a page, a command, a message, or words of a heading: keys of the job file
+    and codes of errors.jsonl are headings too.
 
     \b
     Examples:
@@ -57,6 +59,7 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
       batchgen help run
       batchgen help exit codes
       batchgen help max_tokens
+      batchgen help is in use by
     """
     group = ctx.find_root().command
     commands = group.commands if isinstance(group, click.Group) else {}
@@ -101,13 +104,41 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
         return 3, 0
 
     best = min(all_sections, key=distance)
-    if distance(best) < (3, 0):
+    rows = answers(topic, pages["faq"])
+    if distance(best) < ((1, 0) if rows else (3, 0)):
         return best
-    if places := [shlex.quote(s.name) for s in all_sections if s.level == 2 and _stands_in(topic, s)]:
-        title = f"# {' and '.join(topic.split())} {'are' if ' ' in topic else 'is'} found in"
-        return Section(topic, 1, [title, "", *(f"* `batchgen help {name}`" for name in places)])
+    if lines := [*_of_message(topic, rows)] or [*_places(topic, all_sections)]:
+        return Section(topic, 1, lines)
     hint = resembling(topic, [*pages, *commands, *(section.name for section in all_sections)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
+
+
+def _of_message(topic: str, rows: Sequence[str]) -> Iterator[str]:
+    """The answer of the page of questions to a message, in ``rows`` of its tables, and the page on what prints it."""
+    if rows:
+        yield from (f"# {topic}", "", "| message | what to do |", "|---|---|", *rows, "")
+    elif message := printed(topic):
+        yield from (
+            f"# {topic}",
+            "",
+            f"`{message.text.strip(' .:;,')}`",
+            "",
+            f"is explained by `batchgen help {message.page}`.",
+            "",
+        )
+
+
+def _places(topic: str, all_sections: Iterable[Section]) -> Iterator[str]:
+    """The sections with the words of a topic; those for developers come last."""
+    listed: list[list[str]] = [[], []]
+    page = ""
+    for section in all_sections:
+        page = section.name if section.level == 1 else page
+        if section.level == 2 and _stands_in(topic, section):
+            listed[page in _LAST_PAGES].append(f"* `batchgen help {shlex.quote(section.name)}`")
+    if any(listed):
+        title = f"# {' and '.join(topic.split())} {'are' if ' ' in topic else 'is'} found in"
+        yield from (title, "", *listed[0], *listed[1])
 
 
 def _stands_in(topic: str, section: Section) -> bool:

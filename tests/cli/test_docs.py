@@ -5,8 +5,10 @@ Spelling is held by a list of words that these pages do not use; no dictionary i
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from collections.abc import Iterator
 
 import click
 import docs
@@ -14,6 +16,8 @@ import pytest
 
 from batchgen.cli.help import DOCS, INDEX, Section, find_section, render, sections
 from batchgen.cli.main import call, cli
+from batchgen.cli.messages import PACKAGE, literals, printed, text_of
+from batchgen.cli.messages import PAGES as TOPICS
 from batchgen.config.job import KEYS
 from batchgen.core.errors import ExitCode, RowErrorCode, UsageError
 
@@ -145,6 +149,34 @@ def test_an_unknown_topic_names_the_nearest_one(capsys: pytest.CaptureFixture[st
     assert 'no page, section or command is named "operatoins" (did you mean "operations"?)' in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"\(pages: .*embeddings.*tutorial\)"):
         find_section("zzzz")
+
+
+def raised_or_said() -> Iterator[str]:
+    """The messages of errors and notes that the code makes in place, "7" for what is filled in."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and re.search(r"Error$|Problem$|note$|^say$", ast.unparse(node.func)):
+                texts = (text_of(value).replace("…", " 7 ") for value in node.args)
+                yield from (text for text in texts if len(re.findall(r"[a-z_]{3,}", text)) > 3)
+
+
+@pytest.mark.breadth
+def test_every_message_that_the_program_prints_is_found() -> None:
+    messages = {*raised_or_said()}
+    found = {text: printed(text, kept) for kept in [[*literals()]] for text in messages}
+    assert len(messages) > 300
+    assert [text for text, message in found.items() if message is None] == []
+
+
+def test_a_message_leads_to_a_page_that_there_is() -> None:
+    assert {page: find_section(page, cli.commands).name for page in {*TOPICS.values()} - {*cli.commands}}
+
+
+def test_the_table_of_messages_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "runs/a is in use by process 7 on host; wait for it or stop it")
+    assert "Another process holds the folder" in text
+    assert "found in" not in text
+    assert "is explained by `batchgen help slow`" in shown(capsys, "kv_cache_memory 3 bytes holds no block of 9 bytes")
 
 
 # ---------------------------------------------------------------- the pages
