@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["batchgen @ git+https://github.com/OWNER/batchgen@COMMIT"]  # your copy: PyPI's is another package
+# dependencies = ["batchgen @ git+https://git.example.com/batchgen@COMMIT"]  # your copy: PyPI's is another package
 # ///
 """A job on rented hardware of the Hub: it reads a dataset from the Hub and publishes the outputs into another one.
 

@@ -80,6 +80,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 0 if is_named and all(Path(name.partition("::")[0]).is_file() for name in config.args) else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A test that is named, as in ``pytest path::test``, runs whatever its marks, unless ``-m`` is given."""
+    if config.option.markexpr in config.getini("addopts") and config.args and all("::" in name for name in config.args):
+        config.option.markexpr = ""
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS
