@@ -106,11 +106,12 @@ class RecordBuilder:
             return ""
         if params.thinking_token_budget is not None or "reasoning" in self._spec.output.parse:
             names = {"closing", "thinks"}
-        if self._finds_calls(row):
+        offered = self._offered(row)  # by whose names and types calls are read
+        if offered is not None:
             names = {"closing", "thinks", "tools"}
         version = str(library().__version__) if params.structured_outputs else ""
         facts = self._tokenizer.answer_facts.used(names) if names else ""
-        return f"{version} {self._end_ids} {facts}"
+        return f"{version} {self._end_ids} {facts} {offered and sorted(offered.items())}"
 
     def reused(self, row: Row, fingerprint: str, earlier: Mapping[str, Any]) -> dict[str, Any] | None:
         """The output record of a row as ``result`` makes it, from one of an earlier run with that ``fingerprint``.

@@ -60,6 +60,15 @@ def test_the_tokens_that_end_answers_are_in_each_fingerprint(tokenizer: Tokenize
     assert fingerprint(tokenizer, ends=(8, 7)) == fingerprint(tokenizer, ends=(7, 8))
 
 
+def test_the_tools_that_calls_are_read_by_are_in_the_fingerprint(tokenizer: Tokenizer) -> None:
+    builder = RecordBuilder(spec("tool_calls"), tokenizer)
+    others = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
+    rows = [replace(ROW, columns={"tools": tools}) for tools in (TOOLS, others)]
+    assert builder.fingerprint(rows[0]) != builder.fingerprint(rows[1])
+    plain = RecordBuilder(spec(), tokenizer)
+    assert plain.fingerprint(rows[0]) == plain.fingerprint(rows[1])
+
+
 def test_the_text_of_a_template_is_read_for_its_facts_alone() -> None:
     found = set()
     for path in PACKAGE.rglob("*.py"):
