@@ -39,7 +39,7 @@ GOLDEN = {
     "texts": "c9b1003a222983a9",
     "reasoning": "185eaae223a160f6",
     "tools": "474190e0726458e7",
-    "vectors": "2a3482cab9915086",
+    "vectors": "d314ee6ea6d37aa2",
 }
 QUESTIONS = MODEL.parent / "questions.jsonl"
 SAMPLINGS: tuple[dict[str, Any], ...] = (
