@@ -94,7 +94,7 @@ CONCEPTS = {
         stop_token_ids structured_outputs temperature thinking_token_budget top_k top_p
     """,
     "[classify]": "by labels",
-    "[embed]": "dimensions normalize pooling prompt truncate",
+    "[embed]": "dimensions dtype normalize pooling prompt truncate",
     "[eval]": "expected extract",
     "[engine]": """
         block_size kv_cache_dtype kv_cache_memory max_model_len max_num_batched_tokens max_num_seqs threads

@@ -29,7 +29,8 @@ class EmbedSpec:
     """Settings of vectors of texts. ``pooling`` is None for a job that generates text.
 
     "auto", and ``normalize`` None, stand for the checkpoint's own. ``prompt`` is put before each
-    text: the name of one of the checkpoint's prompts, else the text itself. ``dimensions`` keeps the first numbers of a
+    text: the name of one of the checkpoint's prompts, else the text itself; of a checkpoint for late interaction the
+    side, "query" or "document". Numbers are rounded to ``dtype``. ``dimensions`` keeps the first numbers of a
     vector. Texts beyond the longest that the model takes are cut where ``truncate`` is set, or refused.
     """
 
@@ -40,6 +41,7 @@ class EmbedSpec:
         None,
         flag="embed-prompt",
     )
+    dtype: str = key(one_of("float32", "float16"), "Number type of embeddings", "float32", flag="embed-dtype")
     normalize: bool | None = key(_BOOL_OR_AUTO, "Divide embeddings by their length", None, flag="embed-normalize")
     dimensions: int | None = key(_DIMENSIONS, "Keep the first N numbers of each embedding", None)
     truncate: bool = key(BOOL, "Refuse texts that are too long, instead of cutting them", True)

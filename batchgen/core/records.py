@@ -177,6 +177,7 @@ class Request:
     tokens of each way to write one of ``params.bad_words``. ``num_row_chars`` is about how much of its row is in memory
     until there is a result. ``pooling`` names the tokens of the prompt whose hidden states make up its vector
     (``POOLINGS``), "" for none: it generates nothing then. ``text_lengths`` are those of texts that get a vector each.
+    No token attends to the last ``num_unseen`` of a text; these attend to those before them.
     """
 
     key: int
@@ -189,6 +190,7 @@ class Request:
     pooling: str = ""
     text_lengths: tuple[int, ...] = ()
     draw: int | None = None
+    num_unseen: int = 0
 
     @property
     def named_tokens(self) -> tuple[int, ...]:
@@ -264,7 +266,7 @@ class Result:
     ``Sample``), ``more_samples`` holds the others. ``label_logprobs`` sums the log-probabilities of each label's
     tokens, ``label_means`` are those per token; then ``token_ids`` are the best label's.
     ``prompt_logprobs`` has one entry per prompt token but the first. ``vector`` has the float32 numbers of a text's
-    vector, or of those of all its tokens one after the other, or of ``num_texts`` texts.
+    vector, or of ``num_vectors`` of its tokens or of several texts, one after the other.
     """
 
     key: int
@@ -281,7 +283,7 @@ class Result:
     label_means: tuple[float, ...] = ()
     is_complete: bool | None = None
     vector: bytes = b""
-    num_texts: int = 1
+    num_vectors: int = 1
 
     def label_scores(self, params: SamplingParams) -> tuple[float, ...]:
         """The log-probabilities that decide between the labels: means per token, or sums."""

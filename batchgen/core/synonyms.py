@@ -139,6 +139,7 @@ _TABLE: dict[Synonym, str] = {
     "task, runner, convert, pooler-config",
     Synonym("Reranking"): "rerank, reranker, cross-encoder, relevance, rag",
     Synonym("embed.prompt", "a name of the checkpoint or the text itself"): "prompt-name, prefix, instruct",
+    Synonym("Late interaction"): "colbert, pylate, maxsim, multi-vector, multivectorencoder, late-interaction",
     Synonym("embed.dimensions"): "truncate-dim, matryoshka, dim, dims",
     # The engine
     Synonym(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from batchgen.engine.schedule import Schedule
 from batchgen.kernels.inputs import ModelInput, query_blocks
@@ -30,6 +32,7 @@ def build_input(
     positions = np.arange(counts.sum(), dtype=np.int32) - (cu_seqlens[:-1] - starts)[rows]
     tables = _block_tables([s.block_table for s in sequences])
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    runs, unseen = _runs(schedule, cu_seqlens, is_causal=is_causal)
     inputs = ModelInput(
         token_ids=torch.from_numpy(np.array(_token_ids(schedule), dtype=np.int64)),
         positions=torch.from_numpy(positions),
@@ -37,17 +40,41 @@ def build_input(
         slot_mapping=torch.from_numpy(slots),
         block_tables=torch.from_numpy(tables),
         conv_slots=torch.from_numpy(np.array([s.conv_slot for s in sequences], dtype=np.int32)),
-        query_blocks=query_blocks(
-            *(np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:], positions, tables, block_size),
-            None if is_causal else counts,
-        ),
+        query_blocks=query_blocks(*runs.bounds, positions, tables, block_size, runs.reach),
         logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
         subset=None,
         is_causal=is_causal,
-        num_alone=int((counts == 1).cumprod().sum()) if is_causal else 0,
+        unseen=unseen,
+        num_alone=int((counts == 1).cumprod().sum()) if runs.reach is None else 0,
         pending=schedule.pending,
     )
-    return inputs if tail_reach is None else replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
+    if tail_reach is None or unseen is not None:  # every token has a vector then
+        return inputs
+    return replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
+
+
+class _Runs(NamedTuple):
+    """Runs of neighbouring tokens: the sequence, first token and end of each; and ``reach`` as in ``query_blocks``."""
+
+    bounds: tuple[np.ndarray, np.ndarray, np.ndarray]
+    reach: np.ndarray | None
+
+
+def _runs(schedule: Schedule, cu_seqlens: np.ndarray, *, is_causal: bool) -> tuple[_Runs, Tensor | None]:
+    """The runs of a step, two of a sequence that has unseen tokens; and these tokens."""
+    sequences = schedule.sequences
+    every, starts, ends = np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:]
+    if is_causal and not (sequences[0].request.pooling and any(s.request.num_unseen for s in sequences)):
+        return _Runs((every, starts, ends), None), None
+    seen = np.array([s.num_prompt_tokens - s.request.num_unseen for s in sequences], dtype=np.int32)
+    borders = np.clip(starts + seen - np.array(schedule.starts, dtype=np.int32), starts, ends)
+    tokens = [np.arange(border, end) for border, end in zip(borders.tolist(), ends.tolist(), strict=True)]
+    unseen = np.concatenate(tokens) if (borders < ends).any() else None
+    first = np.zeros_like(seen) if is_causal else seen
+    parts = (np.repeat(every, 2), np.stack((starts, borders), 1).ravel(), np.stack((borders, ends), 1).ravel())
+    reach, is_there = np.stack((first, seen), 1).ravel(), parts[1] < parts[2]
+    bounds = parts[0][is_there], parts[1][is_there], parts[2][is_there]
+    return _Runs(bounds, reach[is_there]), None if unseen is None else torch.from_numpy(unseen)
 
 
 def _block_tables(of_each: list[array[int]]) -> np.ndarray:

@@ -95,7 +95,9 @@ def _digest(state: RequestState) -> bytes | None:
     request = state.request
     if state.digest is None and request.params.is_greedy:
         tokens = array("i", request.prompt_token_ids).tobytes()
-        labels = repr((request.labels, request.bad_words, request.pooling, request.text_lengths)).encode()
+        labels = repr(
+            (request.labels, request.bad_words, request.pooling, request.text_lengths, request.num_unseen)
+        ).encode()
         state.digest = blake2b(_name(request.params) + labels + b"\0" + tokens, digest_size=16).digest()
     return state.digest
 

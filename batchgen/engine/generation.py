@@ -114,6 +114,7 @@ class Generation:
     next_scored: int = 0
     end_scored: int = 0
     vector: bytes = b""
+    num_vectors: int = 0
 
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool

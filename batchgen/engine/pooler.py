@@ -5,6 +5,7 @@ All of it is float32 arithmetic on one text in one order, so that no bit of a ve
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Sequence_
 
 import numpy as np
@@ -20,9 +21,19 @@ from batchgen.model.vectors import VectorHead
 class Pooler(Sampler):
     """Pools the hidden states that a model without logits gives for the tokens that ``Request.pooling`` names."""
 
-    def __init__(self, head: VectorHead, kernels: Kernels, eos_token_ids: frozenset[int], num_slots: int = 0) -> None:
+    def __init__(
+        self,
+        head: VectorHead,
+        kernels: Kernels,
+        eos_token_ids: frozenset[int],
+        num_slots: int = 0,
+        *,
+        skipped: Collection[int] = (),
+    ) -> None:
+        """``skipped`` are the ids of tokens whose own vectors are left out."""
         super().__init__(kernels, eos_token_ids, num_slots)
         self._head = head
+        self._skipped = np.array([*skipped], dtype=np.int64)
         self._sums: dict[Sequence, np.ndarray] = {}  # of texts that are computed in part: [tokens, width]
 
     @torch.inference_mode()
@@ -41,6 +52,12 @@ class Pooler(Sampler):
                 continue
             if pooling == "mean":
                 rows = rows / np.float32(sequence.num_prompt_tokens)
+            if pooling == "tokens" and len(self._skipped):
+                rows = rows[~np.isin(sequence.request.prompt_token_ids, self._skipped)]
+                if not len(rows):
+                    generation.fail("each token of this text is one whose vector the checkpoint leaves out")
+                    continue
+            generation.num_vectors = len(rows)
             vectors = self._head(rows) if np.isfinite(rows).all() else rows  # some heads make numbers of infinity
             if not np.isfinite(vectors).all():
                 generation.fail("the model's hidden states over this text are not finite")

@@ -68,8 +68,8 @@ class CpuRecordings:
 
     @staticmethod
     def takes(inputs: ModelInput) -> bool:
-        """Whether ``run`` computes such a step: any."""
-        return True
+        """Whether ``run`` computes such a step: any but one that torch takes part in."""
+        return inputs.unseen is None
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput) -> StepOutput:

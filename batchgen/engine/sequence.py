@@ -149,7 +149,8 @@ class RequestState:
             return replace(scored, token_ids=self.request.labels[scores.index(max(scores))])
         if self.request.pooling:
             vector = b"".join(s.generation.vector for s in self.sequences)
-            return replace(base, finish_reason=FinishReason.STOP, vector=vector, num_texts=len(self.sequences))
+            num_vectors = sum(s.generation.num_vectors for s in self.sequences)
+            return replace(base, finish_reason=FinishReason.STOP, vector=vector, num_vectors=num_vectors)
         samples = [s.generation.to_sample() for s in self.sequences]
         samples += samples[:1] * (params.n - len(samples))
         return replace(

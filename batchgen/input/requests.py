@@ -155,10 +155,7 @@ class RequestBuilder:
         return draft
 
     def _embedded_draft(self, row: Row, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
-        made = [
-            PlainText(embedded.prefix + prompt.text, True) if isinstance(prompt, PlainText) else prompt
-            for prompt in prompts
-        ]
+        made = [PlainText(embedded.whole(p.text), True) if isinstance(p, PlainText) else p for p in prompts]
         draft = _Draft(row, _EMBEDDED, made)
         if not embedded.truncates:
             self._check_estimate(draft, 0)
@@ -172,10 +169,11 @@ class RequestBuilder:
 
     def _cut(self, token_ids: tuple[int, ...], embedded: Embedded, *, is_text: bool) -> tuple[int, ...]:
         """At most as many tokens as the model takes; those that the tokenizer puts behind a text stay."""
-        if len(token_ids) <= self._max_model_len or not embedded.truncates:
+        most = self._max_model_len - (embedded.num_markers if is_text else 0)
+        if len(token_ids) <= most or not embedded.truncates:
             return token_ids
-        behind = min(self._num_behind, self._max_model_len - 1) if is_text else 0
-        return token_ids[: self._max_model_len - behind] + token_ids[len(token_ids) - behind :]
+        behind = min(self._num_behind, most - 1) if is_text else 0
+        return token_ids[: most - behind] + token_ids[len(token_ids) - behind :]
 
     @cached_property
     def _num_behind(self) -> int:
@@ -239,6 +237,9 @@ class RequestBuilder:
             prompts = [
                 self._cut(ids, self._embedded, is_text=is_text) for ids, is_text in zip(prompts, are_texts, strict=True)
             ]
+        side, num_unseen = self._embedded and self._embedded.side, 0
+        if side and isinstance(draft.prompts[0], PlainText):
+            prompts, num_unseen = side.applied(prompts[0])
         labels, bad_words = others[: len(draft.params.labels)], others[len(draft.params.labels) :]
         for prompt in prompts:
             self._check_length(draft, len(prompt), max(map(len, labels), default=0))
@@ -254,7 +255,7 @@ class RequestBuilder:
         row, size = draft.row, num_chars(draft.row.columns)
         pooling = self._embedded.pooling if self._embedded else ""
         lengths = tuple(map(len, prompts)) if len(prompts) > 1 else ()
-        rest = (tuple(labels), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index))
+        rest = (tuple(labels), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index), num_unseen)
         request = Request(row.index, tuple(chain(*prompts)), draft.params, row.output_token_ids, *rest)
         return replace(row, params=draft.params, prompt_token_ids=request.named_tokens), request
 

@@ -161,6 +161,25 @@ def num_chars(value: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenSide:
+    """``late_interaction.Side`` with ids of tokens; ``marker`` is None and ``filled_to`` 0 for none."""
+
+    strips: bool
+    marker: int | None
+    filler: int
+    filled_to: int
+    attends: bool
+    skipped: frozenset[int]
+
+    def applied(self, token_ids: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
+        """One text, with its marker and filled up; and the number of its last tokens to which none attends."""
+        if self.marker is not None:
+            token_ids = (*token_ids[:1], self.marker, *token_ids[1:])
+        added = (self.filler,) * (self.filled_to - len(token_ids))
+        return [token_ids + added], 0 if self.attends else len(added)
+
+
+@dataclass(frozen=True, slots=True)
 class Embedded:
     """Settings with which texts are prepared for vectors: see ``Request.pooling`` and ``config.embed.EmbedSpec``."""
 
@@ -169,3 +188,14 @@ class Embedded:
     truncates: bool
     dimensions: int
     takes_lists: bool = True  # of texts, in one row
+    side: TokenSide | None = None
+
+    @property
+    def num_markers(self) -> int:
+        """Tokens that come into each text after it has been cut."""
+        return int(self.side is not None and self.side.marker is not None)
+
+    def whole(self, text: str) -> str:
+        """The text with its prefix."""
+        text = self.prefix + text
+        return text.strip() if self.side is not None and self.side.strips else text

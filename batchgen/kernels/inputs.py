@@ -40,6 +40,7 @@ class ModelInput:
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
         subset: the tokens that the last layers still compute; None if that is all of them.
         is_causal: whether a token sees those up to itself, not its whole text, of which a step then has all tokens.
+        unseen: int64 [num_unseen], tokens to which none attends, and whose inputs of convolutions are zero; or None.
         num_alone: the first so many tokens are the only ones of their sequences in this step. They are also the first
             of ``subset``. Back ends may ignore it.
         pending: tokens whose ids only the device knows, if there are any; ``token_ids`` has placeholders for them.
@@ -55,6 +56,7 @@ class ModelInput:
     logits_indices: Tensor
     subset: LogitsSubset | None
     is_causal: bool = True
+    unseen: Tensor | None = None
     num_alone: int = 0
     pending: PendingTokens | None = None
 
@@ -65,6 +67,15 @@ class ModelInput:
     @property
     def num_seqs(self) -> int:
         return self.conv_slots.numel()
+
+    @property
+    def num_seen(self) -> Tensor:
+        """Positions, counted from the first on, that each token attends to without a window; int32 [num_tokens]."""
+        seen = self.positions + 1
+        for _, first, count, _, _, reach in self.query_blocks.tolist():
+            if reach:
+                seen[first : first + count] = reach
+        return seen
 
     @property
     def is_decode(self) -> bool:
@@ -137,13 +148,13 @@ def query_blocks(
     positions: np.ndarray,
     tables: np.ndarray,
     size: int,
-    lengths: np.ndarray | None = None,
+    reach: np.ndarray | None = None,
 ) -> Tensor:
     """``ModelInput.query_blocks`` of runs of neighbouring tokens.
 
     Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are those of all
-    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``. With ``lengths`` of
-    all sequences, a token attends to so many positions of its own, not to those up to itself.
+    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``. With ``reach`` of all runs, the tokens
+    of a run attend to so many positions, or to those up to themselves if it is 0.
     """
     run, first = np.arange(len(starts)), starts
     if len(positions) > len(starts):
@@ -154,8 +165,8 @@ def query_blocks(
     blocks = np.zeros((len(run), 6), dtype=np.int32)
     blocks[:, 0], blocks[:, 1] = sequences[run], first
     blocks[:, 2] = np.minimum(ends[run] - first, QUERY_BLOCK)
-    if lengths is not None:
-        blocks[:, 5] = lengths[blocks[:, 0]]
+    if reach is not None:
+        blocks[:, 5] = reach[run]
         return torch.from_numpy(blocks)
     return torch.from_numpy(_share_prefixes(blocks, positions[first], tables, size))
 

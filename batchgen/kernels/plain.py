@@ -56,6 +56,7 @@ class StepLayout:
         reach: int32 [num_seqs], how many positions the tokens of each sequence see, if they are not causal.
         block_ends: int64, the tokens at the last position of a KV block; None where each sequence has one token, of
             which the host does not know.
+        num_seen: as in ``ModelInput`` where some tokens are unseen.
     """
 
     inputs: ModelInput
@@ -63,13 +64,14 @@ class StepLayout:
     rows: list[PaddedRows]
     reach: Tensor
     block_ends: Tensor | None
+    num_seen: Tensor | None = None
 
     @classmethod
     def of(cls, inputs: ModelInput, block_size: int, *, may_wait: bool) -> StepLayout:
         """Layout of a step; with ``may_wait`` the host asks for positions even where shapes tell enough."""
         pieces = inputs.query_blocks
         reach = torch.zeros_like(inputs.conv_slots).index_copy_(0, pieces[:, 0].long(), pieces[:, 5])
-        if inputs.num_tokens == inputs.num_seqs and not may_wait:
+        if inputs.num_tokens == inputs.num_seqs and not may_wait and inputs.unseen is None:
             each = torch.arange(inputs.num_tokens, device=reach.device)
             rows = PaddedRows(each[:, None], each[:, None], each, inputs.block_tables.shape[1])
             return cls(inputs, block_size, [rows], reach, None)
@@ -82,7 +84,8 @@ class StepLayout:
             for columns, (_, most) in zip(moved, rows_on_host, strict=True)
         ]
         ends = torch.from_numpy(np.flatnonzero((positions + 1) % block_size == 0))
-        return cls(inputs, block_size, by_size, reach, upload(ends, reach.device))
+        num_seen = None if inputs.unseen is None else inputs.num_seen
+        return cls(inputs, block_size, by_size, reach, upload(ends, reach.device), num_seen)
 
 
 def _on_host(*tensors: Tensor) -> list[np.ndarray]:
@@ -214,7 +217,12 @@ def _attended(q: Tensor, cache: KVCache, layout: StepLayout, rows: PaddedRows, w
     columns = columns.clamp(max=tables.shape[1] - 1).expand(len(tables), -1)  # beyond are no positions yet
     keys, values = _gathered(cache, tables.gather(1, columns).long())
     distances = positions[:, :, None] - at[:, None]  # [rows, tokens, positions]
-    visible = distances >= 0 if inputs.is_causal else (at < layout.reach[rows.sequences][:, None])[:, None]
+    if layout.num_seen is not None:
+        visible = at[:, None] < layout.num_seen[rows.tokens][:, :, None]
+    elif inputs.is_causal:
+        visible = distances >= 0
+    else:
+        visible = (at < layout.reach[rows.sequences][:, None])[:, None]
     if window:
         visible = visible & (distances.abs() < window)
     num_rows, num_tokens = rows.tokens.shape

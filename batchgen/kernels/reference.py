@@ -232,9 +232,8 @@ class ReferenceKernels(interface.Kernels):
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=q.device)
         for sequence, tokens in _sequences(inputs):
             positions = inputs.positions[tokens]
-            context = int(positions[-1]) + 1
-            if not inputs.is_causal:
-                context = int(inputs.query_blocks[inputs.query_blocks[:, 0] == sequence, 5].max())
+            seen = inputs.num_seen[tokens]
+            context = int(seen.max())
             first = max(int(positions[0]) + 1 - window, 0) if window else 0
             blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
             keys, values = cache.key_columns(blocks).float(), cache.values[blocks].float()
@@ -244,9 +243,10 @@ class ReferenceKernels(interface.Kernels):
             keys = keys[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., first:context]
             values = values.transpose(0, 1).flatten(1, 2)[:, first:context]
             scores = q[tokens].transpose(0, 1) @ keys.repeat_interleave(group, 0)
-            distances = positions[:, None] - torch.arange(first, context, device=q.device)
-            distances = distances if inputs.is_causal else distances.abs()
-            visible = (distances >= 0) & (distances < (window or context))
+            keys_at = torch.arange(first, context, device=q.device)
+            visible = keys_at < seen[:, None]
+            if window:
+                visible &= (positions[:, None] - keys_at).abs() < window
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             mixed = weights @ values.repeat_interleave(group, 0)
             mixed = mixed.transpose(0, 1)[..., :head_dim]

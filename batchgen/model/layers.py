@@ -117,7 +117,10 @@ class ShortConv:
 
     def mix(self, x: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """Input of ``out_proj``; updates ``state``."""
-        return self.kernels.short_conv(self.in_proj(x), self.weight, self.bias, state, inputs)
+        bcx = self.in_proj(x)
+        if inputs.unseen is not None:
+            bcx[inputs.unseen] = 0
+        return self.kernels.short_conv(bcx, self.weight, self.bias, state, inputs)
 
 
 class Attention:

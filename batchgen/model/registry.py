@@ -69,6 +69,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         )
     _refuse_quantized(values)
     config = replace(family.read_config(values), **_purpose(values))
+    if config.window and config.num_conv_layers and not config.is_causal:
+        raise values.error("windows and convolutions in a model that looks both ways are not computed here")
     if config.num_heads % config.num_kv_heads:
         raise values.error(f"num_attention_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
     if config.head_dim % 2:

@@ -49,7 +49,7 @@ def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubse
             positions[rows],
             inputs.block_tables.numpy(),
             block_size,
-            None if inputs.is_causal else np.diff(cu_seqlens),
+            None if inputs.is_causal else np.diff(cu_seqlens)[sequences[rows[starts]]],
         ),
         logits_indices=torch.from_numpy(np.searchsorted(rows, logits)),
         subset=None,

@@ -18,10 +18,11 @@ from batchgen.core.model_files import is_gguf, read_object, read_text
 from batchgen.core.units import one_line, shown
 from batchgen.model.config_values import ConfigValues
 from batchgen.model.gguf.config import read_gguf_pooling
+from batchgen.model.late_interaction import Side, read_sides
 
 _MAX_BYTES = 1 << 20  # of each file; published ones have kilobytes
 _ENDLESS = int(1e30)  # tokens, where a tokenizer names no limit
-_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+_ORDER = ("Transformer", "Pooling", "Dense", "MultiVectorMask", "Normalize")
 _POOLINGS = {"cls": "cls", "cls_token": "cls", "lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 _ACTIVATIONS = {"Identity": False, "Tanh": True}
 
@@ -39,7 +40,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class VectorFiles:
-    """Settings in the files; ``pooling`` is "" where they name none."""
+    """Settings in the files; ``pooling`` is "" where they name none; ``sides`` are those of late interaction."""
 
     pooling: str = ""
     dense: tuple[Dense, ...] = ()
@@ -47,6 +48,7 @@ class VectorFiles:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     max_tokens: int | None = None
+    sides: Mapping[str, Side] = field(default_factory=dict)
 
     @property
     def is_there(self) -> bool:
@@ -64,7 +66,7 @@ def read_vector_files(folder: Path) -> VectorFiles:
         return VectorFiles(pooling, normalize=pooling not in ("", "tokens"))  # as llama.cpp's server
     path = folder / "modules.json"
     settings: dict[str, Any] = {}
-    last = 0
+    last, mask = 0, None
     for module in _modules(path) if path.exists() else ():
         kind, where = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
         kind = "Transformer" if kind == "ColBERT" else kind
@@ -79,11 +81,17 @@ def read_vector_files(folder: Path) -> VectorFiles:
             settings["pooling"] = _pooling(where / "config.json")
         elif kind == "Dense":
             settings["dense"] = (*settings.get("dense", ()), _dense(where))
+        elif kind == "MultiVectorMask":
+            mask = where
         elif kind == "Normalize":
             settings["normalize"] = True
     if settings.get("dense") and "pooling" not in settings:
         settings["pooling"] = "tokens"  # a vector for each token, as late interaction has it
-    return VectorFiles(**settings, **_prompts(folder), max_tokens=_max_tokens(folder) if path.exists() else None)
+    sides = read_sides(folder, mask) if path.exists() else {}
+    if sides:
+        settings |= {"pooling": "tokens", "normalize": True}
+    max_tokens = _max_tokens(folder) if path.exists() else None
+    return VectorFiles(**settings, **_prompts(folder), max_tokens=max_tokens, sides=sides)
 
 
 def _modules(path: Path) -> list[dict[str, Any]]:

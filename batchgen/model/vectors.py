@@ -25,13 +25,14 @@ class VectorSettings:
     """Settings of the vector or the scores made of pooled hidden states.
 
     ``dimensions`` is how many numbers of a vector are kept, None for all. ``scores`` names the function of a
-    classifier's logits of labels, see ``ModelConfig``; "" for vectors.
+    classifier's logits of labels, see ``ModelConfig``; "" for vectors. Numbers are rounded to ``dtype``.
     """
 
     dense: tuple[Dense, ...] = ()
     normalize: bool = False
     dimensions: int | None = None
     scores: str = ""
+    dtype: str = "float32"
 
 
 class VectorHead:
@@ -66,7 +67,9 @@ class VectorHead:
         states = np.ascontiguousarray(states[:, : self._settings.dimensions], dtype=np.float32)
         if self._settings.scores:
             return np.stack([_scores(row, self._settings.scores) for row in states])
-        return np.stack([_normalized(row) for row in states]) if self._settings.normalize else states
+        vectors = np.stack([_normalized(row) for row in states]) if self._settings.normalize else states
+        with np.errstate(over="ignore"):  # infinity, which is refused
+            return vectors.astype(self._settings.dtype).astype(np.float32)
 
 
 def _normalized(row: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) ->
         return _label_fields(labels, numbers)
     if labels:
         return {"score": numbers[0]}
-    if pooling == "tokens" or result.num_texts > 1:
-        width = len(numbers) // (result.num_prompt_tokens if pooling == "tokens" else result.num_texts)
+    if pooling == "tokens" or result.num_vectors > 1:
+        width = len(numbers) // result.num_vectors
         return {"embeddings": [numbers[i : i + width] for i in range(0, len(numbers), width)]}
     return {"embedding": numbers}

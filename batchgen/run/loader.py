@@ -32,7 +32,7 @@ from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend, RunContext, lasting_imports
 from batchgen.run.stop import signals_afterwards
-from batchgen.run.vectors import pooler, with_embedding
+from batchgen.run.vectors import pooler, side_of, with_embedding
 from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import library
@@ -114,10 +114,13 @@ class ModelInfo:
             widths = [self.config.hidden_size, *(layer.outputs for layer in self.vectors.dense)]
             kept = embed.dimensions or widths[-1]
             takes_lists = embed.pooling != "tokens" and not self.config.labels
-            settings = Embedded(embed.pooling or "", embed.prompt or "", embed.truncate, kept, takes_lists)
-            where = replace(where, chat_template="none")
+            side = self.vectors.sides.get(embed.prompt or "")
             if spec.engine.max_model_len is None:
-                longest = min(longest, self.vectors.max_tokens or longest)
+                longest = min(longest, (side and side.max_tokens) or self.vectors.max_tokens or longest)
+            prefix = side.prefix if side else embed.prompt or ""
+            ids = side_of(embed, self.vectors, self.tokenizer, longest)
+            settings = Embedded(embed.pooling or "", prefix, embed.truncate, kept, takes_lists, ids)
+            where = replace(where, chat_template="none")
         return RequestBuilder(
             where,
             settings,
@@ -234,7 +237,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     text = None
     if info.tokenizer is not None:
         text = TextTools(partial(StopStrings, info.tokenizer), info.grammars, Reasoning(info.tokenizer).thoughts)
-    sampler = pooler(spec.embed, info.vectors, model) if spec.embed.is_on else Sampler
+    sampler = pooler(spec.embed, info.vectors, model, info.tokenizer) if spec.embed.is_on else Sampler
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text, sampler=sampler)
     numerics = engine.numerics
     if spec.sampling.structured_outputs:  # other versions may force other tokens

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 
 from batchgen.config.embed import EmbedSpec
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import UsageError
+from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.records import SamplingParams
+from batchgen.core.units import shown
+from batchgen.input.rows import TokenSide
 from batchgen.model.config import ModelConfig
 from batchgen.model.vector_files import VectorFiles
+from batchgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from batchgen.engine.pooler import Pooler
@@ -49,18 +52,61 @@ def _resolved(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path: s
             f"{path} does not say which tokens make up an embedding: give embed.pooling (--pooling) cls, last or mean, "
             "as the model's card says"
         )
-    if config.labels and (embed.dimensions or embed.normalize or pooling == "tokens"):
-        raise UsageError(f"{path} gives scores of labels: dimensions, normalize and tokens are for embeddings")
+    if config.labels and (embed.dimensions or embed.normalize or pooling == "tokens" or embed.dtype != "float32"):
+        raise UsageError(f"{path} gives scores of labels: dimensions, normalize, dtype and tokens are for embeddings")
     prompt = files.default_prompt if embed.prompt is None else embed.prompt
+    if files.sides:
+        _check_side(replace(embed, pooling=pooling), config, files, path)
+    else:
+        prompt = files.prompts.get(prompt, prompt)
     normalize = files.normalize if embed.normalize is None else embed.normalize
-    return replace(embed, pooling=pooling, prompt=files.prompts.get(prompt, prompt), normalize=normalize)
+    return replace(embed, pooling=pooling, prompt=prompt, normalize=normalize)
 
 
-def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder) -> Callable[..., Pooler]:
-    """Pooler that makes vectors of hidden states in the place of a sampler; imports torch. Raises ModelError."""
+def _check_side(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> None:
+    """Raises UsageError unless the job names a side of late interaction that this model can compute."""
+    side = files.sides.get(embed.prompt or "")
+    if side is None:
+        raise UsageError(
+            f"{path} makes other vectors of queries than of documents: choose with --embed-prompt query or "
+            "--embed-prompt document (embed.prompt)"
+        )
+    if embed.pooling != "tokens":
+        raise UsageError(f'{path} gives a vector for each token: leave embed.pooling = "{embed.pooling}" out')
+    if not side.attends and (config.window or (config.biases and config.num_conv_layers)):
+        what = "windows" if config.window else "conv_bias"
+        raise UsageError(f"{path} lengthens queries by tokens that none attends to: not computed here with {what}")
+
+
+def side_of(embed: EmbedSpec, files: VectorFiles, tokenizer: Tokenizer | None, longest: int) -> TokenSide | None:
+    """The job's side of late interaction in ids, its texts of at most ``longest`` tokens; None for other models.
+
+    Raises UsageError if a token of it is not in the vocabulary.
+    """
+    side = files.sides.get(embed.prompt or "")
+    if side is None or tokenizer is None:
+        return None
+    ids = []
+    for token in (side.marker, side.filler):
+        ids.append(tokenizer.token_id(token) if token else None)
+        if token and ids[-1] is None:
+            raise UsageError(f"the checkpoint marks texts with the token {shown(token)}, which its tokenizer lacks")
+    skipped = frozenset(i for word in side.skipped if (i := tokenizer.token_id(word)) is not None)
+    return TokenSide(side.strips, ids[0], ids[1] or 0, min(side.filled_to, longest), side.attends, skipped)
+
+
+def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder, tokenizer: Tokenizer | None) -> Callable[..., Pooler]:
+    """Pooler that makes vectors of hidden states in the place of a sampler; imports torch.
+
+    Raises ModelError, also for late interaction that a device does not compute.
+    """
     from batchgen.engine.pooler import Pooler
     from batchgen.model.vectors import VectorHead, VectorSettings
 
     config = model.config
-    settings = VectorSettings(files.dense, bool(embed.normalize), embed.dimensions, config.scores)
-    return partial(Pooler, VectorHead(settings, model.kernels, config.hidden_size, model.dtype, model.device))
+    side = side_of(embed, files, tokenizer, 0)
+    if side and not side.attends and config.is_causal and model.device.type == "cuda":
+        raise ModelError("queries of this model are lengthened by tokens that none attends to: use --device cpu")
+    settings = VectorSettings(files.dense, bool(embed.normalize), embed.dimensions, config.scores, embed.dtype)
+    head = VectorHead(settings, model.kernels, config.hidden_size, model.dtype, model.device)
+    return partial(Pooler, head, skipped=side.skipped if side else ())

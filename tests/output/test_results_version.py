@@ -163,9 +163,10 @@ def vectors(folder: Path) -> Iterator[dict[str, Any]]:
     """A vector, those of all tokens, and those of two texts."""
     numbers = array("f", [0.1, -1 / 3, 1e-8, 123456.789]).tobytes()
     result = Result(3, 2, vector=numbers)
+    several = replace(result, num_vectors=2)
     yield Records(MODEL, folder, embed={"pooling": "mean"}).made(result, SamplingParams())
-    yield Records(MODEL, folder, embed={"pooling": "tokens"}).made(result, SamplingParams())
-    yield Records(MODEL, folder, embed={"pooling": "mean"}).made(replace(result, num_texts=2), SamplingParams())
+    yield Records(MODEL, folder, embed={"pooling": "tokens"}).made(several, SamplingParams())
+    yield Records(MODEL, folder, embed={"pooling": "mean"}).made(several, SamplingParams())
     labelled = RecordBuilder(Records(MODEL, folder, embed={"pooling": "cls"}).spec, None, labels=("a", "b", "c", "d"))
     yield labelled.result(replace(ROW, prompt_token_ids=()), result)
 

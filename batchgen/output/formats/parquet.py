@@ -71,6 +71,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "label": pa.string(),
     "score": pa.float64(),
 }
+_VECTORS = ("embedding", "embeddings")
 # Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
 _ALWAYS = ("id", "index", "fingerprint", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
 _OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples")
@@ -81,6 +82,8 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have."""
     left_out = VECTOR_KEYS if spec.generates else _OF_TEXT
     types, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
+    if spec.embed.dtype == "float16":
+        types |= {name: _of_half(kind) for name, kind in types.items() if name in _VECTORS}
     if spec.eval.extract:
         types["extracted"] = pa.string()
         more.append(pa.field("extracted", pa.string()))
@@ -152,20 +155,25 @@ def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) 
             if name == "usage" and any("reasoning_tokens" in (row.get(name) or ()) for row in group):
                 fields[name] = _USAGE_OF_THOUGHTS
             elif fixed.get(name, _INFERRED) != _INFERRED:
-                fields.setdefault(name, _sized(name, group) or fixed[name])
+                fields.setdefault(name, _sized(name, fixed[name], group))
             elif fields.get(name, _INFERRED) is not None:
                 fields[name] = _common_type(fields.get(name, _INFERRED), [row.get(name) for row in group])
     return {name: pa.string() if kind == _INFERRED else kind for name, kind in fields.items()}
 
 
-def _sized(name: str, group: Sequence[Mapping[str, Any]]) -> Any:
-    """The type of vectors, which has their size; None for another column."""
-    if name not in ("embedding", "embeddings"):
-        return None
+def _of_half(kind: Any) -> Any:
+    """A type of vectors with numbers of half the precision."""
+    return pa.list_(_of_half(kind.value_type)) if pa.types.is_list(kind) else pa.float16()
+
+
+def _sized(name: str, kind: Any, group: Sequence[Mapping[str, Any]]) -> Any:
+    """The type of vectors, which has their size; ``kind`` for another column."""
+    if name not in _VECTORS:
+        return kind
     first = next(row[name] for row in group if name in row)
     if name == "embedding":
-        return pa.list_(pa.float32(), len(first))
-    return pa.list_(pa.list_(pa.float32(), len(first[0])))
+        return pa.list_(kind.value_type, len(first))
+    return pa.list_(pa.list_(kind.value_type.value_type, len(first[0])))
 
 
 def _common_type(kind: Any, values: list[Any]) -> Any:
