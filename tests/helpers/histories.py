@@ -70,7 +70,7 @@ _TEMPLATES = {  # the first two give the same prompts
     name: "{# " + marker + " #}{% for m in messages %}" + asked + "{{ m.content }}{% endfor %}"
     for name, marker, asked in (("plain", "</think>", ""), ("brackets", "[/THINK]", ""), ("asked", "</think>", "Q: "))
 }
-_OF_TEXT = {name: _VALUES[name][0] for name in ("n", "logprobs", "token_ids", "ends", "parse", "thinking")}
+_OF_TEXT = ("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "ends", "parse", "thinking")
 _FEW = 20  # results below which the rule counts files alone
 _OPERATIONS = 110  # about as many as a run changes its files by
 Key = tuple[Any, ...]
@@ -251,7 +251,7 @@ class World:
         """The keys of a job, without labels where their scores have no place, or with nothing but them."""
         if keys["labels"] and (self.is_batch or keys["format"] == "openai-batch"):
             keys = {**keys, "labels": ()}
-        return tuple(({**keys, **_OF_TEXT} if keys["labels"] else keys).items())
+        return tuple(({**keys, **{name: _VALUES[name][0] for name in _OF_TEXT}} if keys["labels"] else keys).items())
 
     def row(self, **changes: Any) -> str:
         """The line of a new row; every third one has sampling values of its own."""
