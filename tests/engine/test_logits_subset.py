@@ -118,7 +118,7 @@ def check_inputs_of_the_rows(inputs: ModelInput, subset: LogitsSubset) -> None:
         assert rows[first + count - 1] - rows[first] == count - 1, "a piece has a gap"
     assert covered == list(range(len(rows)))
     for name in ModelInput.__slots__:
-        if name not in ("subset", "is_causal", "unseen", "num_alone"):
+        if name not in ("subset", "is_causal", "unseen", "num_alone", "pending"):
             assert getattr(few, name).dtype == getattr(inputs, name).dtype, name
             assert getattr(few, name).is_contiguous(), name
 

@@ -20,7 +20,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.state import allocate
 from batchgen.model.weights import Init, RandomTensors
 
-_PLAIN = ("subset", "is_causal", "unseen", "num_alone")  # what is no tensor of an input
+_PLAIN = ("subset", "is_causal", "unseen", "num_alone", "pending")  # what is no tensor of an input
 META = torch.device("meta")
 BLOCK_SIZE = 64
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}

@@ -113,7 +113,7 @@ def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_b
     assert filled.logits_indices.tolist() == [0, 1, 2, 3]
     assert filled.subset is None
     for name in filled.__slots__:
-        if name not in ("subset", "is_causal", "unseen", "num_alone"):
+        if name not in ("subset", "is_causal", "unseen", "num_alone", "pending"):
             assert getattr(filled, name).dtype == getattr(inputs, name).dtype, name
 
 
