@@ -195,8 +195,8 @@ class LLM:
         """
         table = _as_table(batch)
         spec = replace(self._spec, input=replace(self._spec.input, columns=()))
-        cells = enumerate(rows_at(table, range(table.num_rows), spec.input.request_columns))
-        rows = [Row(index, "", index + 1, values, _NOWHERE, error=error) for index, (values, error) in cells]
+        read = rows_at(table, range(table.num_rows), spec.input.request_columns, spec.input.spares)
+        rows = [Row(index, "", index + 1, values, _NOWHERE, error=error) for index, (values, error) in enumerate(read)]
         records = [
             {**record, "error": None} if "code" not in record else {"error": f"{record['code']}: {record['message']}"}
             for record in self._records(rows, spec, needs_id=True)

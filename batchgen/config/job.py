@@ -174,6 +174,13 @@ class InputSpec:
             {self.messages or "messages", "body", "tools", "tool_choice", "chat_template_kwargs", "sampling"}
         )
 
+    def spares(self, name: str) -> bool:
+        """Whether a row can run without its column ``name``, which is neither its id nor may be in its prompt."""
+        needed = {self.id, self.messages, self.prompt_token_ids, self.prompt, *self.request_columns}
+        if not self.is_mapped:
+            needed |= {"prompt", "text", "prompt_token_ids", "custom_id", "url", "method"}
+        return name not in needed and f"{{{name}" not in (self.prompt or "")
+
     @property
     def may_have_batch_lines(self) -> bool:
         """Whether a row can be an OpenAI Batch request."""

@@ -6,7 +6,7 @@ its Result lies in the journal (``output.journal``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any
@@ -60,8 +60,22 @@ class Record(dict[str, Any]):
         raise AttributeError(f'{name}: a record is a dict: its text is record["text"], its keys are {", ".join(self)}')
 
 
+class _NamesUnknown(type):
+    """A metaclass of dataclasses whose call raises UsageError that names unknown arguments, with the nearest fields."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except TypeError:
+            names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # it is a dataclass by then
+            if not (unknown := sorted(values.keys() - {*names})):
+                raise
+            what = ", ".join(f"{name!r}{nearest(name, names)}" for name in unknown)
+            raise UsageError(f"{cls.__name__}: unknown argument{'s' * (len(unknown) > 1)} {what}") from None
+
+
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(metaclass=_NamesUnknown):
     """Settings for the choice of one request's tokens; names and meanings are vLLM's.
 
     ``temperature == 0`` is greedy. ``top_k == 0``, ``top_p == 1``, ``min_p == 0``, ``repetition_penalty == 1`` and
@@ -76,7 +90,7 @@ class SamplingParams:
     ``bad_words`` within the output. ``structured_outputs`` is the canonical text of
     ``core.structured``, "" for free text. ``labels`` are texts to be scored as continuations instead of generating;
     ``by`` "mean" takes that with the best mean per token, not the best sum, of their log-probabilities.
-    ``config.sampling.merge_params`` checks values; this class checks names. Raises UsageError naming unknown ones.
+    ``config.sampling.merge_params`` checks values. Raises UsageError naming unknown arguments.
     """
 
     max_tokens: int = key(integer(0, INT32_MAX), "Maximum number of tokens to generate", 256)
@@ -112,12 +126,6 @@ class SamplingParams:
     def gives(self, key: str) -> bool:
         """Whether it has a value for a key whose default is empty or None."""
         return getattr(self, key) not in ((), "", None)
-
-    def __new__(cls, *_: object, **values: object) -> SamplingParams:
-        if unknown := values.keys() - cls.__dataclass_fields__.keys():
-            what = ", ".join(f"{name!r}{nearest(name, [*cls.__dataclass_fields__])}" for name in sorted(unknown))
-            raise UsageError(f"SamplingParams: unknown argument{'s' * (len(unknown) > 1)} {what}")
-        return object.__new__(cls)
 
     @property
     def is_greedy(self) -> bool:

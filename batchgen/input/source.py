@@ -80,6 +80,11 @@ class Source:
         file.check_local_files(digests)
         return reading.end
 
+    @property
+    def unread(self) -> frozenset[str]:
+        """The columns with cells that could not be read so far and are null in their rows."""
+        return frozenset().union(*(file.unread for file in self._files))
+
     def check_unchanged(self) -> None:
         """Raises InputError if a file is no longer what its fingerprint says."""
         if self._digests is not None:

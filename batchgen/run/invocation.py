@@ -13,12 +13,14 @@ from itertools import chain
 from typing import Literal
 
 from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import kept_columns
 from batchgen.core.errors import BatchgenError, ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.numerics import OTHER_ORDER, Numerics
 from batchgen.core.records import Request, Row
 from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import shown
 from batchgen.input.ids import RowValidator, may_have_ids, rebuild_ids
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.input.source import RowRange, Source
@@ -132,6 +134,12 @@ class Invocation:
         if self.progress.rows_total is None:
             with self.progress.phase("counting the rows", "read"):
                 self.progress.expect(rows.count())
+
+    def check_read(self, source: Source) -> None:
+        """Name the kept columns whose cells could not all be read. Raises InputError if a file has changed."""
+        source.check_unchanged()
+        for name in kept_columns(self.spec, dict.fromkeys(sorted(source.unread))):
+            self.note(f"column {shown(name)} has cells that cannot be read: they are null in the outputs")
 
     def restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
         """Make all rows up to the last finished one claim their ids again: they are not kept across invocations."""

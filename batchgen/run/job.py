@@ -302,7 +302,7 @@ class _Job(Invocation):
                 if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
                     write_errors(self.run_dir, self.begun, self.spec, journal)
                 return self._stopped()
-        source.check_unchanged()
+        self.check_read(source)
         self.manifest = replace(self.manifest, file_states=self.digests.to_plain())
         return self._finish(journal, rows.num_rows)
 

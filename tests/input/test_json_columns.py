@@ -97,7 +97,8 @@ def test_a_json_type_that_pyarrow_did_not_know_is_told_by_the_metadata_of_its_fi
 
 @pytest.mark.parametrize("bad", ["{", "", "[" * 200 + "]" * 200, '"\\ud800"'])
 def test_a_text_that_is_not_json_costs_its_own_row_only(bad: str, tmp_path: Path) -> None:
-    rows = list(source_of(write(tmp_path, pa.array([TEXT, bad, "1"], S).cast(JSON))).read())
+    path = write(tmp_path, pa.array([TEXT, bad, "1"], S).cast(JSON))
+    rows = list(source_of(path, prompt="data").read())
     assert [row.columns["data"] for row in rows if row.error is None] == [VALUE, 1]
     [problem] = [row for row in rows if row.error]
     assert problem.index == 1 and problem.error.code in ("bad_json", "bad_encoding")

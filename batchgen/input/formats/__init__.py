@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import InputSpec
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor, Row
 from batchgen.input.input_bytes import InputBytes
@@ -26,9 +27,11 @@ class InputFile(ABC):
 
     ``path`` is the local file or folder that is read, which no output may overwrite, None where it is remote;
     ``local_files`` are the local files that hold the rows. ``output_format`` is the ``output.format`` most like it.
+    ``unread`` are the columns with cells that could not be read and are null in their rows.
     """
 
     output_format = "jsonl"
+    unread: frozenset[str] = frozenset()
     path: Path | None
     local_files: tuple[Path, ...]
 
@@ -54,6 +57,12 @@ class InputFile(ABC):
     def check_unchanged(self, digests: Digests) -> None:
         """As ``check_local_files``, of remote files too; asked once, at the end."""
         self.check_local_files(digests)
+
+    def _without(self, spec: InputSpec, name: str) -> bool:
+        """Whether a row runs without a cell that cannot be read, whose column is then ``unread``."""
+        if spec.spares(name):
+            self.unread |= {name}
+        return spec.spares(name)
 
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""

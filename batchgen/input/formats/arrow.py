@@ -70,6 +70,7 @@ def read_batches(
     source: str,
     rows_before: int = 0,
     request_columns: Collection[str] = (),
+    spares: Callable[[str], bool] | None = None,
 ) -> Rows:
     """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``.
 
@@ -78,7 +79,7 @@ def read_batches(
     for batch in batches:
         num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
         places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
-        for place, (values, error) in zip(places, rows_at(batch, places, request_columns), strict=True):
+        for place, (values, error) in zip(places, rows_at(batch, places, request_columns, spares), strict=True):
             index, number = at.index + place, at.row + place + 1
             after = Cursor(at.file, at.offset, number, index + 1)
             yield Row(index, source, rows_before + number, values, after, error=error)
@@ -89,12 +90,16 @@ def read_batches(
 
 
 def rows_at(
-    batch: pa.RecordBatch | pa.Table | Unreadable, places: Sequence[int], request_columns: Collection[str] = ()
+    batch: pa.RecordBatch | pa.Table | Unreadable,
+    places: Sequence[int],
+    request_columns: Collection[str] = (),
+    spares: Callable[[str], bool] | None = None,
 ) -> list[RowValues]:
     """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read.
 
-    ``request_columns`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``. Raises
-    UsageError as ``check_names``.
+    ``request_columns`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``. A cell
+    that cannot be read is null in a column that a row ``spares`` (None: it needs all columns). Raises UsageError as
+    ``check_names``.
     """
     if isinstance(batch, Unreadable):
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
@@ -114,7 +119,7 @@ def rows_at(
                 row[name] = None if row[name] is None else convert(row[name])
         return [(row, None) for row in rows]
     except (RowProblem, *_VALUE_ERRORS):
-        return [_row(batch.slice(place, 1), conversions) for place in range(batch.num_rows)]
+        return [_row(batch.slice(place, 1), conversions, spares) for place in range(batch.num_rows)]
 
 
 def _taken(batch: pa.RecordBatch | pa.Table, places: Sequence[int]) -> pa.RecordBatch | pa.Table:
@@ -125,22 +130,30 @@ def _taken(batch: pa.RecordBatch | pa.Table, places: Sequence[int]) -> pa.Record
         return pa.concat_tables([table.slice(0, 0), *(table.slice(place, 1) for place in places)])
 
 
-def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert]) -> RowValues:
-    """The one row of ``batch``; its error is that of the first column that cannot be read."""
+def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert], spares: Callable[[str], bool] | None) -> RowValues:
+    """The one row of ``batch``; its error is that of the first column that it needs and that cannot be read."""
     readable: dict[str, Any] = {}
     problem: RowError | None = None
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             value = column.to_pylist()[0]
             readable[name] = conversions[name](value) if name in conversions and value is not None else value
-        except RowProblem as error:
-            problem = problem or RowError(error.error.code, f"column {name!r} holds JSON that cannot be read: {error}")
-        except _VALUE_ERRORS as error:
-            is_text = isinstance(error, UnicodeDecodeError)
-            code = RowErrorCode.BAD_ENCODING if is_text else RowErrorCode.BAD_TYPE
-            what = "is not UTF-8" if is_text else f"({column.type}) has a value that cannot be read"
-            problem = problem or RowError(code, f"column {name!r} {what}: {one_line(error)}")
+        except (RowProblem, *_VALUE_ERRORS) as error:
+            if spares is not None and spares(name):
+                readable[name] = None
+            elif problem is None:
+                problem = _problem(name, column, error)
     return readable, problem
+
+
+def _problem(name: str, column: pa.Array, error: Exception) -> RowError:
+    """The error of a row whose cell in a column cannot be read."""
+    if isinstance(error, RowProblem):
+        return RowError(error.error.code, f"column {name!r} holds JSON that cannot be read: {error}")
+    is_text = isinstance(error, UnicodeDecodeError)
+    code = RowErrorCode.BAD_ENCODING if is_text else RowErrorCode.BAD_TYPE
+    what = "is not UTF-8" if is_text else f"({column.type}) has a value that cannot be read"
+    return RowError(code, f"column {name!r} {what}: {one_line(error)}")
 
 
 @lru_cache(maxsize=8)

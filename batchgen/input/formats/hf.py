@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +17,7 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
+from batchgen.config.job import InputSpec
 from batchgen.core.addresses import masked
 from batchgen.core.errors import BatchgenError, InputError, UsageError
 from batchgen.core.fingerprint import Digests
@@ -40,13 +42,13 @@ def is_saved_dataset(folder: Path) -> bool:
 class DatasetFile(InputFile):
     """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
-    NAME is a dataset on the Hub or the absolute path of a local folder; ``request_columns`` as in ``rows_at``. Raises
+    NAME is a dataset on the Hub or the absolute path of a local folder. Raises
     UsageError when it cannot be opened; a connection that fails while rows are read raises BatchgenError, and data
     files that disagree on a column's type InputError.
     """
 
-    def __init__(self, text: str, request_columns: Collection[str]) -> None:
-        self._text, self._request_columns = text, request_columns
+    def __init__(self, text: str, spec: InputSpec) -> None:
+        self._text, self._spec = text, spec
         name, options = _parse_name(text)
         folder = Path(name)
         if not folder.is_absolute() and folder.is_dir():
@@ -72,7 +74,13 @@ class DatasetFile(InputFile):
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         return (
             yield from read_batches(
-                self._batches(at.row), at, stop, wanted, self._text, request_columns=self._request_columns
+                self._batches(at.row),
+                at,
+                stop,
+                wanted,
+                self._text,
+                request_columns=self._spec.request_columns,
+                spares=partial(self._without, self._spec),
             )
         )
 

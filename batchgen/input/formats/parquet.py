@@ -5,11 +5,13 @@ A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
@@ -25,14 +27,14 @@ class ParquetFile(StoredFile):
     """A Parquet file. Raises UsageError if it is not Parquet, cannot be opened, or has two columns of one name.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
-    file's metadata promises there; the groups after them are read. ``request_columns`` as in ``rows_at``.
+    file's metadata promises there; the groups after them are read.
     """
 
     output_format = "parquet"
 
-    def __init__(self, content: InputBytes, request_columns: Collection[str]) -> None:
+    def __init__(self, content: InputBytes, spec: InputSpec) -> None:
         super().__init__(content)
-        self._request_columns = request_columns
+        self._spec = spec
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
             check_names(file.schema_arrow.names, content.name)
@@ -61,9 +63,9 @@ class ParquetFile(StoredFile):
                 if indexes and (wanted is None or any(map(wanted, indexes))):
                     start = Cursor(at.file, number, first, index)
                     batches = _batches(file, number, first)
-                    name = self.content.name
+                    name, without = self.content.name, partial(self._without, self._spec)
                     index = yield from read_batches(
-                        batches, start, stop, wanted, name, rows_before, self._request_columns
+                        batches, start, stop, wanted, name, rows_before, self._spec.request_columns, without
                     )
                 else:
                     index = end

@@ -32,7 +32,7 @@ FORMATS = {
     "jsonl": Format(lambda content, _: LinesFile(content, parse_jsonl), (".jsonl", ".ndjson")),
     "text": Format(lambda content, _: LinesFile(content, parse_text), (".txt", ".text")),
     "csv": Format(lambda content, spec: DelimitedFile(content, spec.delimiter), (".csv", ".tsv")),
-    "parquet": Format(lambda content, spec: ParquetFile(content, spec.request_columns), (".parquet",)),
+    "parquet": Format(ParquetFile, (".parquet",)),
 }
 
 _COMPRESSED = frozenset({".gz", ".zst", ".zstd"})
@@ -62,7 +62,7 @@ def open_file(item: Path | str, spec: InputSpec) -> InputFile:
     if isinstance(item, str) and scheme_of(item):
         return _open_bytes(RemoteFile(item, spec.encoding or ""), spec)
     if isinstance(item, str) or item.is_dir():
-        return DatasetFile(str(item), spec.request_columns)
+        return DatasetFile(str(item), spec)
     if not item.is_file():
         raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
     try:
