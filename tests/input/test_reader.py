@@ -6,7 +6,7 @@ import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,9 +264,9 @@ def test_long_values_that_repeat_are_converted_a_few_at_once(tmp_path: Path, mon
     sizes = []
     convert = arrow.rows_at
 
-    def recorded(batch: pa.RecordBatch, places: Sequence[int], request_columns: Collection[str]) -> Any:
+    def recorded(batch: pa.RecordBatch, *options: Any) -> Any:
         sizes.append(batch.nbytes)
-        return convert(batch, places, request_columns)
+        return convert(batch, *options)
 
     monkeypatch.setattr(arrow, "rows_at", recorded)
     pq.write_table(pa.table({"prompt": long * 100}), tmp_path / "long.parquet")
