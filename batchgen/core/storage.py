@@ -21,22 +21,26 @@ from batchgen.core.errors import StorageError, UsageError
 
 _HEAD_BYTES = 4096
 _FILE = "file://"
+RUN_AGAIN = "run again: finished rows are kept"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file systems that cannot sync a folder
 
 
 @contextmanager
-def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` inside the block into a ``StorageError`` with the fault, its place and a remedy."""
+def storage_errors(doing: str, path: Path, then: str = RUN_AGAIN) -> Iterator[None]:
+    """Turn an ``OSError`` inside the block into a ``StorageError`` with the fault, its place and a remedy.
+
+    ``then`` is what to do once the fault is gone.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in _NO_SPACE:
-            advice = "free some space, then run again: finished rows are kept"
+            advice = f"free some space, then {then}"
         elif error.errno == errno.EFBIG:
-            advice = "raise the limit on the size of a file (ulimit -f), then run again: finished rows are kept"
+            advice = f"raise the limit on the size of a file (ulimit -f), then {then}"
         else:
-            advice = "fix that, then run again: finished rows are kept"
+            advice = f"fix that, then {then}"
         raise StorageError(f"cannot {doing} {path}: {error.strerror or error}; {advice}") from error
 
 
@@ -100,7 +104,7 @@ def temporary_name(path: Path) -> Path:
 
 
 @contextmanager
-def staged_file(path: Path) -> Iterator[BinaryIO]:
+def staged_file(path: Path, then: str = RUN_AGAIN) -> Iterator[BinaryIO]:
     """Write the content of ``path`` to its temporary file: durable afterwards, visible only after ``commit_staged``.
 
     Raises StorageError; on any exception the temporary file is removed, which gives a full disk its space back. It is
@@ -112,7 +116,7 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
             f"cannot write {path}: its temporary name {temporary} is a folder; remove that and run again"
         )
     try:
-        with storage_errors("write", path):
+        with storage_errors("write", path, then):
             temporary.unlink(missing_ok=True)
             with temporary.open("xb", buffering=1 << 20) as file:
                 yield file
@@ -131,9 +135,12 @@ def commit_staged(path: Path) -> None:
         sync_folder(path.parent)
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``: a crash at any moment leaves the old or the new content, whole."""
-    with staged_file(path) as file:
+def write_atomic(path: Path, content: bytes, then: str = RUN_AGAIN) -> None:
+    """Replace ``path`` by ``content``: a crash at any moment leaves the old or the new content, whole.
+
+    ``then`` as in ``storage_errors``.
+    """
+    with staged_file(path, then) as file:
         file.write(content)
     commit_staged(path)
 

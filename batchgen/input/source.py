@@ -93,13 +93,16 @@ class Source:
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """Fingerprint that a start compares: for each file its name, size in bytes and ``sha256``, of a remote one its
-        version (ETag, generation, blob id).
+        version (ETag, generation, blob id); and the types of columns that all files share (``InputFile.types``).
 
         It reads the local files whose digests are not known from end to end; modification times do not count. From
         here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot be read.
         """
         self._digests = digests
-        return {"files": [file.fingerprint(digests) for file in self._files]}
+        files = [file.fingerprint(digests) for file in self._files]
+        types = self._files[0].types.items() if self._files else ()
+        shared = {name: kind for name, kind in types if all(file.types.get(name) == kind for file in self._files)}
+        return {"files": files, "types": shared} if shared else {"files": files}
 
     def num_rows(self) -> int | None:
         """The number of rows, the limit applied, where it is known without reading them all."""

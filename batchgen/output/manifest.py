@@ -136,6 +136,7 @@ class Manifest:
             _check_object(f"job.{key}", value)
         for key in ("input", "model", "numerics"):
             _check_object(f"fingerprints.{key}", self.fingerprints.get(key, {}))
+        _check_object("fingerprints.input.types", self.fingerprints.get("input", {}).get("types", {}))
         files = self.fingerprints.get("input", {}).get("files", [])
         if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
             raise ValueError("fingerprints.input.files is no list of objects")

@@ -28,7 +28,9 @@ def write_html(report: Report, path: Path, folder: str, rows: Sequence[Table]) -
     Raises UsageError where ``path`` is a file of another kind, StorageError where it cannot be written.
     """
     check_replaceable(path, b"<title>batchgen report:", "a report page")
-    write_atomic(path, render_html(report, folder, rows).encode())
+    write_atomic(
+        path, render_html(report, folder, rows).encode(), "give the command again, or write the page elsewhere"
+    )
     return "" if has_matplotlib() else _NO_CHARTS
 
 

@@ -230,3 +230,13 @@ def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.C
     assert outputs.read_bytes() == before
     assert call(["report", str(job.output), "--html", str(job.folder / "nowhere" / "report.html")]) != 0
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_does_not_ask_for_another_run(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(2))
+    job.run()
+    assert call(["report", str(job.output), "--html", str(job.folder / "missing" / "page.html")]) == 1
+    said = capsys.readouterr().err
+    assert "write the page elsewhere" in said and "finished rows" not in said

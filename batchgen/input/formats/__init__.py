@@ -9,8 +9,9 @@ ask for it by name, add the name to the choices of ``input.format`` in ``config.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from batchgen.config.job import InputSpec
@@ -28,10 +29,12 @@ class InputFile(ABC):
     ``path`` is the local file or folder that is read, which no output may overwrite, None where it is remote;
     ``local_files`` are the local files that hold the rows. ``output_format`` is the ``output.format`` most like it.
     ``unread`` are the columns with cells that could not be read and are null in their rows.
+    ``types`` are the Arrow types of columns whose values JSON holds as another type.
     """
 
     output_format = "jsonl"
     unread: frozenset[str] = frozenset()
+    types: Mapping[str, str] = MappingProxyType({})
     path: Path | None
     local_files: tuple[Path, ...]
 

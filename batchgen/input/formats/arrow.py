@@ -51,6 +51,12 @@ def check_names(names: Sequence[str], where: str) -> None:
         raise UsageError(f"{where}: two columns are named {shown(repeated[0])}: give each a name of its own")
 
 
+def is_lost_in_json(kind: pa.DataType) -> bool:
+    """Whether values of a type have another type once they were written as JSON and read back."""
+    tests = (pa.types.is_temporal, pa.types.is_decimal, pa.types.is_binary, pa.types.is_integer, pa.types.is_float32)
+    return kind != pa.int64() and any(test(kind) for test in tests)
+
+
 def batch_rows(num_rows: int, num_bytes: int) -> int:
     """Number of rows to convert at once, so that a batch takes some megabytes whatever the size of a row."""
     return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))

@@ -16,7 +16,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
 from batchgen.input.formats import Rows, StoredFile, Wanted
-from batchgen.input.formats.arrow import Unreadable, batch_rows, check_names, read_batches
+from batchgen.input.formats.arrow import Unreadable, batch_rows, check_names, is_lost_in_json, read_batches
 from batchgen.input.input_bytes import InputBytes
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are not UTF-8
@@ -38,6 +38,7 @@ class ParquetFile(StoredFile):
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
             check_names(file.schema_arrow.names, content.name)
+            self.types = {field.name: str(field.type) for field in file.schema_arrow if is_lost_in_json(field.type)}
 
     def _open(self) -> pq.ParquetFile:
         try:

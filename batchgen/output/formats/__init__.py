@@ -29,9 +29,10 @@ def output_format(spec: JobSpec, manifest: Manifest) -> OutputFormat:
         created = int(datetime.fromisoformat(begun_at).timestamp()) if begun_at else 0
         return OpenAIBatchFormat(model, spec.input.is_templated, created, spec.input.id is not None)
     if name == "parquet":
-        from batchgen.output.formats.parquet import ParquetFormat, fixed_types  # pyarrow, where it is needed
+        from batchgen.output.formats.parquet import ParquetFormat, carried_types, fixed_types  # they need pyarrow
 
-        return ParquetFormat(fixed_types(spec))
+        types = manifest.fingerprints.get("input", {}).get("types", {})
+        return ParquetFormat(fixed_types(spec), carried_types(spec, types))
     if name == "csv":
         return csv_format(spec, manifest)
     raise UsageError(f'output.format = "{name}": must be one of jsonl, csv, parquet, openai-batch')

@@ -1,24 +1,28 @@
 """Outputs as a typed, zstd-compressed Parquet file, written in row groups so that memory does not grow with the rows.
 
 The record's own fields have fixed types; the arguments of tool calls and the ``parsed`` of samples are JSON text. Kept
-columns and ``parsed`` get the type that all their values share, found in a first pass over the rows. A column without
-one (mixed types, integers beyond 64 bits, objects with ever new keys) becomes JSON text, one value per row, marked in
-the field's metadata. A value is never changed to fit a type; only a key that an object lacks and one that is null
-cannot be told apart.
+columns have the types of a Parquet input, if all values fit. Others and ``parsed`` get the type that all their values
+share, found in a first pass over the rows. A column without one (mixed types, integers beyond 64 bits, objects with
+ever new keys) becomes JSON text, one value per row, marked in the field's metadata. A value is never changed to fit a
+type; only a key that an object lacks and one that is null cannot be told apart.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import time
 from io import BytesIO
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import VECTOR_KEYS
+from batchgen.config.record_fields import VECTOR_KEYS, record_keys
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.jsonl import OutputFormat
 
@@ -75,6 +79,9 @@ _VECTORS = ("embedding", "embeddings")
 # Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
 _ALWAYS = ("id", "index", "fingerprint", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
 _OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples")
+_NO_TYPES: Mapping[str, Any] = MappingProxyType({})
+_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, tz=(.+))?\]")
+_DECIMAL = re.compile(r"(decimal\d+)\((\d+), (-?\d+)\)")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
 
@@ -95,6 +102,24 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
     return types
 
 
+def carried_types(spec: JobSpec, types: Mapping[str, str]) -> dict[str, Any]:
+    """The Arrow types of kept columns, by what ``str`` makes of them in the input; unknown ones are left out."""
+    kinds = {name: _parsed_type(str(text)) for name, text in types.items() if name not in record_keys(spec)}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def _parsed_type(text: str) -> Any:
+    """The type that Arrow shows as ``text``; None for an unknown one."""
+    if parts := _TIMESTAMP.fullmatch(text):
+        return pa.timestamp(parts[1], parts[2])
+    try:
+        if parts := _DECIMAL.fullmatch(text):
+            return getattr(pa, parts[1])(int(parts[2]), int(parts[3]))
+        return pa.type_for_alias(text)
+    except ValueError:
+        return None
+
+
 def table_of(lines: Sequence[bytes], fixed: Mapping[str, Any]) -> pa.Table:
     """Records as the table of ``outputs.parquet``.
 
@@ -109,12 +134,12 @@ def table_of(lines: Sequence[bytes], fixed: Mapping[str, Any]) -> pa.Table:
 class ParquetFormat(OutputFormat):
     """``outputs.parquet``."""
 
-    def __init__(self, fixed: Mapping[str, Any] = FIXED_TYPES) -> None:
-        self._fixed = fixed
+    def __init__(self, fixed: Mapping[str, Any] = FIXED_TYPES, carried: Mapping[str, Any] = _NO_TYPES) -> None:
+        self._fixed, self._carried = fixed, carried
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
         """Iterate ``rows`` twice, and once more for each column whose type proves unfit while it is written."""
-        fields = infer_fields(rows, self._fixed)
+        fields = infer_fields(rows, self._fixed, self._carried)
         while (unfit := self._write_groups(file, rows, fields)) is not None:
             fields[unfit] = None
 
@@ -136,6 +161,8 @@ class ParquetFormat(OutputFormat):
 
     def _column(self, field: Any, values: list[Any]) -> Any:
         """The values as a column, None where the field does not take them as they are."""
+        if field.type == self._carried.get(field.name, _INFERRED):
+            return _restored(values, field.type)
         if self._fixed.get(field.name, _INFERRED) == _INFERRED and not all(map(_check_of(field), values)):
             return None
         if _holds_json(field):
@@ -146,8 +173,14 @@ class ParquetFormat(OutputFormat):
             return None
 
 
-def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) -> dict[str, Any]:
-    """The Arrow type of each column in order, None for one that has to be JSON text."""
+def infer_fields(
+    rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES, carried: Mapping[str, Any] = _NO_TYPES
+) -> dict[str, Any]:
+    """The Arrow type of each column in order, None for one that has to be JSON text.
+
+    Columns have their ``carried`` types, unless a value does not fit.
+    """
+    fitting = dict(carried)
     always = [name for name in _ALWAYS if name in fixed or name == "id"]
     fields: dict[str, Any] = {name: fixed.get(name, _INFERRED) for name in always}
     for group in _groups(rows):
@@ -157,8 +190,29 @@ def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) 
             elif fixed.get(name, _INFERRED) != _INFERRED:
                 fields.setdefault(name, _sized(name, fixed[name], group))
             elif fields.get(name, _INFERRED) is not None:
-                fields[name] = _common_type(fields.get(name, _INFERRED), [row.get(name) for row in group])
-    return {name: pa.string() if kind == _INFERRED else kind for name, kind in fields.items()}
+                values = [row.get(name) for row in group]
+                fields[name] = _common_type(fields.get(name, _INFERRED), values)
+                if name in fitting and _restored(values, fitting[name]) is None:
+                    del fitting[name]
+    return {name: fitting.get(name, pa.string() if kind == _INFERRED else kind) for name, kind in fields.items()}
+
+
+def _restored(values: Sequence[Any], kind: Any) -> Any:
+    """The column of type ``kind`` whose values were written as JSON (``core.json_line``); None if one does not fit."""
+    try:
+        if pa.types.is_binary(kind):
+            return pa.array([None if value is None else b64decode(value, validate=True) for value in values], kind)
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            return pa.array(values, kind)
+        if pa.types.is_time(kind):
+            times = [None if value is None else time.fromisoformat(value) for value in values]
+            return pa.array(times, pa.time64("us")).cast(kind)
+        texts = pa.array(values, pa.string())
+        if pa.types.is_timestamp(kind) and kind.unit != "ns":
+            return texts.cast(pa.timestamp("us", kind.tz)).cast(kind)
+        return texts.cast(kind)
+    except _UNFIT:
+        return None
 
 
 def _of_half(kind: Any) -> Any:
