@@ -48,7 +48,7 @@ class Section(NamedTuple):
 @click.argument("topic", nargs=-1, metavar="[TOPIC]")
 @click.pass_context
 def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
-    """Show a page of the documents, a command's help, or what a message means.
+    """Show a page of the documents, or what a command or message means.
 
     Without TOPIC, lists the pages. TOPIC is a page, a command, a message, or words of a heading: keys of the job file
     and codes of errors.jsonl are headings too.

@@ -93,7 +93,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words",
     "classify": "by",
-    "embed": "normalize dimensions truncate",
+    "embed": "normalize dimensions truncate dtype",
     "engine": "max_num_batched_tokens kv_cache_dtype block_size",
     "output": "token_ids",
     "cluster": "cpus_per_worker gpus_per_worker resources step_timeout load_timeout",

@@ -296,7 +296,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
             {"final_logit_softcapping": 30.0},
             ["final_logit_softcapping is 30.0; it is not computed here"],
         ),
-        ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma3_text", {"use_bidirectional_attention": "yes"}, ["use_bidirectional_attention must be true or false"]),
         ("gemma3_text", {"sliding_window": None}, ["sliding_window"]),
         ("gemma3_text", {"layer_types": ["conv"] * 4}, ["layer_types must name 4 layers as 'sliding_attention' or"]),
         ("granite", {"residual_multiplier": 0}, ["residual_multiplier must be a positive number"]),

@@ -254,15 +254,23 @@ def test_a_model_that_changes_while_an_update_loads_it_loses_nothing(job: JobMak
     assert len(job.outputs()) == 20
 
 
-def test_an_update_on_other_kernels_is_refused_once_a_row_needs_them_and_loses_nothing(job: JobMaker) -> None:
+def test_an_update_on_other_kernels_computes_all_rows_again_and_says_why(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.write(rows_of(20))
     run_on(job, "avx512-bf16", fails=frozenset({3}))
-    before = (job.output / "outputs.jsonl").read_bytes()
-    with pytest.raises(ResumeMismatch, match="begun with the kernels avx512-bf16, here they are avx2"):
-        run_on(job, "avx2", updating())
-    assert (job.output / "outputs.jsonl").read_bytes() == before
+    assert call(["run", str(job.toml()), "--update"], engine_factory=computing("avx2")) == 0
+    assert 'can be kept: numerics.kernels: was "avx512-bf16", now "avx2"' in capsys.readouterr().err
+    assert kernels_in(read_manifest(job)) == "avx2"
+    assert len(job.outputs()) == 20
+
+
+def test_an_update_on_other_kernels_keeps_rows_if_kernels_may_be_mixed(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    run_on(job, "avx512-bf16", fails=frozenset({3}))
     command = ["run", str(job.toml()), "--update", "--allow-mixed-kernels"]
     assert call(command, engine_factory=computing("avx2")) == 0
+    assert len(job.outputs()) == 20
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

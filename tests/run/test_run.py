@@ -646,7 +646,7 @@ def test_a_chunk_of_short_rows_is_bounded_by_their_number() -> None:
     assert [len(chunk) for chunk in chunked(rows)] == [CHUNK_ROWS] * 3
 
 
-def test_rows_for_workers_claim_their_ids_by_the_thousand(tmp_path: Path) -> None:
+def test_rows_for_workers_claim_their_ids_by_the_chunk(tmp_path: Path) -> None:
     sizes: list[int] = []
 
     def claim(rows: list[Row]) -> list[Row]:
@@ -659,7 +659,7 @@ def test_rows_for_workers_claim_their_ids_by_the_thousand(tmp_path: Path) -> Non
     stream.gives_rows = True
     rows = (Row(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(20_000))
     assert [task.key for task in stream.tasks(rows)] == list(range(20_000))
-    assert max(sizes) == 4096
+    assert max(sizes) == CHUNK_ROWS
 
 
 def test_the_engine_is_fed_lazily(job: JobMaker) -> None:
