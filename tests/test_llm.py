@@ -23,6 +23,7 @@ from run_helpers import ENVIRONMENT, MODEL
 from stub_engine import StubEngine, stub_factory
 
 import batchgen
+from batchgen.config.load import sections_of
 from batchgen.core.errors import UsageError
 
 SAMPLED = {"max_tokens": 12, "temperature": 0.8, "seed": 3}
@@ -212,6 +213,10 @@ def test_a_closed_model_says_so_and_is_closed_by_with() -> None:
     assert (closed, repr(model)) == ([1], f"<LLM: {MODEL}, closed>")
     with pytest.raises(UsageError, match="it was closed"):
         model.generate("a")
+
+
+def test_dtype_is_the_models_though_embeddings_have_one_too() -> None:
+    assert sections_of({"dtype": "float32"}, "LLM") == {"model": {"dtype": "float32"}}
 
 
 @pytest.mark.parametrize(

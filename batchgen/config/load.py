@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.config.job import KEYS, SECTIONS, JobSpec
 from batchgen.config.sampling import CLASSIFY_KEYS, ParamError, merge_params, values_of
-from batchgen.config.settings import RawSettings, check_names, read_settings
+from batchgen.config.settings import MAIN_SECTIONS, RawSettings, check_names, read_settings
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
 from batchgen.core.records import SamplingParams
@@ -88,13 +88,15 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The arguments of a Python call as values by section and key; those that are None are left out.
 
     An argument is a section, in whose place its path or ``SamplingParams`` may stand, or a key that one section alone
-    has; ``prompt`` is that of [input]. Raises UsageError naming ``source`` and an argument that is neither.
+    has, or for which ``MAIN_SECTIONS`` has a section. Raises UsageError naming ``source`` and an argument that is
+    neither.
     """
     sections: dict[str, Any] = {}
     single: list[tuple[str, str, Any]] = []
     unknown: list[str] = []
     for name, value in arguments.items():
-        homes = ["input"] if name == "prompt" else [section for section, keys in KEYS.items() if name in keys]
+        homes = [section for section, keys in KEYS.items() if name in keys]
+        homes = [MAIN_SECTIONS[name]] if name in MAIN_SECTIONS else homes
         if value is None or (not homes and is_done_anyway(name, value)):
             continue
         if isinstance(value, SamplingParams) and name == "sampling":

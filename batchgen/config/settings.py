@@ -30,9 +30,11 @@ _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _MAX_BYTES = 16 << 20  # of a job file
 _HOMES = [(name, section) for section, keys in KEYS.items() for name in keys]
 _NUM_HOMES = Counter(name for name, _ in _HOMES)
+MAIN_SECTIONS = {"prompt": "input", "dtype": "model"}  # of keys that several sections have: the one that a user means
 # Keys that may stand in no section: those that one section alone has, and these.
 _SHORT = {name: (section, name) for name, section in _HOMES if _NUM_HOMES[name] == 1}
-_SHORT |= {name: (name, "path") for name in ("model", "input", "output")} | {"prompt": ("input", "prompt")}
+_SHORT |= {name: (name, "path") for name in ("model", "input", "output")}
+_SHORT |= {name: (section, name) for name, section in MAIN_SECTIONS.items()}
 
 
 @dataclass(frozen=True)
