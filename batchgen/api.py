@@ -108,7 +108,7 @@ class Run:
         """``to_arrow`` as a ``pandas.DataFrame`` whose index is the number of each row in the input.
 
         So a column of it fits the rows that were given, with NaN where one failed, if their own index counts from 0.
-        Warns of an integer index that does not, since pandas would put answers beside other rows.
+        Warns of an integer index that does not, since pandas would put answers next to other rows.
         """
         if self._labels is not None and _misleads(self._labels):
             warnings.warn(
@@ -148,7 +148,7 @@ def generate(
 
     ``keys`` are those of the job file, such as ``max_tokens`` or ``output``, its sections as mappings, where
     ``sampling`` may be ``SamplingParams``, and the options of the command, such as ``max_runtime="55m"`` and
-    ``overwrite=True``. With an ``output`` the same call goes on with a run that was interrupted, and finds a finished
+    ``overwrite=True``. With an ``output`` the same call continues a run that was interrupted, and finds a finished
     one done; without, nothing is kept. Progress is shown on a terminal and in a notebook only. Each call loads the
     model: ``LLM`` keeps one.
 
@@ -211,7 +211,7 @@ def plan_job(job: str | os.PathLike[str] | None = None, *, calibrates: bool = Fa
 
 
 def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The ``report.json`` of a finished run. Raises UsageError where there is none."""
+    """The ``report.json`` of a finished run. Raises UsageError if it is missing."""
     return dict(reports.read_report(RunDir(Path(folder))))
 
 

@@ -191,7 +191,7 @@ class LLM:
 
         ``batch`` is an Arrow table or record batch, a pandas DataFrame or a dict of arrays. The fields of records
         follow its columns; ``error`` is null or "code: message". Random draws need ``id``, the column that keys them:
-        a pipeline may cut batches anew.
+        a pipeline may cut batches again.
         """
         table = _as_table(batch)
         spec = replace(self._spec, input=replace(self._spec.input, columns=()))

@@ -20,7 +20,7 @@ from batchgen.core.records import FinishReason, SamplingParams
 
 
 def draw_of(row_id: str | int | None, index: int) -> int:
-    """Key of a row's randomness: its id, or its index where it has none.
+    """Key of a row's randomness: its id, or its index if the row lacks an id.
 
     Integers from 0 are themselves, so that an id column of row numbers draws as no id does; others are hashed. An id
     draws the same wherever its row stands in the input.

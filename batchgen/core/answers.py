@@ -30,7 +30,7 @@ def check_rule(rule: str) -> str:
 
 
 def find_answer(rule: str, text: str) -> str | None:
-    """The answer in a text by the last match of a rule; None if there is none, or if the group is empty.
+    """The answer in a text by the last match of a rule; None if nothing matches or the group is empty.
 
     A number comes without commas and dollar signs. Raises ValueError as ``check_rule`` does.
     """
@@ -45,7 +45,7 @@ def find_answer(rule: str, text: str) -> str | None:
 def _last_group(pattern: str, text: str) -> str | None:
     """The first group of the last match of a regular expression, without white space around it; None if empty.
 
-    Raises ValueError if RE2 does not read the expression, or if it has no group.
+    Raises ValueError if RE2 does not read the expression, or if it lacks a group.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

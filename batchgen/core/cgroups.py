@@ -42,7 +42,7 @@ def cpu_limits() -> list[int]:
         with suppress(OSError, ValueError):  # no such file, or "max"
             words = " ".join((folder / name).read_text(encoding="ascii") for name in _CPU_QUOTAS[version]).split()
             quota, period = map(int, words)
-            if quota > 0:  # -1 is no limit
+            if quota > 0:  # -1 means unlimited
                 limits.append(-(-quota // period))
     return limits
 
@@ -69,7 +69,7 @@ def _reclaimable(folder: Path, name: str) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file, or None where there is no such file or it says "max"."""
+    """The number in a file, or None if the file is missing or says "max"."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
     │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
     ├── InputError           exit 2   an input changed or cannot be read on while a run reads it; finished rows stay
-    ├── RunStopped           exit 75  the run was stopped before its last row; it goes on when run again
+    ├── RunStopped           exit 75  the run was stopped before its last row; running it again continues it
     ├── GateFailed           exit 4   plan --fail-if-over, report --compare, check
     └── LockedError          exit 5   another process holds the run directory
 """

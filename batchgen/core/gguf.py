@@ -46,7 +46,7 @@ class GgufHeader(NamedTuple):
 def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
     """The header of a GGUF file; of its arrays only ``arrays`` are kept.
 
-    Raises ModelError if it is no GGUF file, cut short, or not of one piece.
+    Raises ModelError if it is not a GGUF file, cut short, or not of one piece.
     """
     size = file_bytes(path)
     try:

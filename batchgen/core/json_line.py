@@ -23,7 +23,7 @@ def encode_json(value: Any) -> bytes:
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-    except (ValueError, TypeError):  # NaN, or a key that is no string
+    except (ValueError, TypeError):  # NaN, or a key that is not a string
         text = json.dumps(_sanitized(value), ensure_ascii=False, allow_nan=False, default=_plain)
     try:
         return text.encode()

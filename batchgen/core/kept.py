@@ -22,14 +22,14 @@ def cache_folder() -> Path:
 
 
 def keep(path: Path, key: str, finding: Mapping[str, Any]) -> None:
-    """Keep a finding for later runs beside those under other keys."""
+    """Keep a finding for later runs; findings under other keys stay."""
     with suppress(OSError, BatchgenError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({**_all(path), key: finding}, indent=2).encode() + b"\n")
 
 
 def kept(path: Path, key: str) -> Mapping[str, Any] | None:
-    """The last finding under this key; None if there is none."""
+    """The last finding under this key, or None."""
     finding = _all(path).get(key)
     return finding if isinstance(finding, dict) else None
 

@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     """The values that a key takes.
 
     ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value.
-    ``metavar`` stands for the value in help; a switch has none. ``from_text`` turns a flag's text into what TOML would
+    ``metavar`` names the value in help; a switch has none. ``from_text`` turns a flag's text into what TOML would
     hold. ``repeats``: the flag may be given several times. ``none`` is how None is written in a job file.
     """
 
@@ -88,7 +88,7 @@ def keys_of(*classes: type[Any]) -> dict[str, Key]:
 
 
 def resembling(name: str, names: Sequence[str]) -> str:
-    """A hint at the one of ``names`` that an unknown name resembles, "" if there is none."""
+    """A hint at the one of ``names`` that an unknown name resembles, or ""."""
     close = get_close_matches(name, names, n=1)
     return f' (did you mean "{close[0]}"?)' if close else ""
 

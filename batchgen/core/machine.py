@@ -38,7 +38,7 @@ def physical_bytes() -> int:
 
 
 def address_space_bytes() -> int | None:
-    """The limit on the process's address space (``ulimit -v``), in bytes; None where there is none."""
+    """The limit on the process's address space (``ulimit -v``), in bytes; None if unlimited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -177,7 +177,7 @@ def _num_pages(column: int) -> int:
 
 
 def _read_int(path: str) -> int | None:
-    """The number in a file, or None where there is no such file or it says "max"."""
+    """The number in a file, or None if the file is missing or says "max"."""
     try:
         return int(Path(path).read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -185,7 +185,7 @@ def _read_int(path: str) -> int | None:
 
 
 def cpus_by_node() -> list[list[int]]:
-    """The processors that this process may run on, by NUMA node; those of one core side by side. Empty if not Linux."""
+    """The processors that this process may run on, by NUMA node, threads of a core adjacent. Empty if not Linux."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     nodes: dict[str, list[tuple[int, int]]] = {}

@@ -84,7 +84,7 @@ def check_files(model: Path, patterns: Iterable[str]) -> None:
     """Check every file that ``model_files`` finds, without opening any but the index of the weights and tiny ones.
 
     Raises:
-        ModelError: one is no regular file (a link to one is), is too large to be what its name says, or a pointer of
+        ModelError: one is not a regular file (a link to one is), is too large to be what its name says, or a pointer of
             Git LFS.
     """
     for path in model_files(model, patterns):

@@ -23,7 +23,7 @@ class Numerics:
     ``weights``, ``activations`` and ``kv_cache_dtype`` are "auto" if they are as the dtype says. A ``dtype`` or
     ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" for a checkpoint whose head is
     unexpectedly its own. ``llguidance`` is the version of the library that masks tokens, if a job has masks.
-    ``kernels`` names the kernel set: a run may go on with another one if it is allowed to.
+    ``kernels`` names the kernel set: a run may continue with another one if it is allowed to.
     """
 
     dtype: str = ""
@@ -42,7 +42,7 @@ class Numerics:
 
     @property
     def plain(self) -> dict[str, str]:
-        """The values that are not those of ``Numerics()``, as manifests and reports hold them."""
+        """The values that differ from ``Numerics()``, as manifests and reports hold them."""
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
 
     @property

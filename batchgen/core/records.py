@@ -40,7 +40,7 @@ class FastPickle:
 
 @dataclass(frozen=True, slots=True)
 class Cursor(FastPickle):
-    """A place between two input rows from which reading can go on.
+    """A place between two input rows from which reading can continue.
 
     ``file`` counts the input's files from 0; ``offset`` is what that file's format can seek to (a byte
     offset of the uncompressed text, a row group); ``row`` counts rows inside that unit; ``index`` is the

@@ -59,7 +59,7 @@ def canonical(value: object) -> str:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The object that a canonical text stands for: one of ``FORMS`` and any of ``OPTIONS``."""
+    """The object that a canonical text encodes: one of ``FORMS`` and any of ``OPTIONS``."""
     return dict(json.loads(text)) if text else {}
 
 

@@ -2,7 +2,7 @@
 
 The metadata name a pre-tokenizer and do not describe it, so that only vocabularies of known ones are read; how those
 split a text is told by the ``tokenizer.json`` of their models. The keys:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The end tokens are those of llama.cpp's ``llama-vocab.cpp``.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The end tokens follow llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UP
 
 
 class _Kind(NamedTuple):
-    """Settings that the name of a pre-tokenizer stands for.
+    """Settings that the name of a pre-tokenizer selects.
 
     ``words`` are found by these expressions, each in what the one before it has left apart. With ``whole_words`` a word
     of the vocabulary is its token, whatever the merges make of it. ``is_composed``: texts are brought to the normal

@@ -190,7 +190,7 @@ class Guide:
 
     @property
     def matcher(self) -> Any:
-        """The library's state of this text, made anew after a ``release``."""
+        """The library's state of this text, made again after a ``release``."""
         if self._matcher is None:
             self._is_shared = True
             self._matcher = self._grammars.copy(self.text)
@@ -270,7 +270,7 @@ class Guide:
         """Find the tokens that must come next. The library gives them without those that what follows may change.
 
         A literal text that reads as a special token is given as that token, which the grammar does not allow: its
-        first byte is forced alone then, and the rest is no special token any more.
+        first byte is forced alone then, and the rest is not a special token any more.
         """
         forced = self.attempt(lambda matcher: matcher.compute_ff_tokens())
         if not forced:

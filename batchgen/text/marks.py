@@ -1,4 +1,4 @@
-"""Marks in a chat: words that stand for its texts, calls and tools, so that a prompt tells what a template shows.
+"""Marks in a chat: words in place of its texts, calls and tools, so that a prompt tells what a template shows.
 
 A mark is of letters and digits alone, which templates leave as they are; case does not count.
 """
@@ -44,7 +44,7 @@ def marked_chat(chat: Variables, appends: bool) -> tuple[Variables, _Marks]:
 
 
 class _Marks:
-    """Words that stand for the parts of one chat, in place of its texts or behind them."""
+    """Words that mark the parts of one chat, in place of its texts or after them."""
 
     def __init__(self, appends: bool) -> None:
         self._appends = appends

@@ -133,7 +133,7 @@ class Probes:
         return [verdicts[number] for number in running]
 
     def _examine(self, chat: Variables, *, appends: bool) -> _Examination:
-        """Find the form in which the template shows a chat; ``appends`` puts marks behind the texts."""
+        """Find the form in which the template shows a chat; ``appends`` puts marks after the texts."""
         messages = chat["messages"]
         lists = frozenset(n for n, message in enumerate(messages) if isinstance(message.get("content"), list))
         form = _Form()

@@ -1,6 +1,6 @@
 r"""Regexes as people write them for Python and JSON Schema, in the syntax of Rust that llguidance reads.
 
-``\d``, ``\w`` and ``\s`` stand for other characters in each of the three. Here they stand for those that all agree on,
+``\d``, ``\w`` and ``\s`` match other characters in each of the three. Here they match those that all agree on,
 so that a text which fits also fits where it is checked later: by ``re`` or by a validator of JSON Schema.
 """
 

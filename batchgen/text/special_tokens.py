@@ -26,7 +26,7 @@ class SpecialTokens:
         return self._whole.findall(text)
 
     def first_in(self, value: object) -> str:
-        """The first special token in the texts of a row's value, keys included; "" if there is none."""
+        """The first special token in the texts of a row's value, keys included; or ""."""
         values = [value]
         while values:
             item = values.pop()

@@ -2,7 +2,7 @@
 
 A stop string may begin and end inside tokens, and a character may take several tokens, so text is compared, not tokens.
 Special tokens have no text, but those that a stop string names (``<|im_start|>user``) are text to be compared with it.
-The engine decides when a match counts (``min_tokens``). ``tokenizers.decoders.DecodeStream`` is no substitute: it holds
+The engine decides when a match counts (``min_tokens``). ``tokenizers.decoders.DecodeStream`` does not fit: it holds
 back the tokens of an unfinished character, so that a stop string in their text would be found some tokens late.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from batchgen.text.tokenizer import Tokenizer
 
-_BLANKS = 32  # tokens: more than a prompt has behind a marker
+_BLANKS = 32  # tokens: more than a prompt has after a marker
 _UNDECODED = "\ufffd"  # decoded from bytes that form no character (yet)
 _MAX_OPEN = 8  # tokens whose text may still change
 
@@ -70,7 +70,7 @@ class StopStrings:
         return match[1]
 
     def _text_of(self, tokens: list[int]) -> str:
-        """The text of open tokens behind the context."""
+        """The text of open tokens after the context."""
         return self._tokenizer.decode(self._context + tokens)[self._offset :]
 
     def _settle(self, num_tokens: int, text: str) -> None:

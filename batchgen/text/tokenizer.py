@@ -1,7 +1,7 @@
 """Tokenizer and chat template of a model folder: text to token ids and back.
 
 It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``,
-``generation_config.json``, ``chat_template.jinja`` and those beside it; it runs no code from the folder.
+``generation_config.json``, ``chat_template.jinja`` and templates next to it; it runs no code from the folder.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Tokenizer:
         return self.showing(named) if named else self
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token of the vocabulary; None for a text that is none."""
+        """The id of a token of the vocabulary; None for any other text."""
         return self._backend.token_to_id(token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, shown_in: str = "") -> str:
@@ -189,7 +189,7 @@ def reason(error: BaseException) -> str:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte that a character stands for in byte-level BPE: itself if it can be printed, else one from U+0100 on.
+    """The byte that a character encodes in byte-level BPE: itself if it can be printed, else one from U+0100 on.
 
     The table of GPT-2: https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """
@@ -207,12 +207,12 @@ def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     added = backend.get_added_tokens_decoder()
     if any(token.lstrip or token.rstrip for token in added.values()):
         return None  # such a token swallows any amount of space around it
-    plain = (len(token) for token in backend.get_vocab(with_added_tokens=False))  # one character stands for one byte
+    plain = (len(token) for token in backend.get_vocab(with_added_tokens=False))  # one character encodes one byte
     return max((*plain, *(len(token.content.encode()) for token in added.values())), default=None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file."""
+    """The JSON object in a file; empty if the file is missing."""
     return read_object(path, _MAX_FILE_BYTES) if path.exists() else {}
 
 

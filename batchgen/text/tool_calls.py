@@ -117,7 +117,7 @@ def _hermes(text: str, _: Offered) -> Found:
 
 
 def _llama(text: str, _: Offered) -> Found:
-    """``{"name": "f", "parameters": {"a": 1}}`` at the beginning or behind a tag, several separated by semicolons."""
+    """``{"name": "f", "parameters": {"a": 1}}`` at the beginning or after a tag, several separated by semicolons."""
     before, tag, body = text.partition("<|python_tag|>")
     if not tag:
         if not _BARE_CALL.match(text):
@@ -146,7 +146,7 @@ FAMILIES = ", ".join(form.family for form in FORMATS)
 
 
 def _between(opening: str, closing: str, text: str, read: Callable[[str, int], tuple[list[Call], int]]) -> Found:
-    """The calls behind each ``opening``; a ``closing`` may be missing only where nothing else follows."""
+    """The calls after each ``opening``; a ``closing`` may be missing only where nothing else follows."""
     calls: list[Call] = []
     rest, at = [], 0
     while (begin := text.find(opening, at)) >= 0:

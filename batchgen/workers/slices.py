@@ -13,7 +13,7 @@ from batchgen.core.machine import UNTRIED_DEVICES, available_bytes, cpus_by_node
 from batchgen.core.units import counted
 from batchgen.engine.sizes import default_sizes
 
-_PROGRAM_BYTES = 500_000_000  # of a worker beside its weights
+_PROGRAM_BYTES = 500_000_000  # of a worker in addition to its weights
 _ROWS_PER_SEQ = 4  # with fewer, start and end of a worker take too large a part of its time
 
 
