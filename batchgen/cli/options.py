@@ -174,7 +174,7 @@ def json_option(text: str = "One JSON object instead of text.") -> Callable[[F],
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
-_HEARTBEAT_HELP = "Time between progress lines if stderr is no terminal [30s]."
+_HEARTBEAT_HELP = "Interval of progress lines without a terminal [30s]."
 _PROGRESS = (
     run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP, hidden=True),
     run_option("--json-progress", is_flag=True, hidden=True, help="Progress as JSON lines on stderr."),

@@ -70,7 +70,7 @@ def report(
     content = read_report(run_dir)
     with suppress(UsageError):  # of a job.json that cannot be read: the report can
         if run_dir.is_complete() and run_dir.unfinished():
-            say(f"another job was begun in {folder} and is not finished: the report is of the one before")
+            say(f"{folder} has an unfinished job; this report describes the previous one")
     if compare is None:
         _show(run_dir, content, price_per_hour, html, as_json=as_json)
     else:

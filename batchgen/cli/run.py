@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from batchgen.run.loader import EngineFactory
     from batchgen.run.outcome import Outcome
 
-_MIXED_HELP = "Go on with a run begun on another CPU type."
+_MIXED_HELP = "Continue a run begun on another CPU type."
 
 
 @click.command(cls=GroupedCommand)
 @click.argument("job", required=False, metavar="[JOB.toml|DATA|DIR]", type=JOB)
 @job_options("model", "input", "sampling", "classify", "embed", "engine", "output", "eval", "cluster")
-@run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
-@run_option("--update", is_flag=True, help="Keep rows that cannot differ, though much is lost.")
+@run_option("--overwrite", is_flag=True, help="Discard previous results and start again.")
+@run_option("--update", is_flag=True, help="Reuse results that are still valid, even if few are.")
 @run_option("--max-error-rate", type=SHARE, help="Stop when more of the rows read fail, such as 5%.")
 @run_option("--deadline", type=CLOCK, help="Stop at this time: 05:55 or 2026-01-31T05:55.")
 @run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")

@@ -80,7 +80,7 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
         except ValueError as error:
             wrong = f"{name} = {shown(raw[name], 80)} {error}"
             raise ModelError(
-                f"{folder / GENERATION_CONFIG}: {wrong}; mend it, or leave out sampling.generation_config"
+                f"{folder / GENERATION_CONFIG}: {wrong}; fix it, or leave out sampling.generation_config"
             ) from None
     samples = raw.get("do_sample")
     if not isinstance(samples, bool | None):

@@ -277,6 +277,6 @@ def _absolute(base: Path, path: str) -> str:
     try:
         normal = os.path.normpath(absolute(base / Path(path).expanduser()))
     except RuntimeError:
-        raise ValueError("has a ~ that stands for no folder") from None
+        raise ValueError("has a ~ that does not name a folder") from None
     check_path(normal)
     return normal

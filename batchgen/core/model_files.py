@@ -92,7 +92,7 @@ def check_files(model: Path, patterns: Iterable[str]) -> None:
         if size > most:
             raise ModelError(f"{path}: has {size:,} bytes, more than the {most:,} that a model's files have")
         if size <= _MAX_POINTER_BYTES and _is_pointer(path):
-            raise ModelError(f"{path}: is a pointer of Git LFS, which stands for the file; fetch it with git lfs pull")
+            raise ModelError(f"{path}: is a pointer of Git LFS and not the file; fetch it with git lfs pull")
 
 
 def _is_pointer(path: Path) -> bool:

@@ -75,7 +75,7 @@ _TABLE: dict[Synonym, str] = {
         "input.chat_template", "none sends prompts as they are"
     ): "chat, no-chat, apply-chat-template, no-chat-template, raw, completion",
     Synonym(
-        "input.continue_final_message", "the model goes on with the assistant's last message"
+        "input.continue_final_message", "the model continues the assistant's last message"
     ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, "
     "prefix-completion, assistant-prefix, half sentence",
     Synonym(
@@ -206,12 +206,12 @@ _TABLE: dict[Synonym, str] = {
     Synonym("eval.extract"): "answer, filter, answer-regex, extraction",
     Synonym("output.publish"): "push-to-hub, upload, push, hub-id, save-to-hub",
     Synonym("output.reuse"): "cache, skip-completed, cached-results, incremental, skip-existing, deduplicate",
-    Synonym("Resume", "the same command goes on"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "
+    Synonym("Resume", "the same command continues"): "resume, continue, restart, checkpoint, checkpoint-dir, recover, "
     "crash, resume-from-checkpoint, kill, kill -9, sigkill",
     Synonym(
         "A row that failed", "rows are not tried again by themselves; once corrected, the same command runs them"
     ): "error rows, rerun failed, retry failed, failed rows, retry, retries, max-retries, num-retries, retry-errors",
-    Synonym("run", "--overwrite starts anew"): "force, yes, overwrite-output, clean, start over, overwrite-output-dir",
+    Synonym("run", "--overwrite starts again"): "force, yes, overwrite-output, clean, start over, overwrite-output-dir",
     Synonym("plan"): "dry-run, strict, validate, estimate, eta, how long",
     Synonym(
         "try", "it shows prompts as they are sent"

@@ -175,7 +175,7 @@ class RunDir:
             return None
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise UsageError(f"cannot read {self.manifest}: {why}; batchgen run --overwrite starts anew") from error
+            raise UsageError(f"cannot read {self.manifest}: {why}; batchgen run --overwrite starts again") from error
 
     def begun_jobs(self) -> list[Begun]:
         """The jobs that have a folder in ``journal/``, the earliest first. Raises as ``read_manifest``."""

@@ -197,12 +197,12 @@ class Invocation:
             flags = begun.flags(now)
             raise OtherNumerics(
                 f"{folder} was begun in {begun.base}, here the model runs in {now.base}, which gives other tokens: "
-                f"{f'go on with {flags}; ' if flags else ''}{again}"
+                f"{f'continue with {flags}; ' if flags else ''}{again}"
             )
         if begun.has_other_kernels(now) and not self.options.allow_mixed_kernels:
             raise OtherNumerics(
                 f"{folder} was begun with the kernels {begun.kernels}, here they are {now.kernels}, {OTHER_ORDER}: "
-                f"go on where it was begun, or give --allow-mixed-kernels; {again}"
+                f"continue where it was begun, or give --allow-mixed-kernels; {again}"
             )
         return backend
 

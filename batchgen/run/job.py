@@ -317,7 +317,7 @@ class _Job(Invocation):
                 sink.journal.close()
                 self.run_dir.remove_begun(self.begun)
                 self.progress.keep_file(False)
-                raise UsageError(f"{self.run_dir.path}: {why}: --update goes on, or mend the input")
+                raise UsageError(f"{self.run_dir.path}: {why}: fix the input, or continue with --update")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
             self.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
         self.write_begun(replace(self.manifest, taken=True, num_good=counts.num_good if counts else None))

@@ -131,5 +131,5 @@ class ResultSink:
             stopper.give_up(
                 f"{self.num_failed:,} of {self.num_read:,} rows read have failed, "
                 f"more than --max-error-rate {100 * limit:g}%{few}",
-                "give a higher --max-error-rate to go on",
+                "give a higher --max-error-rate to continue",
             )

@@ -134,11 +134,11 @@ class FolderJobs:
                 f"{folder} was begun {how}; what changes its outputs:\n"
                 + "".join(f"  {line}\n" for line in changes[0])
                 + "batchgen plan says how many rows would be kept; --update keeps these and computes the others, "
-                "--overwrite starts anew"
+                "--overwrite starts again"
             )
         if edited := self.edited(digests):
             what = f"{', '.join(edited)} in {folder} was edited since its run ended"
-            raise ResumeMismatch(f"{what}, and would be replaced: --update goes on")
+            raise ResumeMismatch(f"{what}, and would be replaced: --update continues")
 
     def losses(self, counts: Counts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
         """Losses by a change of the input, if they are large; a job that is gone back to has not changed.

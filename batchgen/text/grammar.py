@@ -253,7 +253,7 @@ class Guide:
         return result
 
     def _start(self, text: str = "") -> None:
-        """Begin; ``text`` is there already, since the token that ended the marker goes on with it."""
+        """Begin; ``text`` is there already, since the token that ended the marker continues with it."""
         try:
             self._matcher = self._grammars.copy(self.text)
         except GrammarError as error:
@@ -261,7 +261,7 @@ class Guide:
             return
         tokens = self._grammars.tokenizer.encode_batch([text], add_special_tokens=False)[0] if text else []
         if isinstance(tokens, TokenizerError) or self.matcher.validate_tokens(tokens) < len(tokens):
-            self.error = f"the token that ends the marker goes on with {shown(text)}, which does not fit"
+            self.error = f"the token that ends the marker continues with {shown(text)}, which does not fit"
             return
         self._consume(tokens)
         self._find_forced()

@@ -353,7 +353,7 @@ def test_a_report_says_that_a_job_under_way_is_not_in_it(job: JobMaker, capsys: 
     assert job.run(options=quiet(max_total_tokens=50)).exit_code == 75
     code, out, err = said(capsys, "report", job.output)
     assert (code, "3 done, 0 failed" in out) == (0, True)
-    assert err.startswith(f"batchgen: another job was begun in {job.output} and is not finished")
+    assert err.startswith(f"batchgen: {job.output} has an unfinished job")
 
 
 # ---------------------------------------------------------------- env

@@ -326,7 +326,7 @@ LONG = "x" * 300
         ('[model]\npath = "a\\u0000b"', "model.path = .*: holds a NUL"),
         (f'[model]\npath = "{LONG}"', "model.path = .*: is too long for a path"),
         (f'[model]\npath = "m"\ntokenizer = "{LONG}"', "model.tokenizer = .*: is too long for a path"),
-        ('[input]\npath = "~nobody-here/x"', "input.path = .*: has a ~ that stands for no folder"),
+        ('[input]\npath = "~nobody-here/x"', "input.path = .*: has a ~ that does not name a folder"),
     ],
     ids=lambda value: value[:24],
 )

@@ -122,7 +122,7 @@ BROKEN = {
     b'1,"a\nb\xe6"\n': ("bad_encoding", "not UTF-8: invalid continuation byte at byte 2 of line 5"),
     b'1,"a"b\n': (
         "bad_type",
-        "a cell goes on behind its closing quote (a quote in a cell is written twice), in line 4",
+        "a cell continues after its closing quote (a quote in a cell is written twice), in line 4",
     ),
     b"1,a\rb\n": ("bad_type", "a carriage return stands in a cell without quotes, in line 4"),
 }

@@ -168,7 +168,7 @@ def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(build, "needed", lambda *_: [(ARGMAX, "float32")])
     assert [note[:63] for note in notes_of_a_start()] == [
-        "kernels cannot be kept here, so each start compiles them anew: "
+        "kernels cannot be kept here, so each start compiles them again: "
     ]
 
 

@@ -149,7 +149,7 @@ def test_another_quantization_is_refused_before_weights_are_loaded(
 def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) -> None:
     job.write(rows_of(60))
     interrupted(job)
-    said = "begun in float32 on stub, here the model runs in bfloat16.*go on with --dtype float32; --update comp"
+    said = "begun in float32 on stub, here the model runs in bfloat16.*continue with --dtype float32; --update comp"
     with pytest.raises(ResumeMismatch, match=said) as caught:
         run_job(job.spec(), quiet(), engine_factory=in_bfloat16())
     assert "\n" not in str(caught.value)

@@ -224,10 +224,10 @@ def test_a_stop_by_errors_and_status_say_the_same(job: JobMaker) -> None:
     for _ in range(2):  # run again: stopped again, before the weights are loaded
         outcome = job.run(options=limited)
         assert "8 of 14 rows read have failed, more than --max-error-rate 7% of at least 100" in outcome.lines[0]
-        assert "--max-error-rate to go on" in outcome.lines[1]
+        assert "--max-error-rate to continue" in outcome.lines[1]
         said = render_status(read_status(job.output))
         assert "8 of 14 rows read have failed" in said
-        assert "--max-error-rate to go on" in said
+        assert "--max-error-rate to continue" in said
         assert "run again" not in said
     assert job.engines == []
     assert job.run(options=RunOptions(max_error_rate=0.08, progress="quiet")).exit_code == 3
@@ -463,7 +463,7 @@ def test_a_change_of_what_outputs_depend_on_is_refused_with_a_diff(job: JobMaker
     job.write(rows_of(60))
     job.run() if is_done else interrupted(job, job.spec(), 100)
     before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
-    said = r"sampling\.max_tokens: was 16, now 9\nbatchgen plan says .*; --update keeps .*, --overwrite starts anew"
+    said = r"sampling\.max_tokens: was 16, now 9\nbatchgen plan says .*; --update keeps .*, --overwrite starts again"
     with pytest.raises(ResumeMismatch, match=said):
         job.run(job.spec(sampling={"max_tokens": 9}))
     assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before

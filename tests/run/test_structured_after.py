@@ -147,7 +147,7 @@ def test_a_token_that_ends_the_marker_and_begins_something_else_fails_the_row(
     result = answer(grammars)
     assert result.error is not None and result.error.code == "bad_param"
     assert result.error.message == (
-        "structured_outputs: the token that ends the marker goes on with 'x', which does not fit"
+        "structured_outputs: the token that ends the marker continues with 'x', which does not fit"
     )
 
 

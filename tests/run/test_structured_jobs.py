@@ -163,5 +163,5 @@ def test_a_run_goes_on_with_the_version_of_the_library_that_it_was_begun_with(jo
     with pytest.raises(ResumeMismatch) as refusal:
         run_job(spec, quiet(), engine_factory=with_version("1.9.1"))
     assert "in float32, llguidance 1.8.0, here the model runs in float32, llguidance 1.9.1" in str(refusal.value)
-    assert "go on with llguidance==1.8.0; --update" in str(refusal.value)
+    assert "continue with llguidance==1.8.0; --update" in str(refusal.value)
     assert run_job(spec, quiet(), engine_factory=with_version("1.8.0")).exit_code == 0

@@ -130,7 +130,7 @@ def _refuse_as_text(name: str, head: bytes) -> None:
     if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
         raise UsageError(f"{name} is a tar archive, which cannot be read; unpack it")
     if head.startswith(LFS_POINTER):
-        raise UsageError(f"{name} is a pointer of Git LFS, which stands for the file: fetch it with git lfs pull")
+        raise UsageError(f"{name} is a pointer of Git LFS and not the file; fetch it with git lfs pull")
 
 
 def _wide_encoding(head: bytes) -> str:

@@ -77,10 +77,10 @@ def not_kept(*model: str) -> str:
     if _plainly_compiled:
         return (
             f"numba {version('numba')} differs inside from the versions that batchgen knows, so each start compiles "
-            "the kernels anew, which takes longer: install an older one"
+            "the kernels again, which takes longer: install an older one"
         )
     return (
-        "kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a folder that only you "
+        "kernels cannot be kept here, so each start compiles them again: set XDG_CACHE_HOME to a folder that only you "
         "can write to"
     )
 
