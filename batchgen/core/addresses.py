@@ -12,10 +12,10 @@ from hashlib import blake2b
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _START = re.compile(r"(?:hf:(?!//))?(?:([A-Za-z][A-Za-z0-9+.-]+):/+)?")
-_IN_TEXT = re.compile(r"(?:\bhf:|\b[A-Za-z][A-Za-z0-9+.-]+:/+)[^\s'\"]*[^\s'\":;,.)]")
+_IN_TEXT = re.compile(r"(?:\bhf:|[A-Za-z][A-Za-z0-9+.-]+:/+)[^\s'\"]*[^\s'\":;,.)]")
 _WEB_TAIL = re.compile(r"[?#;]")
 _STORE_TAIL = re.compile(r"[?#;][\w.~%-]+=")  # their names may hold these characters, and a ? is a pattern's
-_HIDDEN = re.compile(r"[?#;]\*\*\*[0-9a-f]{8}(?![\w&=])")
+_HIDDEN = re.compile(r"[?#;]\*\*\*[0-9a-f]{8}(?![\w&=])[^?#;&=]*")
 _OPEN_VALUE = r"(?:config|split|revision|versionId)=[^&#;]*|(?:download|raw|dl)=(?:true|false|[01])|v=[\d.]+"
 _OPEN = re.compile(rf"\?(?:{_OPEN_VALUE})(?:&(?:{_OPEN_VALUE}))*")  # a query that names a file and opens none
 _SECRET_VARIABLE = re.compile(r"(?i)(.*_)?(token|secret|password|passwd|credentials?|(api|access)_?key)(_.*)?")
@@ -88,7 +88,7 @@ def masked(address: str) -> str:
         return f"{prefix_of(address)}***"
     plain = bare(address)
     tail = address[len(plain) :]
-    if not tail or _OPEN.fullmatch(tail) or _HIDDEN.match(tail):
+    if not tail or _OPEN.fullmatch(tail) or _HIDDEN.fullmatch(tail):
         return address
     return f"{plain}{tail[0]}***{blake2b(tail.encode(), digest_size=4).hexdigest()}"
 

@@ -55,7 +55,7 @@ def _last_group(pattern: str, text: str) -> str | None:
     try:
         marked = pc.replace_substring_regex(pa.scalar(text), pattern=pattern, replacement=rf"{mark}\1{mark}").as_py()
     except pa.ArrowInvalid as error:
-        if "replacement" in str(error):
+        if str(error).startswith("Invalid replacement"):
             raise ValueError("must be last_number or a regular expression with a group ( )") from None
         what = str(error).partition(": ")[2]
         raise ValueError(f"is no regular expression of RE2, which has no look-around: {what}") from None

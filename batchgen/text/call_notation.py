@@ -149,7 +149,7 @@ def _names(names: Mapping[str, Any]) -> re.Pattern[str]:
 
 def _number(text: str, kind: str) -> Any:
     """A number; one with zeros in front is a text, unless the schema asks for a number."""
-    if text[:2] in ("0x", "0X"):
+    if text.lstrip("+-")[:2] in ("0x", "0X"):
         return int(text, 16)
     if _PADDED.fullmatch(text):
         return int(text) if kind in ("integer", "number") else text

@@ -129,3 +129,8 @@ def test_the_answer_is_the_last_match_of_python(text: str, rule: str) -> None:
 @pytest.mark.parametrize("text", ["\ud800 7", "é\u2028\n7", '"7', "\x00 7"])
 def test_any_text_can_be_searched(text: str) -> None:
     assert find_answer(r"(?s)(.*7)", text) == text.replace("\ud800", "?")
+
+
+def test_a_rule_that_names_a_replacement_is_refused_for_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"is no regular expression.*missing \)"):
+        check_rule("(replacement")

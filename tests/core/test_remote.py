@@ -13,7 +13,7 @@ import pytest
 from repeats import slow
 
 from batchgen.core import remote
-from batchgen.core.addresses import check_address, masked
+from batchgen.core.addresses import check_address, masked, masked_in
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.remote import READABLE, STILL_S, WRITABLE, RemoteError, attempt, open_store
 
@@ -29,6 +29,13 @@ def test_an_address_with_a_password_is_refused_and_not_shown(address: str) -> No
     with pytest.raises(ValueError, match="holds a secret") as caught:
         check_address(address, READABLE)
     assert "hu" not in str(caught.value) + masked(address)
+
+
+@pytest.mark.parametrize(
+    "text", ["x_https://h/f?sig=SECRET", "1https://h/f?sig=SECRET", "https://h/f?***01234567#t=SECRET"]
+)
+def test_a_secret_is_masked_after_a_word_and_after_a_mark(text: str) -> None:
+    assert "SECRET" not in masked_in(text)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def parsed(family: str, text: str, offered: Any = None) -> Any:
         ("LFM2", f'{START}[{{"name": "f", "arguments": {{"a": 1}}}}]{END}', [("f", {"a": 1})], ""),
         ("LFM2", f"{START}f(a=1), g(){END}", [("f", {"a": 1}), ("g", {})], ""),
         # names that Python does not have, digits that are no number, a line break in a text
-        ("LFM2", f'{START}[get-weather(from="en", class=1, zip=01234, hex=0xff)]{END}',
-         [("get-weather", {"from": "en", "class": 1, "zip": "01234", "hex": 255})], ""),
+        ("LFM2", f'{START}[get-weather(from="en", class=1, zip=01234, hex=-0xff)]{END}',
+         [("get-weather", {"from": "en", "class": 1, "zip": "01234", "hex": -255})], ""),
         ("LFM2", f"{START}[f(a='x\ny', b=\"it's\\\\\")]{END}", [("f", {"a": "x\ny", "b": "it's\\"})], ""),
         ("LFM2", f'{START}[f(a="{END}")]{END}', [("f", {"a": END})], ""),
         ("Hermes",
