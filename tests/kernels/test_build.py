@@ -167,7 +167,7 @@ def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(build, "needed", lambda *_: [(ARGMAX, "float32")])
-    assert [note[:63] for note in notes_of_a_start()] == [
+    assert [note[:64] for note in notes_of_a_start()] == [
         "kernels cannot be kept here, so each start compiles them again: "
     ]
 
