@@ -69,7 +69,7 @@ def test_an_update_killed_here_goes_on_and_the_job_before_is_still_there(form: s
     whose = (found["outputs"], found["errors"], found["B computes"], found["A computes"])
     assert whose == expected[:4]
     assert expected.state in found["status"].splitlines()[0]
-    assert ("not finished" in found["report"]) == (expected.state == INTERRUPTED)
+    assert ("unfinished job" in found["report"]) == (expected.state == INTERRUPTED)
     assert f"{8 - expected.b_computes} kept, {expected.b_computes} to compute" in found["plan"]
     assert (found["reuse"], NO_SOURCE in found["reuse says"]) == ((3, False) if expected.is_source else (2, True))
 
