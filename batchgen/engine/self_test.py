@@ -9,6 +9,7 @@ compared with the CPU at each start.
 
 from __future__ import annotations
 
+import math
 import platform
 import zlib
 from contextlib import suppress
@@ -65,8 +66,8 @@ class SmallTensors(RandomTensors):
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         mean, std = init or (0.0, self.std)
-        rng = np.random.default_rng(zlib.crc32(name.encode()) + self.seed)
-        numbers = torch.from_numpy(rng.integers(-127, 128, shape, dtype=np.int8)).to(self.device)
+        rng = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode()) + self.seed))
+        numbers = torch.frombuffer(bytearray(rng.bytes(math.prod(shape))), dtype=torch.int8).view(shape).to(self.device)
         numbers = numbers.to(dtype or self.stored).mul_(std / 73.3)
         return numbers.add_(mean) if mean else numbers
 

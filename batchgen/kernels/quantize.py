@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED, WEIGHT_DIVISOR, rotated_length
 
+_ROWS_AT_ONCE = 1024  # of a weight: few enough that float32 copies of them are reused memory, not new pages
 MOST = 127  # the largest integer; -128 is not used, so that a weight and its negative are treated alike
 
 
@@ -45,12 +46,7 @@ def quantize_weight(weight: Tensor, group: int = GROUP) -> Int8Weight:
     With them a value is off by at most half a scale: 0.4 % of the largest of its group. Blocks of GGUF's Q8_0, whose
     scales are of float16 too, give their own integers and scales.
     """
-    out_features, in_features = weight.shape
-    groups = functional.pad(weight.float(), (0, -in_features % group)).view(out_features, -1, group)
-    scales = _round_up(groups.abs().amax(2) / MOST)
-    values = (groups / scales.float()[:, :, None]).round().clamp(-MOST, MOST)
-    integers = values.nan_to_num(1.0).to(torch.int8).flatten(1)[:, :in_features]  # zero or NaN, as the scale is
-    return Int8Weight(integers.contiguous(), scales, group)
+    return _joined([_quantized(rows, group) for rows in torch.split(weight, _ROWS_AT_ONCE)])
 
 
 def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
@@ -63,12 +59,15 @@ def hadamard(x: Tensor) -> Tensor:
 
     The matrix is Sylvester's: H(2n) = [[H(n), H(n)], [H(n), -H(n)]]. Its product with itself is 2n times the identity.
     """
-    half = x.shape[-1] // 2
+    length = x.shape[-1]
+    terms = x.reshape(-1, length).t().clone(memory_format=torch.contiguous_format)  # what is added lies side by side
+    sums, half = torch.empty_like(terms), length // 2
     while half:
-        a, b = x.view(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half).unbind(-2)
-        x = torch.stack((a + b, a - b), -2).flatten(-3)
-        half //= 2
-    return x
+        pairs, results = (numbers.view(length // (2 * half), 2, half, -1) for numbers in (terms, sums))
+        torch.add(pairs[:, 0], pairs[:, 1], out=results[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=results[:, 1])
+        terms, sums, half = sums, terms, half // 2
+    return terms.t().reshape(x.shape)
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -88,7 +87,8 @@ def rotate(x: Tensor) -> Tensor:
 
 def quantize_rotated(weight: Tensor) -> Int8Weight:
     """``quantize_weight`` of a rotated weight over ``WEIGHT_DIVISOR``, [out_features, groups * DOT_GROUP]."""
-    return quantize_weight(rotate(weight).flatten(1) / WEIGHT_DIVISOR, DOT_GROUP)
+    parts = torch.split(weight, _ROWS_AT_ONCE)
+    return _joined([_quantized(rotate(rows).flatten(1) / WEIGHT_DIVISOR, DOT_GROUP) for rows in parts])
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +105,23 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if last := x.shape[1] % DOT_GROUP:
         divisors[-1] = MOST * rotated_length(last) / WEIGHT_DIVISOR
     return (groups * reciprocals[:, :, None]).round().clamp(-MOST, MOST), largest / divisors
+
+
+def _quantized(rows: Tensor, group: int) -> Int8Weight:
+    num_rows, inputs = rows.shape
+    groups = functional.pad(rows.float(), (0, -inputs % group)).view(num_rows, -1, group)
+    scales = _round_up(groups.abs().amax(2) / MOST)
+    values = (groups / scales.float()[:, :, None]).round_().clamp_(-MOST, MOST).nan_to_num_(1.0)  # as the scale is
+    return Int8Weight(values.to(torch.int8).flatten(1)[:, :inputs].contiguous(), scales, group)
+
+
+def _joined(parts: list[Int8Weight]) -> Int8Weight:
+    """A weight of which these are the rows."""
+    if len(parts) == 1:
+        return parts[0]
+    return Int8Weight(
+        torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts]), parts[0].group
+    )
 
 
 def _round_up(x: Tensor) -> Tensor:

@@ -454,7 +454,7 @@ def lower_limit(folder: Folder) -> None:
 
 
 ACCIDENTS: dict[Callable[[Folder], None], str] = {
-    missing_mount: "the input has 1 file, was 2; 20 of 40 results would be left: fix the input, or continue with --update",
+    missing_mount: "the input has 1 file, was 2; 20 of 40 results would be left: fix the input, or continue",
     cut_at_70_percent: "the input has 28 rows that can run, and there are 40 results; 28 of 40 results would be left",
     emptied_column: "the input has 0 rows that can run, and there are 40 results; 0 of 40 results would be left",
     renamed_column: "question",
