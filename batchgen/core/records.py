@@ -268,28 +268,22 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcome of a request: one sample or ``n`` of them, scores of labels, or an error.
+    """Outcome of a request: its samples, of which it asks for ``n``, or an error and no sample.
 
-    ``token_ids``, ``finish_reason``, ``stop``, ``logprobs`` and ``is_complete`` are those of the first sample (see
-    ``Sample``), ``more_samples`` holds the others. ``label_logprobs`` sums the log-probabilities of each label's
-    tokens, ``label_means`` are those per token; then ``token_ids`` are the best label's.
-    ``prompt_logprobs`` has one entry per prompt token but the first. ``vector`` has the float32 numbers of a text's
-    vector, or of ``num_vectors`` of its tokens or of several texts, one after the other.
+    ``label_logprobs`` sums the log-probabilities of each label's tokens, ``label_means`` divides each sum by the number
+    of tokens; the best label is the sample. ``prompt_logprobs`` has one entry per prompt token but the first.
+    ``vector`` has the float32 numbers of a text's vector, or of ``num_vectors`` of its tokens or of several texts, one
+    after the other; then the sample is empty.
     """
 
     key: int
     num_prompt_tokens: int
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
+    samples: tuple[Sample, ...] = ()
     timings: Timings = field(default_factory=Timings)
     error: RowError | None = None
-    stop: str | None = None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    more_samples: tuple[Sample, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     label_logprobs: tuple[float, ...] = ()
     label_means: tuple[float, ...] = ()
-    is_complete: bool | None = None
     vector: bytes = b""
     num_vectors: int = 1
 
@@ -298,23 +292,17 @@ class Result:
         return self.label_means if params.by == "mean" else self.label_logprobs
 
     @property
-    def num_completion_tokens(self) -> int:
-        """Generated tokens of all samples."""
-        return len(self.token_ids) + sum(len(sample.token_ids) for sample in self.more_samples)
+    def first(self) -> Sample:
+        """The first sample. Raises IndexError if the request failed."""
+        return self.samples[0]
 
     @property
     def num_generated_tokens(self) -> int:
-        """``num_completion_tokens``, or 0 where labels were scored."""
-        return 0 if self.label_logprobs else self.num_completion_tokens
+        """Tokens of all samples; 0 if labels were scored."""
+        return 0 if self.label_logprobs else sum(len(sample.token_ids) for sample in self.samples)
 
     @property
     def num_computed_tokens(self) -> int:
         """About how many tokens the engine computed for it: none for a copy of an identical request's result."""
         new = self.num_prompt_tokens - self.timings.cached_tokens
         return new + self.num_generated_tokens if new else 0
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """All samples, the first one first."""
-        first = Sample(self.token_ids, self.finish_reason, self.stop, self.logprobs, self.is_complete)
-        return (first, *self.more_samples)

@@ -42,7 +42,8 @@ class Duplicates:
             return None
         self.num_shared += 1
         result, tokens = finished
-        return replace(result, key=state.request.key, token_ids=tuple(tokens))
+        sample = replace(result.first, token_ids=tuple(tokens))
+        return replace(result, key=state.request.key, samples=(sample,))
 
     def begin(self, state: RequestState) -> bool:
         """Whether the request is to be computed; if not, ``end`` of an identical one under way will answer it."""
@@ -59,7 +60,7 @@ class Duplicates:
         if state.digest is None:
             return []
         del self._under_way[state.digest]
-        if not (result.error or result.logprobs or result.prompt_logprobs or result.more_samples):
+        if len(result.samples) == 1 and not (result.first.logprobs or result.prompt_logprobs):
             self._remember(state.digest, result)
         self.num_waiting -= len(state.followers)
         self.num_shared += len(state.followers)
@@ -67,7 +68,9 @@ class Duplicates:
 
     def _remember(self, digest: bytes, result: Result) -> None:
         timings = Timings(cached_tokens=result.num_prompt_tokens)
-        self._finished[digest] = replace(result, token_ids=(), timings=timings), array("i", result.token_ids)
+        sample = replace(result.first, token_ids=())
+        tokens = array("i", result.first.token_ids)
+        self._finished[digest] = replace(result, samples=(sample,), timings=timings), tokens
         self._num_remembered_tokens += _size(*self._finished[digest])
         while self._num_remembered_tokens > MAX_REMEMBERED_TOKENS:
             _, oldest = self._finished.popitem(last=False)

@@ -41,7 +41,7 @@ class Engine:
     Example:
         >>> engine = Engine(load_model("dummy:LFM2-350M"))
         >>> for result in engine.run([Request(key=0, prompt_token_ids=(1, 6, 708))]):
-        ...     print(result.token_ids)
+        ...     print(result.first.token_ids)
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class Trace:
         for result in engine.run(requests):
             if result.error is not None:
                 raise GateFailed(f"request {result.key} cannot be run: {result.error.message}")
-            self.tokens[result.key] = (*prompts[result.key], *result.token_ids)
+            self.tokens[result.key] = (*prompts[result.key], *result.first.token_ids)
         self.logits |= engine.sampler.logits
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from operator import truediv
 
 from batchgen.core.errors import RowError
-from batchgen.core.records import FinishReason, Request, Result, Timings
+from batchgen.core.records import FinishReason, Request, Result, Sample, Timings
 from batchgen.engine.generation import Generation
 
 
@@ -144,25 +144,18 @@ class RequestState:
         if self.request.labels:
             sums = tuple(sum(score.logprob for score in s.generation.scores) for s in self.sequences)
             means = tuple(map(truediv, sums, map(len, self.request.labels)))
-            scored = replace(base, finish_reason=FinishReason.STOP, label_logprobs=sums, label_means=means)
+            scored = replace(base, label_logprobs=sums, label_means=means)
             scores = scored.label_scores(params)
-            return replace(scored, token_ids=self.request.labels[scores.index(max(scores))])
+            best = Sample(self.request.labels[scores.index(max(scores))], FinishReason.STOP)
+            return replace(scored, samples=(best,))
         if self.request.pooling:
             vector = b"".join(s.generation.vector for s in self.sequences)
             num_vectors = sum(s.generation.num_vectors for s in self.sequences)
-            return replace(base, finish_reason=FinishReason.STOP, vector=vector, num_vectors=num_vectors)
+            return replace(base, samples=(Sample((), FinishReason.STOP),), vector=vector, num_vectors=num_vectors)
         samples = [s.generation.to_sample() for s in self.sequences]
         samples += samples[:1] * (params.n - len(samples))
-        return replace(
-            base,
-            token_ids=samples[0].token_ids,
-            finish_reason=samples[0].finish_reason,
-            stop=samples[0].stop,
-            logprobs=samples[0].logprobs,
-            is_complete=samples[0].is_complete,
-            more_samples=tuple(samples[1:]),
-            prompt_logprobs=tuple(first.generation.scores) if params.prompt_logprobs is not None else None,
-        )
+        prompt_logprobs = tuple(first.generation.scores) if params.prompt_logprobs is not None else None
+        return replace(base, samples=tuple(samples), prompt_logprobs=prompt_logprobs)
 
     def _timings(self) -> Timings:
         preemptions = sum(s.num_preemptions for s in self.sequences)

@@ -82,7 +82,7 @@ class RecordBuilder:
         payload = _head(row, fingerprint) | {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
-            "completion_tokens": result.num_completion_tokens,
+            "completion_tokens": result.num_generated_tokens,
             **self._thought(row, result),
         }
         payload["timings"] = _timings(result.timings)

@@ -100,7 +100,7 @@ def calibrate(
 def _observed(engine: Engine, requests: Sequence[Request], results: Sequence[Result]) -> ExpectedLengths | None:
     """Lengths of the answers that could end by themselves."""
     fixed = {request.key for request in requests if request.labels or request.params.has_fixed_length}
-    finished = [len(result.token_ids) for result in results if result.key not in fixed]
+    finished = [len(result.first.token_ids) for result in results if result.samples and result.key not in fixed]
     running = [s.num_output_tokens for s in engine.scheduler.unfinished() if s.request.key not in fixed]
     return ExpectedLengths.observed(finished, [count for count in running if count])
 

@@ -86,7 +86,7 @@ def test_real_prompts_end_with_the_models_own_end_token(
     given, answers = runs[-1]
     assert [(r.params.max_tokens, r.params.ignore_eos, r.params.stop) for r in given] == [(9, False, ())] * 3
     assert given[0].prompt_token_ids == given[1].prompt_token_ids, "a prompt is one message"
-    assert found["num_requests_tokens"]["output"] == sum(len(r.token_ids) for r in answers if r.key != 1)
+    assert found["num_requests_tokens"]["output"] == sum(len(r.first.token_ids) for r in answers if r.key != 1)
     path.write_text('{"prompt": "Hello"}\n')
     assert call(["bench", "--model", "dummy:LFM2-350M", "--workload", str(path)]) == ExitCode.USAGE
     assert "line 1: needs prompt_token_ids" in capsys.readouterr().err
@@ -188,7 +188,7 @@ def test_answers_have_the_lengths_of_the_workload_whether_the_engine_knows_them_
     told = LENGTHS if lengths == "known" else [max(LENGTHS)] * len(LENGTHS)
     assert [request.key for request in given] == list(range(len(LENGTHS)))
     assert [request.params.max_tokens for request in given] == told
-    assert {result.key: len(result.token_ids) for result in answers} == dict(enumerate(LENGTHS))
+    assert {result.key: len(result.first.token_ids) for result in answers} == dict(enumerate(LENGTHS))
 
 
 @pytest.mark.usefixtures("quick_ceilings")

@@ -64,11 +64,11 @@ def test_each_row_has_the_tokens_that_its_own_constraint_allows(params: dict[str
         ]
     results = run(engine(), asked)
     for key in range(0, 24, 2):
-        assert set(results[key].token_ids) <= {8 + 5 * key, 9 + 5 * key}
-        assert len(results[key].token_ids) == 3 + key // 2
-        assert (results[key].finish_reason, results[key].is_complete) == (FinishReason.STOP, True)
-        assert results[key + 1].is_complete is None
-        assert results[key + 1].token_ids == results[1].token_ids
+        assert set(results[key].first.token_ids) <= {8 + 5 * key, 9 + 5 * key}
+        assert len(results[key].first.token_ids) == 3 + key // 2
+        assert (results[key].first.finish_reason, results[key].first.is_complete) == (FinishReason.STOP, True)
+        assert results[key + 1].first.is_complete is None
+        assert results[key + 1].first.token_ids == results[1].first.token_ids
 
 
 def test_the_likeliest_of_the_allowed_tokens_is_taken() -> None:
@@ -83,7 +83,7 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken() -> None:
     made.sampler.sample = recorded  # type: ignore[method-assign]
     allowed = [[20, 31, 57, 99, 127], [8, 64, 65], [12, 13, 14, 15]]
     result = run(made, [request(allowed)])[0]
-    for token, row, tokens in zip(result.token_ids, seen, allowed, strict=True):
+    for token, row, tokens in zip(result.first.token_ids, seen, allowed, strict=True):
         assert token == max(tokens, key=lambda t: row[0, t].item())
 
 
@@ -120,7 +120,7 @@ def test_a_mask_without_any_token_is_an_error_row() -> None:
     for params in ({}, {"temperature": 1.0}):
         results = run(engine(), [request([[50, 51], []], **params), request([[50, 51]] * 2, 1)])
         assert results[0].error is not None
-        assert results[1].is_complete
+        assert results[1].first.is_complete
 
 
 def test_end_tokens_do_not_reach_the_constraint_and_end_the_row() -> None:
@@ -130,8 +130,12 @@ def test_end_tokens_do_not_reach_the_constraint_and_end_the_row() -> None:
     )
     result = run(made, [request([[8, 9], [50, 51]])])[0]
     assert result.error is None
-    assert result.token_ids[-1] in (50, 51)
-    assert (result.finish_reason, result.is_complete, len(result.token_ids)) == (FinishReason.STOP, False, 2)
+    assert result.first.token_ids[-1] in (50, 51)
+    assert (result.first.finish_reason, result.first.is_complete, len(result.first.token_ids)) == (
+        FinishReason.STOP,
+        False,
+        2,
+    )
 
 
 # ---------------------------------------------------------------- forced tokens
@@ -140,8 +144,8 @@ def test_end_tokens_do_not_reach_the_constraint_and_end_the_row() -> None:
 def test_forced_tokens_cost_no_step_of_their_own() -> None:
     made = engine()
     result = run(made, [request([[60, 61], *RUN, [70, 71], [80]])])[0]
-    assert result.token_ids[1:7] == (40, 41, 42, 44, 46, 48)
-    assert result.token_ids[8] == 80
+    assert result.first.token_ids[1:7] == (40, 41, 42, 44, 46, 48)
+    assert result.first.token_ids[8] == 80
     stats = made.stats
     assert (stats.num_steps, stats.num_logits, stats.num_output_tokens, stats.num_forced_tokens) == (2, 2, 9, 7)
     assert (stats.num_prefill_tokens, stats.num_decode_tokens) == (len(PROMPT), 7)
@@ -153,7 +157,7 @@ def test_they_follow_whatever_runs_beside() -> None:
     made = engine(max_num_seqs=8, max_num_batched_tokens=40, prefix_caching=False)
     results = run(made, asked)
     assert made.stats.max_running == 8
-    assert all(r.token_ids[1:7] == (40, 41, 42, 44, 46, 48) for r in results.values())
+    assert all(r.first.token_ids[1:7] == (40, 41, 42, 44, 46, 48) for r in results.values())
     assert made.stats.num_forced_tokens == 48
     assert made.stats.num_logits == 16
 
@@ -196,7 +200,7 @@ def test_a_prompt_is_scored_though_the_text_is_all_forced(given: int) -> None:
     asked = replace(request(RUN, **scores), output_token_ids=(40, 41, 42, 44, 46, 48)[:given])
     free = Request(0, PROMPT, SamplingParams(max_tokens=1, **scores))
     result = run(engine(), [asked])[0]
-    assert result.token_ids == (40, 41, 42, 44, 46, 48)
+    assert result.first.token_ids == (40, 41, 42, 44, 46, 48)
     assert result.prompt_logprobs == run(engine(), [free])[0].prompt_logprobs
 
 
@@ -208,7 +212,7 @@ def test_rows_with_log_probabilities_have_the_tokens_of_those_without(params: di
             run(engine(), [request(allowed, max_tokens=limit, **more)])[0]
             for more in (params, params | {"logprobs": 0})
         )
-        assert replace(scored, logprobs=None, timings=Timings()) == replace(plain, timings=Timings())
+        assert [replace(sample, logprobs=None) for sample in scored.samples] == [*plain.samples]
 
 
 # ---------------------------------------------------------------- ends
@@ -217,57 +221,61 @@ def test_rows_with_log_probabilities_have_the_tokens_of_those_without(params: di
 @pytest.mark.parametrize("limit", range(1, 10))
 def test_max_tokens_ends_a_row_inside_a_forced_run(limit: int) -> None:
     allowed = [[60, 61], *RUN, [70, 71]]
-    whole = run(engine(), [request(allowed)])[0].token_ids
+    whole = run(engine(), [request(allowed)])[0].first.token_ids
     result = run(engine(), [request(allowed, max_tokens=limit)])[0]
-    assert result.token_ids == whole[:limit]
-    assert result.is_complete == (limit >= 8)
-    assert result.finish_reason == (FinishReason.STOP if limit >= 8 else FinishReason.LENGTH)
+    assert result.first.token_ids == whole[:limit]
+    assert result.first.is_complete == (limit >= 8)
+    assert result.first.finish_reason == (FinishReason.STOP if limit >= 8 else FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("begins", [0, 1])
 @pytest.mark.parametrize("room", range(1, 10))
 def test_a_full_context_ends_a_row_inside_a_forced_run(room: int, begins: int) -> None:
     allowed = [*[[60, 61]] * begins, *RUN, [70, 71]]
-    whole = run(engine(), [request(allowed)])[0].token_ids
+    whole = run(engine(), [request(allowed)])[0].first.token_ids
     made = engine(max_model_len=len(PROMPT) + room)
     result = run(made, [request(allowed)])[0]
-    assert result.token_ids == whole[:room]
-    assert result.is_complete == (room >= len(allowed))
+    assert result.first.token_ids == whole[:room]
+    assert result.first.is_complete == (room >= len(allowed))
 
 
 def test_a_stop_string_ends_a_row_inside_a_forced_run() -> None:
     """``SomeTokens`` takes tokens that leave 5 when divided by 8 for the end of one."""
     result = run(engine(), [request([[60, 62], [40], [41], [45], [46]], stop=("any",))])[0]
-    assert result.token_ids[1:] == (40, 41, 45)
-    assert (result.finish_reason, result.stop, result.is_complete) == (FinishReason.STOP, "any", False)
+    assert result.first.token_ids[1:] == (40, 41, 45)
+    assert (result.first.finish_reason, result.first.stop, result.first.is_complete) == (
+        FinishReason.STOP,
+        "any",
+        False,
+    )
 
 
 def test_a_stop_string_that_comes_with_the_last_token_leaves_no_complete_text() -> None:
     result = run(engine(), [request([[60, 62], [40], [45]], stop=("any",))])[0]
-    assert (result.token_ids[1:], result.stop, result.is_complete) == ((40, 45), "any", False)
+    assert (result.first.token_ids[1:], result.first.stop, result.first.is_complete) == ((40, 45), "any", False)
 
 
 def test_a_stop_token_ends_a_row_inside_a_forced_run_and_at_its_end() -> None:
     for stop, ends, is_complete in ((42, 4, False), (48, 7, True)):
         result = run(engine(), [request([[60, 61], *RUN], stop_token_ids=(stop,))])[0]
-        assert (len(result.token_ids), result.token_ids[-1]) == (ends, stop)
-        assert (result.finish_reason, result.is_complete) == (FinishReason.STOP, is_complete)
+        assert (len(result.first.token_ids), result.first.token_ids[-1]) == (ends, stop)
+        assert (result.first.finish_reason, result.first.is_complete) == (FinishReason.STOP, is_complete)
 
 
 def test_forced_tokens_count_where_others_do() -> None:
     """In penalties, and in loops that a chosen token goes on with; the constraint's own repetition is no loop."""
     seen = [[60, 61], [50], [50], [50], [50, 51]]
-    plain = run(engine(), [request(seen, temperature=0.0)])[0].token_ids[-1]
+    plain = run(engine(), [request(seen, temperature=0.0)])[0].first.token_ids[-1]
     other = {50: 51, 51: 50}[plain]
     pushed = [[60, 61], [plain], [plain], [plain], [50, 51]]
-    assert run(engine(), [request(pushed, frequency_penalty=2.0, presence_penalty=2.0)])[0].token_ids[-1] == other
+    assert run(engine(), [request(pushed, frequency_penalty=2.0, presence_penalty=2.0)])[0].first.token_ids[-1] == other
     for logprobs in (None, 0):
         params = {"max_repeats": 3, "logprobs": logprobs}
         again = run(engine(), [request([*seen[:4], [plain], [plain, other]], **params)])[0]
-        assert (again.finish_reason, len(again.token_ids)) == (FinishReason.STOP, 6)
+        assert (again.first.finish_reason, len(again.first.token_ids)) == (FinishReason.STOP, 6)
         params["logit_bias"] = ((50, 100.0),)
         chosen = run(engine(), [request([*seen[:3], [50, 51], [70]], **params)])[0]
-        assert (chosen.finish_reason, len(chosen.token_ids)) == (FinishReason.REPETITION, 4)
+        assert (chosen.first.finish_reason, len(chosen.first.token_ids)) == (FinishReason.REPETITION, 4)
 
 
 # ---------------------------------------------------------------- samples and duplicates
@@ -279,14 +287,14 @@ def test_every_sample_has_a_constraint_of_its_own() -> None:
     assert len({sample.token_ids[:2] for sample in result.samples}) > 1
     assert all(len(s.token_ids) == 10 and s.is_complete for s in result.samples)
     single = run(engine(), [replace(asked, params=replace(asked.params, n=1))])[0]
-    assert single.samples[0] == result.samples[0]
+    assert single.first == result.first
 
 
 def test_rows_under_other_constraints_are_no_duplicates() -> None:
     made = engine()
     results = run(made, [request([[60, 61]] * 3), request([[62, 63]] * 3, 1), request([[60, 61]] * 3, 2)])
     assert made.stats.num_shared_requests == 1
-    assert results[0].token_ids == results[2].token_ids != results[1].token_ids
+    assert results[0].first.token_ids == results[2].first.token_ids != results[1].first.token_ids
 
 
 # ---------------------------------------------------------------- errors
@@ -322,7 +330,7 @@ def test_tokens_of_an_earlier_run_that_the_constraint_does_not_allow_are_an_erro
     results = run(engine(), [replace(request([[60, 61], *RUN]), output_token_ids=(60, 99)), request(RUN, 1)])
     assert results[0].error is not None
     assert results[0].error.code == RowErrorCode.BAD_PARAM
-    assert results[1].is_complete
+    assert results[1].first.is_complete
 
 
 # ---------------------------------------------------------------- times and counts
@@ -347,7 +355,7 @@ def test_every_computed_token_is_counted_once() -> None:
     results = run(made, asked)
     stats = made.stats
     assert stats.num_preemptions == 0
-    assert stats.num_output_tokens == sum(len(r.token_ids) for r in results.values())
+    assert stats.num_output_tokens == sum(len(r.first.token_ids) for r in results.values())
     assert stats.num_logits == stats.num_output_tokens - stats.num_forced_tokens
     assert stats.num_prefill_tokens == sum(len(r.prompt_token_ids) for r in asked)
     unneeded = [1 + key if key < 6 else 1 for key in results]  # the last token that was sampled and all behind it
@@ -357,7 +365,7 @@ def test_every_computed_token_is_counted_once() -> None:
 def test_tokens_of_earlier_runs_and_those_computed_again_count_as_prefill() -> None:
     asked = [request([FREE, *RUN, FREE, *RUN, FREE], key, temperature=1.0) for key in range(6)]
     whole = run(engine(), asked)
-    resumed = [replace(r, output_token_ids=whole[r.key].token_ids[: 2 * r.key + 1]) for r in asked]
+    resumed = [replace(r, output_token_ids=whole[r.key].first.token_ids[: 2 * r.key + 1]) for r in asked]
     made = engine(num_blocks=40, block_size=1, prefix_caching=False)
     assert untimed(run(made, resumed)) == untimed(whole)
     stats = made.stats

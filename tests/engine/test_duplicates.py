@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from batchgen.core.errors import RowError, RowErrorCode
-from batchgen.core.records import FinishReason, Request, Result, SamplingParams
+from batchgen.core.records import FinishReason, Request, Result, Sample, SamplingParams
 from batchgen.engine import duplicates
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.sequence import RequestState
@@ -16,9 +17,10 @@ PROMPT = (9, 10, 11)
 GREEDY = Request(0, PROMPT, SamplingParams(max_tokens=5))
 
 
-def result_of(request: Request, tokens: tuple[int, ...] = (20, 21), **more: object) -> Result:
-    base = Result(request.key, len(request.prompt_token_ids), tokens, FinishReason.STOP)
-    return replace(base, **more)  # type: ignore[arg-type]
+def result_of(request: Request, tokens: tuple[int, ...] = (20, 21), **more: Any) -> Result:
+    sample = Sample(tokens, FinishReason.STOP, more.pop("stop", None), more.pop("logprobs", None))
+    samples = () if "error" in more else (sample,)
+    return Result(request.key, len(request.prompt_token_ids), **{"samples": samples} | more)
 
 
 def test_an_identical_request_waits_and_gets_the_result_under_its_own_key() -> None:
@@ -27,8 +29,8 @@ def test_an_identical_request_waits_and_gets_the_result_under_its_own_key() -> N
     assert known.begin(leader)
     assert [known.begin(twin) for twin in twins] == [False, False]
     assert known.num_waiting == 2
-    results = known.end(leader, result_of(GREEDY, stop="\n", finish_reason=FinishReason.STOP))
-    assert [(r.key, r.token_ids, r.stop, r.finish_reason) for r in results] == [
+    results = known.end(leader, result_of(GREEDY, stop="\n"))
+    assert [(r.key, r.first.token_ids, r.first.stop, r.first.finish_reason) for r in results] == [
         (key, (20, 21), "\n", FinishReason.STOP) for key in (7, 8)
     ]
     assert all(r.timings.cached_tokens == 3 and r.timings.total_s >= 0 for r in results)
@@ -44,7 +46,7 @@ def test_a_later_one_is_answered_from_memory() -> None:
     known.end(leader, result_of(GREEDY))
     answer = known.answered(RequestState(replace(GREEDY, key=12)))
     assert answer is not None
-    assert (answer.key, answer.token_ids, answer.num_prompt_tokens) == (12, (20, 21), 3)
+    assert (answer.key, answer.first.token_ids, answer.num_prompt_tokens) == (12, (20, 21), 3)
     assert known.num_shared == 1
 
 
@@ -116,12 +118,14 @@ def test_sampled_requests_are_never_shared() -> None:
     assert known.num_waiting == known.num_shared == 0
 
 
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs", "more_samples"])
-def test_large_results_are_not_remembered(field: str) -> None:
+@pytest.mark.parametrize(
+    "more", [{"logprobs": (object(),)}, {"prompt_logprobs": (object(),)}, {"samples": (Sample(), Sample())}]
+)
+def test_large_results_are_not_remembered(more: dict[str, Any]) -> None:
     known = Duplicates()
     leader = RequestState(GREEDY)
     known.begin(leader)
-    known.end(leader, result_of(GREEDY, **{field: (object(),)}))
+    known.end(leader, result_of(GREEDY, **more))
     assert known.answered(RequestState(GREEDY)) is None
 
 
@@ -140,7 +144,7 @@ def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: p
 
 @pytest.mark.parametrize("more", [{"label_logprobs": (-1.0,) * 600}, {"vector": bytes(4 * 4800)}])
 def test_scores_of_labels_and_vectors_count_towards_the_bound(
-    more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(duplicates, "MAX_REMEMBERED_TOKENS", 10_000)
     known = Duplicates()

@@ -36,13 +36,13 @@ def run_one(request: Request, model: Decoder = MODEL, **config: int) -> Result:
 @pytest.fixture(scope="module")
 def undisturbed() -> tuple[int, ...]:
     """Twelve greedy tokens after ``PROMPT``."""
-    return run_one(Request(0, PROMPT, GREEDY)).token_ids
+    return run_one(Request(0, PROMPT, GREEDY)).first.token_ids
 
 
 def test_max_tokens_ends_with_length(undisturbed: tuple[int, ...]) -> None:
     result = run_one(Request(4, PROMPT, GREEDY))
-    assert (result.key, result.num_prompt_tokens, len(result.token_ids)) == (4, 5, 12)
-    assert result.finish_reason == FinishReason.LENGTH
+    assert (result.key, result.num_prompt_tokens, len(result.first.token_ids)) == (4, 5, 12)
+    assert result.first.finish_reason == FinishReason.LENGTH
     assert result.error is None
 
 
@@ -50,7 +50,7 @@ def test_a_stop_token_ends_with_stop_and_is_kept(undisturbed: tuple[int, ...]) -
     stop = undisturbed[4]
     expected = undisturbed[: undisturbed.index(stop) + 1]
     result = run_one(Request(0, PROMPT, replace(GREEDY, stop_token_ids=(stop,))))
-    assert (result.token_ids, result.finish_reason) == (expected, FinishReason.STOP)
+    assert (result.first.token_ids, result.first.finish_reason) == (expected, FinishReason.STOP)
 
 
 def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None:
@@ -58,22 +58,22 @@ def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None
     engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), eos_token_ids=[end])
     heeding, ignoring = Request(0, PROMPT, replace(GREEDY, ignore_eos=False)), Request(1, PROMPT, GREEDY)
     results = {r.key: r for r in engine.run([heeding, ignoring])}
-    assert results[0].token_ids == undisturbed[: undisturbed.index(end) + 1]
-    assert results[0].finish_reason == FinishReason.STOP
-    assert results[1].token_ids == undisturbed
+    assert results[0].first.token_ids == undisturbed[: undisturbed.index(end) + 1]
+    assert results[0].first.finish_reason == FinishReason.STOP
+    assert results[1].first.token_ids == undisturbed
 
 
 def test_min_tokens_holds_the_end_back(undisturbed: tuple[int, ...]) -> None:
     end = undisturbed[0]
     engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), eos_token_ids=[end])
     (result,) = engine.run([Request(0, PROMPT, SamplingParams(max_tokens=6, min_tokens=6))])
-    assert len(result.token_ids) == 6
-    assert end not in result.token_ids
+    assert len(result.first.token_ids) == 6
+    assert end not in result.first.token_ids
 
 
 def test_a_full_context_ends_with_length(undisturbed: tuple[int, ...]) -> None:
     result = run_one(Request(0, PROMPT, GREEDY), max_model_len=9)
-    assert (result.token_ids, result.finish_reason) == (undisturbed[:4], FinishReason.LENGTH)
+    assert (result.first.token_ids, result.first.finish_reason) == (undisturbed[:4], FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_row_that_can_never_run_is_an_error_row_and_harms_no_other(
     assert error is not None and error.code == code
     assert all(word in error.message for word in words)
     assert results[1].timings == Timings()
-    assert results[0].token_ids == undisturbed[:4]
+    assert results[0].first.token_ids == undisturbed[:4]
 
 
 def test_what_the_pool_can_never_hold_is_an_error_row_before_it_starts() -> None:
@@ -112,7 +112,7 @@ def test_what_the_pool_can_never_hold_is_an_error_row_before_it_starts() -> None
     error = results[0].error
     assert error is not None and error.code == RowErrorCode.TOO_LONG
     assert "16" in error.message and "12" in error.message
-    assert len(results[1].token_ids) == 8
+    assert len(results[1].first.token_ids) == 8
 
 
 def test_no_requests_make_no_results() -> None:
@@ -123,10 +123,10 @@ def test_a_request_that_was_done_already_is_answered_at_once(undisturbed: tuple[
     engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20))
     done = engine.submit(Request(0, PROMPT, GREEDY, undisturbed))
     assert done is not None
-    assert (done.token_ids, done.finish_reason) == (undisturbed, FinishReason.LENGTH)
+    assert (done.first.token_ids, done.first.finish_reason) == (undisturbed, FinishReason.LENGTH)
     ended = engine.submit(Request(1, PROMPT, replace(GREEDY, ignore_eos=False), (50, EOS)))
     assert ended is not None
-    assert ended.finish_reason == FinishReason.STOP
+    assert ended.first.finish_reason == FinishReason.STOP
     assert not engine.scheduler.has_work
 
 
@@ -239,7 +239,7 @@ def test_times_are_consistent() -> None:
         assert min(t.queue_s, t.prefill_s, t.decode_s) >= 0
         assert t.queue_s + t.prefill_s == pytest.approx(t.ttft_s)
         assert t.ttft_s + t.decode_s == pytest.approx(t.total_s)
-        assert t.tpot_s * max(1, len(result.token_ids) - 1) == pytest.approx(t.decode_s)
+        assert t.tpot_s * max(1, len(result.first.token_ids) - 1) == pytest.approx(t.decode_s)
     assert sum(r.timings.preemptions for r in results) == engine.stats.num_preemptions > 0
 
 
@@ -249,13 +249,13 @@ def test_what_is_counted_adds_up() -> None:
     results = list(engine.run(requests))
     stats = engine.stats
     assert stats.num_preemptions == 0
-    assert stats.num_output_tokens == sum(len(r.token_ids) for r in results)
+    assert stats.num_output_tokens == sum(len(r.first.token_ids) for r in results)
     assert stats.num_prefill_tokens == sum(len(r.prompt_token_ids) for r in requests)
     assert stats.num_logits == stats.num_output_tokens
     assert stats.num_decode_tokens == stats.num_output_tokens - len(requests)
     assert stats.max_running == 4
     assert set(stats.phase_s) == {"schedule", "forward", "sample", "update"}
-    lengths = [r.num_prompt_tokens + len(r.token_ids) - 1 for r in results]
+    lengths = [r.num_prompt_tokens + len(r.first.token_ids) - 1 for r in results]
     assert stats.num_attended == sum(n * (n + 1) // 2 for n in lengths)
     assert stats.sum_experts == 0
     assert stats.num_window_attended == stats.num_window_read == 0
@@ -329,7 +329,7 @@ def test_a_row_gone_wrong_is_an_error_and_leaves_nothing(value: float, dtype: to
         for r in random_requests(12, seed=5, prompt=(1, 30), output=(1, 12), params=params)
     ]
     alone = [next(iter(engine_for(model, num_blocks=9, block_size=8).run([request]))) for request in good]
-    expected = {r.key: r.token_ids for r in alone if r.error is None and BAD not in r.token_ids}
+    expected = {r.key: r.first.token_ids for r in alone if r.error is None and BAD not in r.first.token_ids}
     bad = [
         Request(1000 + n, (9,) * n + (BAD,) + (10,) * (23 - n), replace(params, max_tokens=9)) for n in range(0, 24, 4)
     ]
@@ -342,9 +342,9 @@ def test_a_row_gone_wrong_is_an_error_and_leaves_nothing(value: float, dtype: to
         assert error is not None
         assert error.code == RowErrorCode.INTERNAL
         assert "not finite" in error.message
-        assert results[request.key].token_ids == ()
+        assert results[request.key].samples == ()
     for key, tokens in expected.items():
-        assert results[key].token_ids == tokens
+        assert results[key].first.token_ids == tokens
     assert len(expected) > 6
 
 
@@ -367,23 +367,31 @@ def stopping_engine() -> Engine:
 def test_a_stop_string_ends_with_stop_and_is_named(undisturbed: tuple[int, ...]) -> None:
     stop = f"{undisturbed[3]} {undisturbed[4]} "  # across the border of two tokens
     (result,) = stopping_engine().run([Request(0, PROMPT, replace(GREEDY, stop=("nothing", stop)))])
-    assert (result.token_ids, result.finish_reason, result.stop) == (undisturbed[:5], FinishReason.STOP, stop)
+    assert (result.first.token_ids, result.first.finish_reason, result.first.stop) == (
+        undisturbed[:5],
+        FinishReason.STOP,
+        stop,
+    )
 
 
 def test_a_stop_string_does_not_count_before_min_tokens(undisturbed: tuple[int, ...]) -> None:
     params = replace(GREEDY, stop=(f"{undisturbed[1]} ",), min_tokens=6)
     (result,) = stopping_engine().run([Request(0, PROMPT, params)])
-    assert len(result.token_ids) >= 6
+    assert len(result.first.token_ids) >= 6
 
 
 def test_a_resumed_request_finds_a_stop_string_that_began_before_it_was_stopped(undisturbed: tuple[int, ...]) -> None:
     stop = f"{undisturbed[3]} {undisturbed[4]} "
     request = Request(0, PROMPT, replace(GREEDY, stop=(stop,)), undisturbed[:4])
     (result,) = stopping_engine().run([request])
-    assert (result.token_ids, result.stop) == (undisturbed[:5], stop)
+    assert (result.first.token_ids, result.first.stop) == (undisturbed[:5], stop)
     done = stopping_engine().submit(replace(request, output_token_ids=undisturbed[:5]))
     assert done is not None
-    assert (done.token_ids, done.finish_reason, done.stop) == (undisturbed[:5], FinishReason.STOP, stop)
+    assert (done.first.token_ids, done.first.finish_reason, done.first.stop) == (
+        undisturbed[:5],
+        FinishReason.STOP,
+        stop,
+    )
 
 
 @pytest.mark.parametrize("num_resumed", [0, 4], ids=["begun", "resumed"])
@@ -399,7 +407,7 @@ def test_a_text_that_fails_for_stop_strings_ends_its_row_only(num_resumed: int, 
     failing = Request(0, PROMPT, replace(GREEDY, stop=("fails",)), undisturbed[:num_resumed])
     results = {r.key: r for r in checked_run(engine, [failing, Request(1, PROMPT, replace(GREEDY, stop=("x",)))])}
     assert results[0].error == RowError(RowErrorCode.INTERNAL, "no text")
-    assert results[1].token_ids == undisturbed
+    assert results[1].first.token_ids == undisturbed
 
 
 def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
@@ -410,8 +418,8 @@ def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
     assert not isinstance(prompt, TokenizerError)
     asked = SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, stop=("LV",))
     results = {r.key: r for r in engine.run(Request(key, tuple(prompt), params) for key, params in enumerate(asked))}
-    assert tokenizer.decode(results[0].token_ids) == "SILVER"
-    assert (results[1].finish_reason, results[1].stop) == (FinishReason.STOP, "LV")
+    assert tokenizer.decode(results[0].first.token_ids) == "SILVER"
+    assert (results[1].first.finish_reason, results[1].first.stop) == (FinishReason.STOP, "LV")
     assert engine.eos_token_ids >= {structured.EOS}
 
 
@@ -439,7 +447,7 @@ def test_a_stopped_request_goes_on_from_its_tokens_where_they_are_all_it_needs(k
     for _ in range(5):
         engine.step()
     kept = engine.unfinished()
-    assert kept == ({5: whole.token_ids[:5]} if kind in GO_ON else {})
+    assert kept == ({5: whole.first.token_ids[:5]} if kind in GO_ON else {})
     resumed = run_one(replace(request, output_token_ids=kept.get(5, ())))
     assert replace(resumed, timings=Timings()) == replace(whole, timings=Timings())
 

@@ -175,8 +175,8 @@ def test_one_token_is_computed_behind_an_end_token_and_dropped() -> None:
     stop = whole[4]
     engine = overlapping(Device())
     (result,) = checked_run(engine, [replace(request, params=replace(request.params, stop_token_ids=(stop,)))])
-    assert result.token_ids == whole[: whole.index(stop) + 1]
-    assert engine.stats.num_decode_tokens == engine.stats.num_output_tokens == len(result.token_ids)
+    assert result.first.token_ids == whole[: whole.index(stop) + 1]
+    assert engine.stats.num_decode_tokens == engine.stats.num_output_tokens == len(result.first.token_ids)
     assert not engine.scheduler.has_work
 
 

@@ -46,24 +46,23 @@ def answer(params: SamplingParams, prompt: tuple[int, ...] = PROMPT, **fields: A
 
 
 def test_the_marker_follows_exactly_so_many_tokens_of_thought_and_then_the_answer() -> None:
-    free = answer(FREE).token_ids
+    free = answer(FREE).first.token_ids
     for budget in (0, 1, 7, 20):
-        found = answer(replace(FREE, thinking_token_budget=budget)).token_ids
+        found = answer(replace(FREE, thinking_token_budget=budget)).first.token_ids
         assert found[: budget + len(MARKER)] == free[:budget] + MARKER
-        assert (
-            found[budget + len(MARKER) :]
-            == answer(
-                replace(FREE, max_tokens=30 - budget - len(MARKER)), PROMPT + found[: budget + len(MARKER)]
-            ).token_ids
-        )
-    assert answer(replace(FREE, thinking_token_budget=30)).token_ids == free
+        rest = replace(FREE, max_tokens=30 - budget - len(MARKER))
+        assert found[budget + len(MARKER) :] == answer(rest, PROMPT + found[: budget + len(MARKER)]).first.token_ids
+    assert answer(replace(FREE, thinking_token_budget=30)).first.token_ids == free
 
 
 def test_max_tokens_cuts_the_marker_too() -> None:
     whole = answer(replace(FREE, thinking_token_budget=5))
     for limit in range(1, 30):
         found = answer(replace(FREE, thinking_token_budget=5, max_tokens=limit))
-        assert (found.token_ids, found.finish_reason) == (whole.token_ids[:limit], FinishReason.LENGTH)
+        assert (found.first.token_ids, found.first.finish_reason) == (
+            whole.first.token_ids[:limit],
+            FinishReason.LENGTH,
+        )
 
 
 def test_an_answer_that_opens_no_thoughts_is_left_alone() -> None:
@@ -75,7 +74,7 @@ def test_an_answer_that_opens_no_thoughts_is_left_alone() -> None:
 
 def test_thoughts_that_the_model_opens_are_counted_from_there() -> None:
     opening = ids_of("<think>")
-    found = answer(replace(FREE, thinking_token_budget=4), (1, 6), output_token_ids=opening).token_ids
+    found = answer(replace(FREE, thinking_token_budget=4), (1, 6), output_token_ids=opening).first.token_ids
     assert found[: len(opening)] == opening
     assert found[len(opening) + 4 :][: len(MARKER)] == MARKER
 
@@ -97,13 +96,16 @@ def test_the_marker_comes_whatever_rules_say_and_its_log_probabilities_change_no
     words = (MARKER[:1], MARKER[1:2]) if "bad_words" in more else ()
     params = replace(FREE, thinking_token_budget=6, **more)
     found = answer(params, bad_words=words)
-    assert found.error is None and found.token_ids[6 : 6 + len(MARKER)] == MARKER
-    assert set(words).isdisjoint({(token,) for token in found.token_ids[6 + len(MARKER) :]})
+    assert found.error is None and found.first.token_ids[6 : 6 + len(MARKER)] == MARKER
+    assert set(words).isdisjoint({(token,) for token in found.first.token_ids[6 + len(MARKER) :]})
     if "structured_outputs" in more:
-        assert set(found.token_ids[6 + len(MARKER) :]) <= {*ids_of("abc"), *ids_of("ab"), EOS} or found.is_complete
+        assert (
+            set(found.first.token_ids[6 + len(MARKER) :]) <= {*ids_of("abc"), *ids_of("ab"), EOS}
+            or found.first.is_complete
+        )
     told = answer(replace(params, logprobs=1), bad_words=words)
-    assert replace(told, logprobs=None) == found
-    assert told.logprobs is not None and [one.token_id for one in told.logprobs] == [*found.token_ids]
+    assert replace(told, samples=(replace(told.first, logprobs=None),)) == found
+    assert told.first.logprobs is not None and [one.token_id for one in told.first.logprobs] == [*found.first.token_ids]
 
 
 @cache
@@ -156,8 +158,8 @@ def test_a_row_goes_on_from_any_of_its_tokens() -> None:
     for row in rows():
         if row.params.n == 1:
             whole = alone()[row.key]
-            for count in range(len(whole.token_ids)):
-                given = whole.token_ids[:count]
+            for count in range(len(whole.first.token_ids)):
+                given = whole.first.token_ids[:count]
                 assert answer(row.params, row.prompt_token_ids, draw=row.key, output_token_ids=given) == whole
 
 

@@ -165,9 +165,9 @@ def test_a_row_goes_on_from_any_token_of_an_earlier_run_as_if_undisturbed(
     """Also from inside forced tokens, and from free text before a marker; each under the key that its draws have."""
     expected = alone(rows, "lfm2", dtype, kv_cache_dtype)
     resumed = [
-        replace(request, output_token_ids=expected[request.key].token_ids[:end])
+        replace(request, output_token_ids=expected[request.key].first.token_ids[:end])
         for request in KINDS[rows].requests
-        for end in range(0 if request.labels else len(expected[request.key].token_ids))
+        for end in range(0 if request.labels else len(expected[request.key].first.token_ids))
     ]
     engine = engine_of(rows, "lfm2", dtype, room=30, share_duplicates=False, kv_cache_dtype=kv_cache_dtype)
     results = list(checked_run(engine, resumed))
@@ -217,7 +217,7 @@ def test_logits_are_the_same_bit_for_bit(model: str, dtype: str) -> None:
     assert engine.stats.num_preemptions > 0
     torch.set_num_threads(1)
     for request in requests:
-        whole = [*request.prompt_token_ids, *alone("greedy", model, dtype)[request.key].token_ids][:-1]
+        whole = [*request.prompt_token_ids, *alone("greedy", model, dtype)[request.key].first.token_ids][:-1]
         rows = prefix_logits(model_of(model, dtype), whole)[len(request.prompt_token_ids) - 1 :]
         for position, row in enumerate(rows):
             assert torch.equal(seen[request.key, position], row), (request.key, position)
@@ -288,7 +288,7 @@ def test_a_copy_of_a_request_under_another_key_draws_other_tokens() -> None:
     """Randomness is keyed by the row: equal prompts must not give equal samples."""
     one = KINDS["drawn"].requests[0]
     copies = [replace(one, key=key, params=replace(one.params, max_tokens=20, ignore_eos=True)) for key in range(6)]
-    assert len({result.token_ids for result in run(engine_of("drawn"), copies).values()}) == 6
+    assert len({result.first.token_ids for result in run(engine_of("drawn"), copies).values()}) == 6
 
 
 def prompt_logits(model: Decoder, kv_cache_dtype: str, request: Request) -> Tensor:

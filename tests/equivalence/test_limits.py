@@ -29,8 +29,8 @@ def pairs(rows: str) -> dict[int, tuple[Request, Request]]:
 
 def as_record(result: Result) -> dict[str, Any]:
     """What a record says of how an answer ended."""
-    usage = {"completion_tokens": result.num_completion_tokens}
-    return {"finish_reason": str(result.finish_reason), "usage": usage, "token_ids": [*result.token_ids]}
+    usage = {"completion_tokens": result.num_generated_tokens}
+    return {"finish_reason": str(result.first.finish_reason), "usage": usage, "token_ids": [*result.first.token_ids]}
 
 
 @pytest.mark.parametrize("rows", ["greedy", "drawn", "rules", "sharing", "structured"])
@@ -49,7 +49,7 @@ def test_a_larger_limit_goes_on_where_a_smaller_one_cut_off(rows: str) -> None:
         assert len(names) == 1
         assert still_holds(as_record(less), large.params, limits[1]) == (less == more)
         assert still_holds(as_record(more), small.params, limits[0]) == (less == more)
-        num_cut += less.finish_reason is FinishReason.LENGTH
+        num_cut += less.first.finish_reason is FinishReason.LENGTH
     assert num_cut > 0, "otherwise no limit was met"
 
 

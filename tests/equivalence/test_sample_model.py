@@ -74,7 +74,7 @@ def plain() -> tuple[str, ...]:
 
 def text(result: Result) -> str:
     assert result.error is None
-    return tokenizer().decode(result.token_ids)
+    return tokenizer().decode(result.first.token_ids)
 
 
 def accuracy(texts: tuple[str, ...] | list[str]) -> float:
@@ -143,7 +143,11 @@ def test_a_stop_string_ends_an_answer_where_its_text_has_it() -> None:
     found = answers(SamplingParams(max_tokens=64, stop=stop))
     for result, whole in zip(found, plain(), strict=True):
         expected = whole.split(" ", 1)[0] if " " in whole else whole
-        got = cut_text(tokenizer().decode, result.token_ids, result.stop) if result.stop else text(result)
+        got = (
+            cut_text(tokenizer().decode, result.first.token_ids, result.first.stop)
+            if result.first.stop
+            else text(result)
+        )
         assert got == expected
 
 
@@ -162,5 +166,7 @@ def test_the_right_answer_is_the_likeliest_label() -> None:
     requests = [request for _, request in builder.build(records) if request]
     assert len(requests) == len(records) > 40
     engine = Engine(model(), EngineConfig(kv_cache_memory=16 << 20))
-    right = [tokenizer().decode(result.token_ids) == some[result.key]["answer"] for result in engine.run(requests)]
+    right = [
+        tokenizer().decode(result.first.token_ids) == some[result.key]["answer"] for result in engine.run(requests)
+    ]
     assert sum(right) / len(right) > 0.95

@@ -60,7 +60,7 @@ def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_undisturbed(dty
 def test_the_first_of_several_samples_is_the_only_one_of_a_single_request() -> None:
     params: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0, "ignore_eos": True}
     several, single = (result_of(roomy(), (9, 10, 11), **params, n=n) for n in (4, 1))
-    assert several.samples[0] == single.samples[0]
+    assert several.first == single.first
     assert len({sample.token_ids for sample in several.samples}) == 4
 
 
@@ -75,11 +75,11 @@ def test_greedy_samples_are_computed_once() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_generated_token_has_the_log_probability_that_scoring_gives_it(dtype: str) -> None:
     generated = result_of(roomy(dtype), PROMPT, max_tokens=12, temperature=1.0, logprobs=4, ignore_eos=True)
-    text = PROMPT + generated.token_ids
+    text = PROMPT + generated.first.token_ids
     scored = result_of(roomy(dtype, max_num_batched_tokens=7), text, max_tokens=1, prompt_logprobs=4)
     assert scored.prompt_logprobs is not None
     assert len(scored.prompt_logprobs) == len(text) - 1
-    assert scored.prompt_logprobs[len(PROMPT) - 1 :] == generated.logprobs
+    assert scored.prompt_logprobs[len(PROMPT) - 1 :] == generated.first.logprobs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,7 +93,7 @@ def test_a_label_is_worth_what_its_tokens_are_worth_after_the_prompt(dtype: str)
         assert scores is not None
         assert logprob == sum(score.logprob for score in scores[len(PROMPT) - 1 :])
     best = max(range(3), key=lambda i: result.label_logprobs[i])
-    assert result.token_ids == labels[best]
+    assert result.first.token_ids == labels[best]
     assert engine.stats.num_cached_tokens >= 2 * 32  # the prompt was computed once, up to its last whole block
     assert engine.stats.num_output_tokens == 0
 
@@ -110,6 +110,6 @@ def test_the_best_label_is_that_with_the_best_sum_or_mean_and_the_first_of_equal
         assert found.label_means == means[key].label_means
         assert found.label_means == tuple(s / len(c) for s, c in zip(scores, labels, strict=True))
         for result, by in ((found, scores), (means[key], means[key].label_means)):
-            assert result.token_ids == labels[by.index(max(by))]
+            assert result.first.token_ids == labels[by.index(max(by))]
             assert by[1] == by[3]
-    assert {r.token_ids for r in means.values()} != {r.token_ids for r in sums.values()}
+    assert {r.first.token_ids for r in means.values()} != {r.first.token_ids for r in sums.values()}

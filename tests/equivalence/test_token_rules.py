@@ -37,9 +37,9 @@ def test_only_allowed_tokens_come_and_no_bad_word_does() -> None:
             if allowed == ALLOWED:
                 assert sample.finish_reason is FinishReason.LENGTH, "no end token is allowed"
     plain = run(roomy(), [replace(request, bad_words=()) for request in ROWS])
-    changed = [r.key for r in ROWS if r.bad_words and plain[r.key].token_ids != found[r.key].token_ids]
+    changed = [r.key for r in ROWS if r.bad_words and plain[r.key].first.token_ids != found[r.key].first.token_ids]
     assert len(changed) > 5, "otherwise bad words have not been met"
-    assert any({30, 31} & {*found[r.key].token_ids} for r in ROWS if r.params.logit_bias)
+    assert any({30, 31} & {*found[r.key].first.token_ids} for r in ROWS if r.params.logit_bias)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -53,7 +53,7 @@ def test_a_row_of_which_no_token_is_left_is_an_error_row_and_the_others_go_on(te
     assert error is not None and error.code is RowErrorCode.BAD_PARAM
     told = "allowed_token_ids, bad_words, min_tokens or structured_outputs leave no token to follow token 3"
     assert error.message == f"{told}, or the logits are not finite"
-    assert results[1].token_ids == (21,) * 5
+    assert results[1].first.token_ids == (21,) * 5
     assert engine.scheduler.pool.num_free == engine.config.num_blocks
 
 
@@ -111,11 +111,11 @@ def test_log_probabilities_are_those_of_scoring_the_text_and_change_no_token(nam
         request = Request(0, PROMPT, params)
         found = run(roomy("structured", dtype), [request])[0]
         told = run(roomy("structured", dtype), [replace(request, params=replace(params, logprobs=2))])[0]
-        assert replace(told, logprobs=None) == found
-        text = Request(0, PROMPT + found.token_ids, SamplingParams(max_tokens=1, prompt_logprobs=2))
+        assert replace(told, samples=(replace(told.first, logprobs=None),)) == found
+        text = Request(0, PROMPT + found.first.token_ids, SamplingParams(max_tokens=1, prompt_logprobs=2))
         scores = run(roomy("structured", dtype), [text])[0].prompt_logprobs
         assert scores is not None
-        assert told.logprobs == scores[len(PROMPT) - 1 :]
+        assert told.first.logprobs == scores[len(PROMPT) - 1 :]
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -123,10 +123,10 @@ def test_a_resumed_row_forces_what_is_left_of_a_run_and_counts_it_once(name: str
     request = Request(0, PROMPT, SamplingParams(max_tokens=40, structured_outputs=grammar(name)))
     whole = roomy("structured")
     expected = run(whole, [request])[0]
-    for num_given in range(len(expected.token_ids)):
+    for num_given in range(len(expected.first.token_ids)):
         engine = roomy("structured")
-        assert run(engine, [replace(request, output_token_ids=expected.token_ids[:num_given])]) == {0: expected}
-        assert engine.stats.num_output_tokens == len(expected.token_ids) - num_given
+        assert run(engine, [replace(request, output_token_ids=expected.first.token_ids[:num_given])]) == {0: expected}
+        assert engine.stats.num_output_tokens == len(expected.first.token_ids) - num_given
         assert engine.stats.num_forced_tokens <= whole.stats.num_forced_tokens
         sampled = engine.stats.num_output_tokens - engine.stats.num_forced_tokens
         assert engine.stats.num_logits == sampled <= whole.stats.num_logits

@@ -29,7 +29,7 @@ from batchgen.config.load import load_job
 from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.errors import ExitCode, RowError, RowErrorCode
 from batchgen.core.keys import BOOL, Key
-from batchgen.core.records import Cursor, FinishReason, Result, Row, Timings
+from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, Timings
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.plan.dry_run import make_plan
 from batchgen.report.build import KEYS as REPORT_KEYS
@@ -156,7 +156,7 @@ def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
     columns = {"id": "q-004", "task": "upper", "question": 'Write "shadow" in capital letters.', "answer": "SHADOW"}
     row = Row(4, "questions.jsonl", 5, columns, Cursor(0, 0, 0, 5), "q-004")
     timings = Timings(0.03, 1.302, 0.222, 1.332, 0.037, 1.554)
-    result = Result(4, 22, (1,) * 7, FinishReason.STOP, timings)
+    result = Result(4, 22, (Sample((1,) * 7, FinishReason.STOP),), timings)
     found = builder.result(row, result)
     found["fingerprint"] = "42b890a73812415f9bf77b88b900c4a2"  # that of jobs/quickstart.toml
     return found, builder.error(row.failed(RowError(RowErrorCode.INTERNAL, "")))

@@ -166,7 +166,7 @@ class Answers:
 
     def result(self, index: int) -> Found:
         """How a row's answer ended, after how many tokens, and whether these and its value were recorded."""
-        found, job = self.results[index], self.state.keys
+        found, job = self.results[index].first, self.state.keys
         return str(found.finish_reason), len(found.token_ids), bool(job["token_ids"]), "json" in job["parse"]
 
     def holds(self, index: int, found: Found) -> bool:

@@ -79,25 +79,16 @@ def stub_result(request: Request, tokens: Sequence[int], timings: Timings, vocab
     if request.labels:
         sums = tuple(-sum(label) / 100 for label in request.labels)
         means = tuple(total / len(label) for total, label in zip(sums, request.labels, strict=True))
-        base = Result(request.key, num_prompt_tokens, (), FinishReason.STOP, timings)
-        scored = replace(base, label_logprobs=sums, label_means=means)
+        scored = Result(request.key, num_prompt_tokens, (), timings, label_logprobs=sums, label_means=means)
         scores = scored.label_scores(params)
-        return replace(scored, token_ids=request.labels[scores.index(max(scores))])
-    first, *others = (
+        best = Sample(request.labels[scores.index(max(scores))], FinishReason.STOP)
+        return replace(scored, samples=(best,))
+    samples = tuple(
         _sample(request if number == 0 else stub_sample(request, number), None if number else tokens, vocab_size)
         for number in range(params.n)
     )
-    return Result(
-        request.key,
-        num_prompt_tokens,
-        first.token_ids,
-        first.finish_reason,
-        timings,
-        logprobs=first.logprobs,
-        is_complete=first.is_complete,
-        more_samples=tuple(others),
-        prompt_logprobs=stub_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs),
-    )
+    prompt_logprobs = stub_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs)
+    return Result(request.key, num_prompt_tokens, samples, timings, prompt_logprobs=prompt_logprobs)
 
 
 @dataclass

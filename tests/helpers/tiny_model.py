@@ -199,7 +199,7 @@ def tokens_of(results: Iterable[Result]) -> dict[int, tuple[int, ...]]:
     for result in results:
         assert result.error is None, result.error
         assert result.key not in tokens, f"request {result.key} was answered twice"
-        tokens[result.key] = result.token_ids
+        tokens[result.key] = result.first.token_ids
     return tokens
 
 

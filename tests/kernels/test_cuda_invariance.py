@@ -98,6 +98,6 @@ def test_log_probabilities_of_a_row_are_those_of_the_row_alone(
     expected = {}
     for request in requests:
         alone = engine_for(model, num_blocks=4, block_size=8, max_num_seqs=1, max_num_batched_tokens=3)
-        expected |= {answer.key: answer.logprobs for answer in alone.run([request])}
-    assert {answer.key: answer.logprobs for answer in together.run(requests)} == expected
+        expected |= {answer.key: answer.first.logprobs for answer in alone.run([request])}
+    assert {answer.key: answer.first.logprobs for answer in together.run(requests)} == expected
     assert all(expected.values())

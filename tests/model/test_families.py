@@ -191,9 +191,9 @@ def test_greedy_tokens_of_ragged_chunks_behind_cached_prefixes_equal_those_of_tr
     assert len(results) == 20
     assert engine.stats.num_cached_tokens > 0
     for result in results:
-        tokens = prompts[result.key] + list(result.token_ids)
+        tokens = prompts[result.key] + list(result.first.token_ids)
         greedy = pair.logits(tokens)[len(prompts[result.key]) - 1 : -1].argmax(-1)
-        assert list(result.token_ids) == greedy.tolist()
+        assert list(result.first.token_ids) == greedy.tolist()
 
 
 FIRST = {next(iter(family.SHAPES)) for family in FAMILIES.values()}

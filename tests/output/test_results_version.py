@@ -6,6 +6,7 @@ their last bits between them are given here. Not held: what other packages make 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from array import array
 from collections.abc import Iterator
@@ -90,9 +91,10 @@ class Records:
 
     def of(self, text: str, params: SamplingParams | None = None, row: Row = ROW, **fields: Any) -> dict[str, Any]:
         """The record of an answer."""
-        ids = ids_of(self.tokenizer, text)
-        result = Result(3, len(PROMPT), ids, FinishReason.STOP)
-        return self.made(replace(result, **fields), params or SamplingParams(), row)
+        sample, more = Sample(ids_of(self.tokenizer, text), FinishReason.STOP), fields.pop("more_samples", ())
+        names = fields.keys() & {item.name for item in dataclasses.fields(Sample)}
+        sample = replace(sample, **{name: fields.pop(name) for name in names})
+        return self.made(Result(3, len(PROMPT), (sample, *more), **fields), params or SamplingParams(), row)
 
     def made(self, result: Result, params: SamplingParams, row: Row = ROW) -> dict[str, Any]:
         return self.builder.result(replace(row, params=params), result)

@@ -46,7 +46,7 @@ def batchgen(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, 
     engine = Engine(model, config, eos_token_ids=given.ends)
     params = SamplingParams(max_tokens=given.max_tokens)
     requests = [Request(key, tuple(prompt), params) for key, prompt in enumerate(prompts)]
-    return __version__, lambda: (len(result.token_ids) for result in engine.run(requests))
+    return __version__, lambda: (len(result.first.token_ids) for result in engine.run(requests))
 
 
 def vllm(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:

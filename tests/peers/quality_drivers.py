@@ -38,7 +38,7 @@ def batchgen(given: argparse.Namespace, rows: list[Row]) -> Found:
         requests.append(Request(2 * key + 1, prompt, greedy))
     results = {r.key: r for r in Engine(model, EngineConfig(), eos_token_ids=given.ends).run(requests)}
     numbers = range(len(rows))
-    answers = [list(results[2 * key + 1].token_ids) for key in numbers]
+    answers = [list(results[2 * key + 1].first.token_ids) for key in numbers]
     return f"{__version__} {model.numerics['dtype']}", [results[2 * key].label_logprobs[0] for key in numbers], answers
 
 

@@ -124,7 +124,7 @@ def test_a_stop_pulls_no_more_and_what_is_half_done_goes_on_to_the_same_tokens(m
     engine, source = make(), Source(60)
     done = {}
     for result in engine.run(source):
-        done[result.key] = result.token_ids
+        done[result.key] = result.first.token_ids
         if len(done) == 10:
             engine.stop()
             num_pulled = source.num_pulled

@@ -18,7 +18,7 @@ from tiny_model import write_checkpoint
 
 from batchgen.cli.main import cli
 from batchgen.config.job import JobSpec
-from batchgen.core.records import FinishReason, Request, Result
+from batchgen.core.records import FinishReason, Request, Result, Sample
 from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
@@ -78,9 +78,9 @@ class ChoosingEngine(StubEngine):
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         for request in reversed(list(requests)):
             scores = tuple(-float(len(tokens)) for tokens in request.labels)
-            best = min(request.labels, key=len)
+            best = Sample(min(request.labels, key=len), FinishReason.STOP)
             means = (-1.0,) * len(scores)
-            yield Result(request.key, 5, best, FinishReason.STOP, label_logprobs=scores, label_means=means)
+            yield Result(request.key, 5, (best,), label_logprobs=scores, label_means=means)
 
 
 def choosing(spec: JobSpec, model: ModelInfo) -> Backend:

@@ -14,7 +14,7 @@ from run_helpers import JobMaker, finish, rows_of, start, until_rows_are_done
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.core.records import Result, Timings
+from batchgen.core.records import Result, Sample, Timings
 from batchgen.run.display import Display
 from batchgen.run.progress import Progress, read_progress
 from batchgen.run.status import read_status, render_status, watch_status
@@ -62,12 +62,12 @@ def test_much_work_under_way_does_not_make_the_end_seem_near(tmp_path: Path) -> 
 
 def test_copies_and_cached_prompts_cost_no_time() -> None:
     def cost(**timings: Any) -> int:
-        return Result(0, 10, (1, 2, 3), timings=Timings(**timings)).num_computed_tokens
+        return Result(0, 10, (Sample((1, 2, 3)),), timings=Timings(**timings)).num_computed_tokens
 
     assert cost(prefill_s=0.1) == 13
     assert cost(prefill_s=0.1, cached_tokens=8) == 5
     assert cost(queue_s=0.1, cached_tokens=10) == 0
-    assert Result(0, 10, (1, 2), label_logprobs=(-1.0, -2.0)).num_computed_tokens == 10
+    assert Result(0, 10, (Sample((1, 2)),), label_logprobs=(-1.0, -2.0)).num_computed_tokens == 10
 
 
 def test_rows_of_earlier_invocations_do_not_make_later_ones_look_short(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def answer(grammars: Grammars, *prompt_token_ids: int, after: str = MARKER, **pa
 
 
 def text_of(grammars: Grammars, result: Result) -> str:
-    return grammars.tokenizer.decode(result.token_ids)
+    return grammars.tokenizer.decode(result.first.token_ids)
 
 
 BYTES = "I think, é.\n</think>"
@@ -130,14 +130,14 @@ def test_what_is_written_before_the_marker_is_free_and_what_follows_fits(
     result = answer(grammars)
     assert result.error is None
     assert re.fullmatch(rf"(?s).*?{MARKER}\s*{ANSWER}", text_of(grammars, result))
-    assert (result.is_complete, result.finish_reason) == (True, FinishReason.STOP)
-    assert list(result.token_ids[: len(said[0])]) == said[0]
+    assert (result.first.is_complete, result.first.finish_reason) == (True, FinishReason.STOP)
+    assert list(result.first.token_ids[: len(said[0])]) == said[0]
 
 
 def test_a_token_may_end_the_marker_and_begin_the_answer(grammars: Grammars, said: dict[int, list[int]]) -> None:
     said[0] = [*ids_of(grammars.tokenizer, "</thin"), MERGED["k>a"]]
     result = answer(grammars)
-    assert re.fullmatch(rf"{MARKER}{ANSWER}", text_of(grammars, result)) and result.is_complete
+    assert re.fullmatch(rf"{MARKER}{ANSWER}", text_of(grammars, result)) and result.first.is_complete
 
 
 def test_a_token_that_ends_the_marker_and_begins_something_else_fails_the_row(
@@ -154,7 +154,7 @@ def test_a_token_that_ends_the_marker_and_begins_something_else_fails_the_row(
 def test_the_marker_may_be_a_special_token(grammars: Grammars, said: dict[int, list[int]]) -> None:
     said[0] = [*ids_of(grammars.tokenizer, "so"), SPECIAL]
     result = answer(grammars, after="<|answer|>")
-    assert re.fullmatch(rf"so{ANSWER}", text_of(grammars, result)) and result.is_complete
+    assert re.fullmatch(rf"so{ANSWER}", text_of(grammars, result)) and result.first.is_complete
 
 
 @pytest.mark.parametrize("thought", ["<think>so\n", "</thin"])
@@ -164,21 +164,25 @@ def test_without_the_marker_nothing_is_restricted_and_the_row_is_not_complete(
     free = answer(grammars, structured_outputs="", max_tokens=12)
     said[0] = ids_of(grammars.tokenizer, thought)
     result = answer(grammars, max_tokens=12)
-    assert (result.is_complete, result.finish_reason) == (False, FinishReason.LENGTH)
-    assert len(result.token_ids) == 12 and free.is_complete is None
+    assert (result.first.is_complete, result.first.finish_reason) == (False, FinishReason.LENGTH)
+    assert len(result.first.token_ids) == 12 and free.first.is_complete is None
     said[0] = [*said[0][:3], 7]  # the end token
     result = answer(grammars)
-    assert (result.is_complete, result.finish_reason, len(result.token_ids)) == (False, FinishReason.STOP, 4)
+    assert (result.first.is_complete, result.first.finish_reason, len(result.first.token_ids)) == (
+        False,
+        FinishReason.STOP,
+        4,
+    )
 
 
 def test_a_stop_string_ends_a_row_before_and_behind_the_marker(grammars: Grammars, said: dict[int, list[int]]) -> None:
     said[0] = ids_of(grammars.tokenizer, "halt! and so on")
     result = answer(grammars, stop=("halt!",))
-    assert (result.is_complete, result.stop, len(result.token_ids)) == (False, "halt!", 5)
+    assert (result.first.is_complete, result.first.stop, len(result.first.token_ids)) == (False, "halt!", 5)
     said[0] = ids_of(grammars.tokenizer, f"so{MARKER}")
     whole = text_of(grammars, answer(grammars))
     result = answer(grammars, stop=(whole[-2],))
-    assert (result.is_complete, result.finish_reason) == (False, FinishReason.STOP)
+    assert (result.first.is_complete, result.first.finish_reason) == (False, FinishReason.STOP)
 
 
 @pytest.mark.parametrize("ending", [MARKER, f"{MARKER}\n\n", "x" * 100 + MARKER, f"{MARKER} no"])
@@ -189,9 +193,9 @@ def test_a_prompt_that_ends_in_the_marker_has_passed_it(grammars: Grammars, endi
     result = answer(grammars, 1, *ids, after=after, max_tokens=20)
     if ending.endswith("no"):
         free = answer(grammars, 1, *ids, structured_outputs="", max_tokens=1)
-        assert result.token_ids[0] == free.token_ids[0]
+        assert result.first.token_ids[0] == free.first.token_ids[0]
     else:
-        assert re.fullmatch(ANSWER, text_of(grammars, result)) and result.is_complete
+        assert re.fullmatch(ANSWER, text_of(grammars, result)) and result.first.is_complete
 
 
 def test_a_chat_template_that_closes_the_thoughts_itself_begins_with_the_answer(grammars: Grammars) -> None:
@@ -202,8 +206,8 @@ def test_a_chat_template_that_closes_the_thoughts_itself_begins_with_the_answer(
     built = builder.build([Row(i, "f", i + 1, row, Cursor(0, 0, i, i)) for i, row in enumerate(rows)])
     requests = [request for _, request in built if request]
     opened, closed = sorted(engine_of(grammars).run(requests), key=lambda result: result.key)
-    assert not opened.is_complete and len(opened.token_ids) == 20
-    assert re.fullmatch(ANSWER, text_of(grammars, closed)) and closed.is_complete
+    assert not opened.first.is_complete and len(opened.first.token_ids) == 20
+    assert re.fullmatch(ANSWER, text_of(grammars, closed)) and closed.first.is_complete
 
 
 def test_a_row_goes_on_from_any_of_its_tokens(grammars: Grammars, said: dict[int, list[int]]) -> None:
@@ -211,9 +215,9 @@ def test_a_row_goes_on_from_any_of_its_tokens(grammars: Grammars, said: dict[int
     whole = answer(grammars)
     engine = engine_of(grammars)
     asked = SamplingParams(max_tokens=60, structured_outputs=canonical({"regex": ANSWER, "after": MARKER}))
-    for known in range(len(whole.token_ids)):
-        [result] = engine.run([Request(0, (1, 30, 40), asked, output_token_ids=whole.token_ids[:known])])
-        assert (result.token_ids, result.is_complete) == (whole.token_ids, True), known
+    for known in range(len(whole.first.token_ids)):
+        [result] = engine.run([Request(0, (1, 30, 40), asked, output_token_ids=whole.first.token_ids[:known])])
+        assert (result.first.token_ids, result.first.is_complete) == (whole.first.token_ids, True), known
 
 
 @pytest.mark.usefixtures("threads_as_before")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulate_workers import CPU, GPU, Kind, Scene, gsm8k_like, heavy_tailed, simulate
 
-from batchgen.core.records import Request, Result
+from batchgen.core.records import Request, Result, Sample
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.messages import HEARTBEAT_S, Assignment, WorkerUpdate
 from batchgen.workers.worker_state import Liveness
@@ -73,7 +73,7 @@ class PlayedWorker:
                     self.is_dead = True
                     return
                 del self.running[key]
-                self.answers.append(Result(key, 2, tokens_of(key)))
+                self.answers.append(Result(key, 2, (Sample(tokens_of(key)),)))
 
     def tell(self, *, partials: bool, stopped: bool = False) -> None:
         told = {key: tokens_of(key)[:count] for key, count in self.running.items()} if partials else None
