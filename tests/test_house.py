@@ -77,7 +77,7 @@ CONCEPTS = {
     """,
     "input formats": "auto csv hf jsonl openai-batch parquet text",
     "output formats": "auto csv jsonl openai-batch parquet",
-    "extras": "ci gs lm-eval ray report s3 test",
+    "extras": "gs lm-eval ray report s3 test",
     "public names": """
         BatchgenError Engine EngineConfig GateFailed InputError JobSpec LLM LockedError ModelError OutOfMemory
         RemoteError Request Result ResumeMismatch Run RunStopped SamplingParams StorageError Tokenizer UsageError
@@ -405,7 +405,7 @@ NOT_DECLARED = {"triton", "polars"}
 
 def test_each_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [lines for name, lines in project["optional-dependencies"].items() if name not in ("test", "ci")]
+    extras = [lines for name, lines in project["optional-dependencies"].items() if name != "test"]
     declared = {re.split(r"[^\w-]", line)[0] for line in chain(project["dependencies"], *extras)}
     imported = {module.partition(".")[0] for name in package().texts for module in imports(package(), name)}
     available = {name.replace("-", "_") for name in declared} | sys.stdlib_module_names | {"batchgen"}

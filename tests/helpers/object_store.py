@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from run_helpers import ENVIRONMENT
 
-pytest.importorskip("moto.server", reason="moto, an S3 for tests, is not installed (batchgen[ci])")
+pytest.importorskip("moto.server", reason="moto, an S3 for tests, is not installed (pip install --group ci)")
 
 import boto3  # moto brings these
 from moto.server import DomainDispatcherApplication, create_backend_app

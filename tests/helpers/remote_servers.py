@@ -290,7 +290,7 @@ def remote_of(kind: str) -> Iterator[Remote]:
         with serving(kind) as server:
             yield Remote(kind, server.url, server)
         return
-    pytest.importorskip("moto.server", reason="moto, an S3 for tests, is not installed (batchgen[ci])")
+    pytest.importorskip("moto.server", reason="moto, an S3 for tests, is not installed (pip install --group ci)")
     import boto3
     from moto.server import ThreadedMotoServer
 
