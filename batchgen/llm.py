@@ -29,7 +29,7 @@ from batchgen.core.records import Cursor, Record, Request, Row, SamplingParams
 from batchgen.core.units import counted, one_line
 from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
-from batchgen.input.rows import CHUNK_ROWS, RowProblem, parse_json, with_id
+from batchgen.input.rows import RowProblem, parse_json, prepared, with_id
 from batchgen.output.formats.parquet import fixed_types, table_of
 from batchgen.run.backend import Backend
 from batchgen.run.loader import EngineFactory, load_engine, read_model
@@ -245,16 +245,14 @@ class LLM:
         pending: dict[int, Row] = {}
 
         def requests() -> Iterator[Request]:
-            builder = self._model.builder(spec)
-            for first in range(0, len(listed), CHUNK_ROWS):
-                for row, request in builder.build(listed[first : first + CHUNK_ROWS]):
-                    is_unkeyed = needs_id and row.id is None and not row.params.is_greedy
-                    if request is None or is_unkeyed:
-                        failed = row.failed(RowError(RowErrorCode.BAD_PARAM, _NEEDS_ID)) if request else row
-                        records[row.index] = Record(json.loads(failed_entry(failed, made).payload))
-                    else:
-                        pending[row.index] = row
-                        yield request
+            for row, request in prepared(listed, self._model.builder(spec).build):
+                is_unkeyed = needs_id and row.id is None and not row.params.is_greedy
+                if request is None or is_unkeyed:
+                    failed = row.failed(RowError(RowErrorCode.BAD_PARAM, _NEEDS_ID)) if request else row
+                    records[row.index] = Record(json.loads(failed_entry(failed, made).payload))
+                else:
+                    pending[row.index] = row
+                    yield request
 
         with self._lock, tqdm(total=len(listed), unit="row", disable=None if shows else True) as bar:
             engine = self._ready().engine

@@ -9,23 +9,27 @@ import json
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal
+from itertools import chain, islice
 from typing import Any, TypeVar
 from uuid import UUID
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.json_line import MAX_DEPTH, encode_json, is_too_deep
-from batchgen.core.records import Row
+from batchgen.core.records import Request, Row
 
 _Item = TypeVar("_Item")
 _decode = json.JSONDecoder().decode
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 CHUNK_ROWS = 256
 CHUNK_CHARS = 4 << 20  # a chunk of long rows ends earlier, since it is held in memory
+SLOW_CHUNK_S = 2.0  # a chat template may take seconds per row, and a stop loses the chunk that it interrupts
+Prepared = tuple[Row, Request | None]  # a row with its prompt and its request, or with an error
 
 
 class RowProblem(Exception):
@@ -124,6 +128,33 @@ def with_id(row: Row, spec: InputSpec) -> Row:
 def chunked(rows: Iterable[Row], most: Callable[[], int] = lambda: CHUNK_ROWS) -> Iterator[list[Row]]:
     """Rows in lists of at most ``most()`` rows, which end early where the rows hold much text."""
     return bounded(rows, row_chars, CHUNK_CHARS, most)
+
+
+class ChunkSize:
+    """Number of rows to prepare at once: it doubles from 1 to ``CHUNK_ROWS``, and is 1 again after a slow chunk."""
+
+    def __init__(self) -> None:
+        self.num_rows = 1
+
+    def adapt(self, took_s: float) -> None:
+        """Choose the size of the next chunk by the seconds that one has taken."""
+        self.num_rows = min(2 * self.num_rows, CHUNK_ROWS) if took_s < SLOW_CHUNK_S else 1
+
+
+def prepared(rows: Iterable[Row], build: Callable[[list[Row]], Iterator[Prepared]]) -> Iterator[Prepared]:
+    """The answers of ``build`` to ``rows``, which get it in chunks: few at once until they prove quick.
+
+    The first answer to a chunk takes longest, since a chunk is read and tokenized as a whole.
+    """
+    size = ChunkSize()
+    chunks = chunked(rows, lambda: size.num_rows)
+    began_at = time.monotonic()
+    while chunk := next(chunks, []):
+        answers = build(chunk)
+        first = [*islice(answers, 1)]
+        size.adapt(time.monotonic() - began_at)
+        yield from chain(first, answers)
+        began_at = time.monotonic()
 
 
 def bounded(

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from batchgen.core.records import Request, Row
 from batchgen.input.ids import RowValidator
-from batchgen.input.rows import chunked
+from batchgen.input.rows import prepared
 
 MAX_LISTED_BAD_ROWS = 10_000
 _NUM_SAMPLED = 64  # rows that a calibration runs
@@ -75,16 +75,15 @@ class Survey:
     def take(self, rows: Iterable[Row]) -> None:
         """Read, validate and tokenize ``rows``."""
         start = time.monotonic()
-        for chunk in chunked(rows):
-            for row, request in self._validator.validate(chunk):
-                if row.error is not None:
-                    self.errors[str(row.error.code)] += 1
-                    if len(self.bad_rows) < MAX_LISTED_BAD_ROWS:
-                        self.bad_rows.append(row)
-                elif self._is_reused(row):
-                    self.num_reused += 1
-                elif request is not None:
-                    self._add(row, request)
+        for row, request in prepared(rows, self._validator.validate):
+            if row.error is not None:
+                self.errors[str(row.error.code)] += 1
+                if len(self.bad_rows) < MAX_LISTED_BAD_ROWS:
+                    self.bad_rows.append(row)
+            elif self._is_reused(row):
+                self.num_reused += 1
+            elif request is not None:
+                self._add(row, request)
         self.read_s += time.monotonic() - start
 
     def _add(self, row: Row, request: Request) -> None:

@@ -7,8 +7,7 @@ A pass that is killed goes on at the next start: the rows that it has kept lie i
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +15,9 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
 from batchgen.core.fingerprint import Digests
 from batchgen.core.numerics import Numerics
-from batchgen.core.records import Row
 from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator, may_have_ids
-from batchgen.input.rows import chunked
+from batchgen.input.rows import prepared
 from batchgen.input.source import RowRange
 from batchgen.output.manifest import RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
@@ -30,9 +28,7 @@ from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # so many results are edited by hand, and no share of them says much
 LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
-_CHUNK_ROWS = 4096
-_MOST_BEGUN = 1 << 21  # tokens of answers that are gone on with, all of which are in memory
-_SLOW_CHUNK_S = 1.0  # a stop waits for the chunk under way
+_MAX_BEGUN = 1 << 21  # tokens of unfinished answers that are continued, all of which are in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,35 +193,25 @@ def take_over(
     """
     progress.follow(sink)
     journal, num_begun = sink.journal, 0
+    begun: dict[int, tuple[int, ...]] = {}
     num_good = num_before = journal.counts.results
     with progress.phase(KEEPING, "read"), progress.stopper.drain_with(lambda: None):
-        for chunk in _requested(rows.read(), validator):
-            begun = {}
-            for row in chunk:
-                record, tokens = earlier.find(row)
-                if record is not None:
-                    sink.keep(row, record)
-                elif tokens and num_begun < _MOST_BEGUN:
-                    begun[row.index], num_begun = tokens, num_begun + len(tokens)
-            num_good += len(chunk)
-            if begun:
-                journal.save_partials(begun)
+        for row, request in prepared(rows.read(), validator.validate):
             if progress.stopper.requested:
                 break
-    journal.commit()
+            if request is None:  # it is recorded when the rest is run
+                continue
+            num_good += 1
+            record, tokens = earlier.find(row)
+            if record is not None:
+                sink.keep(row, record)
+            elif tokens and num_begun < _MAX_BEGUN:
+                begun[row.index] = tokens
+                num_begun += len(tokens)
+    journal.save_partials(begun)
     progress.add_reused(journal.counts.results - num_before)
     rows.start = journal.resume_cursor
     return Counts(journal.counts.results, num_good)
-
-
-def _requested(rows: Iterable[Row], validator: RowValidator) -> Iterator[list[Row]]:
-    """The rows that can run, with their prompts. Others are found again, and recorded, when the rest is run."""
-    most = 1
-    chunks = chunked(rows, lambda: most)
-    while chunk := next(chunks, None):
-        began_at = time.monotonic()
-        yield [row for row, request in validator.validate(chunk) if request is not None]
-        most = min(2 * most, _CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
 
 
 def _with_numerics(now: Manifest, begun: Manifest) -> Manifest:

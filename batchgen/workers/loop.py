@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from batchgen.core.records import Request, Result, Row
 from batchgen.input.requests import RequestBuilder
+from batchgen.input.rows import ChunkSize
 from batchgen.output.journal import JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.results import entry_of, failed_entry
@@ -20,8 +21,6 @@ from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, WorkerUpd
 
 PARTIALS_S = 5.0  # between two reports of half-done rows: what a lost worker's rows have to generate again
 STATS_S = 1.0
-_MOST_BUILT = 256  # tasks made into requests together
-_SLOW_BUILD_S = 2.0  # a chat template may take seconds per row
 _ROUND_S = 0.02  # least time between two answers: a message for each row would cost more than the row
 
 
@@ -153,13 +152,13 @@ class EngineLoop:
 
     def _builds(self) -> None:
         """Make requests of the tasks that come in, many at once where that takes little time."""
-        most = 1
+        size = ChunkSize()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._inbox or self._is_stopping)
                 if self._is_stopping:
                     return
-                tasks, self._inbox = self._inbox[:most], self._inbox[most:]
+                tasks, self._inbox = self._inbox[: size.num_rows], self._inbox[size.num_rows :]
             began_at = self._clock()
             for made in self._maker.build(tasks):
                 with self._changed:
@@ -168,7 +167,7 @@ class EngineLoop:
                     waiting.append(made)
                     if len(waiting) == 1:  # else who waits for it is on its way
                         self._changed.notify_all()
-            most = min(2 * most, _MOST_BUILT) if self._clock() - began_at < _SLOW_BUILD_S else 1
+            size.adapt(self._clock() - began_at)
 
     def _steps(self) -> None:
         """Step the engine while it has work."""
