@@ -26,10 +26,11 @@ from batchgen.engine.invariants import (
 )
 from batchgen.engine.load import load_weights
 from batchgen.engine.sizes import cache_dtype, use_threads
-from batchgen.input.columns import check_columns
+from batchgen.input.rows import prepared
 from batchgen.input.source import open_source
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.run.loader import ModelInfo, read_model
+from batchgen.run.opened import OpenJob
 from batchgen.run.stdin import stdin_as_file
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
@@ -141,13 +142,11 @@ def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list
         UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.
     """
     with stdin_as_file(spec.input) as readable:
-        job = replace(spec, input=readable, sampling=params, fills_context=False)
-        builder = info.builder(job if info.config.has_head else info.resolved(job))
-        source = open_source(readable)
-        check_columns(source.read(), spec, builder.finder)
+        spec = replace(spec, sampling=params, fills_context=False)
+        job = OpenJob(info.resolved(spec), info, open_source(readable))
+        job.check_columns()
         prompts = []
-        for read in source.read():
-            row, request = next(builder.build([read]))
+        for row, request in prepared(job.source.read(), job.builder.build):
             if row.error is not None:
                 raise UsageError(f"{row.source}:{row.line}: {row.error.code}: {row.error.message}")
             prompts += [request.prompt_token_ids] if request else []

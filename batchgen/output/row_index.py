@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ class RowIndex:
 
     def num_below(self, index: int) -> int:
         """Number of the shard's rows before ``index``, finished or not."""
-        return bisect_left(self._rows, index)
+        return len(range(self._rows.start, index, self._rows.step))
 
     def covers(self, num_rows: int) -> bool:
         """Whether these are exactly the shard's rows of an input of ``num_rows`` rows."""

@@ -7,8 +7,8 @@ torch only to calibrate.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, replace
+from contextlib import closing, suppress
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,6 @@ from batchgen.core.machine import processor_name
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import format_duration
 from batchgen.core.version import RESULTS
-from batchgen.input.columns import check_columns
-from batchgen.input.ids import RowValidator, UniqueIds, may_have_ids
-from batchgen.input.source import RowRange, open_source
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import (
@@ -37,9 +34,9 @@ from batchgen.plan.estimate import (
 from batchgen.plan.survey import Survey
 from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, rendered_at
-from batchgen.run.loader import ModelInfo, read_model
+from batchgen.run.loader import ModelInfo
+from batchgen.run.opened import OpenJob, open_job
 from batchgen.run.reports import read_report
-from batchgen.run.stdin import stdin_as_file
 from batchgen.run.update import FolderJobs, inherited_numerics
 
 PLAN_VERSION = 1
@@ -63,21 +60,14 @@ def make_plan(
     that ``run`` would refuse too, ModelError for unusable weights when calibrating.
     """
     run_dir = RunDir(Path(spec.output.path))
-    with stdin_as_file(spec.input, run_dir.spool) as where:
-        earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).current
-        at = earlier.rendered_at if earlier else rendered_at(spec)
-        model = read_model(spec, at)
-        spec = model.resolved(spec)
-        source = open_source(where, run_dir.owns)
-        rows = RowRange(source, shard, has_ids=may_have_ids(where))
-        builder = model.builder(replace(spec, input=where))
-        check_columns(source.read(), spec, builder.finder)
-        with ExitStack() as stack:
-            ids = stack.enter_context(closing(UniqueIds(as_text=spec.output.has_text_ids)))
-            results = stack.enter_context(closing(_earlier_results(spec, model, run_dir, earlier, at)))
-            validator = RowValidator(where, builder, ids, shard)
+    earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).current
+    at = earlier.rendered_at if earlier else rendered_at(spec)
+    with open_job(spec, run_dir, at) as job:
+        job.check_columns()
+        spec, model = job.spec, job.model
+        with job.validator(shard) as validator, closing(_earlier_results(job, run_dir, earlier, at)) as results:
             survey = Survey(validator, model.max_model_len, lambda row: results.find(row)[0] is not None)
-            survey.take(rows.read())
+            survey.take(job.rows(shard).read())
     lengths = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     plan = _content(spec, model, survey, _forecast(spec, model, survey, lengths, calibrates=calibrates))
     if spec.output.reuse or earlier:
@@ -86,19 +76,17 @@ def make_plan(
     return plan
 
 
-def _earlier_results(
-    spec: JobSpec, model: ModelInfo, run_dir: RunDir, earlier: Manifest | None, at: datetime | None
-) -> EarlierResults:
+def _earlier_results(job: OpenJob, run_dir: RunDir, earlier: Manifest | None, at: datetime | None) -> EarlierResults:
     """The results that are there, computed as in the output folder; a run finds out whether this machine does."""
+    spec = job.spec
     runs = [run for _, run in earlier_runs(spec)] + ([earlier] if earlier else [])
-    digests = Digests(runs[-1].file_states if runs else None)
-    files = model.files.fingerprint(digests) if runs else {}
+    job.digests = Digests(runs[-1].file_states if runs else None)
+    files = job.model.files.fingerprint(job.digests) if runs else {}
     fingerprints: dict[str, Any] = {"model": files, "code": {"results": RESULTS}}
     if earlier and (numerics := inherited_numerics(earlier, spec)):
         fingerprints["numerics"] = numerics.plain
     manifest = Manifest(spec.to_dict(), spec.output_keys(), fingerprints, rendered_at=at)
-    builder, own = model.record_builder(spec), run_dir if earlier else None
-    return EarlierResults(spec, manifest, builder, own, digests, prints_date=model.prints_date)
+    return EarlierResults(job, manifest, run_dir if earlier else None)
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:

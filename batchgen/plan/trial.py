@@ -9,22 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Request, Row
 from batchgen.core.units import counted
-from batchgen.input.columns import check_columns
-from batchgen.input.ids import RowValidator, UniqueIds
-from batchgen.input.source import open_source
+from batchgen.input.rows import prepared
 from batchgen.output.rundir import RunDir
-from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, read_model
+from batchgen.run.loader import EngineFactory, load_engine
+from batchgen.run.opened import open_job
 from batchgen.run.results import entry_of, failed_entry
-from batchgen.run.stdin import stdin_as_file
 
 _MAX_RECORD_CHARS = 500  # of a record without a text, such as a vector
 
@@ -68,41 +65,27 @@ def try_job(
     ``engine_factory`` replaces the model's own engine. Raises as a run does before its first row: UsageError,
     ModelError, OutOfMemory.
     """
-    run_dir = RunDir(Path(spec.output.path))
-    with stdin_as_file(spec.input, run_dir.spool) as where:
-        model = read_model(spec)
-        spec = model.resolved(spec)
-        source = open_source(where, run_dir.owns)
-        builder = model.builder(replace(spec, input=where))
-        for line in check_columns(source.read(), spec, builder.finder):
+    with open_job(spec, RunDir(Path(spec.output.path))) as job, job.validator() as validator:
+        for line in job.check_columns():
             note(line)
-        with closing(UniqueIds(as_text=spec.output.has_text_ids)) as ids:
-            rows = list(islice(source.read(), num_rows))
-            answers = [*RowValidator(where, builder, ids).validate(rows)]
+        answers = [*prepared(islice(job.source.read(), num_rows), validator.validate)]
     if not answers:
         raise UsageError("the input has no rows")
     requests = [request for _, request in answers if request is not None]
     results: dict[int, Any] = {}
     if requests:  # else no weights are loaded
-        with closing((engine_factory or load_engine)(spec, model)) as backend:
+        with closing((engine_factory or load_engine)(job.spec, job.model)) as backend:
             backend.prepare()
             results = {result.key: result for result in backend.engine.run(requests)}
             for line in backend.notes:
                 note(line)
-    yield from _tried(answers, results, model, spec)
-
-
-def _tried(
-    answers: list[tuple[Row, Request | None]], results: dict[int, Any], model: ModelInfo, spec: JobSpec
-) -> Iterator[Tried]:
-    records = model.record_builder(spec)
     for row, request in answers:
         if request is None:
-            yield Tried(row.line, 0, "", _fields(failed_entry(row, records).payload))
+            yield Tried(row.line, 0, "", _fields(failed_entry(row, job.records).payload))
             continue
-        ids = request.prompt_token_ids
-        prompt = model.tokenizer.decode(ids, skip_special_tokens=False) if model.tokenizer else str([*ids])
-        entry = entry_of(row, results[row.key], records)
+        ids, tokenizer = request.prompt_token_ids, job.model.tokenizer
+        prompt = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else str([*ids])
+        entry = entry_of(row, results[row.key], job.records)
         yield Tried(row.line, len(ids), prompt, _fields(entry.payload))
 
 

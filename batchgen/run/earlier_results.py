@@ -24,8 +24,8 @@ from batchgen.core.records import Row
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.finalize import EXACT_FORMAT
 from batchgen.output.manifest import Manifest, differences
-from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import RunDir
+from batchgen.run.opened import OpenJob
 
 # Keys that decide what a record says, whatever its row asks.
 _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
@@ -34,31 +34,22 @@ _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 class EarlierResults:
     """The results of earlier that the job of ``manifest`` can take its rows from.
 
-    ``run_dir`` is the job's own folder, of which the journal ``mine`` is none; ``digests`` tell whether its outputs are
-    those that its ``job.json`` names. ``lines`` says of each source that differs how; of one that computes otherwise no
-    row is taken. Where the chat template ``prints_date``, it says which one. Without numerics in the manifest, as in a
-    plan, these are not compared. ``sources`` are those of the folder itself: how many results each has, and its job.
-    Close it. Raises UsageError as ``earlier_runs``, and for files that cannot be read.
+    ``run_dir`` is the job's own folder, whose journal ``mine`` is not read. ``lines`` says how each source differs that
+    does; no row is taken from one that computes otherwise. If the chat template prints a date, it says which one.
+    Without numerics in the manifest, as in a plan, these are not compared. ``sources`` are those of the folder itself:
+    how many results each has, and its job. Close it. Raises UsageError as ``earlier_runs``, and for files that cannot
+    be read.
     """
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        manifest: Manifest,
-        builder: RecordBuilder,
-        run_dir: RunDir | None,
-        digests: Digests,
-        *,
-        mine: Path | None = None,
-        prints_date: bool = False,
-    ) -> None:
+    def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, mine: Path | None = None) -> None:
         self.lines: list[str] = []
         self._manifest, self._mine = manifest, mine
-        self._printed_at = manifest.rendered_at if prints_date and spec.input.is_templated else None
-        self._builder = builder
+        prints_date = job.model.prints_date and job.spec.input.is_templated
+        self._printed_at = manifest.rendered_at if prints_date else None
+        self._builder = job.records
         self._rows = EarlierRows()
-        self.sources = [*self._add(run_dir, digests)] if run_dir is not None else []
-        for folder, earlier in earlier_runs(spec):
+        self.sources = [*self._add(run_dir, job.digests)] if run_dir is not None else []
+        for folder, earlier in earlier_runs(job.spec):
             self._tell_changes(folder, earlier, [*self._add(folder, Digests(earlier.file_states))])
         self._rows.seal()
         self.close = self._rows.close

@@ -1,43 +1,36 @@
-"""One invocation of a job: its options, and the parts of its work around an engine.
+"""One invocation of a job: its options, its progress and requests to stop, and the parts of its work around an engine.
 
-That is: load the engine, pass rows through it into the journal, and publish. Which rows run, in what order all is done
-and how the outputs are written is decided in ``job``.
+It loads the engine, passes rows through it into the journal, and publishes. ``job`` decides which rows run and in what
+order all is done.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import kept_columns
 from batchgen.core.errors import BatchgenError, ExitCode, ResumeMismatch, StorageError, UsageError
-from batchgen.core.fingerprint import Digests
 from batchgen.core.numerics import OTHER_ORDER, Numerics
 from batchgen.core.records import Request, Row
 from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import shown
-from batchgen.input.ids import RowValidator, may_have_ids, rebuild_ids
-from batchgen.input.rows import CHUNK_ROWS, chunked
-from batchgen.input.source import RowRange, Source
+from batchgen.input.ids import RowValidator
+from batchgen.input.rows import Prepared, prepared
+from batchgen.input.source import RowRange
 from batchgen.output.bucket import Bucket
-from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.publish import Publication
-from batchgen.output.rundir import Begun, RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
-from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
+from batchgen.run.loader import EngineFactory, load_engine
+from batchgen.run.opened import OpenJob
 from batchgen.run.outcome import Outcome
 from batchgen.run.progress import Progress
 from batchgen.run.results import Charge, ResultSink
 from batchgen.run.stop import Limits, Stopper
-
-_SLOW_CHUNK_S = 2.0  # a chat template may take seconds per row, and a stop loses the chunk that it interrupts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,37 +68,32 @@ class OtherNumerics(ResumeMismatch):
 
 
 class Invocation:
-    """A job with its run directory, progress and engine.
+    """The process that works on a job in ``run_dir``: its options, progress, requests to stop, and engine.
 
-    ``manifest``, ``begun`` (where it is kept), ``digests`` (of input and model files) and ``model`` are set by the
-    subclass before they are needed.
+    ``publish`` is the job's ``output.publish``.
     """
 
-    manifest: Manifest
-    begun: Begun
-    digests: Digests
-    model: ModelInfo
-
     def __init__(
-        self, spec: JobSpec, options: RunOptions, run_dir: RunDir, engine_factory: EngineFactory | None
+        self, publish: str, options: RunOptions, run_dir: RunDir, engine_factory: EngineFactory | None
     ) -> None:
-        self.spec = spec
+        self._publish = publish
         self.options = options
         self.run_dir = run_dir
-        self.engine_factory = engine_factory or load_engine
         self.backend: Backend | None = None
+        self._engine_factory = engine_factory or load_engine
         self._num_told = 0  # of its notes
         self.stopper = Stopper(options.limits, may_exit=options.may_exit)
         display = make_display(options.progress, options.heartbeat_s)
         self.progress = Progress(run_dir.path, display, self.stopper)
         self.note = display.note  # shows a line to the user
 
-    def load(self) -> Backend:
+    def load(self, job: OpenJob, manifest: Manifest) -> Backend:
         """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
         if self.backend is None:
             with self.progress.phase("loading the model", "load"):
-                self.backend = self.engine_factory(self.spec, replace(self.model, context=self._context()))
-                self.model.files.check_unchanged(self.digests)
+                context = self._context(job, manifest)
+                self.backend = self._engine_factory(job.spec, replace(job.model, context=context))
+                job.model.files.check_unchanged(job.digests)
             with self.progress.phase("compiling kernels for this machine, once", "load"):
                 self.backend.prepare()
             self._tell_notes(self.backend)
@@ -117,13 +105,12 @@ class Invocation:
             self.note(line)
         self._num_told = len(backend.notes)
 
-    def _context(self) -> RunContext:
-        fingerprints = self.manifest.fingerprints
+    def _context(self, job: OpenJob, manifest: Manifest) -> RunContext:
         return RunContext(
-            self.manifest.rendered_at,
-            fingerprints["model"],
-            self.digests.to_plain(),
-            fingerprints.get("numerics"),
+            manifest.rendered_at,
+            manifest.fingerprints["model"],
+            job.digests.to_plain(),
+            manifest.fingerprints.get("numerics"),
             self.progress.rows_total,
             self.note,
             self.options.allow_mixed_kernels,
@@ -135,20 +122,10 @@ class Invocation:
             with self.progress.phase("counting the rows", "read"):
                 self.progress.expect(rows.count())
 
-    def check_read(self, source: Source) -> None:
-        """Name the kept columns whose cells could not all be read. Raises InputError if a file has changed."""
-        source.check_unchanged()
-        for name in kept_columns(self.spec, dict.fromkeys(sorted(source.unread))):
-            self.note(f"column {shown(name)} has cells that cannot be read: they are null in the outputs")
-
-    def restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
-        """Make all rows up to the last finished one claim their ids again: they are not kept across invocations."""
-        if may_have_ids(self.spec.input):
-            with self.progress.phase("reading ids again", "read"):
-                rebuild_ids(source.read(), max(journal.done), validator)
-
-    def generate(self, rows: Iterable[Row], validator: RowValidator, sink: ResultSink) -> bool:
-        """Run the rows and record their results in the sink's journal; returns whether all of them ended.
+    def generate(
+        self, job: OpenJob, manifest: Manifest, rows: Iterable[Row], validator: RowValidator, sink: ResultSink
+    ) -> bool:
+        """Run the rows of a job and record their results in the sink's journal; returns whether all of them ended.
 
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved, also if no worker
         is left.
@@ -160,7 +137,7 @@ class Invocation:
         with self.progress.phase("reading the input", "read"):
             first = next(tasks, None)
         if first is not None:
-            backend = self._agreed_backend()
+            backend = self._agreed_backend(job, manifest)
             engine = backend.engine
             if backend.takes_rows:
                 stream.gives_rows = True
@@ -184,14 +161,14 @@ class Invocation:
         journal.commit()
         return stream.is_exhausted and not stream.pending
 
-    def _agreed_backend(self) -> Backend:
+    def _agreed_backend(self, job: OpenJob, manifest: Manifest) -> Backend:
         """The engine, which computes as the run did so far.
 
         Raises OtherNumerics if rows would come out differently. Kernels that are not known may be any.
         """
-        backend, folder = self.load(), self.run_dir.path
+        backend, folder = self.load(job, manifest), self.run_dir.path
         now = Numerics.of(backend.numerics)
-        begun = self.manifest.numerics or now
+        begun = manifest.numerics or now
         again = "--update computes all rows again, --overwrite drops them first"
         if begun.base != now.base:
             flags = begun.flags(now)
@@ -206,43 +183,34 @@ class Invocation:
             )
         return backend
 
-    def write_begun(self, manifest: Manifest) -> None:
-        """Take a manifest as that of the job under way, and store it with its journal."""
-        self.manifest = manifest
-        self.begun = Begun(self.begun.folder, manifest)
-        self.run_dir.write_begun(self.begun)
-
-    def claim(self) -> None:
+    def claim(self, manifest: Manifest) -> None:
         """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""
-        if self.spec.output.publish:
+        if self._publish:
             with self.progress.phase("checking output.publish", "read"), refusals_as_usage():
-                self._publication().claim(overwrite=self.options.overwrite)
+                Publication(Bucket(self._publish), self.run_dir, manifest).claim(overwrite=self.options.overwrite)
 
-    def published(self, outcome: Outcome) -> Outcome:
+    def published(self, outcome: Outcome, manifest: Manifest) -> Outcome:
         """The outcome of a finished run whose files are where the job wants them too; what is there is not copied.
 
         Raises StorageError: the run stays finished, and the next invocation tries again.
         """
-        if not self.spec.output.publish:
+        if not self._publish:
             return outcome
         try:
             with self.progress.phase("publishing", "write"):
-                lines = self._publication().publish()
+                lines = Publication(Bucket(self._publish), self.run_dir, manifest).publish()
         except BatchgenError as error:
             advice = "the run is finished and its files are kept; run again to publish them"
             raise StorageError(f"{error}; {advice}") from error
         return replace(outcome, lines=(*outcome.lines, *lines))
 
-    def _publication(self) -> Publication:
-        return Publication(Bucket(self.spec.output.publish), self.run_dir, self.manifest)
-
 
 class RequestStream:
-    """The requests of one invocation, read and made in chunks as the engine asks for them.
+    """The requests of one invocation, read and made as the engine asks for them; memory does not grow with the input.
 
-    Memory does not grow with the input. Where workers make rows into requests, it yields rows whose ids are claimed.
     ``pending`` holds the rows that are with the engine, by index. ``is_exhausted`` says that the input has no more
-    rows. Once ``gives_rows`` is set, ``tasks`` yields rows. Reading, checking and tokenizing are charged to "read".
+    rows. Once ``gives_rows`` is set, ``tasks`` yields rows that have claimed their ids, for workers that make requests
+    of them. Reading, checking and tokenizing are charged to "read".
     """
 
     def __init__(self, sink: ResultSink, validator: RowValidator, stopper: Stopper, charge: Charge) -> None:
@@ -256,32 +224,29 @@ class RequestStream:
 
     def tasks(self, rows: Iterable[Row]) -> Iterator[Request | Row]:
         """The requests of ``rows`` in order, with the tokens of earlier invocations; ends early on a stop."""
-        max_rows = 1
-        chunks = chunked(rows, lambda: max_rows)
+        answers = prepared(map(self._begun, rows), self._build)
         while not self._stopper.requested:
-            began_at = time.monotonic()
             with self._charge("read"):
-                chunk = [self._begun(row) for row in next(chunks, [])]
-                claimed = ((row, None) for row in self._validator.claim(chunk))
-                answers = claimed if self.gives_rows else self._validator.validate(chunk)
                 answer = next(answers, None)
-            max_rows = min(2 * max_rows, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
-            if not chunk:
+            if answer is None:  # the run is over, whatever its error rate
                 self.is_exhausted = True
                 return
-            if answer is not None:  # without rows left the run is over, whatever its error rate
-                self._sink.check_error_rate(self._stopper)
-            num_read = self._sink.journal.done.num_below(chunk[-1].index + 1)
+            self._sink.check_error_rate(self._stopper)
+            if self._stopper.requested:
+                return
+            row, request = answer
+            num_read = self._sink.journal.done.num_below(row.index + 1)
             self._sink.num_read = max(self._sink.num_read, num_read)
-            while answer is not None and not self._stopper.requested:
-                row, request = answer
-                if row.error is not None:
-                    self._sink.fail(row)
-                else:
-                    self.pending[row.key] = row
-                    yield row if self.gives_rows or request is None else request
-                with self._charge("read"):
-                    answer = next(answers, None)
+            if row.error is not None:
+                self._sink.fail(row)
+            else:
+                self.pending[row.key] = row
+                yield row if self.gives_rows or request is None else request
+
+    def _build(self, rows: list[Row]) -> Iterator[Prepared]:
+        if self.gives_rows:
+            return ((row, None) for row in self._validator.claim(rows))
+        return self._validator.validate(rows)
 
     def _begun(self, row: Row) -> Row:
         tokens = self._sink.journal.partials.get(row.key, ())

@@ -20,19 +20,17 @@ from batchgen.core.numerics import Numerics
 from batchgen.core.shard import WHOLE
 from batchgen.core.units import counted
 from batchgen.core.version import RESULTS
-from batchgen.input.columns import check_columns
-from batchgen.input.ids import RowValidator, UniqueIds, may_have_ids
-from batchgen.input.requests import RequestBuilder
+from batchgen.input.ids import RowValidator, rebuild_ids
 from batchgen.input.source import RowRange, Source, open_source
 from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
-from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, refuse_own_rows, rendered_at
 from batchgen.run.invocation import Invocation, OtherNumerics, RunOptions
 from batchgen.run.loader import EngineFactory, read_model
+from batchgen.run.opened import OpenJob
 from batchgen.run.outcome import Outcome, already_done, announcement, finished, stopped
 from batchgen.run.reports import job_facts, journal_totals, last_report
 from batchgen.run.results import ResultSink
@@ -62,17 +60,20 @@ def run_job(
     return _Job(spec, options or RunOptions(), engine_factory, lines).execute()
 
 
-class _Job(Invocation):
-    builder: RequestBuilder
-    records: RecordBuilder
-    jobs: FolderJobs  # those of the run directory before this one
+class _Job:
+    """A job in its run directory."""
 
     def __init__(
         self, spec: JobSpec, options: RunOptions, engine_factory: EngineFactory | None, lines: Iterable[bytes] | None
     ) -> None:
-        super().__init__(spec, options, RunDir(Path(spec.output.path)), engine_factory)
+        self.spec = spec
+        self.options = options
         self.lines = lines
         self.stdin: StdinCopy | None = None
+        self.run_dir = RunDir(Path(spec.output.path))
+        self.invocation = Invocation(spec.output.publish, options, self.run_dir, engine_factory)
+        self.progress, self.note = self.invocation.progress, self.invocation.note
+        self.stopper = self.invocation.stopper
 
     @memory_errors("running this job")
     def execute(self) -> Outcome:
@@ -88,8 +89,8 @@ class _Job(Invocation):
                 except StopRequested:
                     outcome = self._stopped()
                 finally:
-                    if self.backend is not None:
-                        self.backend.close()
+                    if self.invocation.backend is not None:
+                        self.invocation.backend.close()
         return replace(outcome, stop_reason=self.stopper.reason)
 
     def _work(self) -> Outcome:
@@ -109,8 +110,7 @@ class _Job(Invocation):
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
             if mine is None and not self.options.update:
                 self.jobs.refuse_unasked(self.manifest, self.digests)
-            self.claim()
-            self.builder, self.records = self.model.builder(self.spec), self.model.record_builder(self.spec)
+            self.invocation.claim(self.manifest)
             try:
                 return self._run(source, mine)
             except OtherNumerics:
@@ -123,13 +123,14 @@ class _Job(Invocation):
 
     def _run(self, source: Source, mine: Begun | None) -> Outcome:
         """Begin the job, or go on with it where it was begun, up to its outputs."""
-        self.begun = self._begin(source) if mine is None else self._go_on(mine)
+        self.opened = OpenJob(self.spec, self.model, source, self.digests)
+        self.begun = self._begin() if mine is None else self._go_on(mine)
         earlier = None if self.begun.manifest.taken else self._earlier_results()
         opened = closing(earlier) if earlier is not None else ExitStack()
         with opened, closing(Journal.open(self.begun.folder, self.options.shard)) as journal:
             for line in journal.recovery:
                 self.note(line)
-            return self._finish_rows(source, journal, earlier, is_resumed=mine is not None)
+            return self._finish_rows(journal, earlier, is_resumed=mine is not None)
 
     def _look_around(self) -> None:
         """Find the jobs of the run directory, unless this one starts anew. Raises UsageError."""
@@ -165,9 +166,10 @@ class _Job(Invocation):
         with self.progress.phase("opening the input", "read"):
             return open_source(where, self.run_dir.owns)
 
-    def _reopened(self, source: Source) -> Source:
-        """The same rows from where they are by now: standard input is kept once the job has been accepted."""
-        return source if self.stdin is None else self._open_source(self.stdin.path)
+    def _reopen(self) -> None:
+        """Open the rows where they are by now: standard input is kept once the job has been accepted."""
+        if self.stdin is not None:
+            self.opened.source = self._open_source(self.stdin.path)
 
     def _identify(self, source: Source | None) -> None:
         """Find the model and set the manifest, which those of the folder are compared with. Raises UsageError."""
@@ -203,29 +205,29 @@ class _Job(Invocation):
     def _already_done(self, last: Manifest) -> Outcome:
         """Complete the steps that a kill just after the outputs appeared has left undone."""
         edited = self.jobs.edited(self.digests)
-        self.manifest = last
         self.progress.keep_file(bool(self.run_dir.unfinished()), is_idle=True)
         states = replace(last, file_states=self.digests.to_plain())  # so that the next start need not read the files
         with suppress(StorageError):  # the disk may be full by now
             if states != last:
                 self.run_dir.write_manifest(states)
-        return self.published(already_done(self.run_dir, self.spec.output.format, edited))
+        return self.invocation.published(already_done(self.run_dir, self.spec.output.format, edited), last)
 
-    def _begin(self, source: Source) -> Begun:
+    def _begin(self) -> Begun:
         """Begin the job: see that it can run, and make its journal.
 
         In a new folder the weights are loaded before anything is written: unusable ones cost no earlier run. Elsewhere
         numerics that the job does not change are compared once a row needs the weights.
         """
-        for line in check_columns(source.read(), self.spec, self.builder.finder):
+        for line in self.opened.check_columns():
             self.note(line)
         self.model.refuse_as_target(self.run_dir)
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
-            self.count(self._rows(source, None))
+            self.invocation.count(self.opened.rows(self.options.shard))
         earlier_runs(self.spec)
         earlier = self.jobs.current
-        numerics = inherited_numerics(earlier, self.spec) if earlier and self.backend is None else None
-        self.manifest = self.manifest.with_numerics(numerics or Numerics.of(self.load().numerics))
+        numerics = inherited_numerics(earlier, self.spec) if earlier and self.invocation.backend is None else None
+        numerics = numerics or Numerics.of(self.invocation.load(self.opened, self.manifest).numerics)
+        self.manifest = self.manifest.with_numerics(numerics)
         if earlier is None:
             self.run_dir.refuse_foreign_files()
             if self.options.overwrite:
@@ -262,47 +264,44 @@ class _Job(Invocation):
     def _earlier_results(self) -> EarlierResults:
         """The results that rows can be taken from; those of a folder that starts anew were dropped."""
         own = self.run_dir if self.jobs.current else None
-        builder, prints_date = self.records, self.model.prints_date
         with self.progress.phase("reading earlier results", "read"):
-            earlier = EarlierResults(
-                self.spec, self.manifest, builder, own, self.digests, mine=self.begun.folder, prints_date=prints_date
-            )
+            earlier = EarlierResults(self.opened, self.manifest, own, mine=self.begun.folder)
         for line in earlier.lines:
             self.note(line)
         return earlier
 
-    def _finish_rows(
-        self, source: Source, journal: Journal, earlier: EarlierResults | None, *, is_resumed: bool
-    ) -> Outcome:
+    def _finish_rows(self, journal: Journal, earlier: EarlierResults | None, *, is_resumed: bool) -> Outcome:
         """Keep what is there, generate what the journal lacks, then write the outputs."""
         num_rows = self.manifest.num_rows
         if num_rows is not None and journal.done.covers(num_rows):  # but for damage, it held them all
             return self._finish(journal, num_rows)
-        progress, template = self.progress, self.builder.finder.template
+        progress, template = self.progress, self.opened.builder.finder.template
         progress.keep_file(True)
-        sink = ResultSink(journal, self.records, self.options.max_error_rate, progress.clock.on, template)
-        source = self._reopened(source)
-        rows = self._rows(source, journal)
-        with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
-            validator = RowValidator(self.spec.input, self.builder, ids, self.options.shard)
-            if len(journal.done):
-                self.restore_ids(source, journal, validator)
+        sink = ResultSink(journal, self.opened.records, self.options.max_error_rate, progress.clock.on, template)
+        self._reopen()
+        rows = self.opened.rows(self.options.shard)
+        rows.done, rows.start = journal.done, journal.resume_cursor
+        with self.opened.validator(self.options.shard) as validator:
+            if rows.has_ids and len(journal.done):
+                with progress.phase("reading ids again", "read"):
+                    rebuild_ids(rows.source.read(), max(journal.done), validator)
             if is_resumed:
-                self.write_begun(self.manifest)
+                self._write_begun(self.manifest)
             if earlier is not None:
                 self._take_over(earlier, rows, validator, sink)
                 if self.stopper.requested:
                     return self._stopped()
             if self.stdin is not None:
                 self.stdin.keep()
-                source = rows.source = self._reopened(source)
-            self.count(rows)
+                self._reopen()
+                rows.source = self.opened.source
+            self.invocation.count(rows)
             self.note(announcement(self.run_dir, self.options.shard, progress.rows_total, len(journal.done)))
-            if not self.generate(rows.read(), validator, sink):
+            if not self.invocation.generate(self.opened, self.manifest, rows.read(), validator, sink):
                 if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
                     write_errors(self.run_dir, self.begun, self.spec, journal)
                 return self._stopped()
-        self.check_read(source)
+        self.opened.check_read(self.note)
         self.manifest = replace(self.manifest, file_states=self.digests.to_plain())
         return self._finish(journal, rows.num_rows)
 
@@ -320,7 +319,13 @@ class _Job(Invocation):
                 raise UsageError(f"{self.run_dir.path}: {why}: fix the input, or continue with --update")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
             self.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
-        self.write_begun(replace(self.manifest, taken=True, num_good=counts.num_good if counts else None))
+        self._write_begun(replace(self.manifest, taken=True, num_good=counts.num_good if counts else None))
+
+    def _write_begun(self, manifest: Manifest) -> None:
+        """Take a manifest as that of the job under way, and store it with its journal."""
+        self.manifest = manifest
+        self.begun = Begun(self.begun.folder, manifest)
+        self.run_dir.write_begun(self.begun)
 
     def _finish(self, journal: Journal, num_rows: int) -> Outcome:
         """Write the outputs and the report; then the folder's ``job.json`` names them, and the journals go."""
@@ -330,21 +335,16 @@ class _Job(Invocation):
             )
         with self.progress.phase("writing the report", "write"):
             totals = journal_totals(journal, self.spec)
-            report = build_report(totals, self.progress.usage(), job_facts(self.spec, self.manifest, self.backend))
+            facts = job_facts(self.spec, self.manifest, self.invocation.backend)
+            report = build_report(totals, self.progress.usage(), facts)
             write_report(self.run_dir.report, report)
             journal.close()
             keeps_rows = self.spec.output.format != EXACT_FORMAT
             self.manifest = self.run_dir.finish(self.begun, self.digests, keeps_rows=keeps_rows)
         self.progress.finish(report)
         self.progress.keep_file(False)
-        return self.published(finished(self.run_dir, self.spec.output.format, report))
+        return self.invocation.published(finished(self.run_dir, self.spec.output.format, report), self.manifest)
 
     def _stopped(self) -> Outcome:
         self.progress.stop()
         return stopped(self.run_dir, self.progress)
-
-    def _rows(self, source: Source, journal: Journal | None) -> RowRange:
-        rows = RowRange(source, self.options.shard, has_ids=may_have_ids(self.spec.input))
-        if journal is not None:
-            rows.done, rows.start = journal.done, journal.resume_cursor
-        return rows

@@ -625,7 +625,7 @@ def test_few_rows_are_read_at_once_until_they_prove_quick(
         seen.append(len(rows))
         return validate(self, rows)
 
-    monkeypatch.setattr(invocation, "_SLOW_CHUNK_S", slow_s)
+    monkeypatch.setattr("batchgen.input.rows.SLOW_CHUNK_S", slow_s)
     monkeypatch.setattr(RowValidator, "validate", noting)
     job.write(rows_of(20))
     assert job.run().exit_code == 0
