@@ -1,1 +1,1 @@
-"""Throughput of the engine on a workload, beside the roofline measured in the same process."""
+"""Throughput of the engine on a workload, next to the roofline measured in the same process."""

@@ -1,6 +1,6 @@
 """Runs a workload several times and compares its speed with the machine's own ceilings.
 
-Machines drift, so the ceilings are measured anew around each repeat, and medians are reported with their range.
+Machines drift, so the ceilings are measured again around each repeat, and medians are reported with their range.
 """
 
 from __future__ import annotations

@@ -97,13 +97,13 @@ def from_file(
     A prompt is one message to a model with a chat template. Rows without ``max_tokens`` have the ``default``.
 
     Raises:
-        UsageError: an unreadable file, a line that is no such row, or no row.
+        UsageError: an unreadable file, a line that is not such a row, or an empty file.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         names = ", ".join(NAMED)
-        raise UsageError(f"--workload {path}: cannot be read ({error.strerror}), and is no name: {names}") from None
+        raise UsageError(f"--workload {path}: cannot be read ({error.strerror}), and is not one of {names}") from None
     requests: list[Request] = []
     for number, line in enumerate(lines, 1):
         if len(requests) == limit:

@@ -16,15 +16,16 @@ from batchgen.engine.sizes import SchedulerConfig
 
 _MAX_FOLLOWERS = 1 << 14
 _MAX_AHEAD_BYTES = 1 << 29
-_ROW_BYTES, _TOKEN_BYTES = 1000, 40  # of a request and its row, beside the text of the row and for each prompt token
+_ROW_BYTES, _TOKEN_BYTES = 1000, 40  # of a request and its row in addition to the row's text, and for each prompt token
 _Order = tuple[int, int, int]
 
 
 class LookAhead:
-    """Source of the requests of a run, which gives them as far as they are of use now.
+    """Source of the requests of a run, which pulls them only as far as they are needed.
 
-    It bounds the requests that wait to be admitted (``max_waiting``), those that only wait for the result of another,
-    and the memory of all that have no result yet. Large rows are pulled one by one beyond that bound, while none waits.
+    It bounds the requests that wait to be admitted (``max_waiting``), the requests that only wait for the result of an
+    identical one, and the memory of all unfinished requests. Beyond the bound on memory, large rows are pulled one by
+    one, and only if none waits.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` empty blocks; the caller has made sure that so many are free."""
+        """``count`` empty blocks; the caller has made sure that they are free."""
         if count > self.num_free:
             raise AssertionError(f"asked for {count} blocks, {self.num_free} are free")
         self.num_free -= count

@@ -17,7 +17,7 @@ from batchgen.core.records import Result, SamplingParams, Timings
 from batchgen.engine.sequence import RequestState
 
 MAX_REMEMBERED_TOKENS = 4_000_000  # 4 bytes each
-_OVERHEAD_TOKENS = 150  # memory of a result beside its tokens, in tokens
+_OVERHEAD_TOKENS = 150  # memory of a result without its tokens, in tokens
 _SCORE_TOKENS = 8  # memory of the log-probability of a label, in tokens
 
 
@@ -56,7 +56,7 @@ class Duplicates:
         return False
 
     def end(self, state: RequestState, result: Result) -> list[Result]:
-        """Take the result of a request; returns those of the identical requests that waited for it."""
+        """Take the result of a request; returns the results of the identical requests that waited for it."""
         if state.digest is None:
             return []
         del self._under_way[state.digest]
@@ -91,9 +91,9 @@ def _size(result: Result, tokens: array[int]) -> int:
 
 
 def _digest(state: RequestState) -> bytes | None:
-    """Name of all that decides a greedy answer, made when first asked for; None for sampled requests.
+    """Digest of all that decides a greedy answer, made when first needed; None for sampled requests.
 
-    Tokens that an earlier run generated are no part of it: they are the beginning of that very answer.
+    Tokens that an earlier run generated are left out: the answer begins with them.
     """
     request = state.request
     if state.digest is None and request.params.is_greedy:

@@ -32,7 +32,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.text.tokenizer import Tokenizer
 
 # A step that ended midway may have moved states on without booking its tokens, or lost a result.
-_INTERRUPTED = "a step of this engine was interrupted, and what it holds is unknown: make a new engine"
+_INTERRUPTED = "an earlier step was interrupted and the engine's state is undefined; create a new engine"
 
 
 class Engine:
@@ -55,10 +55,10 @@ class Engine:
         sampler: Callable[[Kernels, frozenset[int], int], Sampler] = Sampler,
         runner: Callable[[Decoder, SchedulerConfig], ModelRunner] = ModelRunner,
     ) -> None:
-        """Rows may have ``stop`` and ``structured_outputs`` where there is a ``tokenizer``, or ``text`` in its place.
+        """Rows may have ``stop`` and ``structured_outputs`` if a ``tokenizer``, or ``text`` in its place, is given.
 
-        ``eos_token_ids`` default to the model config's and the tokenizer's. ``sampler`` and ``runner`` make those of
-        the engine.
+        ``eos_token_ids`` default to the model config's and the tokenizer's. ``sampler`` and ``runner`` make the
+        engine's sampler and runner.
 
         Raises:
             UsageError: a size that cannot work.
@@ -84,7 +84,7 @@ class Engine:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """Numerics, which decide the tokens beside weights and requests: the model's, and the cache's if not "auto"."""
+        """Numerics, which decide tokens with weights and requests: the model's, and the cache's if not "auto"."""
         kv_cache_dtype = self.config.kv_cache_dtype
         return self.runner.model.numerics | ({} if kv_cache_dtype == "auto" else {"kv_cache_dtype": kv_cache_dtype})
 
@@ -163,7 +163,7 @@ class Engine:
         with self.stats.phase("forward"):
             logits, argmax_ids = self.runner.run(schedule)
         if schedule.has_masks:
-            with self.stats.phase("mask"):  # beside the forward pass, where launches return before it is done
+            with self.stats.phase("mask"):  # during the forward pass, if launches return before it is done
                 mask = build_mask(self.text.constraints, sampled, logits.shape[1], logits.device)
         with self.stats.phase("sample"):
             if len(logits) > len(sampled):  # first: given tokens stand before the new ones
@@ -215,7 +215,7 @@ class Engine:
         return answers
 
     def flush(self) -> list[Result]:
-        """Wait for a step in flight, once there is no more work; the results that are complete with it."""
+        """Wait for a step in flight, once all work is launched; the results that are complete with it."""
         with self._unless_torn():
             return [] if self.overlap is None else self.overlap.flush()
 
@@ -233,7 +233,7 @@ class Engine:
         self._stopping = True
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:
-        """Tokens generated so far, by request key, of every request that could go on from them."""
+        """Tokens generated so far, by request key, of every request that could continue from them."""
         tokens = {s: s.state.resumable_tokens for s in self.scheduler.unfinished()}
         for sequence in () if self.overlap is None else self.overlap.pending:
             tokens[sequence] = tokens[sequence][:-1]

@@ -18,8 +18,8 @@ from batchgen.engine.sequence import Sequence
 
 _MEMORY = 512  # ended sequences remembered
 _HUGE = 1 << 40
-_ENOUGH = 32  # before so many have ended, nothing is known of lengths
-_UNKNOWN = 1024  # tokens that a sequence is expected to come to where nothing is known, and later twice what it has
+_ENOUGH = 32  # ended sequences from which lengths can be estimated
+_UNKNOWN = 1024  # tokens that a sequence is expected to reach without an estimate, and later twice what it has
 
 
 class OutputLengths:
@@ -59,7 +59,7 @@ class OutputLengths:
         return lengths
 
     def _expected(self) -> np.ndarray:
-        """The expected length of a sequence by the place of its own length among the others; 0 behind all of them."""
+        """The expected length of a sequence, by the place of its length in ``_sorted``; 0 after the last place."""
         if self._means is None:
             sums = np.array(self._sorted)[::-1].cumsum()[::-1]
             self._means = np.append(np.rint(sums / np.arange(len(sums), 0, -1)), 0).astype(np.int64)
@@ -67,11 +67,10 @@ class OutputLengths:
 
 
 class MemoryForecast:
-    """The coming peak of the blocks in use, if nothing else changes than who is admitted.
+    """The coming peak of the blocks in use, depending on which sequences are admitted.
 
     ``look`` begins an admission, ``add`` takes in each sequence that is admitted. Blocks held by several sequences
-    outlive each of them, so they count apart from those of one holder. The last block of a sequence is assumed to be
-    half empty.
+    outlive each of them, so they are counted separately. The last block of a sequence is assumed to be half empty.
     """
 
     def __init__(self, pool: BlockPool, lengths: OutputLengths, block_size: int, max_num_seqs: int) -> None:
@@ -85,16 +84,16 @@ class MemoryForecast:
         self._holder: np.ndarray | None = None  # by block, the slot of a holder
 
     def look(self, running: list[Sequence]) -> None:
-        """Begin an admission beside ``running``, a list that grows with what is admitted."""
+        """Begin an admission; ``running`` is a list that grows with each admitted sequence."""
         self._running, self._rows, self._holder = running, None, None
 
     def peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:
-        """The most blocks held at once if ``newcomer`` runs too, behind the cached blocks ``prefix``."""
+        """The most blocks held at once if ``newcomer`` runs too, after its cached blocks ``prefix``."""
         rows = self._with(newcomer, newcomer.num_tokens - len(prefix) * self._size, self._running_rows())
         return self._num_shared + self._pool.num_unused(prefix) - -peak_tokens(rows) // self._size
 
     def add(self, newcomer: Sequence, prefix: list[int]) -> None:
-        """Take in a sequence that was admitted behind ``prefix``, the last that runs, and holds its first blocks."""
+        """Take in an admitted sequence, the last one in ``running``, which begins with the cached blocks ``prefix``."""
         slot, params = newcomer.conv_slot, newcomer.request.params
         most = newcomer.num_prompt_tokens + params.max_tokens if newcomer.generates else 0
         self._bounds[:, slot] = most, _HUGE if params.has_fixed_length else newcomer.num_prompt_tokens

@@ -32,8 +32,9 @@ from batchgen.text.tokenizer import Tokenizer
 
 
 class TextTools(NamedTuple):
-    """Makers of what needs a tokenizer: matchers of stop strings, constraints, and what follows the thoughts behind a
-    prompt up to a budget; each None where there is none.
+    """Makers of what needs a tokenizer; each is None without one.
+
+    They make matchers of stop strings, constraints, and trackers of the thoughts after a prompt, up to a budget.
     """
 
     stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
@@ -42,7 +43,7 @@ class TextTools(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]) -> TextTools:
-        """Those of a tokenizer, none without one."""
+        """The makers for a tokenizer; all None without one."""
         if tokenizer is None:
             return cls()
         grammars = Grammars(tokenizer, vocab_size, sorted(eos_token_ids))
@@ -74,7 +75,7 @@ def unusable(request: Request, vocab_size: int, text: TextTools) -> RowError | N
     }
     for name, maker in makers.items():
         if request.params.gives(name) and maker is None:
-            return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this engine has none: give it one")
+            return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, which this engine lacks: give it one")
     return None
 
 
@@ -83,13 +84,15 @@ class Generation:
     """The text of one sample so far, or a text to be scored.
 
     Attributes:
-        token_ids: those of the sequence, the same list: prompt and output, or prompt and label.
-        generates: whether tokens are generated behind them; if not, given ones are scored.
-        counts: one of ``observers``, which the sampler reads; ``thoughts`` is another, of a row with a budget of them.
-        unwatched_until: below so many tokens nothing but ``end_ids`` (with -1) ends it, and it asks the sampler for
-            nothing beside its draw; 0 until that is known.
-        logprobs: of generated tokens; ``scores`` are those of given ones. Tokens from ``next_scored`` up to
-            ``end_scored`` (indexes into ``token_ids``) are still to be scored, from the position before each.
+        token_ids: the sequence's own list: prompt and output, or prompt and label.
+        generates: whether tokens are generated after the prompt; if not, given ones are scored.
+        counts: one of ``observers``, which the sampler reads; ``thoughts`` is another, for a row with a thinking
+            budget.
+        unwatched_until: with fewer tokens, only ``end_ids`` (with -1) end it, and it only asks the sampler for its
+            draw; 0 until that is known.
+        logprobs: log-probabilities of generated tokens; ``scores`` are the same for given tokens. Tokens from
+            ``next_scored`` up to ``end_scored`` (indexes into ``token_ids``) are still to be scored, from the position
+            before each.
     """
 
     request: Request
@@ -145,7 +148,7 @@ class Generation:
         return num_forced
 
     def append(self, token_id: int, at: float) -> int:
-        """Append a sampled token and those forced after it; returns their number. -1 is no token and ends the text."""
+        """Append a sampled token and those forced after it; returns their number. -1 ends the text without a token."""
         if len(self.token_ids) < self.unwatched_until and token_id not in self.end_ids:
             self.token_ids.append(token_id)
             return 1
@@ -159,7 +162,7 @@ class Generation:
         return 1 + self._append_forced()
 
     def _append_forced(self) -> int:
-        """Append the tokens about which there is no choice; they are owed like any others."""
+        """Append the forced tokens; they are owed like any others."""
         num_forced = 0
         while (token_id := self._next_forced) is not None:
             num_forced += 1
@@ -207,7 +210,7 @@ class Generation:
         for observer in self.observers:  # each sees every token; the first has precedence
             stop = observer.push(newest)
             is_loop = stop is not None and stop.reason is FinishReason.REPETITION
-            if not (is_loop and is_forced):  # forced tokens are no loop of the model
+            if not (is_loop and is_forced):  # the model does not choose forced tokens
                 ending = ending or stop
         if num_output_tokens >= params.min_tokens:
             if newest in params.stop_token_ids or (newest in self.eos_token_ids and not params.ignore_eos):
@@ -222,7 +225,7 @@ class Generation:
         return None
 
     def end(self, at: float) -> None:
-        """Take note that it has ended; a text that is scored has no last token that says so."""
+        """Note the end of the text; for a scored text, which does not end with a token, also its finish reason."""
         self.finished_at = at
         if not self.generates:
             self.finish_reason = FinishReason.STOP if self.request.labels else FinishReason.LENGTH
@@ -283,7 +286,7 @@ class Generation:
             self.end_scored = 2 if self.request.pooling == "cls" else prompt + 1
 
     def score_label(self) -> None:
-        """Score the tokens behind the prompt."""
+        """Score the tokens after the prompt."""
         self.next_scored, self.end_scored = len(self.request.prompt_token_ids), len(self.token_ids)
 
     @property
@@ -292,7 +295,7 @@ class Generation:
         return self.next_scored < self.end_scored
 
     def num_top(self, index: int) -> int:
-        """Number of the likeliest tokens to report beside the token at ``index``."""
+        """Number of the likeliest tokens to report with the token at ``index``."""
         params = self.request.params
         return (params.logprobs if self._is_output(index) else params.prompt_logprobs) or 0
 

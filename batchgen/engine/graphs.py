@@ -6,7 +6,7 @@ argmax of each row, so that nothing is launched between greedy steps but copies.
 
 All recordings of an engine share a stream and a pool of memory, as torch's allocator keeps memory by stream and cuBLAS
 a workspace for each. They also end together, once the device is done with them: newer torch frees the workspaces of a
-stream when the first graph that was captured on it is destroyed, and others would go on to use them.
+stream when the first graph that was captured on it is destroyed, while other graphs would still use them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
 _USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
-_UPLOADS = 3  # that may be under way: of a step that runs and the one behind it, and one more
+_UPLOADS = 3  # that may be under way: for a running step, the step after it, and one more
 _ANOTHER_TOKEN = 1
 _MOST_APART = 2**-6  # logits of two launches of one step, of kernels that may add up in another order each time
 _ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
@@ -60,7 +60,7 @@ class CudaRecorder:
             with torch.cuda.stream(self.stream):
                 work()
                 result, graph = self._captured(work)
-        except Exception as error:  # Triton's errors have no base of their own
+        except Exception as error:  # Triton's errors lack a common base class
             if is_out_of_memory(error):
                 raise
             raise CaptureFailed(str(error).partition("\n")[0]) from error
@@ -104,8 +104,8 @@ def _destroy(device: torch.device, graphs: list[torch.cuda.CUDAGraph]) -> None:
 def bucket(num_seqs: int, most: int) -> int:
     """The rows that ``num_seqs`` are padded to, at most ``most``.
 
-    Up to 16 that is a power of two, then a multiple of 16, from 128 on one of at most four steps to a power of two.
-    Few rows are padded much, as their time is that of reading the weights.
+    Up to 16 rows it is a power of two, then a multiple of 16, and from 128 rows on one of at most four steps to a power
+    of two. A small number of rows may be padded much, since its time goes to reading the weights.
     """
     power = 1 << (num_seqs - 1).bit_length()
     step = max(16, power >> 3)
@@ -117,8 +117,8 @@ class CudaGraphs:
 
     Attributes:
         last_token_ids: int64 [max_num_seqs] on the device: the likeliest token of each row of logits of the step
-            replayed last, -1 for a row that is not finite. The sampler may put others in their place; the next replay
-            is fed from here and overwrites it, behind all that was launched before.
+            replayed last, -1 for a row that is not finite. The sampler may replace them; the next replay reads them and
+            overwrites them, after all earlier launches.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class CudaGraphs:
     def record_all(self) -> None:
         """Record each bucket, for contexts of ``_USUAL_TOKENS``: the largest first, whose memory the others share.
 
-        The largest and the smallest are then replayed once and held against a launched step.
+        The largest and the smallest are then replayed once and compared with a launched step.
 
         Raises:
             CaptureFailed: see ``CudaRecorder``, or a replayed step differs.
@@ -189,8 +189,8 @@ class CudaGraphs:
     def _prove(self, size: StepSize) -> None:
         """Replay a recording on the padding, with another token than it was made with, known or fed by turns.
 
-        Raises CaptureFailed where logits or likeliest tokens are not those of a launched step: to the bit, where a
-        back end promises that.
+        Raises CaptureFailed if logits or likeliest tokens differ from a launched step: by a bit, if the back end is
+        batch-invariant.
         """
         static, replay = self.recorded[size]
         static.fill(None)
@@ -220,7 +220,7 @@ class CudaGraphs:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Sizes that a recording holds fixed beside the model and its state; ``num_threads`` is torch's on the CPU."""
+    """Sizes that are fixed in a recording, with the model and its state; ``num_threads`` is torch's on the CPU."""
 
     num_seqs: int
     max_blocks: int
@@ -239,8 +239,8 @@ class PaddingSlot:
 class StaticInput:
     """A ``ModelInput`` of one size at fixed addresses; the parts that change per step are copied to the device at once.
 
-    ``feed``, int32 [num_tokens], says where the id of each token lies: in ``inputs.token_ids``, which the host knows,
-    or that many places behind their end among the ids that the step before gave.
+    ``feed``, int32 [num_tokens], is the index of each token's id in ``inputs.token_ids``, which the host knows,
+    followed by the ids from the step before.
     """
 
     def __init__(self, size: StepSize, padding: PaddingSlot, device: torch.device) -> None:
@@ -300,7 +300,7 @@ class StaticInput:
 
 
 class _Source:
-    """Host memory of one upload, pinned so that the copy is no wait, and when it was read."""
+    """Host memory of one upload, pinned so that the host need not wait for the copy, and the event of its end."""
 
     def __init__(self, num_bytes: int, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], is_cuda: bool) -> None:
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -314,7 +314,7 @@ def _aligned_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _views(memory: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """Tensors of the given types and shapes, one behind the other in a piece of memory."""
+    """Tensors of the given types and shapes, one after the other in a piece of memory."""
     views, start = {}, 0
     for name, (dtype, shape) in fields.items():
         num_bytes = torch.Size(shape).numel() * dtype.itemsize

@@ -128,7 +128,7 @@ class Divergence:
     """First place where a run differs from the expected one: the token at ``position`` of request ``key``.
 
     ``got`` was chosen in place of ``expected``; it is the same token if only the logits differ, by at most ``gap``, and
-    None if the run has no token there, or none is chosen.
+    None if the run ended before, or did not choose a token.
     """
 
     key: int
@@ -227,9 +227,9 @@ class Runs:
         return trace, engine
 
     def prefilled(self, tokens: Mapping[int, Prompt], routing: Routing, *, with_prompts: bool = False) -> Trace:
-        """Each request with the ``tokens`` that it has got as one text; the logits of what was generated.
+        """Run each request with the ``tokens`` that it got as one text; the logits of its generated tokens.
 
-        ``with_prompts`` gives those of the prompts too. The first of two models fills ``routing``, the second takes the
+        ``with_prompts`` adds the logits of the prompts. The first of two models fills ``routing``, the second takes the
         same experts.
         """
         requests = [self._text(request, tokens[request.key], with_prompts) for request in self.requests]
@@ -274,7 +274,7 @@ class Routing:
         self._is_first = True
 
     def wrap(self, model: Decoder) -> bool:
-        """Make the first model note its choices, the second take them; False if it has no experts."""
+        """Make the first model note its choices, the second take them; False if a model is without experts."""
         parts = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, ExpertFeedForward)]
         noted = iter(self._chosen)
         for part in parts:

@@ -69,7 +69,7 @@ class Constraint(Protocol):
     def is_over(self) -> bool: ...
 
     def push(self, token_id: int) -> None:
-        """Take in the next token, which is no end token. May raise TokenizerError."""
+        """Take in the next token, which is not an end token. May raise TokenizerError."""
 
     def release(self) -> None:
         """Free large state until it is needed again: many sequences wait for each that runs."""
@@ -79,7 +79,7 @@ class Constraints(Protocol):
     """Makes the constraints of a model, and their masks."""
 
     def begin(self, text: str, prompt_token_ids: Sequence[int]) -> Constraint:
-        """The constraint that ``SamplingParams.structured_outputs`` asks for behind a prompt."""
+        """The constraint that ``SamplingParams.structured_outputs`` asks for after a prompt."""
 
     def fill(self, constraints: Sequence[Any], bits: np.ndarray) -> None:
         """Write which tokens may come next into ``bits`` (int32 [num_constraints, words]), a bit per token.

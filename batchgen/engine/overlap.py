@@ -1,10 +1,10 @@
 """Overlapping steps: each is launched while the one before still runs, where launches return before their work is done.
 
-The rest of the engine need not know of it. Until the host learns a token, a placeholder stands for it at the end of its
-sequence, which is thus scheduled, built and sampled as it will be; the id goes from step to step on the device. An end
-by length is known ahead, and nothing is computed behind it. If an end token, a stop string or logits that are not
-finite end a sequence, the step under way computes one token too many, which is dropped on arrival. The memory of an
-ended sequence is reused at once: later work on it is launched later, and the device keeps the order of launches.
+The rest of the engine need not know of it. Until the host learns a token, its sequence ends with a placeholder, so that
+it is scheduled, built and sampled in its later form; the id goes from step to step on the device. An end by length is
+known ahead, and later tokens are not computed. If an end token, a stop string or logits that are not finite end a
+sequence, the step under way computes one token too many, which is dropped on arrival. The memory of an ended sequence
+is reused at once: later work on it is launched later, and the device keeps the order of launches.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Overlap:
         self.pending: set[Sequence] = set()
 
     def step(self, schedule: Schedule) -> list[Result]:
-        """Launch a step behind the one in flight; the results of that one, whose tokens are waited for meanwhile.
+        """Launch a step after the one in flight, wait for the tokens of the latter, and return its results.
 
         A step with sequences that need the host runs by itself, and its results come at once.
         """
@@ -117,7 +117,7 @@ def _without_ended(schedule: Schedule) -> Schedule:
 
 
 def penalized_logits(logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Logits of tokens that were seen, and generated so many ``times``, lowered; all of one shape or broadcast.
+    """Penalized logits of tokens that were seen, and generated ``times`` times; all of one shape or broadcast.
 
     The repetition penalty divides a positive logit and multiplies a negative one (Keskar et al., CTRL,
     arXiv:1909.05858, section 4.1); then ``frequency * times`` and, if ``times`` is not 0, ``presence`` are taken off,
@@ -163,7 +163,7 @@ class DeviceTokenCounts:
         return of_slots
 
     def add(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Count the tokens that were sampled behind the sequences of ``penalize``; -1 ends its sequence."""
+        """Count the tokens that were sampled after the sequences of ``penalize``; -1 ends its sequence."""
         ids = token_ids.clamp(min=0)
         times = self._times[slots, ids]
         self._times[slots, ids] = times + 1 + (times == 0)

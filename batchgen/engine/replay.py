@@ -1,4 +1,4 @@
-"""Abilities of a device beyond running a step: to run the next one behind it, and to repeat one from a recording.
+"""Abilities of a device beyond running a step: to queue the next step after it, and to repeat one from a recording.
 
 A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
 host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording
@@ -30,7 +30,7 @@ Fetched = Callable[[], list[int]]  # waits for token ids on their way to the hos
 
 
 def runs_behind(device: torch.device) -> bool:
-    """Whether launches return before their work is done, so that a step can be launched behind another."""
+    """Whether launches return before their work is done, so that a step can be launched while another runs."""
     return device.type == "cuda"
 
 
@@ -40,7 +40,7 @@ def where_drawn(logits: Tensor) -> Tensor:
 
 
 def fetch_ids(token_ids: Tensor) -> Fetched:
-    """Begin to copy int64 ids to the host, behind all work launched so far; later launches are not waited for."""
+    """Begin to copy int64 ids to the host, after all work launched so far; later launches are not waited for."""
     if token_ids.device.type != "cuda":
         return token_ids.tolist
     host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)

@@ -6,7 +6,7 @@ constraints and of ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit
 top_k, top_p.
 
 A new filter of tokens is a field of ``kernels.interface.SamplingRows``, filled in ``_rows`` and applied by the
-``sample`` of each back end; those of the CPU and CUDA keep the tokens above a threshold of probability.
+``sample`` of each back end; the CPU and CUDA back ends keep the tokens above a threshold of probability.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sampler:
     """Chooses one token per row of logits."""
 
     def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int], num_slots: int = 0) -> None:
-        """``num_slots`` are those of sequences whose penalties are counted on the device, not in ``Generation``."""
+        """``num_slots``: slots whose tokens the device counts for penalties; 0 if ``Generation`` counts them."""
         self.kernels = kernels
         self.eos_token_ids = eos_token_ids
         self.seen = DeviceTokenCounts(num_slots) if num_slots else None
@@ -80,9 +80,9 @@ class Sampler:
     ) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite or no token is allowed.
 
-        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. ``best``, if known, has
-        what ``kernels.argmax_or_none`` gives for these rows, and maybe others behind; drawn ids are written into it.
-        Books the log-probabilities asked for; without these the host does not wait for the device.
+        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. ``best``, if known,
+        begins with the result of ``kernels.argmax_or_none`` for these rows; drawn ids are written into it. Books the
+        log-probabilities asked for; without these the host does not wait for the device.
         """
         asking = [(i, s) for i, s in enumerate(sequences) if not s.generation.unwatched_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]

@@ -21,12 +21,12 @@ def _attended(count: int, window: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step's work. Cached properties keep what they were when first read; the others look anew.
+    """One step's work. Cached properties keep the value of their first read; the others are computed at each read.
 
     Attributes:
         entries: num_scheduled_tokens, at least 1, by sequence, in order.
-        resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
-        pending: the ids of those of its tokens that only the device knows, if there are any.
+        resumed: sequences that start after a cached prefix, whose convolution state comes with its last block.
+        pending: ids of tokens that only the device knows, or None.
     """
 
     entries: dict[Sequence, int]

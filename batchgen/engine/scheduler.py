@@ -2,7 +2,7 @@
 
 There are no phases: a sequence owes the tokens that are not cached, and a step pays part of each debt within the token
 budget. Prompts, chunks, single tokens and recomputation after a preemption are one loop over owed tokens. When blocks
-run out, ``_make_room`` preempts the sequence that was admitted last, and admits none in that step.
+run out, ``_make_room`` preempts the sequence that was admitted last, and that step does not admit any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchgen.engine.sizes import SchedulerConfig
 # occasional preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice.
 _CAUTION = 0.95
 _MAX_DEFERRED = 64  # waiting sequences passed over in a step because the prefix they share is being computed
-_BATCH_SHARE = 8  # a batch of waiting sequences is admitted once one in so many of the running ones has left
+_BATCH_SHARE = 8  # a batch of waiting sequences is admitted once an eighth of the running ones has left
 
 
 class Scheduler:
@@ -94,7 +94,7 @@ class Scheduler:
         return Schedule(counts, tuple(resumed))
 
     def _admit(self, counts: dict[Sequence, int], budget: int) -> list[Sequence]:
-        """Admit waiting sequences within budget, slots and memory; returns those that start behind a cached prefix."""
+        """Admit waiting sequences within budget, slots and memory; returns those that start after a cached prefix."""
         resumed: list[Sequence] = []
         if not budget or self._waits_for_batch():
             return resumed
@@ -123,10 +123,10 @@ class Scheduler:
         return resumed
 
     def _waits_for_batch(self) -> bool:
-        """Whether to wait until more sequences have left, so that fewer steps compute prompts beside single tokens.
+        """Whether to wait until more sequences have left, so that fewer steps mix prompts with single tokens.
 
-        The wait ends once one in ``_BATCH_SHARE`` has left, or all that still wait fit into the places of those that
-        left, or these places make room for a whole step of prompts.
+        The wait ends once one in ``_BATCH_SHARE`` has left, or all waiting sequences fit in the free places, or these
+        places make room for a whole step of prompts.
         """
         if not (self.config.admits_in_batches and self._admission_blocked and self.waiting):
             return False
@@ -143,7 +143,7 @@ class Scheduler:
         return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._being_computed
 
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
+        """Whether admitting the sequence after its cached ``prefix`` leaves enough memory for the running ones.
 
         All it owes must fit, not just this chunk, and each running sequence keeps the block it may need next: otherwise
         a newcomer would be preempted half prefilled and start over again and again.
@@ -236,7 +236,7 @@ class Scheduler:
         """Register the blocks that a step has filled, for other sequences and for these after a preemption.
 
         To be called once its tokens are known, before sequences that end with them are finished. Blocks of a prompt
-        wait for the first token behind it: if its logits are not finite, any of these blocks may be bad.
+        wait for the first token after it: if its logits are not finite, any of these blocks may be bad.
         """
         if not self.config.prefix_caching:
             return

@@ -152,7 +152,7 @@ def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
 
 
 def _verdict(kernels: Kernels, small: SmallModel) -> str:
-    """The fault of the kernels from the user's cache, or found now; empty if there is none."""
+    """The fault of the kernels, from the user's cache or found now; "" if they are correct."""
     try:
         path = cache_folder() / "self_test.json"
     except RuntimeError:  # a user without a home folder
@@ -172,7 +172,7 @@ def find_fault(kernels: Kernels, small: SmallModel) -> str:
         return _fault(kernels, small.plain(kernels), small, small.device, tolerance)
     except (torch.OutOfMemoryError, MemoryError, OutOfMemory):
         raise
-    except Exception as error:  # compilers and drivers have many; those of Triton have no base of their own
+    except Exception as error:  # compilers and drivers raise many kinds, and Triton's lack a common base class
         return _words(error)
 
 
@@ -212,7 +212,7 @@ def _fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: tor
 
 
 def _choice_fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: torch.device) -> str:
-    """The operation on logits that chooses other tokens than plain torch does; empty if there is none."""
+    """The operation on logits that chooses other tokens than plain torch does; "" if all agree."""
     generator = torch.Generator().manual_seed(0)
     width = min(small.config.vocab_size, _NUM_LOGITS + small.config.vocab_size % _NUM_LOGITS)
     drawn = 2 * torch.randn((_NUM_DRAWS, width), generator=generator)

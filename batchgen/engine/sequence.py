@@ -1,7 +1,8 @@
 """State of the requests under way: ``Sequence`` (one sample), ``RequestState`` (one request).
 
-Most requests are one sequence. ``n`` samples are one each (greedy samples are equal, so one stands for all), labels to
-be scored are one each behind the same prompt. The prefix cache computes once what the sequences of a state share.
+Most requests are one sequence. ``n`` samples are one each (greedy samples are equal, so one is computed for all), and
+so are labels to be scored, all after the same prompt. With the prefix cache, tokens that sequences of a state share are
+computed once.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from batchgen.engine.generation import Generation
 class Sequence:
     """The tokens so far of one sample, or of a text to be scored, and where their state is kept.
 
-    What is computed lags behind what is known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt owes
-    all of itself, a decoding sequence one token, a preempted one what its cached blocks do not hold; nothing else tells
-    these phases apart. The scheduler owns all of it but the tokens, which ``generation`` appends to and judges.
+    Fewer tokens are computed than known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt owes all of
+    its tokens, a decoding sequence one token, a preempted sequence all tokens outside its cached blocks; these phases
+    differ in nothing else. The scheduler owns all of it except the tokens, which ``generation`` appends to and judges.
     """
 
     request: Request
     state: RequestState
     sample_index: int = 0
-    label: InitVar[tuple[int, ...] | None] = None  # tokens behind the prompt, to be scored; nothing is generated
+    label: InitVar[tuple[int, ...] | None] = None  # tokens after the prompt, to be scored; nothing is generated
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     generates: bool = field(init=False)
@@ -74,7 +75,7 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens whose state may come from the prefix cache: logits of the one behind them are needed."""
+        """Most tokens whose state may come from the prefix cache: the logits of the next token are needed."""
         return (self.generation.next_scored if self.generation.is_scored else self.num_tokens) - 1
 
     def completes(self, count: int) -> bool:
@@ -130,7 +131,7 @@ class RequestState:
 
     @property
     def resumable_tokens(self) -> tuple[int, ...]:
-        """Generated tokens from which a later run can go on; none where they belong to several samples."""
+        """Generated tokens from which a later run can continue; () if they belong to several samples."""
         sequence = self.sequences[0]
         is_one = len(self.sequences) == 1 and sequence.generates
         return tuple(sequence.token_ids[sequence.num_prompt_tokens :]) if is_one else ()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 256, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": 64}
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
-_CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less what is known to be needed beside
+_CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less other known needs
 _MAX_HALVINGS = 5  # of the tokens and sequences of a step, where a card is too small for both
 _CUDA_BYTES = 1 << 30  # that libraries and graphs take
 _SHARED_PARAMS = 10_000_000  # a smaller model's products end before a second thread has joined in
@@ -78,7 +78,7 @@ def cache_dtype(kv_cache_dtype: str, model: Decoder) -> str:
     """The type that keys and values are rounded to; "auto" where that is the type in which they are computed.
 
     Raises:
-        UsageError: the model's device has no kernels for it.
+        UsageError: the kernels of the model's device do not support it.
     """
     if kv_cache_dtype in ("auto", model.numerics["dtype"]):
         return "auto"
@@ -132,9 +132,9 @@ def sizes_for(
 def _step_sizes(
     config: EngineConfig, model: ModelConfig, itemsize: int, free_bytes: int, *, is_cuda: bool
 ) -> tuple[int, int, int]:
-    """Most tokens and most sequences of a step, and the bytes that it needs beside the KV memory.
+    """Most tokens and most sequences of a step, and the bytes that it needs in addition to the KV memory.
 
-    On a small card full steps would leave no block, so that the defaults are halved there.
+    On a small card full steps would not leave memory for blocks, so the defaults are halved there.
     """
     defaults = default_sizes(is_cuda=is_cuda)
     for halvings in range(_MAX_HALVINGS + 1 if is_cuda else 1):
@@ -148,12 +148,12 @@ def _step_sizes(
 
 
 def default_sizes(*, is_cuda: bool) -> dict[str, int]:
-    """The sizes that "auto" stands for, but those of memory."""
+    """The sizes of "auto", except sizes of memory."""
     return _CUDA if is_cuda else _CPU
 
 
 def _step_bytes(tokens: int, max_num_seqs: int, model: ModelConfig, itemsize: int) -> int:
-    """Bytes that full steps take on a GPU beside weights and state, launched and recorded.
+    """Bytes that full steps take on a GPU in addition to weights and state, launched and recorded.
 
     Logits have a float32 copy, and penalties int32 counts of all tokens. A step that scores prompts or labels may be
     asked for the logits of all its tokens.
@@ -205,7 +205,7 @@ def _memory(model: Decoder) -> tuple[int, int]:
 
 
 def use_threads_beside(model: Decoder, threads: int | None) -> None:
-    """Set the CPU threads of this process where that is asked for; beside a GPU one, as its tensors are small."""
+    """Set the CPU threads of this process, if ``threads`` is given; for a model on a GPU, one by default."""
     if threads is not None or model.device.type == "cuda":
         use_threads(threads or 1, model.config)
 

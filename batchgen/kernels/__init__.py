@@ -1,1 +1,1 @@
-"""Kernels: the operations in which a step spends its time, behind one interface with a back end per device."""
+"""Kernels: the operations in which a step spends its time: one interface, and a back end per device."""

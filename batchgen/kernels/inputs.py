@@ -33,17 +33,17 @@ class ModelInput:
         block_tables: int32 [num_seqs, max_blocks], the blocks of each sequence in order; 0 beyond its end.
         conv_slots: int32 [num_seqs], each sequence's row of convolution state.
         query_blocks: int32 [num_blocks, 6] of (sequence, first token, count, place, shared, reach): the tokens in
-            pieces of at most ``QUERY_BLOCK`` that belong to one sequence. Rows whose place counts on from 0 are those
-            of sequences that have the KV blocks of their first ``shared`` positions in common, so that a back end may
-            read them once; they hold at most ``QUERY_BLOCK`` tokens together. A token attends to the positions up to
+            pieces of at most ``QUERY_BLOCK`` that belong to one sequence. Pieces with consecutive places from 0 on
+            belong to sequences that share the KV blocks of their first ``shared`` positions, so that a back end may
+            read these once; together they hold at most ``QUERY_BLOCK`` tokens. A token attends to the positions up to
             its own, or to the first ``reach`` if that is not 0.
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
-        subset: the tokens that the last layers still compute; None if that is all of them.
-        is_causal: whether a token sees those up to itself, not its whole text, of which a step then has all tokens.
-        unseen: int64 [num_unseen], tokens to which none attends, and whose inputs of convolutions are zero; or None.
-        num_alone: the first so many tokens are the only ones of their sequences in this step. They are also the first
-            of ``subset``. Back ends may ignore it.
-        pending: tokens whose ids only the device knows, if there are any; ``token_ids`` has placeholders for them.
+        subset: the tokens that the last layers still compute; None if they compute all.
+        is_causal: whether a token sees the tokens up to itself; if not, its whole text, which is then in one step.
+        unseen: int64 [num_unseen], tokens that others do not attend to, with zero as inputs of convolutions; or None.
+        num_alone: the first ``num_alone`` tokens are the only ones of their sequences in this step. They are also the
+            first of ``subset``. Back ends may ignore it.
+        pending: tokens whose ids only the device knows, or None; ``token_ids`` has placeholders for them.
     """
 
     token_ids: Tensor
@@ -133,8 +133,8 @@ class LogitsSubset:
 
     Attributes:
         rows: int64 [num_kept], which tokens of the step they are, in order.
-        inputs: the same step with these tokens alone. A sequence's tokens may have gaps, which nothing that is needed
-            looks across; a piece of ``query_blocks`` has none.
+        inputs: the same step with these tokens alone. A sequence's tokens may have gaps, but not within a piece of
+            ``query_blocks``; needed tokens do not depend on others across a gap.
     """
 
     rows: Tensor
@@ -152,9 +152,9 @@ def query_blocks(
 ) -> Tensor:
     """``ModelInput.query_blocks`` of runs of neighbouring tokens.
 
-    Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are those of all
-    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``. With ``reach`` of all runs, the tokens
-    of a run attend to so many positions, or to those up to themselves if it is 0.
+    Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are the positions
+    of all tokens, ``tables`` the block tables of all sequences, with blocks of ``size``. With ``reach``, the tokens of
+    run i attend to the first ``reach[i]`` positions, or to the positions up to their own if it is 0.
     """
     run, first = np.arange(len(starts)), starts
     if len(positions) > len(starts):
@@ -172,10 +172,10 @@ def query_blocks(
 
 
 def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, size: int) -> np.ndarray:
-    """Query blocks, those that share ``LEAST_SHARED`` positions first and beside each other; ``past`` lie before each.
+    """Query blocks, sorted so that those that share ``LEAST_SHARED`` positions come first, next to each other.
 
-    Only the ids of KV blocks are compared. Where no two sequences have the same one, the last that can be asked for
-    tells so by itself.
+    ``past`` is the number of positions before each block. Only the ids of KV blocks are compared. Comparing the last of
+    the shared blocks is enough to see that no two sequences share.
     """
     few = np.flatnonzero((past >= LEAST_SHARED) & (blocks[:, 2] <= QUERY_BLOCK // 2))
     last = np.sort(tables[blocks[few, 0], (LEAST_SHARED - 1) // size] if len(few) else few)
@@ -239,9 +239,9 @@ class ConvState:
     """The last inputs of one short convolution, oldest first.
 
     Attributes:
-        slots: [num_slots, conv_L_cache - 1, hidden_size], those of each running sequence.
-        blocks: [num_blocks, conv_L_cache - 1, hidden_size], those at the end of each KV block, so that a prefix can be
-            taken over with both halves of its state; no rows where none is kept.
+        slots: [num_slots, conv_L_cache - 1, hidden_size], the inputs of each running sequence.
+        blocks: [num_blocks, conv_L_cache - 1, hidden_size], the inputs at the end of each KV block, so that a prefix
+            can be taken over with both halves of its state; num_blocks is 0 if they are not kept.
         block_size: positions per KV block.
     """
 

@@ -41,11 +41,11 @@ class Embedding(Protocol):
 
 
 class SparseFeedForward(Protocol):
-    """Feed-forwards of which each row meets a few, the experts."""
+    """Feed-forward of several experts, of which each row meets a few."""
 
     @property
     def linears(self) -> list[tuple[Linear, Linear]]:
-        """Those of each expert: of its gated product, and the last one."""
+        """The linears of each expert: the gated product, and the last one."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
         """``residual`` plus a row's experts ``down(silu(gate x) * up x)`` times their weights; [rows, width].
@@ -62,8 +62,8 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Recorder(Protocol):
     """Records launches of kernels, to repeat work in which only the contents of memory change.
 
-    Kernels must compute everything that the work computes, and it must neither read their results nor change what they
-    read: they run beside it or after it. So whatever else they read must outlive the recording.
+    Kernels must compute everything that the work computes, and the work must neither read their results nor change what
+    they read: they run during the work or after it. So whatever else they read must outlive the recording.
     """
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -87,7 +87,7 @@ class Kernels(Protocol):
 
     @property
     def variant(self) -> str:
-        """Short text that names what decides the bits of results beside inputs and dtype; valid after all linears.
+        """Short text that names what decides the bits of results, apart from inputs and dtype; valid after all linears.
 
         It is the same in every run on one kind of machine, and another where results may differ in their last bits.
         The number of threads is not part of it: a result's bits must not depend on that.
@@ -133,11 +133,12 @@ class Kernels(Protocol):
     def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """Norm and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
 
-        The type int8 stands for an integer from -127 to 127 times a scale: a 127th of the largest magnitude of the
+        The type int8 represents an integer from -127 to 127 times a scale: a 127th of the largest magnitude of the
         position's key (or value) in that head, NaN where one is not finite; ``round(x / scale)`` is kept.
 
-        Where a value has a number that is not finite, the position's key in that head is NaN and its value zero: who
-        attends to it gets NaN, and who does not, but shares a tile with one who does, weighs a number by zero.
+        If a value has a number that is not finite, the position's key in that head is NaN and its value zero. Tokens
+        that attend to the position get NaN. Tokens in the same tile that do not attend to it multiply a finite value by
+        zero.
 
         qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], or wider: what follows is not read. rotary is
         float32 [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
@@ -183,15 +184,15 @@ class Kernels(Protocol):
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
 
         weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot holds its last ``taps - 1``
-        inputs, and every KV block whose last position was computed those up to there. Of inputs that
-        are not causal, the taps lie around each token, ``taps // 2`` of them behind it; no state is of use then.
+        inputs, and every KV block whose last position was computed holds the inputs up to that position. If ``inputs``
+        are not causal, the taps lie around each token, ``taps // 2`` of them after it, and state is not used.
         """
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's first largest value, int64 [rows]; -1 for a row with a NaN."""
 
     def argmax_or_none(self, logits: Tensor) -> Tensor:
-        """``argmax``, and -1 where all logits are -inf: no token is allowed, and the first of equals is no answer."""
+        """``argmax``, and -1 if all logits are -inf: then all tokens are forbidden, also the first one."""
         ids = self.argmax(logits)
         largest = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
         return ids.masked_fill_(largest == -torch.inf, -1)

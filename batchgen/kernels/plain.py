@@ -1,4 +1,4 @@
-"""The kernels in plain torch, vectorized over the sequences of a step: for devices that have no kernels of their own.
+"""The kernels in plain torch, vectorized over the sequences of a step: for devices without kernels of their own.
 
 Each call computes all tokens with a few dozen operations of torch, however many sequences there are. Where each
 sequence has one token, all sizes follow from shapes, so that the host never waits for the device and the step can be
@@ -30,9 +30,9 @@ class PaddedRows(NamedTuple):
 
     Attributes:
         tokens: int64 [rows, most], which tokens of the step they are; padding repeats the first of its row.
-        targets: int64 [rows, most], where their results go; those of padding go behind all others.
+        targets: int64 [rows, most], where their results go; results of padding go after all others.
         sequences: int64 [rows].
-        num_blocks: no token of a row attends to more KV blocks.
+        num_blocks: the most KV blocks that a token of a row attends to.
     """
 
     tokens: Tensor
@@ -41,7 +41,7 @@ class PaddedRows(NamedTuple):
     num_blocks: int
 
     def in_parts(self, most: int) -> Iterator[PaddedRows]:
-        """The same, at most so many rows at a time, but at least one."""
+        """The same, at most ``most`` rows at a time, but at least one."""
         for start in range(0, len(self.tokens), max(most, 1)):
             part = slice(start, start + max(most, 1))
             yield PaddedRows(self.tokens[part], self.targets[part], self.sequences[part], self.num_blocks)
@@ -118,10 +118,11 @@ def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) ->
 
 
 class PlainKernels(ReferenceKernels):
-    """``Kernels`` by torch, all sequences at once; arguments are those of ``ReferenceKernels``.
+    """``Kernels`` by torch, all sequences at once; arguments as for ``ReferenceKernels``.
 
-    ``why`` says, for the user, why the device has no faster ones. With ``may_wait`` the host may ask the device for the
-    positions of single tokens, to leave out more of what they do not see; by default on the CPU, where it is no wait.
+    ``why`` tells the user why faster kernels cannot be used. With ``may_wait`` the host may ask the device for the
+    positions of single tokens, to leave out more of what they do not see; the default on the CPU, where it costs
+    nothing.
     """
 
     name = "plain"
@@ -146,7 +147,7 @@ class PlainKernels(ReferenceKernels):
 
     @property
     def variant(self) -> str:
-        """As that of the reference, of which it has the products, and the rest in another order."""
+        """The reference's variant with another name: products are the same, the rest adds up in another order."""
         return super().variant.replace(processor_variant("plain"), processor_variant("padded"), 1)
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
@@ -214,7 +215,7 @@ def _attended(q: Tensor, cache: KVCache, layout: StepLayout, rows: PaddedRows, w
     ):  # of several tokens, some between them may have been left out
         columns = (positions + 1 - window).clamp(min=0) // size + columns[:, : (window - 2) // size + 2]
     at = (columns[..., None] * size + torch.arange(size, device=q.device)).flatten(1)  # [rows or 1, positions]
-    columns = columns.clamp(max=tables.shape[1] - 1).expand(len(tables), -1)  # beyond are no positions yet
+    columns = columns.clamp(max=tables.shape[1] - 1).expand(len(tables), -1)  # later columns are not in use yet
     keys, values = _gathered(cache, tables.gather(1, columns).long())
     distances = positions[:, :, None] - at[:, None]  # [rows, tokens, positions]
     if layout.num_seen is not None:
@@ -269,7 +270,7 @@ def _keep_inputs(seen: Tensor, places: Tensor, state: ConvState, layout: StepLay
     state.slots[inputs.conv_slots.long()] = seen[places[inputs.cu_seqlens[1:].long() - 1]]
     if ends is not None:
         state.blocks[blocks[ends]] = seen[places[ends]]
-    else:  # each token has a block of its own, and writes it anew where it is not the last one of it
+    else:  # each token has a block of its own, and rewrites it unchanged unless it is the block's last
         is_end = (inputs.positions + 1) % state.block_size == 0
         state.blocks[blocks] = torch.where(is_end[:, None, None], seen[places], state.blocks[blocks])
 

@@ -111,7 +111,7 @@ def cpu_obstacle(activations: str = "auto") -> str:
     """Reason for which this processor cannot have compiled kernels, with a remedy; "" if it can."""
     is_arm = platform.machine().lower() in ("aarch64", "arm64")  # LLVM does not list its features on every system
     if not is_arm and not {"fma", "avx512f", "neon"} & cpu_features():
-        why = "this processor has no instruction that multiplies and adds (FMA), which every x86 since 2013 has"
+        why = "this processor lacks an instruction that multiplies and adds (FMA), which every x86 since 2013 has"
         narrowed = [name for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES") if name in os.environ]
         return f"{why}; " + (f"unset {' and '.join(narrowed)}" if narrowed else "use another machine, or a GPU")
     if activations == "int8" and integer_products() is None:

@@ -1,9 +1,9 @@
 """Numbers as 8-bit integers: one scale for each row and group of neighbours.
 
-Weights alone: a back end may keep the integers, or the numbers that they stand for; a product with either has the same
-bits. Weights and inputs: both are rotated first, group by group, by a Hadamard matrix. Its rows are orthogonal, so a
-product of rotated factors is that of the factors; and a channel that outgrows the others of its group, as behind norms,
-is spread over all of them, so that it no longer takes most of the 8 bits.
+Weights alone: a back end may keep the integers, or the numbers that they represent; a product with either has the same
+bits. Weights and inputs: both are rotated first, group by group, by a Hadamard matrix. Its rows are orthogonal, so
+rotating both factors does not change their product; and a channel that outgrows the others of its group, as after
+norms, is spread over all of them, so that it no longer takes most of the 8 bits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def hadamard(x: Tensor) -> Tensor:
 def rotate(x: Tensor) -> Tensor:
     """``hadamard`` of each group of the inputs of x [rows, inputs]: float32 [rows, groups, DOT_GROUP].
 
-    A last group of fewer inputs is filled with zeros to ``rotated_length``; behind those it stays zero.
+    A last group of fewer inputs is filled with zeros to ``rotated_length`` and rotated; the rest of it stays zero.
     """
     rows, inputs = x.shape
     whole = inputs // DOT_GROUP * DOT_GROUP
@@ -94,8 +94,8 @@ def quantize_rotated(weight: Tensor) -> Int8Weight:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Integers of rotated inputs as float32 [rows, groups, DOT_GROUP], and their float32 scales [rows, groups].
 
-    The largest of a group becomes 127. With its scale a row's product with ``quantize_rotated`` is that of the inputs
-    with the weight. Of a group with an input that is not finite, neither is the scale.
+    The largest of a group becomes 127. With its scales, a row's product with ``quantize_rotated`` approximates the
+    product of inputs and weight. If an input is not finite, the scale of its group is not finite either.
     """
     groups = rotate(x)
     largest = groups.abs().amax(2)
@@ -125,6 +125,6 @@ def _joined(parts: list[Int8Weight]) -> Int8Weight:
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """The least float16 that is no smaller than x, of non-negative numbers; beyond the largest, infinity."""
+    """The smallest float16 >= x, for non-negative x; infinity beyond the largest float16."""
     nearest = x.half()
     return (nearest.view(torch.int16) + (nearest < x)).view(torch.float16)

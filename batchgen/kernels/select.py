@@ -25,9 +25,9 @@ def select(
     """The fastest back end for a device and dtype; on CUDA the one whose rows are independent if ``batch_invariant``.
 
     Without it CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both are the same. Plain
-    torch is for models that are not causal on CUDA, for GPUs with a ``triton_obstacle`` and for all other devices.
-    ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter. A CPU takes bfloat16 and float32,
-    and ``processor.cpu_obstacle`` must find none.
+    torch is for models that are not causal on CUDA, for GPUs with a ``triton_obstacle`` and for all other devices. For
+    ``weights`` and ``activations`` see ``Kernels``; CUDA ignores the latter. A CPU takes bfloat16 and float32, and
+    ``processor.cpu_obstacle`` must return "".
     """
     if device.type == "cpu":
         from batchgen.kernels.cpu.backend import CpuKernels
@@ -58,7 +58,7 @@ def triton_obstacle(device: torch.device) -> str:
         _launch_one(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton's errors have no base of their own; a missing libcuda is an AssertionError
+    except Exception as error:  # Triton's errors lack a common base class; a missing libcuda is an AssertionError
         why = " ".join(str(error).split())[:200] or type(error).__name__
         return f"Triton launches no kernel ({why}); it needs a C compiler and Python's headers (gcc, python3-dev)"
     return ""

@@ -74,7 +74,7 @@ class LayerShape:
     """One layer: its mixer, ``"conv"`` or ``"full_attention"``, and its feed-forward, dense of ``ff_dim`` or experts.
 
     With a ``window``, a position attends to itself and the ``window - 1`` before it, and as many after it in a model
-    that is not causal; 0 is none.
+    that is not causal; 0: to all.
     """
 
     mixer: str
@@ -89,17 +89,17 @@ class ModelConfig:
     """Shape of one model, all derived sizes resolved.
 
     ``eos_token_ids`` end a generation. ``has_qk_norm``: queries and keys are normed per head; ``has_attention_gate``: a
-    head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: what mixers and feed-forwards give is
-    normed before it is added; ``norm_offset``: that is added to the weights of norms; ``has_gelu``: feed-forwards are
-    gated by gelu, not silu; ``biases``: roles of the modules that add one. ``embedding_scale`` and ``logits_scale`` are
-    what rows of the embedding and logits are multiplied by, the first in the model's dtype where
-    ``rounds_embedding_scale``. ``tensor_names`` maps the role of each tensor to its name in the checkpoint, without
-    ``.weight``, with ``{layer}`` for the layer's index and ``{expert}`` for that of an expert; ``module_names`` maps
-    what transformers calls parts of a module otherwise, and so adapters. Families without convolutions leave the fields
-    ``conv_*`` as they are. Where it is not ``is_causal``, each token sees its whole text; without ``has_head`` the
-    model gives its last hidden state in place of logits, or the logits of ``labels``, of which ``scores`` are the
-    "softmax", the "sigmoid" of each, or the "logits" themselves. ``has_unexpected_head``: the output projection is no
-    copy of the embedding, though ``config.json`` says so.
+    head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: outputs of mixers and feed-forwards are
+    normed before they are added; ``norm_offset``: a number that is added to the weights of norms; ``has_gelu``:
+    feed-forwards are gated by gelu, not silu; ``biases``: roles of the modules that add one. Rows of the embedding are
+    multiplied by ``embedding_scale``, in the model's dtype if ``rounds_embedding_scale``, and logits by
+    ``logits_scale``. ``tensor_names`` maps the role of each tensor to its name in the checkpoint, without ``.weight``,
+    with ``{layer}`` and ``{expert}`` for their indices; ``module_names`` maps parts of a module to other names that
+    transformers, and so adapters, use for them. Families without convolutions leave the fields ``conv_*`` at their
+    defaults. Without ``is_causal``, each token sees its whole text. Without ``has_head`` the model gives its last
+    hidden state in place of logits, or the logits of ``labels``, of which ``scores`` are the "softmax", the "sigmoid"
+    of each, or the "logits" themselves. ``has_unexpected_head``: the output projection differs from the embedding,
+    though ``config.json`` says that they are tied.
     """
 
     vocab_size: int
@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def tail_reach(self) -> int | None:
-        """Number of earlier tokens that the layers after the last attention read; None if there is no attention.
+        """Number of earlier tokens that the layers after the last attention read; None without attention.
 
         A model that is not causal reads as many later ones.
         """
@@ -215,21 +215,21 @@ class ModelConfig:
 
     @property
     def expert_params(self) -> int:
-        """Those of experts, which a step reads only where one of its tokens meets them."""
+        """Parameters of experts, which a step reads only if one of its tokens meets them."""
         experts = [layer.experts for layer in self.layers if layer.experts]
         return 3 * self.hidden_size * sum(some.num_experts * some.ff_dim for some in experts)
 
     def expected_experts(self, num_tokens: int) -> float:
-        """The share of a layer's experts that so many tokens meet, if each is as likely for every token.
+        """The share of a layer's experts that ``num_tokens`` meet, if each expert is equally likely for every token.
 
-        That is the most to expect: tokens that choose alike meet fewer. 0 for a model without experts.
+        This is an upper bound: tokens with similar choices meet fewer. 0 for a model without experts.
         """
         shares = (some.num_active / some.num_experts for layer in self.layers if (some := layer.experts))
         return 1.0 - (1.0 - next(shares, 0.0)) ** num_tokens
 
     @property
     def tail_params_per_token(self) -> int:
-        """Those of them after the last attention's keys and values, which only some tokens need."""
+        """Parameters per token after the last attention's keys and values, which only some tokens need."""
         if self.num_tail_layers is None:
             return 0
         tail = self.layers[self.num_layers - self.num_tail_layers - 1 :]
@@ -264,7 +264,7 @@ class ModelConfig:
         return 2 * self.num_attention_layers * self.num_kv_heads * (self.head_dim * kv_itemsize + scale_bytes)
 
     def conv_slot_bytes(self, itemsize: int) -> int:
-        """Bytes of one sequence's convolution state over all layers, which can take back so many tokens."""
+        """Bytes of one sequence's convolution state over all layers."""
         return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
 
     def weight_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> float:

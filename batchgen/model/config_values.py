@@ -80,15 +80,15 @@ class ConfigValues:
         return value
 
     def _name(self, names: tuple[str, ...]) -> str:
-        """The name among these that the file has, for errors; the first if it has none."""
+        """The name among these that the file has, for errors; the first if it lacks all of them."""
         return next((name for name in names if self.raw.get(name) is not None), names[0])
 
     def rope(self, default_theta: float) -> Rope:
-        """The rotary embedding, of base ``default_theta`` if the config has none.
+        """The rotary embedding, with ``default_theta`` if the config does not give a base.
 
-        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. Where the base
-        is given twice, that among the parameters counts, and the positions beside them, as in transformers. A kind that
-        is not known is refused.
+        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. As in
+        transformers, a base in ``rope_parameters`` wins over ``rope_theta``, and the original number of positions is
+        taken from the config itself first. Unknown kinds are refused.
         """
         new, old = (self.section(name, is_needed=False) for name in ("rope_parameters", "rope_scaling"))
         for part in (new, old):
@@ -99,7 +99,7 @@ class ConfigValues:
             if kind not in ROPE_KINDS:
                 raise self.error(f"rope scaling {shown(kind)} is not supported (known: {', '.join(ROPE_KINDS)})")
         if new.raw and old.raw and new.raw != old.raw:
-            raise self.error("rope_parameters and rope_scaling do not say the same; keep the one that is meant")
+            raise self.error("rope_parameters and rope_scaling disagree; keep only one of them")
         theta = self.number("rope_theta", "theta", default=default_theta)
         theta = new.number("rope_theta", default=old.number("rope_theta", default=theta))
         if theta < 1:
@@ -112,7 +112,7 @@ class ConfigValues:
         return values._scaled(theta, kind, positions)
 
     def _scaled(self, theta: float, kind: str, positions: int) -> Rope:
-        """The rotary embedding of a kind that these values scale, ``positions`` being given beside them, or 0."""
+        """The rotary embedding of a kind that these values scale; ``positions`` is from the config itself, or 0."""
         if kind == "llama3":
             low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
             if low >= high:

@@ -22,7 +22,7 @@ from batchgen.model.weights import NamedTensors, TensorSource, untied
 
 
 class Layer:
-    """A mixer and a feed-forward, each behind a norm, each added to the residual stream."""
+    """A mixer and a feed-forward, each after a norm, each added to the residual stream."""
 
     def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
         self.mixer: Attention | ShortConv
@@ -89,9 +89,9 @@ class Decoder:
 
         Without a head these are the normed hidden states [num_logits, hidden_size], or logits of labels.
 
-        ``max_position`` is the largest position in the batch. A layer computes only the tokens that something needs:
-        all of them up to the last attention's keys and values, then those of ``inputs.subset``, and in the last
-        feed-forward those whose logits are wanted.
+        ``max_position`` is the largest position in the batch. A layer computes only the tokens that are needed: all of
+        them up to the last attention's keys and values, then the tokens of ``inputs.subset``, and in the last
+        feed-forward the tokens whose logits are wanted.
         """
         tables = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)

@@ -17,8 +17,8 @@ from batchgen.core.model_files import ADAPTER_FILES, TOKENIZER_FILES, WEIGHTS_FI
 class ModelFiles:
     """The files that a model is read from.
 
-    ``name`` is ``model.path``, ``weights`` its folder or GGUF file, None for a dummy; ``tokenizer`` is one that is not
-    the model's own. ``states`` are those of the config, tokenizer and adapter files just before they were read.
+    ``name`` is ``model.path``, ``weights`` its folder or GGUF file, None for a dummy; ``tokenizer`` is None for the
+    model's own. ``states`` are the states of config, tokenizer and adapter files just before they were read.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ModelFiles:
 
     @property
     def parts(self) -> list[tuple[str, Path, tuple[str, ...]]]:
-        """Parts of the model, each with its folder and the patterns of its files; the model's own has no name."""
+        """Parts of the model: name ("" for the model itself), folder, and patterns of the files."""
         parts = [
             ("", self.weights, WEIGHTS_FILES),
             ("tokenizer", self.tokenizer, TOKENIZER_FILES),

@@ -19,7 +19,7 @@ from batchgen.model.config_values import ConfigValues
 
 _MAX_BYTES = 1 << 20  # of each file
 SIDES = ("query", "document")
-_LENGTHS = {"query": 32, "document": 180}  # tokens, where PyLate's file has none
+_LENGTHS = {"query": 32, "document": 180}  # tokens, if PyLate's file does not say
 _PREFIXES = {"query": "[Q] ", "document": "[D] "}
 _PYLATE_KEYS = ("query_prefix", "document_prefix", "query_length", "document_length", "do_query_expansion")
 
@@ -29,9 +29,9 @@ class Side:
     """Settings by which the texts of one side, queries or documents, become tokens and vectors.
 
     ``prefix`` is put before each text, and white space around it is taken off if ``strips``; ``marker`` is a token that
-    comes behind the first one, "" for none. A text has at most ``max_tokens``, None for those of the model. A shorter
-    one gets tokens ``filler`` up to ``filled_to``, to which the others attend if ``attends``. Vectors of the tokens
-    ``skipped`` are left out.
+    is put after the first one, or "". A text has at most ``max_tokens`` tokens, or, if that is None, the model's most.
+    A shorter text is filled with ``filler`` up to ``filled_to`` tokens; other tokens attend to these if ``attends``.
+    Vectors of the tokens ``skipped`` are left out.
     """
 
     prefix: str = ""

@@ -49,14 +49,14 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
 
     ``dtype`` "auto" is the checkpoint's own on CUDA, and on the CPU bfloat16 if the machine multiplies it natively,
     else float32. ``quantization`` "w8a16" rounds the weights of linears to 8-bit integers with a scale per 32 inputs,
-    "w8a8" with one per 128, and their inputs too, on the CPU only; "none" leaves both as they are. ``adapter`` is the
-    folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
-    "auto" is CUDA if there is one, never "mps" or "xpu". ``batch_invariant`` makes matrix products on a GPU add up in
-    one order whatever shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows.
-    Where a GPU has no kernels, plain torch computes, and says so in ``Kernels.notes``. ``kernels`` replaces the back
-    end of the device; ``tested`` gives the kernels to use after a self-test of the device's, before weights are read.
-    Commands, ``LLM`` and ``generate`` pass one.
-    Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder, config, or weights.
+    "w8a8" with a scale per 128, and their inputs too, on the CPU only; "none" does not round. ``adapter`` is the folder
+    or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device`` "auto" is CUDA if
+    available, never "mps" or "xpu". ``batch_invariant`` makes matrix products on a GPU add up in the same order
+    whatever shares the batch, as they always do on the CPU; without it cuBLAS computes products of many rows. If there
+    are no kernels for a GPU, plain torch computes, and ``Kernels.notes`` says so. ``kernels`` replaces the back end of
+    the device; ``tested`` runs a self-test of the device's kernels before weights are read, and returns the kernels to
+    use: commands, ``LLM`` and ``generate`` pass it. Without ``has_head`` the model gives hidden states. Raises
+    ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, WEIGHTS_FILES)
@@ -82,7 +82,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
         name = str(kind).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
         if not build.is_started():  # by who knows the engine's settings too
-            # Beside the reading of the weights.
+            # While the weights are read.
             build.start(name, config.saved_dtype, weights, activations, "auto", config.parts)
     with torch.inference_mode():
         if kernels is None:
@@ -164,8 +164,8 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype of that name; "auto" is explained at ``load_model``.
 
-    Raises ModelError for an unknown name, for float16 on a CPU, which has no kernels for it, and for float16 where the
-    embedding is scaled: what such families add up in the residual stream may exceed 65504.
+    Raises ModelError for an unknown name, for float16 on a CPU, which lacks kernels for it, and for float16 if the
+    embedding is scaled: the residual stream of such families may exceed 65504.
     """
     if dtype == "auto":
         dtype = config.auto_dtype(is_cpu=device.type == "cpu")

@@ -1,7 +1,7 @@
 """Measurement of the ceilings of ``roofline``, in the process that runs the model.
 
-The rate of floating-point operations is that of the model's own linears, all layers in turn, so that weights come from
-memory as in a real step; the bandwidth is that of large copies and sums.
+The rate of floating-point operations is measured on the model's own linears, all layers in turn, so that weights come
+from memory as in a real step; the bandwidth is measured on large copies and sums.
 """
 
 from __future__ import annotations

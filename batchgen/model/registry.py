@@ -30,7 +30,7 @@ _TEXT_PARTS: Mapping[str, Mapping[str, Any]] = {  # of models that see pictures 
     "lfm2_vl": {"model_type": "lfm2"},
     "mistral3": {"model_type": "mistral"},
 }
-_OF_BOTH_PARTS = (  # keys beside the text part that count for it
+_OF_BOTH_PARTS = (  # keys outside the text part that count for it
     *("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", *_QUANTIZED),
 )
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")

@@ -47,9 +47,9 @@ class Costs:
     FLOP: two per weight that a token meets, four per head dimension and position that it attends to. After the last
     attention's keys and values only the tokens with logits need be computed, so that part counts with the logits, and
     there one token per sequence and step attends. Bytes: per step every weight (of experts the share that its tokens
-    are expected to meet) and each sequence's keys and values. Layers with a window have counts of their own, in which
-    no token attends to more positions, and no more are read. Counts are those of a causal model; in others each of a
-    text's n tokens attends to n positions, not to (n + 1) / 2 on average.
+    are expected to meet) and each sequence's keys and values. Layers with a window are counted separately, with at most
+    that many positions attended to and read. Counts assume a causal model; in others each of a text's n tokens attends
+    to n positions, not to (n + 1) / 2 on average.
     """
 
     flops_per_token: int
@@ -90,7 +90,7 @@ class Costs:
         )
 
     def work(self, counts: Mapping[str, Any]) -> Work:
-        """The work behind the counts of ``EngineStats``."""
+        """The work that the counts of ``EngineStats`` stand for."""
         tokens = counts["num_prefill_tokens"] + counts["num_decode_tokens"]
         flops = (
             self.flops_per_token * tokens

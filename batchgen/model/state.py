@@ -21,8 +21,8 @@ KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # that keys and va
 def key_pack(dtype: torch.dtype, device: torch.device, width: int) -> int:
     """Adjacent dimensions of a key in memory.
 
-    The CPU multiplies bfloat16 in pairs, all else one by one. Elsewhere keys lie as values do: a GPU writes a key in
-    one piece, reads those of a block as another, and its matrix instructions take them as they are.
+    The CPU multiplies bfloat16 in pairs, all else one by one. Elsewhere keys have the layout of values: a GPU writes a
+    key in one piece and reads the keys of a block in one piece, in the layout that its matrix instructions take.
     """
     if device.type != "cpu":
         return width
@@ -57,7 +57,7 @@ def allocate(
     """Zeroed state: values that a vector reads beyond the end of a sequence are masked, but must be finite.
 
     ``kv_cache_dtype`` is what keys and values are rounded to, if not ``dtype``. The keys have one more block, for the
-    last vector of a block whose size is no multiple of ``LANES``.
+    last vector of a block whose size is not a multiple of ``LANES``.
     """
     cached = kv_cache_dtype or dtype
     heads, width, lanes = config.num_kv_heads, padded(config.head_dim), padded(block_size)

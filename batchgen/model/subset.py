@@ -11,10 +11,10 @@ from batchgen.kernels.inputs import LogitsSubset, ModelInput, query_blocks
 def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubset | None:
     """The tokens of CPU ``inputs`` that later results depend on after the last attention; None if all of them are.
 
-    The convolutions behind the last attention reach back ``reach`` tokens in all. So logits need a token and ``reach``
-    before it; the convolution state kept where a chunk or a KV block ends needs the last ``reach`` tokens. One token
-    per sequence is kept in any case: kernels never see a sequence without tokens. Where a token sees its whole text,
-    the convolutions reach as far ahead, no state is kept, and each text has logits.
+    The convolutions after the last attention reach back ``reach`` tokens in all. So logits need a token and ``reach``
+    before it; the convolution state at the end of a chunk or a KV block needs the last ``reach`` tokens. One token per
+    sequence is always kept: kernels never see a sequence without tokens. If a token sees its whole text, the
+    convolutions reach as far ahead, state is not kept, and each text has logits.
     """
     if inputs.num_tokens == inputs.num_seqs:
         return None

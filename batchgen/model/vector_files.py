@@ -29,7 +29,7 @@ _ACTIVATIONS = {"Identity": False, "Tanh": True}
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer behind the model, in a folder of its own; ``has_tanh``: a hyperbolic tangent follows."""
+    """A linear layer after the model, in a folder of its own; ``has_tanh``: a hyperbolic tangent follows."""
 
     folder: Path
     inputs: int
@@ -40,7 +40,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class VectorFiles:
-    """Settings in the files; ``pooling`` is "" where they name none; ``sides`` are those of late interaction."""
+    """Settings in the files; ``pooling`` is "" if they do not name it; ``sides`` are for late interaction."""
 
     pooling: str = ""
     dense: tuple[Dense, ...] = ()
@@ -57,7 +57,7 @@ class VectorFiles:
 
 
 def read_vector_files(folder: Path) -> VectorFiles:
-    """The settings in a model's folder or GGUF file; the defaults where there are none.
+    """The settings in a model's folder or GGUF file; defaults for what is missing.
 
     Raises ModelError for unknown modules.
     """
@@ -75,7 +75,7 @@ def read_vector_files(folder: Path) -> VectorFiles:
                 f"{path}: the module {shown(module.get('type'))} is not known (known: {', '.join(_ORDER)})"
             )
         if _ORDER.index(kind) < last:
-            raise ModelError(f"{path}: {kind} behind {_ORDER[last]} is not supported (in order: {', '.join(_ORDER)})")
+            raise ModelError(f"{path}: {kind} after {_ORDER[last]} is not supported (in order: {', '.join(_ORDER)})")
         last = _ORDER.index(kind)
         if kind == "Pooling":
             settings["pooling"] = _pooling(where / "config.json")

@@ -25,7 +25,7 @@ from batchgen.model.config import ModelConfig
 
 Shape = tuple[int, ...]
 Place = TypeVar("Place")
-_MOST_MAPPED = 1 << 30  # bytes read from a mapping, which holds on to them, before the file is mapped anew
+_MOST_MAPPED = 1 << 30  # bytes read from a mapping, which keeps them in memory, before the file is mapped again
 _DERIVED = (".rotary_emb.inv_freq",)  # frequencies, which the config gives; Llama's checkpoints once held them
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
 
@@ -63,7 +63,7 @@ class Init(NamedTuple):
 
 
 TAPS = Init(0.0, 0.5)  # of a convolution
-ROUTER_BIAS = Init(0.0, 0.1)  # beside scores from 0 to 1
+ROUTER_BIAS = Init(0.0, 0.1)  # added to scores from 0 to 1
 
 
 class TensorSource(Protocol):
@@ -77,7 +77,7 @@ class TensorSource(Protocol):
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name, in ``dtype`` if not the model's.
 
-        Raises ModelError: there is none, or it has another shape than ``shape``.
+        Raises ModelError: it is missing, or its shape is not ``shape``.
         """
 
     def finish(self, optional: str = "") -> None:
@@ -121,9 +121,9 @@ class StoredTensors(Generic[Place]):
 class Checkpoint(StoredTensors[str]):
     """Tensors of a checkpoint folder, memory-mapped: only what is taken is read.
 
-    One file is mapped at a time, and mapped anew after every ``_MOST_MAPPED`` bytes: weights are laid out anew for most
-    devices, and one mapping of all would keep both copies in memory until the last tensor. One for each tensor would
-    parse the file's header as often, which takes half a minute where every expert has tensors of its own.
+    One file is mapped at a time, and mapped again after every ``_MOST_MAPPED`` bytes: most devices need another layout
+    of the weights, and a single mapping would keep both copies in memory until the last tensor. A mapping per tensor
+    would parse the file's header each time, which takes half a minute if every expert has tensors of its own.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, unread: tuple[str, ...] = ()) -> None:
@@ -155,7 +155,7 @@ class Checkpoint(StoredTensors[str]):
         return self._mapped[1]
 
     def read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
-        """The tensor of that name as it is stored. Raises ModelError: there is none, or it has none of ``shapes``."""
+        """The tensor of that name as it is stored. Raises ModelError: it is missing, or of another shape."""
         if name not in self._places:
             raise ModelError(f"{self.path}: the weights lack tensor {name!r}, which config.json asks for")
         file = self._open(self._places[name])
@@ -185,8 +185,8 @@ class Checkpoint(StoredTensors[str]):
 class RandomTensors:
     """Random weights of any shape, the same in every run: for measuring speed without a checkpoint.
 
-    Without an ``Init`` of their own they are normal around zero with deviation ``std``. They come as those of a
-    checkpoint saved in ``saved`` would.
+    Without an ``Init`` of their own they are normal around zero with deviation ``std``. They have the dtypes of tensors
+    from a checkpoint saved in ``saved``.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class NamedTensors:
         return self._source.dtype
 
     def of(self, **indices: int) -> NamedTensors:
-        """Those of one layer, or of one expert of it."""
+        """The tensors of one layer, or of one of its experts."""
         return NamedTensors(self._source, self._config, **self._indices, **indices)
 
     def name(self, role: str, part: str = "weight") -> str:

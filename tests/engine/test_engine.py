@@ -552,5 +552,5 @@ def test_an_engine_that_was_interrupted_within_a_step_gives_no_wrong_tokens_and_
     with pytest.raises(KeyboardInterrupt):
         list(engine.run([request]))
     for requests in ([], [replace(request, key=1)]):
-        with pytest.raises(UsageError, match="was interrupted, and what it holds is unknown: make a new engine"):
+        with pytest.raises(UsageError, match="interrupted and the engine's state is undefined; create a new engine"):
             list(engine.run(requests))

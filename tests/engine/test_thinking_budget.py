@@ -176,4 +176,4 @@ def test_an_engine_without_a_tokenizer_answers_with_an_error_row() -> None:
     made = engine_for(MODEL, num_blocks=20, block_size=4, parts={"text": TextTools()})
     error = run(made, [Request(0, PROMPT, replace(FREE, thinking_token_budget=0))])[0].error
     assert error is not None and error.code is RowErrorCode.BAD_PARAM
-    assert error.message == "thinking_token_budget needs a tokenizer, and this engine has none: give it one"
+    assert error.message == "thinking_token_budget needs a tokenizer, which this engine lacks: give it one"

@@ -308,7 +308,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ),
         ("granitemoehybrid", {"layer_types": None}, ["layers of Mamba are not computed here"]),
         ("granitemoehybrid", {"layer_types": ["attention"] * 2}, ["layer_types must name 3 layers"]),
-        ("granitemoehybrid", {"num_local_experts": 8}, ["num_local_experts is not 0; experts beside"]),
+        ("granitemoehybrid", {"num_local_experts": 8}, ["num_local_experts is not 0; experts next to"]),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, ["position_embedding_type is 'alibi'; known are"]),
         ("llama", {"mlp_bias": True}, ["mlp_bias true is not computed here"]),
         ("mistral", {"attention_bias": True}, ["attention_bias true is not computed here"]),

@@ -138,7 +138,7 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ),
         (
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            ["rope_parameters and rope_scaling do not say the same"],
+            ["rope_parameters and rope_scaling disagree; keep only one of them"],
         ),
         *(
             ({"model_type": family, "intermediate_size": 96, **rope}, ["partial_rotary_factor 0.5", "'default'"])

@@ -103,7 +103,7 @@ def test_values_for_some_layers_are_refused_where_all_have_the_same(family: str,
 
 def test_parameters_for_each_layer_beside_a_scaling_of_all_are_refused() -> None:
     raw = raw_config("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 2.0})
-    with pytest.raises(ModelError, match="rope_parameters and rope_scaling are both given; keep the one that is meant"):
+    with pytest.raises(ModelError, match="rope_parameters and rope_scaling are both given; keep only one of them"):
         parse_config(raw, "config.json")
 
 

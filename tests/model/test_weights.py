@@ -307,7 +307,7 @@ def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path, file: str) -> Non
     name = "model.embedding_norm.weight"
     save_file({name: tensors[name]}, tmp_path / "evil.safetensors")
     rewrite_index(folder, name, file)
-    assert "no safetensors file of this folder" in refusal(folder)
+    assert "not a safetensors file of this folder" in refusal(folder)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', "\x00"])

@@ -44,7 +44,7 @@ def _bits(value: float) -> int:
 
 
 def _address_of(tensor: Tensor | None) -> int:
-    """Address of a tensor, 0 if there is none."""
+    """Address of a tensor, 0 for None."""
     return 0 if tensor is None else address(tensor)
 
 
@@ -62,7 +62,7 @@ class Alone(NamedTuple):
     rotary: Tensor
 
     def fields(self) -> tuple[int, ...]:
-        """The rest of ``compiled.heads.HEADS`` behind the sizes, and ``ROTARY``."""
+        """The fields of ``compiled.heads.HEADS`` after the sizes, and ``ROTARY``."""
         heads, norms = self.heads, (_address_of(self.heads.q_norm), _address_of(self.heads.k_norm))
         return (*norms, _bits(heads.eps), _bits(heads.head_dim**-0.5), *map(address, self.rotary))
 
@@ -81,9 +81,9 @@ def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
 
 
 class PackedEmbedding:
-    """``Embedding`` of the table that is the weight of a linear, read where that has it.
+    """``Embedding`` whose table is the weight of a linear, read from the linear's panels.
 
-    A row lies in as many places as there are pairs of inputs, so it takes as many cache lines: a few microseconds.
+    A row is spread over one cache line per pair of inputs, so reading it takes a few microseconds.
     """
 
     def __init__(self, head: linears.PackedLinear, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ class PackedEmbedding:
 
 
 class CpuKernels(interface.Kernels):
-    """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None: that of the weights."""
+    """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None: the dtype of the weights."""
 
     name = "cpu"
 

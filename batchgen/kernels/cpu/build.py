@@ -1,8 +1,8 @@
 """Machine code of kernels for this process, from files, from processes that compile meanwhile, or compiled here.
 
-Compiling takes seconds, and numba compiles in one thread only. So ``start`` has a process of its own do it, which
-divides the work with copies of itself, as soon as a run knows its dtype: beside the import of torch and the reading of
-the weights. This process compiles the kernels that the other leaves undone.
+Compiling takes seconds, and numba compiles in one thread only. So ``start`` starts another process for it, which
+divides the work with copies of itself, as soon as a run knows its dtype: while torch is imported and weights are read.
+This process compiles the kernels that are still missing when it needs them.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class _Translation(JITCodeLibrary):
         self._finalized = True
 
     def get_pointer_to_function(self, _name: str) -> int:
-        return 0  # as numba has it where a function has no such wrapper
+        return 0  # as numba returns for a function without such a wrapper
 
     def machine_code(self) -> bytes:
         """The object of the whole. Raises NotImplementedError if it calls what only a process with numba has."""
@@ -61,7 +61,7 @@ class _Codegen(JITCPUCodegen):
     _library_class = _Translation
 
     def set_env(self, *_: Any) -> None:
-        """Kernels call no Python, so their functions have no environment."""
+        """Kernels do not call Python, so their functions do not need an environment."""
 
 
 def prepare(modules: Iterable[str]) -> None:

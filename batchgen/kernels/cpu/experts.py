@@ -1,7 +1,7 @@
-"""Experts of the CPU: panels of all of them behind one launch, which reads from memory whose rows each multiplies.
+"""Experts of the CPU: one launch multiplies the panels of all; it reads from memory which rows meet which expert.
 
-A token's rows are copied to where those of the same expert lie, so that tiles of rows meet a panel as in any linear,
-and added up from there. Nothing depends on what Python knows beside the number of rows, so launches can be repeated.
+Rows that meet the same expert are copied next to each other, so that tiles of rows meet a panel as in any linear, and a
+token's results are added up from there. Python only needs to know the number of rows, so launches can be repeated.
 """
 
 from __future__ import annotations

@@ -103,8 +103,9 @@ def needed(
 ) -> list[tuple[KernelSpec, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
-    ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply,
-    ``kv_cache_dtype`` that of keys and values; ``parts`` is "dense" or "experts", and "scales" behind it.
+    ``dtype`` is the dtype that it is computed in, ``stored`` the dtype of its weights before ``weights`` and
+    ``activations`` apply, ``kv_cache_dtype`` the dtype of keys and values; ``parts`` is "dense" or "experts", maybe
+    followed by "scales".
     """
     if dtype not in ELEMENTS:
         return []

@@ -15,7 +15,7 @@ ARGS = 6  # index of a kernel's first own argument
 
 # Words of a pool of threads, each in a cache line of its own as far as threads write: see ``compiled.thread_pool``.
 PROGRESS, END, SELF = range(0, 24, 8)
-NUM_SLEEPERS, EVENT = 1, 2  # behind ``PROGRESS``, and behind ``END``
+NUM_SLEEPERS, EVENT = 1, 2  # next to ``PROGRESS``, and next to ``END``
 BASE, TABLE, FUTEX, SLEEP, WAKE = range(SELF + 1, SELF + 6)
 POOL_WORDS = 24
 WORKER_BITS = 16  # of ``PROGRESS`` and ``END``: below the number of a launch, one of workers
@@ -78,7 +78,7 @@ def rotated_length(count: int) -> int:
 
 
 def num_multiplied(inputs: int) -> int:
-    """Integers of each row that a product of integers multiplies for so many inputs: all but the end of a group."""
+    """Integers of each row that a product of integers multiplies for ``inputs`` inputs: without the end of a group."""
     whole = inputs // DOT_GROUP * DOT_GROUP
     return whole + (rotated_length(inputs - whole) if inputs > whole else 0)
 
@@ -86,7 +86,8 @@ def num_multiplied(inputs: int) -> int:
 def attention_rows(num_rows: int) -> int:
     """Rows in the scratch memory of a worker of attention for ``num_rows`` query rows of several blocks.
 
-    Those of a block may be padded to almost twice as many; few are those of several heads, of two tiles each.
+    The rows of a block may be padded to almost twice their number; if there are few, rows of several heads are kept,
+    two tiles each.
     """
     heads = SCORE_ROWS // MAX_QUERIES
     return max(-(-2 * num_rows // MAX_QUERIES) * MAX_QUERIES + MAX_QUERIES, 2 * MAX_QUERIES * heads)

@@ -41,7 +41,7 @@ from batchgen.kernels.quantize import quantize_rotated, quantize_weight
 
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
-_FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
+_FEWEST_TILES = 8  # in each share of the rows: every share reads all panels again
 _MOST_SHARED_BYTES = 256 << 10  # of a panel that every share reads: with the next one it is to stay in the second cache
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored weights
@@ -127,7 +127,7 @@ def pack_integers(weight: Tensor, together: int, shift: int) -> PackedWeight:
 
 
 def _with_scales(scales: Tensor, integers: Tensor) -> Tensor:
-    """Bytes [strips, groups, those of a group] of scales [outputs, groups] and integers [strips, groups, ...]."""
+    """Bytes [strips, groups, bytes of a group] of scales [outputs, groups] and integers [strips, groups, ...]."""
     of_strip = scales.view(-1, LANES, scales.shape[1]).transpose(1, 2).contiguous()
     return torch.cat((of_strip.view(torch.uint8), integers.flatten(2).view(torch.uint8)), 2)
 
@@ -175,7 +175,7 @@ class Experts(NamedTuple):
 class PackedLinear:
     """``Linear`` with the weight in panels: for inputs of bfloat16 or float32, an even number of them.
 
-    ``dtype`` is that of the inputs, if not the weight's.
+    ``dtype`` is the dtype of the inputs, if not the weight's.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class PackedLinear:
         gated: int = 0,
         experts: Experts | None = None,
     ) -> Tensor:
-        """The product [rows, width] of x [rows, inputs] with all panels, or each row's with those of its expert.
+        """The product [rows, width] of x [rows, inputs] with all panels, or of each row with its expert's panels.
 
         ``gated`` is 0 or one of the ways in ``layout``.
         """
@@ -270,7 +270,7 @@ class PackedLinear:
 def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Integers of x [rows, groups * 128] with their scales and what the shift of the weights takes off, [rows, groups].
 
-    They are those of ``quantize.quantize_rows`` in the type that this machine multiplies.
+    The integers are the same as from ``quantize.quantize_rows``, in the type that this machine multiplies.
     """
     rows, width = x.shape
     groups = -(-width // DOT_GROUP)

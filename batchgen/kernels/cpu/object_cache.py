@@ -48,7 +48,7 @@ def _sources(module: str) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """The object of that name; None where there is none that can be trusted."""
+    """The object of that name; None without one that can be trusted."""
     folder = _folder()
     if folder is None:
         return None
@@ -80,7 +80,7 @@ def write(name: str, code: bytes) -> bool:
 
 
 def _digest(name: str, code: bytes) -> bytes:
-    """First bytes of a file, which tell its object from a torn one and from that of another name."""
+    """First bytes of a file, which differ if the object is torn or has another name."""
     return hashlib.sha256(name.encode() + code).digest()
 
 
@@ -108,17 +108,17 @@ def lock() -> bool:
 
 
 def _folder() -> Path | None:
-    """Folder of the objects, made if need be; None where there is none that only this user writes to."""
+    """Folder of the objects, created if missing; None unless only this user can write to it."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder if _is_ours(folder.stat()) else None
-    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
+    except (OSError, RuntimeError):  # RuntimeError: this user lacks a home folder
         return None
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether none but this user, or the administrator, can have written a file or folder; a device is none of ours."""
+    """Whether only this user or the administrator can have written a file or folder; False for a device."""
     is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     return is_plain and status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

@@ -55,7 +55,7 @@ LAUNCHING = threading.RLock()  # engines in several threads share the workers an
 
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
 _NAP_US = 50  # where threads cannot wake each other
-_MOST_LAUNCHES = 4096  # of a program that grows; where there are more, it begins anew
+_MOST_LAUNCHES = 4096  # of a program that grows; then another program begins
 _LAUNCHES_AT_ONCE = 4  # that are added to it at once: they take less time than a thread spins before it sleeps
 Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``KernelSpec.kinds``
 
@@ -70,7 +70,7 @@ _SCRATCH: dict[int, torch.Tensor] = {}
 
 
 def scratch(floats: int) -> tuple[int, int]:
-    """Scratch memory of so many float32 for each worker: its address, and the bytes of a worker's part (``entry.Own``).
+    """Scratch memory for each worker, in float32: its address, and the bytes of a worker's part (``entry.Own``).
 
     Parts begin at multiples of 64 bytes if ``floats`` is one of 16. It is never freed (kernels run one at a time).
     """
@@ -226,7 +226,7 @@ class Pool:
                 program.end()  # if Ctrl-C has come before the first did: memory that kernels write may be freed now
 
     def _start_threads(self, num_workers: int) -> None:
-        """Have threads for so many workers, but no more than CPUs."""
+        """Have threads for ``num_workers`` workers, but not more than CPUs."""
         if num_workers > self._num_workers:
             for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
                 self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
@@ -244,7 +244,7 @@ class Pool:
         return self._words[self._start + PROGRESS] >> WORKER_BITS
 
     def forget_threads(self) -> None:
-        """Start anew in a copy of the process, which has none of the threads: in the memory that programs know."""
+        """Reset the pool in a copy of the process, which lacks its threads; it keeps the memory that programs use."""
         for word in range(SELF):
             self._words[self._start + word] = 0
         self._num_workers = 1
@@ -270,7 +270,7 @@ _POOL: dict[None, Pool] = {}
 
 
 def pool() -> Pool:
-    """The pool of this process: one, since threads of one have no numbers under the key of another."""
+    """The pool of this process. There is only one: a thread's number is kept under the key of its own pool."""
     pool = _POOL.get(None)
     return pool if pool is not None else _POOL.setdefault(None, Pool())  # as in ``scratch``
 

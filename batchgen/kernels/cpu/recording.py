@@ -61,7 +61,7 @@ class Program:
 
 
 class Recorder:
-    """``interface.Recorder`` of CPU kernels, and what runs launches beside their preparation.
+    """``interface.Recorder`` of CPU kernels, which also runs launches while later ones are prepared.
 
     ``run`` is for work that is done once: its kernels are run by other threads while it launches more.
     """
@@ -70,14 +70,14 @@ class Recorder:
         self._memory = Memory()
 
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        memory = Memory()  # of its own, until the kernels have run: that of a large step is not kept
+        memory = Memory()  # of its own, until the kernels have run: the memory of a large step is not kept
         return pool().run_growing(lambda launches: _recorded(work, memory, launches))
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         launches: list[Launched] = []
         result = _recorded(work, self._memory, launches)
         program, shape, dtype = Program(launches), result.shape, result.dtype
-        # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
+        # Not the result itself: its memory may serve later recordings too, since a replay writes it again.
         memory = self._memory.holding(result.data_ptr())[: result.nbytes]
         program.run()
 

@@ -6,9 +6,9 @@ spans in one program. Both call the same two functions below, so with tiles of t
 order, and nothing that shares the batch takes part in a row's arithmetic. With a window, spans and steps of the loop
 that no row sees are left out; those that some row does not see add nothing to it.
 
-Rows of a tile are (token, head of the group that shares a KV head), so that grouped heads read keys once and a
-single token still fills part of a matrix instruction. Scratch of split decode is float32
-[num_seqs, num_heads, num_spans, head_dim], num_spans being that of the longest sequence.
+Rows of a tile are (token, head of the group that shares a KV head), so that grouped heads read keys once and a single
+token still fills part of a matrix instruction. Scratch of split decode is float32 [num_seqs, num_heads, num_spans,
+head_dim], num_spans being the spans of the longest sequence.
 
 Keys and values in int8 are multiplied as the integers that they are, which 16 bits hold: a score is then multiplied by
 its key's scale, a weight by its value's.
@@ -66,8 +66,8 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
 
     ``cache`` is (keys, values, scales, num_kv_heads). A step that lies in one block looks up that alone. Keys past
     ``end`` may hold anything: their scores are replaced. Values are multiplied by a weight of zero, which does not
-    silence an infinity, so those past ``end`` are not read. A weight times the scale of a value may be smaller than
-    float16 holds: beside float16, too, it is rounded to bfloat16.
+    silence an infinity, so those past ``end`` are not read. A weight times the scale of a value may be too small for
+    float16: it is rounded to bfloat16, also in a float16 model.
     """
     keys, values, scales, num_kv_heads = cache
     TILE: tl.constexpr = LAYOUT[TILE_AT]
@@ -94,7 +94,7 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
         if scales is None:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2_E
         else:
-            scale = scales + place * (2 * LANES) + offset  # of keys, and ``LANES`` behind it of values
+            scale = scales + place * (2 * LANES) + offset  # of keys, and ``LANES`` after it of values
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (tl.load(scale) * LOG2_E)[None, :]
         visible = at[None, :] <= position[:, None]
         if LAYOUT[WINDOW_AT]:
@@ -127,7 +127,7 @@ def _queries(q, token, head, valid, num_heads, dtype: tl.constexpr, LAYOUT: tl.c
 
 @triton.jit
 def _folded(spans, at, row_is_valid, num_seen, LAYOUT: tl.constexpr):
-    """``_merge`` of the first ``num_seen`` spans in order; ``at`` [rows] is where those of a head start."""
+    """``_merge`` of the first ``num_seen`` spans in order; ``at`` [rows] is where the spans of a head start."""
     best_in, total_in, mixed_in = spans
     HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
     DIMS: tl.constexpr = LAYOUT[DIMS_AT]

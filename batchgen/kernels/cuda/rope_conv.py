@@ -10,7 +10,7 @@ from batchgen.kernels.cuda.tiles import tile_of
 
 CONV_TOKENS = 16  # tokens of a sequence that one program convolves, one after the other
 CONV_CHANNELS = tl.constexpr(256)
-ROUNDER = tl.constexpr(1.5 * 2.0**23)  # a float32 of this size has no bit behind the point: ties go to even
+ROUNDER = tl.constexpr(1.5 * 2.0**23)  # a float32 of this size is always an integer: ties go to even
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Kernels that treat each row by itself: RMS norm, alone and behind a sum; SwiGLU.
+"""Kernels that treat each row by itself: RMS norm, alone and after a sum; SwiGLU.
 
 The width alone fixes the order in which a row is summed, so its bits never depend on the other rows. Norms are launched
 with ``WRITTEN_OUT``, as they would be fused with the residual that is added to them.

@@ -30,7 +30,7 @@ def power_of_two(n: int) -> int:
 class SplitCounters:
     """Counters of the programs that have arrived, all zero between launches.
 
-    They stay where they are as long as this lives, since recordings hold their address: more are beside them.
+    They stay at their address as long as this object lives, since recordings hold it: more are allocated elsewhere.
     """
 
     def __init__(self) -> None:

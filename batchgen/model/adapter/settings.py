@@ -82,7 +82,7 @@ def resolve_adapter(path: str) -> Path:
 
 
 def read_lora(folder: Path) -> Lora:
-    """The settings of the adapter in ``folder``. Raises ModelError: they are damaged, or those of no plain LoRA."""
+    """The settings of the adapter in ``folder``. Raises ModelError: they are damaged, or not for a plain LoRA."""
     path = folder / ADAPTER_CONFIG
     values = ConfigValues(read_object(path, _MAX_BYTES), str(path))
     if (kind := values.get("peft_type")) != "LORA":
@@ -112,12 +112,12 @@ def _alphas(values: ConfigValues) -> dict[str, float]:
 
 
 def doubts(lora: Lora | None, model: str, folder: Path | None) -> list[str]:
-    """Lines about an adapter that was trained on another model, or lies beside the weights and is not added.
+    """Lines about an adapter that was trained on another model, or lies next to the weights and is not added.
 
     ``model`` is a path or Hub id, and ``folder`` where its files are.
     """
     if lora is not None and not lora.is_for(model):
         return [f"the adapter was trained on {shown(lora.base)}, and is added to {model}"]
     if lora is None and folder is not None and (folder / ADAPTER_CONFIG).exists():
-        return [f"{model} has an adapter beside its weights, which is not added; --adapter adds one that is not merged"]
+        return [f"{model} has an adapter in its folder, which is not added; --adapter adds one that is not merged"]
     return []

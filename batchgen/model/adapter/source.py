@@ -27,7 +27,7 @@ _CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch
 
 
 class LoraTensors:
-    """The tensors of a model, with an adapter's matrices added to those of its modules.
+    """The tensors of a model, with an adapter's matrices added to the weights of its modules.
 
     All come in the dtype of the model, or in a wider one that the model's own source gives them in.
     """
@@ -51,7 +51,7 @@ class LoraTensors:
             is_new = match is not None and match[2] is None
             if match is None or match[2] in parts or (is_new and weight not in (self._embedding, self._head)):
                 raise self._error(
-                    f"tensor {shown(name)} is no lora_A or lora_B of a linear, embedding or head", USE_MERGED
+                    f"tensor {shown(name)} is not a lora_A or lora_B of a linear, embedding or head", USE_MERGED
                 )
             parts[match[2]] = name
             self._modules[weight] = match[1]
@@ -68,7 +68,7 @@ class LoraTensors:
         return (is_untied and name == self._head) or self._plain.holds(name)
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """As of the model alone. Raises ModelError also if the adapter does not fit, or has no finite sums."""
+        """The model's tensor with the adapter added. Raises ModelError also if it does not fit or sums overflow."""
         own = self._embedding if name == self._head and not self._plain.holds(name) and self._is_tied else name
         if name not in self._parts:
             tensor = self._plain.take(own, shape, init, dtype)
@@ -89,7 +89,9 @@ class LoraTensors:
 
     def finish(self, optional: str = "") -> None:
         if left := sorted(self._parts.keys() - self._added):
-            what = "is the embedding table of this model too" if left[0] == self._head else "is no linear of this model"
+            what = (
+                "is the embedding table of this model too" if left[0] == self._head else "is not a linear of this model"
+            )
             more = f" ({len(left)} such modules)" if len(left) > 1 else ""
             base = f"; its own model is {shown(self._lora.base)}" if self._lora.base else ""
             raise self._error(
@@ -101,7 +103,7 @@ class LoraTensors:
         """A [rank, in], B [out, rank], and what their product is multiplied by."""
         module, parts = self._modules[name], self._parts[name]
         if len(shape) != 2 or name == self._embedding:
-            raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
+            raise self._error(f"changes {module!r}, which is not a linear", "train the adapter without it")
         rank = self._file.get_slice(parts["A"]).get_shape()[0]
         a, b = self._read(parts["A"], (rank, shape[1])), self._read(parts["B"], (shape[0], rank))
         return a, b, self._lora.scale(module, max(rank, 1))

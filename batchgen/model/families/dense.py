@@ -30,7 +30,8 @@ TENSOR_NAMES = {
 def published(widths: tuple[int, int, int], heads: tuple[int, int], num_layers: int, **more: Any) -> dict[str, Any]:
     """A published ``config.json``.
 
-    ``widths`` are those of the residual stream, a head and the feed-forward; ``heads`` count those of queries and keys.
+    ``widths`` are the widths of the residual stream, a head and the feed-forward; ``heads`` are the numbers of query
+    and key heads.
     """
     return {
         "hidden_size": widths[0],

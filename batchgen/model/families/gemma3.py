@@ -113,12 +113,12 @@ def _kinds(values: ConfigValues) -> tuple[str, ...]:
 
 
 def _rope(values: ConfigValues, kind: str) -> Rope:
-    """The rotary embedding of one kind of attention; older files name its base beside that of the other kind."""
+    """The rotary embedding of one kind of attention; older files have two keys for the bases of both kinds."""
     base, default = ("rope_local_base_freq", 1e4) if kind == _SLIDING else ("rope_theta", 1e6)
     ropes = values.section("rope_parameters", is_needed=False)
     if ropes.raw:
         if values.section("rope_scaling", is_needed=False).raw:
-            raise values.error("rope_parameters and rope_scaling are both given; keep the one that is meant")
+            raise values.error("rope_parameters and rope_scaling are both given; keep only one of them")
         return ConfigValues({"rope_parameters": ropes.section(kind).raw}, f"{values.where}: {kind}").rope(default)
     scaling = {} if kind == _SLIDING else values.section("rope_scaling", is_needed=False).raw
     part = {"rope_theta": values.number(base, default=default), "rope_scaling": scaling}

@@ -42,7 +42,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
     if not isinstance(kinds, list) or any(kind not in (_LISTED, ATTENTION) for kind in kinds):
         raise values.error("layers of Mamba are not computed here; granite-4.0-350m, -1b and -micro have none")
     if values.integer("num_local_experts", default=8, least=0):
-        raise values.error("num_local_experts is not 0; experts beside a feed-forward are not computed here")
+        raise values.error("num_local_experts is not 0; experts next to a feed-forward are not computed here")
     position = values.get("position_embedding_type", default="nope")
     if position not in ("rope", "nope"):
         raise values.error(f"position_embedding_type is {shown(position)}; known are 'rope' and 'nope'")

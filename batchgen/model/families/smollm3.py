@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's layers, of which every fourth has no rotary embedding.
+"""SmolLM3: Llama's layers, every fourth without a rotary embedding.
 
 Facts of the architecture: arXiv:2501.18795 (layers without rotation), the published checkpoint's ``config.json`` and
 transformers' model of it.

@@ -39,7 +39,7 @@ _NAMES = {
     "conv_out": f"{_LAYER}.shortconv.out_proj",
 }
 _OLD_FINAL_NORM = "token_embd_norm"  # of LFM2, in older files
-_KEYS = {  # key of config.json -> key of the metadata, behind the architecture
+_KEYS = {  # key of config.json -> key of the metadata, after the architecture
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -136,7 +136,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
     raw: dict[str, Any] = {"model_type": architecture.model_type, **architecture.fixed}
     raw |= {key: metadata.get(f"{name}.{behind}") for key, behind in architecture.all_keys.items()}
     for key, behind in architecture.keys.items():
-        if raw[key] is None and key != "num_key_value_heads":  # by default as many as there are of queries
+        if raw[key] is None and key != "num_key_value_heads":  # by default the number of query heads
             raise ModelError(f"{path}: the metadata has no '{name}.{behind}'; convert the model again")
     _refuse_others(path, name, metadata)
     if name in ("lfm2", "lfm2moe"):
@@ -215,7 +215,7 @@ def _rope_scaling(path: Path, name: str, header: GgufHeader, raw: Mapping[str, A
 def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Llama 3's scaling whose divisors of the frequencies are those in the file. Raises ModelError if none has them.
 
-    The formula is that of ``model.rope``.
+    The formula is the same as in ``model.rope``.
     """
     kind, shape, offset = header.tensors[ROPE_FACTORS]
     problem = f"{path}: {ROPE_FACTORS} has not the factors of Llama 3's rotary embedding; use safetensors"

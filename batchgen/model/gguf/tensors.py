@@ -30,9 +30,9 @@ class GgufTensors(StoredTensors[GgufTensor]):
     """Tensors of a GGUF file, each read back into ``dtype``.
 
     Converters of the architectures ``ROTATED`` put the outputs of each head of ``head_dim`` that are rotated together,
-    i and i + head_dim / 2, side by side; here they get back their places. The tensors of experts, which a file holds
-    layer by layer, are taken one by one. With ``is_exact`` blocks are read into float32, for
-    a model that keeps integers: those of Q8_0 are then the file's own.
+    i and i + head_dim / 2, side by side; here they are moved back. A file holds the experts of a layer in one tensor;
+    here they are taken one by one. With ``is_exact`` blocks are read into float32, for a model that keeps integers:
+    then the integers of Q8_0 are the file's own.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GgufTensors(StoredTensors[GgufTensor]):
         super().__init__(path, dtype, device, dict(_by_expert(places)))
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of that name; axes of one element may be missing in the file, as those of convolutions are.
+        """The tensor of that name; axes of one element may be missing in the file, as in convolutions.
 
         Raises ModelError: no such tensor, another shape, a type that is not read, data beyond the end of the file, or
         no finite numbers.
@@ -109,7 +109,7 @@ class GgufTensors(StoredTensors[GgufTensor]):
 
 
 def _by_expert(places: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-    """The places of tensors, those of all experts of a layer taken apart: ``x.weight`` is ``x.0.weight`` and so on."""
+    """The places of tensors; a tensor of all experts ``x.weight`` is split into ``x.0.weight`` and so on."""
     for name, place in places.items():
         module = name.removesuffix(".weight")
         if not module.endswith("_exps") or len(place.shape) != 3:
@@ -122,7 +122,7 @@ def _by_expert(places: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTens
 
 
 def _num_bytes(kind: int, count: int) -> int:
-    """Bytes of so many values of a type; 0 for a type that is not known, which is refused when it is read."""
+    """Bytes of ``count`` values of a type; 0 for an unknown type, which is refused when it is read."""
     if kind in _NUMBERS:
         return count * _NUMBERS[kind].itemsize
     import gguf

@@ -35,14 +35,14 @@ from batchgen.kernels.cpu.layout import (
     UNPACKED_STEPS,
 )
 
-_PART = 10  # steps at most: those of two strips are 20 KiB
+_PART = 10  # steps at most: in two strips they are 20 KiB
 _SUM_BYTES = 4 * TILE_COLUMNS  # from a row of sums to the next
 _STEP_NUMBERS = TILE_STEP * LANES  # of a strip
 _NUM_LINES, _MOST_LINES = 32, 4  # of a step in two strips; prefetched in a step at most
 # Numbers of tiles: of sums, of rows, of weights. Two strips take one of these sets, the second for fewer than 16 rows.
 _WHOLE, _REST = ((0, 1), 2, 3), ((4, 5), 6, 7)
 _FEW = (tuple(range(STRIPS)), 4, 5)
-# Words of scratch: sums, the ends of rows and of strips that are no whole step, tiles in memory, unpacked numbers.
+# Words of scratch: sums, the ends of rows and of strips that do not fill a step, tiles in memory, unpacked numbers.
 _ROW_ENDS = BLOCK_ROWS * TILE_COLUMNS
 _STRIP_ENDS = _ROW_ENDS + BLOCK_ROWS * TILE_ROW_BYTES // 4
 _STATE = TILE_SCRATCH - TILE_STATE
@@ -127,7 +127,7 @@ def _add_part(product, x, stride, rows, is_few, weights, strip_size, goes_on, st
 
 @simd.inline
 def _begin(product, rows):
-    """Configure the tiles for so many rows; whether they are few."""
+    """Configure the tiles for ``rows`` rows; whether they are few."""
     state = simd.shifted(product.sums, _STATE)
     if rows <= TILE_ROWS:
         _configure_few(state, rows)
@@ -138,7 +138,7 @@ def _begin(product, rows):
 
 @simd.jit
 def _add_ends(product, x, rows, is_few, weights, count):
-    """Add the products of the last ``count`` inputs, which are no whole step, each with zeros behind it."""
+    """Add the products of the last ``count`` inputs, which do not fill a step, padded with zeros."""
     whole = product.inputs - count
     row_ends = simd.pointer(simd.address(product.sums) + 4 * _ROW_ENDS, product.x)
     strip_ends = simd.pointer(simd.address(product.sums) + 4 * _STRIP_ENDS, product.x)

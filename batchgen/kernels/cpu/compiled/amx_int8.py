@@ -1,8 +1,8 @@
 """Linears of integers by the tiles of a matrix unit, in panels as VNNI multiplies them: the same bits.
 
 A group of 128 inputs in a strip is 64 bytes of scales and two tiles of weights. Products within a group add up exactly,
-in any order; the sums of a group are scaled and added in float32, in the order of the groups, while those of the next
-one are multiplied.
+in any order; the sums of a group are scaled and added in float32, in the order of the groups, while the next group is
+multiplied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from batchgen.kernels.cpu.layout import (
     TILE_STATE,
 )
 
-_PART = 8  # groups at most: those of two strips are 33 KiB
+_PART = 8  # groups at most: in two strips they are 33 KiB
 _PAIR_BYTES = 2 * TILE_ROW_BYTES  # a row of a group's sums for two strips
 _GROUP_SUMS_BYTES = TILE_ROWS * _PAIR_BYTES
 _NUM_LINES = 66  # of a group in two strips

@@ -1,13 +1,14 @@
 """Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
 
 A work item is a few KV heads and a few consecutive tokens of one sequence, or of several whose block tables begin
-alike: the tiles that these share are read once for all of them. Up to ``MAX_QUERIES`` query rows meet a key at once.
-Of the only token of a sequence, queries, key and value are made here (see ``heads``); those of others are there.
-Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no horizontal
-sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the machine
-multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the reference
-model rounds them. The element type of the pointers to both decides. Where keys and values are integers, a score is
-multiplied by the scale of its key, and a probability by that of its value once it has been summed.
+alike: the tiles that these share are read once for all of them. Up to ``MAX_QUERIES`` query rows meet a key at once. If
+a sequence has only one token in the step, its queries, key and value are made here (see ``heads``); otherwise they are
+made before. Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no
+horizontal sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
+machine multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the
+reference model rounds them. The element type of the pointers to both decides. If keys and values are integers, a score
+is multiplied by the scale of its key, and a probability, once it has been added to the total, by the scale of its
+value.
 
 Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
 softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
@@ -46,17 +47,17 @@ from batchgen.kernels.cpu.compiled.simd import F32
 
 INNER = OfKind(2)  # of queries and probabilities where they are multiplied
 GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end with one per head, or none
-# What queries, keys and values of the first ``num_alone`` tokens are made of; those of the others are there.
+# What queries, keys and values of the first ``num_alone`` tokens are made of; for other tokens they exist already.
 ALONE = Group("Alone", "num_alone qkv columns slots own", qkv=DTYPE, slots=np.int64, own=Own(F32))
 # Of a query block: whether its token is alone, and then where its keys wait among all in ``own``, and its slot.
 Newest = namedtuple("Newest", "is_alone waiting slot own head_dim")
-# Keys that will be read soon: their block table, how far behind the values that are read now, and where they end.
+# Keys that will be read soon: their block table, their distance after the values that are read now, and their end.
 Upcoming = namedtuple("Upcoming", "table ahead end")
 
 
 @simd.inline
 def _place(table, position, head, cache):
-    """The number of a position's block and head among all: its keys or values begin at so many times their size."""
+    """The number of a position's block and head among all; times the size of one, it is where keys or values begin."""
     return table[position // cache.block_size] * cache.num_kv_heads + head
 
 
@@ -156,7 +157,7 @@ def _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cach
 
 @simd.jit
 def _gather_scales(tile, begin, tile_end, table, head, cache, scales):
-    """Copy the scales from position ``begin`` on: those of keys, and ``TILE`` elements further those of values."""
+    """Copy the scales from position ``begin`` on: first of the keys, and ``TILE`` elements further of the values."""
     source, block_size, lanes, position = cache.scales, cache.block_size, cache.lanes, begin
     while position < tile_end:
         offset = position % block_size
@@ -177,7 +178,7 @@ def _chunk_of(position):
 def _attend(num_rows, apart, group, start, window, first, end, table, heads, newest, following, cache, scratch):
     """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
 
-    ``heads`` are the first KV head and how many; their rows begin ``apart`` behind each other. ``start`` is the
+    ``heads`` are the first KV head and how many; their rows begin ``apart`` rows from each other. ``start`` is the
     position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
     rows meet a tile's keys and values while they are near. ``following`` are the keys that are upcoming at the end.
     """

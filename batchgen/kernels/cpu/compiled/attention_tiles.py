@@ -86,8 +86,8 @@ def _part_of_tile(builder, turn, places):
 def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, ahead, out, out_index):
     """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
 
-    Chunks begin at ``starts`` in the keys; of several, what lies ``ahead`` bytes behind them is asked for. A score is
-    a sum over dimensions (or pairs of them) in order; there are enough of them under way to hide the latency of an
+    Chunks begin at ``starts`` in the keys; if there are several, memory ``ahead`` bytes after them is prefetched. A
+    score is a sum over dimensions (or pairs of them) in order; enough sums are under way to hide the latency of an
     addition. Parts of a tile take turns every few dimensions, so that all chunks are read side by side.
     """
     unit = 2 if emit.is_bf16(keys) else 1  # dimensions that lie side by side
@@ -128,7 +128,7 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, ahe
 
 
 def _prefetch(builder, base, places, apart, ahead):
-    """Ask for the lines ``ahead`` bytes behind those that hold ``base`` at ``places``, each ``apart`` elements on."""
+    """Prefetch the lines ``ahead`` bytes after ``base`` at ``places``, which are ``apart`` elements from each other."""
     element = base.type.pointee
     num_bytes = apart * (4 if element == emit.FLOAT else element.width // 8)
     for place in places[:: max(emit.CACHE_LINE // num_bytes, 1)]:
@@ -214,7 +214,7 @@ _WHOLE, _IS_WHOLE = 8, has_wide_registers()  # vectors of 128 dimensions, and wh
 
 @jit
 def _wide_vectors(rows, vectors):
-    """Vectors of values, of ``vectors``, that a tile of so many rows is wide, at most: its sums fit the registers.
+    """Most vectors of values, of ``vectors``, in a tile of ``rows`` rows, so that its sums fit the registers.
 
     One or two rows wait for memory, which is read faster in whole rows of 128 dimensions.
     """
@@ -224,7 +224,7 @@ def _wide_vectors(rows, vectors):
 
 
 def _values(widths):
-    """Function of the tiles of ``_emit_values`` for each count of rows in ``widths``, so many vectors wide."""
+    """Function of the tiles of ``_emit_values``; ``widths`` maps each count of rows to a width in vectors."""
 
     @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
     def values(builder, rows, weights, weight_index, chunks, some, width, out, out_index):

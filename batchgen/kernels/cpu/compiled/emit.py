@@ -172,7 +172,7 @@ def store_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir
 
 
 def forbid(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, allowed: ir.Value, count: ir.Value) -> None:
-    """-inf in those of the first ``count`` elements from ``base[index]`` on whose bit in ``allowed`` is 0; NaN stays.
+    """Set -inf in the first ``count`` elements from ``base[index]`` on if their bit in ``allowed`` is 0; NaN stays.
 
     The others keep their bits: a conversion to float32 and back would not leave the smallest numbers as they are.
     """
@@ -230,8 +230,8 @@ _POWERS_OF_2 = (
 def exp2(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
     """2**x, to about one unit in the last place of float32, or of bfloat16 where ``base`` points to such.
 
-    0 below -126 (numbers so small that they are no normal ones slow products down thirtyfold), 2**127 above 127; NaN
-    stays NaN. x = n + f with |f| <= 1/2, then a polynomial in f.
+    0 below -126 (denormal numbers would make products thirty times slower), 2**127 above 127; NaN stays NaN. x = n + f
+    with |f| <= 1/2, then a polynomial in f.
     """
     low, high = (splat(builder, ir.Constant(FLOAT, bound)) for bound in (-126.0, 127.0))
     is_low = builder.fcmp_ordered("<", x, low)  # an instruction each, as x86's max and min pass NaN on

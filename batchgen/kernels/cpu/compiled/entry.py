@@ -1,6 +1,7 @@
 """The C function that a launch calls: it takes items, and calls a kernel's function with each and the launch's words.
 
-A kernel is a function of an item and of its own arguments by name; ``kernel`` declares which of them are no integers.
+A kernel is a function of an item and of its own arguments by name; ``kernel`` declares the types of those that are not
+integers.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from batchgen.kernels.cpu.compiled import emit, simd
 from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, NUM_ITEMS, NUM_WORKERS
 
-# Types of arguments: an element type for a pointer to such (of address 0 if there is none), ``FLOAT``, or one of these.
+# Types of arguments: an element type for a pointer to such elements (may be 0), ``FLOAT``, or one of these classes.
 FLOAT = types.float32  # given by its bits
 
 
 @dataclass(frozen=True)
 class OfKind:
-    """A pointer to elements of the type that comes at ``index`` among those of the kind."""
+    """A pointer to elements of the type at ``index`` in the kind's element types."""
 
     index: int
 
@@ -39,7 +40,7 @@ class Own:
 
 
 class Group:
-    """Several arguments as one named tuple; ``pointers`` are the types of those that are no integers."""
+    """Several arguments as one named tuple; ``pointers`` are the types of arguments that are not integers."""
 
     def __init__(self, name: str, fields: str, **pointers: Any) -> None:
         self.made: Any = namedtuple(name, fields)  # type: ignore[misc]  # mypy knows none that is made at run time
@@ -47,7 +48,7 @@ class Group:
 
 
 CACHE_FIELDS = "keys values scales num_kv_heads width block_size lanes pack"  # of a ``Group``; see ``inputs.KVCache``
-DTYPE, STORED = OfKind(0), OfKind(1)  # the model's, and that of what it reads, if the kind has one
+DTYPE, STORED = OfKind(0), OfKind(1)  # the model's type, and the stored type that it reads, if the kind has one
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ class ItemKernel:
 
 
 def kernel(**pointers: Any) -> Callable[[Callable[..., None]], ItemKernel]:
-    """Decorator of a kernel; ``pointers`` are the types of those of its arguments that are no integers."""
+    """Decorator of a kernel; ``pointers`` are the types of arguments that are not integers."""
 
     def decorate(function: Callable[..., None]) -> ItemKernel:
         _, *names = inspect.signature(function).parameters
-        assert pointers.keys() <= set(names), "each type is that of a parameter"
+        assert pointers.keys() <= set(names), "each type belongs to a parameter"
         return ItemKernel(simd.jit(function), [pointers.get(name, simd.I64) for name in names])
 
     return decorate

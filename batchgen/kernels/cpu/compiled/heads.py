@@ -110,7 +110,7 @@ def _rounded_keys(own, cache):
 def take_key_and_value(qkv, row, number, heads, rotary, angle, slot, own, waiting, cache):
     """Cache the value of KV head ``number`` of a token; its key waits in scratch memory, as number ``waiting``.
 
-    ``row`` and ``angle`` are those of ``rotate_query``.
+    For ``row`` and ``angle`` see ``rotate_query``.
     """
     head_dim, width, scales = heads.head_dim, cache.width, cache.scales
     place, offset = slot // cache.block_size * cache.num_kv_heads + number, slot % cache.block_size

@@ -161,9 +161,10 @@ def _emit_weights(builder, strip, at):
 
 
 def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, prefetch):
-    """Add the products of a group to ``sums`` {(row, strip): int32 vector}, in ``steps`` of 8 inputs behind ``done``.
+    """Add the products of a group to ``sums`` {(row, strip): int32 vector}: ``steps`` of 8 inputs after ``done``.
 
-    ``start`` are the places of the rows' integers in ``values``, ``base`` is that of the weights behind their scales.
+    ``start`` are the places of the rows' integers in ``values``; ``base`` is the place of the weights, after their
+    scales.
     """
     together = _in_a_lane()
 
@@ -176,8 +177,8 @@ def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, pre
             for v, w in enumerate(weights):
                 builder.store(emit_dot(builder, w, x, builder.load(sums[r, v])), sums[r, v])
 
-    # A number that LLVM cannot see, where it counts a loop: of what is written one behind the other it adds up the
-    # products first, for which AVX2 has too few registers.
+    # A loop count that LLVM cannot see. If the loop were unrolled, LLVM would compute all products before it adds them
+    # up, and AVX2 has too few registers for that.
     number = ir.FunctionType(steps.type, [steps.type])
     parts = builder.asm(number, "", "=r,0", [emit.number(STEP_INPUTS // together)], side_effect=False)
     with cgutils.for_range(builder, steps) as loop:

@@ -84,7 +84,7 @@ def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
 def group_of(product, number):
     """(first row, end, address of the weights) of a group: a share of all rows, or those that meet one expert.
 
-    There may be fewer experts that rows meet than groups: the others have no rows.
+    If rows meet fewer experts than there are groups, the other groups are empty.
     """
     num_rows, segments = product.rows, product.segments
     weights = simd.address(product.weights)

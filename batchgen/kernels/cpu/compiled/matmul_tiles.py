@@ -29,19 +29,19 @@ from batchgen.kernels.cpu.layout import (
 )
 from batchgen.kernels.processor import has_wide_registers
 
-_SEGMENT = 128  # pairs of inputs: a divisor of those of each part in which weights are unpacked
+_SEGMENT = 128  # pairs of inputs: a divisor of the pairs in each part in which weights are unpacked
 _LEAD = 1024  # bytes: how far ahead one or two rows prefetch weights
 
 # How a tile ends: float32 sums that the caller finishes; rounded into ``out``, with ``residual`` added or without; or,
-# where the first two strips are gates and the others what they gate, ``silu(gate) * up``.
-# ``MORE_SUMS`` begins and ends with the sums, to go on with later inputs.
+# where the first two strips are gates and the others what they gate, ``silu(gate) * up``. ``MORE_SUMS`` begins and ends
+# with the sums, to continue with later inputs.
 TO_SUMS, STORE, ADD, GATE, MORE_SUMS = range(5)
 # 32 registers of 16 numbers hold the sums of all strips. Elsewhere strips take turns, and tiles can only end in sums.
 ALL_STRIPS = has_wide_registers()
 
 
 def strips_at_once(rows):
-    """Strips whose sums, for so many rows, fit the registers together with what is multiplied."""
+    """Strips whose sums, for ``rows`` rows, fit the registers together with the factors."""
     if ALL_STRIPS or rows == 1:
         return STRIPS
     return 2 if rows <= 3 else 1
@@ -119,9 +119,9 @@ def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, ste
 def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, prefetch):
     """Add the products of rows of x with the neighbouring strips ``strip`` to ``totals`` {(row, strip): vector}.
 
-    A strip is [pairs, 16, 2] of bfloat16: for each pair of inputs, those of 16 outputs; or [inputs, 16] of float32; or
-    bytes as in ``int8``. In float32, sums of ``_SEGMENT`` pairs are added up: one sum of all would be as far from the
-    exact one as it has roundings.
+    A strip is [pairs, 16, 2] of bfloat16: for each pair of inputs, the weights of 16 outputs; or [inputs, 16] of
+    float32; or bytes as in ``int8``. In float32, sums of ``_SEGMENT`` pairs are added up: the error of one long sum
+    would grow with its number of roundings.
     """
     rows = 1 + max(r for r, _ in totals)
     row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, emit.number(r)))]) for r in range(rows)]

@@ -30,7 +30,7 @@ def _lanes(values):
 
 
 def emit_hadamard(builder, vectors):
-    """``quantize.hadamard`` of the numbers in so many vectors, a power of two."""
+    """``quantize.hadamard`` of the numbers in several vectors, a power of two."""
     mixed, half = list(vectors), len(vectors) // 2
     while half:
         for i in range(len(mixed)):
@@ -84,7 +84,7 @@ def _emit_integers(builder, vectors, out, to):
 
 @emitted(types.void, ANY, I64, I64, ANY, ANY, ANY, I64, I64)
 def _quantize_group(builder, x, start, count, out, scales, shifts, place, shift):
-    """``count`` numbers from ``x[start]`` on as the integers of group ``place``, and zeros behind them."""
+    """``count`` numbers from ``x[start]`` on as the integers of group ``place``, padded with zeros."""
 
     def write(num_vectors):
         rests = [builder.sub(count, emit.number(i * LANES)) for i in range(num_vectors or _VECTORS)]

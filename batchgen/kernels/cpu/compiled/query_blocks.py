@@ -38,7 +38,7 @@ def rows_of(queries, block, members, group):
 
 @simd.inline
 def members(queries, block, most, num_blocks):
-    """The number of query blocks from ``block`` on that one item attends for; 0 if that of an earlier one does."""
+    """The number of query blocks from ``block`` on that one item attends for; 0 if an earlier block's item does."""
     place_of = simd.shifted(queries.blocks, 3)
     place = place_of[block * layout.QUERY_BLOCK_FIELDS]
     if place % most:
@@ -53,7 +53,7 @@ def members(queries, block, most, num_blocks):
 
 @simd.inline
 def heads_together(rows, most):
-    """KV heads of so many rows each that are walked side by side; one where products take longer than reading."""
+    """KV heads, of ``rows`` rows each, that are walked side by side; 1 if products take longer than reading."""
     if rows > 2 * layout.MAX_QUERIES:
         return 1
     return min(layout.SCORE_ROWS // query_rows.padded(min(rows, layout.MAX_QUERIES)), most)

@@ -29,7 +29,7 @@ def padded(num_rows):
 
 @simd.jit
 def stride(num_rows):
-    """The rows that tiles write of a block's ``num_rows``: those of the next block begin behind them."""
+    """The rows that tiles write for a block's ``num_rows``; the rows of the next block begin after them."""
     rest = num_rows % layout.MAX_QUERIES
     return num_rows - rest + (padded(rest) if rest else 0)
 
@@ -46,7 +46,7 @@ def from_row(scratch, row, width):
 def of_head(scratch, number, apart, tall, width):
     """The scratch memory of KV head ``number`` of an item, from the first head's on.
 
-    A head's rows begin ``apart`` behind those of the one before, its scores, of ``tall`` rows, right behind.
+    The rows of two heads begin ``apart`` rows from each other, their scores ``tall`` rows.
     """
     mine, at = from_row(scratch, number * apart, width), number * tall * layout.SCORE_STRIDE
     scores, weights = simd.shifted(mine.scores, at), simd.shifted(mine.weights, at)
@@ -77,7 +77,7 @@ def divide_scratch(rows_q, num_rows, width, values):
 
 @simd.inline
 def clear(num_rows, width, scratch):
-    """Clear the sums of a block's query rows, and the queries that a tile takes beside them."""
+    """Clear the sums of a block's query rows, and the queries of the rows that pad its last tile."""
     zero = simd.splat(F32(0.0))
     for r in range(stride(num_rows)):
         for i in range(r * width, (r + 1) * width, layout.LANES):
@@ -91,7 +91,7 @@ def clear(num_rows, width, scratch):
 def gather_queries(num_rows, group, q, source, num_heads, width, scratch):
     """Copy the query rows of one KV head together and clear their sums.
 
-    Row r is query head ``r % group`` of the block's token ``r // group``; those that a tile takes beside them are zero.
+    Row r is query head ``r % group`` of the block's token ``r // group``; rows that pad the last tile are zero.
     """
     clear(num_rows, width, scratch)
     for r in range(num_rows):

@@ -58,9 +58,9 @@ def _take_input(bcx, token, end, width, channel, past, to):
 
 @simd.inline
 def _convolve(bcx, weight, bias, out, token, count, end, width, taps, ahead, past):
-    """``count`` tokens from ``token`` on of a sequence up to ``end``, each with the inputs of ``ahead`` behind it.
+    """``count`` tokens from ``token`` on of a sequence up to ``end``, each with the inputs ``ahead`` tokens after it.
 
-    ``past`` holds earlier inputs first, then receives those of the last tokens.
+    ``past`` holds earlier inputs at first, and the inputs of the last tokens at the end.
     """
     for t in range(count):
         row = (token + t) * 3 * width
@@ -111,7 +111,7 @@ def short_conv(
     ``taps - 1`` rows each.
 
     A row is processed from end to end, not in strips of channels: memory is read in its order, twice as fast. With
-    ``ahead``, the taps reach so many tokens further, of a whole text, and blocks are left alone.
+    ``ahead``, of a whole text, the taps reach ``ahead`` tokens further, and blocks are left unchanged.
     """
     first, end = cu_seqlens[item], cu_seqlens[item + 1]
     state_size = (taps - 1) * width

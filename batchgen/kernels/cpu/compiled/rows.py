@@ -107,7 +107,7 @@ def row_max(x, start, width):
 
 @simd.jit
 def _first_equal(x, start, width, value):
-    """Index of the first element equal to ``value``; -1 where there is none, as for NaN."""
+    """Index of the first element equal to ``value``; -1 without one, as for NaN."""
     wanted, other = simd.splat(value), simd.splat(F32(np.nan))
     for i in range(0, width, LANES):
         count = min(LANES, width - i)

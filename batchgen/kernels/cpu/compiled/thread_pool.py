@@ -1,9 +1,9 @@
 """Sharing of items among compiled kernels, and the threads of a pool, which run programs: launches of kernels in order.
 
-Where another process takes a core, a thread of the pool stands still for milliseconds. The others wait only for the
-items that it holds. A thread that has taken the last item of a launch and finds no other in it begins the next one; a
-thread that comes late joins whatever launch is current, or none. A thread that waits spins for as long as launches
-usually leave it without work, then sleeps: the system moves a thread that was ready to the core that falls free.
+If another process takes a core, a thread of the pool is suspended for milliseconds. The others only wait for the items
+that it holds. A thread that has taken the last item of a launch and finds no other in it begins the next one; a thread
+that comes late joins whatever launch is current, or none. A thread that waits spins for as long as launches usually
+leave it without work, then sleeps: the system moves a thread that was ready to the core that falls free.
 
 ``PROGRESS`` holds the number of the current launch, counted over all programs, above the number of threads in it.
 ``END`` holds the first launch that no program has, above the most workers of the newest program. A thread joins a
@@ -79,7 +79,7 @@ def wake(pool, place):
 
 @jit
 def take_part(pool, number):
-    """Work in launch after launch until the current program ends or has no more yet, unless it is for fewer workers."""
+    """Work in launch after launch until the current program has run out of them, unless it is for fewer workers."""
     while True:
         progress, end = fetch(pool, layout.PROGRESS), fetch(pool, layout.END)
         launch = progress >> layout.WORKER_BITS

@@ -44,14 +44,14 @@ def bytes_at(builder, base, offset):
 
 
 def emit_prefetch(builder, ahead, turn, lines):
-    """Ask, in turn number ``turn``, for so many neighbouring cache lines of all from the address ``ahead`` on."""
+    """In turn number ``turn``, prefetch the next ``lines`` cache lines of those from the address ``ahead`` on."""
     with cgutils.for_range(builder, lines) as loop:
         line = builder.add(builder.mul(turn, lines), loop.index)
         emit.prefetch(builder, builder.add(ahead, builder.mul(line, emit.number(emit.CACHE_LINE))), closeness=2)
 
 
 def emit_configure(builder, state, rows):
-    """Give the eight tiles so many ``rows``, eight int64 from 1 to 16, of 64 bytes each; all of them become zero."""
+    """Give the eight tiles ``rows`` rows (eight int64 from 1 to 16) of 64 bytes each, and set them to zero."""
     if IN_MEMORY:
         for tile, count in enumerate(rows):
             builder.store(count, _rows_at(builder, state, tile))
@@ -109,8 +109,8 @@ def emit_store(builder, state, tile, at, stride):
 def emit_dot_bf16(builder, state, total, a, b):
     """``total += a @ b`` of float32 [rows, 16], bfloat16 [rows, 32] and [16 pairs, 16, 2].
 
-    In each lane the products of even inputs are added up from zero by FMA, those of odd inputs too; both sums are
-    added, and that sum to the total. Denormal numbers are zeros.
+    In each lane the products of even inputs are added up from zero by FMA, and so are the products of odd inputs; both
+    sums are added, and the result is added to the total. Denormal numbers are zeros.
     """
     if IN_MEMORY:
         with _flushing_denormals(builder):
