@@ -146,11 +146,11 @@ def generate(
     DataFrame, a ``datasets.Dataset``, an Arrow table. Dates and other values of rows
     in memory that JSON lacks become text, NaN becomes null.
 
-    ``keys`` are those of the job file, such as ``max_tokens`` or ``output``, its sections as mappings, where
+    ``keys`` may be any keys of the job file, such as ``max_tokens`` or ``output``, its sections as mappings, where
     ``sampling`` may be ``SamplingParams``, and the options of the command, such as ``max_runtime="55m"`` and
-    ``overwrite=True``. With an ``output`` the same call continues a run that was interrupted, and finds a finished
-    one done; without, nothing is kept. Progress is shown on a terminal and in a notebook only. Each call loads the
-    model: ``LLM`` keeps one.
+    ``overwrite=True``. With an ``output``, the same call continues an interrupted run and returns at once for a
+    finished one; without an ``output``, nothing is kept. Progress is shown on a terminal and in a notebook only. Each
+    call loads the model: ``LLM`` keeps one.
 
     In the main thread SIGINT, SIGTERM and SIGHUP stop the run as they do a command: what is done is journalled, then
     the signal has its usual effect, which of Ctrl-C is KeyboardInterrupt.

@@ -66,7 +66,7 @@ class LLM:
         engine_factory: EngineFactory | None = None,
         **keys: Any,
     ) -> None:
-        """``keys`` are those of a job file, such as ``quantization``, ``max_num_seqs``, ``pooling`` or ``id``.
+        """``keys`` may be any keys of a job file, such as ``quantization``, ``max_num_seqs``, ``pooling`` or ``id``.
 
         ``prompt`` is the column or template of the rows of tables; ``sampling`` the default of all calls.
 
@@ -317,7 +317,7 @@ def _as_table(batch: Any) -> pa.Table:
         try:
             return pa.table({name: [_plain(value) for value in values] for name, values in batch.items()})
         except pa.ArrowException as error:
-            raise UsageError(f"LLM: the batch is no table: {one_line(error)}") from None
+            raise UsageError(f"LLM: the batch is not a table: {one_line(error)}") from None
     if not hasattr(batch, "iloc"):
         what = "an Arrow table, a DataFrame or a dict of arrays"
         raise UsageError(

@@ -1,8 +1,8 @@
 """The model "batchgen" of lm-evaluation-harness: its requests become the rows of runs, one run per kind of request.
 
 Importing this module registers the model; ``python -m batchgen.lm_eval`` is the command ``lm_eval`` with it. Scores do
-not depend on a batch size, and with a folder ``output`` an evaluation that was killed goes on where it stopped. Prompts
-are cut from the left, begun and scored as by lm-eval's model "hf", whose ``max_length`` has the same meaning.
+not depend on a batch size, and with a folder ``output`` an evaluation that was killed continues where it stopped.
+Prompts are cut from the left, begun and scored as by lm-eval's model "hf", whose ``max_length`` has the same meaning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from batchgen.text.tokenizer import special_tokens
 
 _SECTIONS = ("model", "engine")
 _TOKENS = "prompt_token_ids"
-_DEFAULT_DEVICE = ("device", "cuda:0")  # what lm-eval's command adds, and its "hf" runs on the CPU where there is none
+_DEFAULT_DEVICE = ("device", "cuda:0")  # lm-eval's command adds it, and its "hf" runs on the CPU without a GPU
 Scored = tuple[Any, list[int], list[int]]  # what lm-eval names the request by, its context, and what is scored
 
 
@@ -43,7 +43,7 @@ Scored = tuple[Any, list[int], list[int]]  # what lm-eval names the request by, 
 class BatchgenLM(TemplateLM):
     """A model under evaluation; nothing is loaded before there are requests.
 
-    ``pretrained`` is what ``model.path`` takes. ``keys`` are those of [model] and [engine], such as ``dtype``,
+    ``pretrained`` is what ``model.path`` takes. ``keys`` are keys of [model] and [engine], such as ``dtype``,
     ``tokenizer``, ``max_num_seqs`` and ``kv_cache_memory``. ``max_length`` is by default one token less than the
     model's context. lm-eval's ``batch_size`` has no effect: all rows are in one batch, as large as memory allows.
 

@@ -1,9 +1,10 @@
 #!/bin/sh
-# Runs a job over a table that is edited from day to day, into a folder for each day, where the outputs of every day are
-# to stay; rows that the last night computed are reused. Else nightly.toml does it in one folder. The crontab line:
+# Runs a job over a table that is edited from day to day, into a folder for each day, so that the outputs of every day
+# stay; rows that the last night computed are reused. If they need not stay, use nightly.toml, which needs one folder.
+# The crontab line:
 #   0 1 * * *  /srv/jobs/nightly_table.sh /srv/jobs/tickets.toml /srv/runs
 # Cron's PATH is short: if it lacks batchgen, put the whole path before it, as BATCHGEN=/srv/venv/bin/batchgen.
-# Run it again to resume. The exit codes are those of batchgen run: 75 means "stopped early".
+# Run it again to resume. The exit codes are the same as from batchgen run: 75 means "stopped early".
 set -e
 batchgen=${BATCHGEN:-batchgen}
 command -v "$batchgen" >/dev/null || {

@@ -246,7 +246,7 @@ def test_dtype_is_the_models_though_embeddings_have_one_too() -> None:
         (lambda: llm(output="runs/a"), "output.path is a key of jobs"),
         (lambda: llm(expected="gold"), "eval.expected is a key of jobs"),
         (lambda: llm().chat(5), "messages is of type int, not a chat"),
-        (lambda: llm()({"prompt": ["a", "b"], "z": [1]}), "the batch is no table"),
+        (lambda: llm()({"prompt": ["a", "b"], "z": [1]}), "the batch is not a table"),
         (lambda: pickle.dumps(llm()), "cannot be copied or pickled"),
         (lambda: copy.deepcopy(llm()), "cannot be copied or pickled"),
         (lambda: llm(swap_space=4, gpu_memory_utilization=0.9), "arguments 'swap_space'.*'gpu_memory_utilization'"),

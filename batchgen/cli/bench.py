@@ -104,7 +104,7 @@ def _note(text: str) -> None:
 
 
 class _Heartbeat:
-    """Prints at most a note per half minute, where standard error is no terminal."""
+    """Prints at most one note per half minute, if standard error is not a terminal."""
 
     def __init__(self) -> None:
         self._noted_at = time.monotonic()

@@ -76,7 +76,7 @@ class _Stdout(io.RawIOBase):
     """Standard output as a file of whole lines; a terminal gets no control characters."""
 
     def __init__(self) -> None:
-        self._begun = b""  # the line that the next bytes go on with
+        self._begun = b""  # the unfinished line that the next bytes continue
 
     def writable(self) -> bool:
         return True

@@ -239,6 +239,6 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text without Markdown's marks: a link to another page is its words, one to elsewhere has its URL behind it."""
+    """Text without Markdown's marks: a link to a page becomes its words, other links are followed by their URL."""
     text = _LINK.sub(lambda link: f"{link[1]} ({link[2]})" if "://" in link[2] else link[1], text)
     return text.replace("**", "").replace("\\|", "|").strip()

@@ -72,7 +72,7 @@ def cli() -> None:
 
 for command in (run, try_command, plan, status, report, cat, merge, check, bench, env, help_command):
     cli.add_command(command)
-for option in run.params:  # those of the run itself: where a command line says "run", "plan" can be written
+for option in run.params:  # the flags of run, so that "run" can be replaced by "plan" in a command line
     if isinstance(option, RunOption) and option.name not in {own.name for own in plan.params}:
         ignored = copy(option)
         ignored.hidden, ignored.expose_value = True, False
@@ -98,7 +98,7 @@ def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
         return _fail(str(error), error.exit_code)
     except SystemExit:
         raise
-    except BaseException as error:  # a panic of a Rust library is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         return _unforeseen(error)
     finally:
         settle()

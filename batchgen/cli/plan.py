@@ -35,10 +35,10 @@ from batchgen.run.argument import load_spec
 def plan(job: str | None, as_json: bool, **values: Any) -> int:
     """Read a job's whole input and estimate what running it takes.
 
-    Writes nothing and needs no weights. Shows rows, those that the output folder has results of, bad rows by line,
-    token counts and KV memory. The time is estimated from the last run's report, or with --calibrate from up to 64
-    rows of the input, within about 25 %. The flags of run are taken too; those that say how to run, such as
-    --deadline, have no effect here.
+    Writes nothing and needs no weights. Shows rows, rows with results in the output folder, bad rows by line, token
+    counts and KV memory. The time is estimated from the last run's report, or with --calibrate from up to 64 rows of
+    the input, within about 25 %. The flags of run are taken too; those that say how to run, such as --deadline, have no
+    effect here.
 
     \b
     Examples:

@@ -97,7 +97,7 @@ def _show(run_dir: RunDir, content: dict[str, Any], price: float | None, html: P
 def _compare(
     run_dir: RunDir, content: dict[str, Any], other: Path, gates: Gates, html: Path | None, *, as_json: bool
 ) -> None:
-    """Show a report beside that of another run, and judge the difference. Raises GateFailed, UsageError."""
+    """Show a report next to the report of another run, and judge the difference. Raises GateFailed, UsageError."""
     from batchgen.output.rundir import RunDir
     from batchgen.report.build import read_report_file
     from batchgen.report.compare import check_gates, compare_reports, comparison_tables, render_comparison

@@ -84,9 +84,10 @@ class ClusterSpec:
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The fewest workers that a run goes on with, and the most; None if they are to be chosen.
+        """The fewest workers that a run continues with, and the most; None if they are to be chosen.
 
-        It begins with the first. Where fewer are left than the fewest, others are waited for as long as one may load.
+        The run starts with the first worker. If fewer than the minimum are left, it waits for others, as long as a
+        worker may take to load.
         """
         if self.workers in ("", "auto"):
             return None

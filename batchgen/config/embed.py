@@ -26,12 +26,12 @@ _DIMENSIONS = integer(1, 1 << 20)
 
 @dataclass(frozen=True)
 class EmbedSpec:
-    """Settings of vectors of texts. ``pooling`` is None for a job that generates text.
+    """Settings for embedding texts. ``pooling`` is None for a job that generates text.
 
-    "auto", and ``normalize`` None, stand for the checkpoint's own. ``prompt`` is put before each
-    text: the name of one of the checkpoint's prompts, else the text itself; of a checkpoint for late interaction the
-    side, "query" or "document". Numbers are rounded to ``dtype``. ``dimensions`` keeps the first numbers of a
-    vector. Texts beyond the longest that the model takes are cut where ``truncate`` is set, or refused.
+    "auto", and ``normalize`` None, use the checkpoint's own setting. ``prompt`` is put before each text: the name of
+    one of the checkpoint's prompts, or else the text itself; for a checkpoint for late interaction, the side: "query"
+    or "document". Numbers are rounded to ``dtype``. ``dimensions`` keeps the first numbers of a vector. Texts longer
+    than the model takes are cut if ``truncate`` is set, and refused otherwise.
     """
 
     pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make an embedding", None)

@@ -29,9 +29,9 @@ class FileError(ValueError):
 def with_files(outputs: object, resolve: Callable[[str], str]) -> dict[str, Any]:
     """``structured_outputs`` as a job gives it, with the contents of files in place of their paths.
 
-    A text is that of a JSON object where it begins with ``{``, else the path of a JSON schema; so is a text as
-    ``json``. A text as ``grammar`` is a grammar where it holds a colon or a newline, else the path of one. ``resolve``
-    makes a path absolute, or raises ValueError. Raises FileError, or ValueError for what is no object.
+    A text, also as ``json``, is a JSON object if it begins with ``{``, and otherwise the path of a JSON schema. A text
+    as ``grammar`` is a grammar if it holds a colon or a newline, and otherwise the path of one. ``resolve`` makes a
+    path absolute, or raises ValueError. Raises FileError, or ValueError if ``outputs`` is not an object.
     """
     if isinstance(outputs, str) and outputs and not _is_json(outputs):
         outputs = {"json": outputs}

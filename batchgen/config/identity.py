@@ -1,8 +1,8 @@
 """Identity of results: the draw of a row, the fingerprint of all that decides its result, and its limit.
 
-A result depends on nothing but its own request, the model, and how that computes. So a row whose fingerprint is that of
-an earlier one has its result, as far as the limit of its tokens lets the answer end where it ended. Nothing here knows
-where results are kept.
+A result depends only on its request, the model, and how the model computes. So a row can take the result of an earlier
+row with the same fingerprint, if the answer fits the row's limit of tokens. This module does not know where results are
+kept.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from batchgen.core.records import FinishReason, SamplingParams
 def draw_of(row_id: str | int | None, index: int) -> int:
     """Key of a row's randomness: its id, or its index if the row lacks an id.
 
-    Integers from 0 are themselves, so that an id column of row numbers draws as no id does; others are hashed. An id
-    draws the same wherever its row stands in the input.
+    Integers from 0 are their own key, so that an id column of row numbers draws the same as a job without ids; other
+    ids are hashed. An id draws the same wherever its row is in the input.
     """
     if row_id is None:
         return index
@@ -44,11 +44,11 @@ def fingerprint(
     limit: int,
     facts: str = "",
 ) -> str:
-    """A name, as 32 hex digits, of all that decides a row's result beside the model and how it computes.
+    """A digest, as 32 hex digits, of all that decides a row's result apart from the model and how it computes.
 
-    The limit is left out where ``still_holds`` can tell from a record whether it was met: with one sample. Draw and
-    seed count only where something is drawn. ``facts`` are what else this row depends on: the version of the library
-    that masks its tokens, and what the chat template says of its answer.
+    With one sample the limit is left out: ``still_holds`` can tell from a record whether the answer reached it. Draw
+    and seed count only if tokens are sampled. ``facts`` are what else the row depends on: the version of the library
+    that masks its tokens, and what the chat template says about its answer.
     """
     drawn = b"%d" % draw if _is_drawn(params) else b""
     limited = b"%d" % limit if params.n > 1 else b""
@@ -57,10 +57,10 @@ def fingerprint(
 
 
 def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -> bool:
-    """Whether the record of an equal fingerprint is what the row would get within ``limit`` tokens.
+    """Whether a record with the row's fingerprint can be reused under ``limit``, in tokens.
 
-    What ends an answer is judged token by token and sees no limit. So one that ended otherwise holds within its limit,
-    and one that was cut off holds at exactly it. Raises KeyError or TypeError for a record that no run wrote.
+    An answer that ended by itself can be reused under any limit that it fits in; an answer that was cut off, only under
+    the same limit. Raises KeyError or TypeError for a record that was not written by a run.
     """
     if params.n > 1 or params.labels or "finish_reason" not in record:
         return True
@@ -69,7 +69,7 @@ def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -
 
 
 def may_go_on(record: Mapping[str, Any], params: SamplingParams, limit: int) -> tuple[int, ...]:
-    """The tokens of an answer that was cut off, behind which a row with a higher limit goes on; none if it cannot."""
+    """The tokens of an answer that was cut off, which a row with a higher limit continues; () if it cannot."""
     tokens = record.get("token_ids") or ()
     is_cut = params.n == 1 and not params.labels and record.get("finish_reason") == FinishReason.LENGTH
     return tuple(tokens) if is_cut and 0 < len(tokens) == record["usage"]["completion_tokens"] < limit else ()

@@ -85,11 +85,11 @@ def job_from_values(values: Mapping[str, Mapping[str, Any]], source: str) -> Job
 
 
 def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The arguments of a Python call as values by section and key; those that are None are left out.
+    """The arguments of a Python call as values by section and key; arguments that are None are left out.
 
-    An argument is a section, in whose place its path or ``SamplingParams`` may stand, or a key that one section alone
-    has, or for which ``MAIN_SECTIONS`` has a section. Raises UsageError naming ``source`` and an argument that is
-    neither.
+    An argument names a section or a key. A section may be given as its path or as ``SamplingParams``. A key must belong
+    to one section only, or have a section in ``MAIN_SECTIONS``. Raises UsageError naming ``source`` and an argument
+    that is neither.
     """
     sections: dict[str, Any] = {}
     single: list[tuple[str, str, Any]] = []
@@ -198,9 +198,9 @@ def _check_together(spec: JobSpec) -> None:
     if "-" in spec.input.path and len(spec.input.path) > 1:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')
     if spec.input.delimiter and spec.input.format not in ("auto", "csv"):
-        raise UsageError(f'input.delimiter is of tables, and input.format = "{spec.input.format}"')
+        raise UsageError(f'input.delimiter applies to CSV only, but input.format is "{spec.input.format}"')
     if spec.input.encoding and spec.input.format in ("parquet", "hf"):
-        raise UsageError(f'input.encoding is of text, and input.format = "{spec.input.format}"')
+        raise UsageError(f'input.encoding applies to text only, but input.format is "{spec.input.format}"')
     spec.check_kind()
     spec.check_destination()
     folder = Path(spec.output.path)

@@ -22,7 +22,7 @@ def _parts(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _destination(*schemes: str) -> Kind:
-    """Addresses that files are written to; "" is none."""
+    """Addresses that files are written to, or "" for no address."""
 
     def parse(text: str) -> str:
         scheme = scheme_of(text)
@@ -49,9 +49,10 @@ _FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """Place and form of results; ``path`` is the run directory, absolute, and "" if a command writes none.
+    """Place and form of results; ``path`` is the absolute run directory, or "" if a command does not write one.
 
-    ``parse`` names what is taken out of a text or read in it. The finished files are copied to ``publish``; "" is none.
+    ``parse`` names what is taken out of a text or read in it. The finished files are copied to ``publish``, unless it
+    is "".
     """
 
     path: str = key(string("DIR"), "The run directory", "", flag="output", resume="free")

@@ -1,4 +1,4 @@
-"""Names of the fields of an output record, and which columns of a row stand beside them.
+"""Names of the fields of an output record, and which columns of a row are kept next to them.
 
 Fields of the record take precedence: a column of such a name is kept under another one.
 """
@@ -26,7 +26,7 @@ _PREFIXES = re.compile(f"^(?:{_PREFIX})+")
 
 
 def record_keys(spec: JobSpec) -> frozenset[str]:
-    """The fields that an output record of this job may have beside kept columns."""
+    """The fields that an output record of this job may have in addition to kept columns."""
     return RECORD_KEYS if spec.generates else WITHOUT_TEXT
 
 
@@ -46,9 +46,10 @@ def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:
 
 
 def kept_name(name: str, columns: Iterable[str], taken: frozenset[str] = RECORD_KEYS) -> str:
-    """The name of a kept column in the output record, whose own fields have those that are ``taken``.
+    """The name of a kept column in the output record; names that are ``taken`` belong to the record's own fields.
 
-    It is longer than those of all columns that are ``name`` behind the same prefix, which keep theirs.
+    A taken name gets one prefix more than the longest column that is ``name`` after its prefixes; such columns keep
+    theirs.
     """
     if name not in taken:
         return name

@@ -65,10 +65,10 @@ _PARSE = {name: item.kind.parse for name, item in _PARAMS.items()}
 
 
 def recommended_values(folder: Path) -> Mapping[str, Any] | None:
-    """Sampling values of a model's ``generation_config.json``, if it has one: those of ``generation_config = "auto"``.
+    """Sampling values of a model's ``generation_config.json``, if it has one, for ``generation_config = "auto"``.
 
     ``do_sample = false`` is greedy, as in transformers, and so is a file that has neither that key nor a temperature.
-    Raises ModelError naming the file and a key whose value is impossible, or asks for what is not done here.
+    Raises ModelError naming the file and a key whose value is impossible or not supported.
     """
     raw = generation_config(folder)
     if raw is None:
@@ -136,7 +136,7 @@ def in_object(value: Any) -> Mapping[str, Any] | None:
     if isinstance(parsed, Mapping):
         return parsed
     if _GIVES_A_KEY.search(value if isinstance(value, str) else json.dumps(value, default=str)):
-        raise ValueError("gives sampling values, but is no object of them; if it is other data, rename the column")
+        raise ValueError("gives sampling values, but is not an object; if it is other data, rename the column")
     return None
 
 

@@ -41,8 +41,8 @@ _SHORT |= {name: (section, name) for name, section in MAIN_SECTIONS.items()}
 class RawSettings:
     """Unchecked values of one origin, a job file or flags: section -> key -> value.
 
-    Paths in them are relative to ``base`` (flags have an empty one: the working directory), or taken unchanged where
-    that is None. ``text`` is the job file's.
+    Paths in them are relative to ``base``, which is empty (the working directory) for flags; if it is None, paths stay
+    unchanged. ``text`` is the content of the job file.
     """
 
     values: Mapping[str, Mapping[str, Any]]
@@ -235,9 +235,9 @@ def _plain(name: str) -> str:
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
-    """Make paths absolute; what is no path (``-``, ``hf:``, an address, a Hub id) stays unchanged.
+    """Make paths absolute; other values (``-``, ``hf:``, an address, a Hub id) stay unchanged.
 
-    Raises ValueError for what can be neither.
+    Raises ValueError for a value that can be neither.
     """
     if (section, key) == ("input", "path"):
         return tuple(_input(base, item) for item in value)
@@ -253,7 +253,7 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
 
 
 def _template(path: Path) -> str:
-    """The chat template in a file. Raises ValueError, which names it, for a text that is none."""
+    """The chat template in a file. Raises ValueError, which names the file, if its text is not a template."""
     text = read_part(path)
     if text.strip() in ("", "auto", "none"):
         raise ValueError(f"{path} holds {text.strip()!r}, no template" if text.strip() else f"{path} is blank")

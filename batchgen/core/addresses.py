@@ -54,7 +54,7 @@ def check_address(text: str, schemes: Collection[str]) -> None:
     if not host or (scheme != "hf" and host.startswith(".")) or not text.isprintable() or " " in host:
         raise ValueError(f"names no {'server' if scheme in ('http', 'https') else 'bucket'}")
     if scheme == "hf" and (host != "datasets" or len([part for part in path.split("/") if part]) < 2):
-        raise ValueError("must be hf://datasets/USER/NAME/FILE, or @REVISION behind NAME")
+        raise ValueError("must be hf://datasets/USER/NAME/FILE, or @REVISION after NAME")
 
 
 def sign_in(scheme: str | None) -> str:

@@ -50,7 +50,7 @@ def _last_group(pattern: str, text: str) -> str | None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    text = text.encode(errors="replace").decode()  # Arrow has no lone surrogates
+    text = text.encode(errors="replace").decode()  # Arrow cannot hold lone surrogates
     mark = next(chr(code) for code in count(_FIRST_MARK) if chr(code) not in text)
     try:
         marked = pc.replace_substring_regex(pa.scalar(text), pattern=pattern, replacement=rf"{mark}\1{mark}").as_py()
@@ -58,7 +58,7 @@ def _last_group(pattern: str, text: str) -> str | None:
         if str(error).startswith("Invalid replacement"):
             raise ValueError("must be last_number or a regular expression with a group ( )") from None
         what = str(error).partition(": ")[2]
-        raise ValueError(f"is no regular expression of RE2, which has no look-around: {what}") from None
+        raise ValueError(f"is not a regular expression of RE2, which lacks look-around: {what}") from None
     group: str = marked.rpartition(mark)[0].rpartition(mark)[2].strip()
     return group or None
 

@@ -26,7 +26,7 @@ MAX_SAMPLES = 128
 MAX_LOGPROBS = 20  # the limit of OpenAI's API and vLLM's default
 MAX_LABELS = 1000
 MAX_BAD_WORDS = 1000
-# Variables of a chat template that something else sets, beside all that end in "_token".
+# Variables of a chat template that something else sets, in addition to all that end in "_token".
 _SET_ELSEWHERE = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 _SET_ELSEWHERE |= {"strftime_now", "raise_exception"}
 _MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing logits by less overflows float16
@@ -36,8 +36,8 @@ class Kind(NamedTuple):
     """The values that a key takes.
 
     ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value.
-    ``metavar`` names the value in help; a switch has none. ``from_text`` turns a flag's text into what TOML would
-    hold. ``repeats``: the flag may be given several times. ``none`` is how None is written in a job file.
+    ``metavar`` names the value in help, and is "" for a switch. ``from_text`` turns a flag's text into what TOML would
+    hold. ``repeats``: the flag may be given several times. ``none``: how None is written in a job file.
     """
 
     parse: Callable[[Any], Any]
@@ -139,7 +139,7 @@ def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Ki
 
     def parse(value: object) -> float:
         if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300:
-            number = float(value) + 0.0  # never -0.0, whose bits are those of a huge number
+            number = float(value) + 0.0  # never -0.0, whose bits read as a huge integer
             if low <= number <= high and not (above_low and number == low):
                 return number
         raise ValueError(f"must be a finite number {least} {low:g}{most}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from batchgen.core.cgroups import cpu_limits, memory_limits
 from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
 
-_LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process where it has none
+_LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process if it runs out
 SMALLER_SIZES = "give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs, or --quantization w8a16"
 _SIGNS = re.compile(r"allocate memory|unable to allocate|out of memory|bad_alloc|alloc_failed", re.IGNORECASE)
 # These have other causes too (a folder without execution, a limit on processes), so they count only under a limit.

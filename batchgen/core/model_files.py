@@ -52,7 +52,7 @@ _KINDS = {
 
 
 def is_gguf(model: Path) -> bool:
-    """Whether a model is a GGUF file: its own config and weights, with a tokenizer in it, beside it or elsewhere."""
+    """Whether a model is a GGUF file: config and weights in one, with a tokenizer in it, next to it or elsewhere."""
     return model.suffix == ".gguf" and not model.is_dir()
 
 
@@ -104,12 +104,12 @@ def _is_pointer(path: Path) -> bool:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> name of its file in ``folder``, by the index of the weights; None where all are in one file.
+    """Tensor name -> name of its file in ``folder``, by the index of the weights; None if all are in one file.
 
-    That file comes before an index, as in transformers: it may have been saved over what was there in parts.
+    A single file comes before an index, as in transformers: it may have been saved over a folder with an older index.
 
     Raises:
-        ModelError: the index is unusable, or names what is no safetensors file of this folder.
+        ModelError: the index is unusable, or names something else than a safetensors file of this folder.
     """
     index = folder / INDEX
     if os.path.lexists(folder / WEIGHTS) or not os.path.lexists(index):
@@ -119,7 +119,7 @@ def weight_map(folder: Path) -> dict[str, str] | None:
         raise ModelError(f"{index}: not a safetensors index (weight_map is {shown(names)})")
     for file in names.values():
         if not isinstance(file, str) or not _is_file_name(file):
-            raise ModelError(f"{index}: names {shown(file)}, which is no safetensors file of this folder")
+            raise ModelError(f"{index}: names {shown(file)}, which is not a safetensors file of this folder")
     return names
 
 
@@ -131,7 +131,7 @@ def file_bytes(path: Path) -> int:
     """Size of a regular file, or of the one that a link leads to.
 
     Raises:
-        ModelError: there is none, or it is something else.
+        ModelError: the file does not exist, or is not a regular file.
     """
     try:
         status = path.stat()

@@ -1,4 +1,4 @@
-"""Addresses of remote files (``s3://``, ``gs://``, ``hf://``, ``https://``), the stores behind them, and their faults.
+"""Addresses of remote files (``s3://``, ``gs://``, ``hf://``, ``https://``), their stores, and their faults.
 
 A store is an fsspec file system; its library is imported when the first address of its scheme is used. Credentials come
 from the places of these libraries (environment, ``~/.aws``, ``gcloud``, ``hf auth login``, ``~/.netrc``) and never from
@@ -23,7 +23,7 @@ T = TypeVar("T")
 READABLE = ("s3", "gs", "hf", "https", "http")
 WRITABLE = ("s3", "gs", "hf")
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0)  # before each further try of what may pass
-PATIENCE_S = 60.0  # after which there is no further try
+PATIENCE_S = 60.0  # after which it is not tried again
 STILL_S = 15.0  # for which a server may send nothing
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -131,7 +131,7 @@ def _explanation(error: BaseException, address: str) -> tuple[RemoteKind, str]:
     scheme = scheme_of(address)
     causes = _causes(error)
     names = {base.__name__ for cause in causes for base in type(cause).__mro__}
-    is_torn = "ClientPayloadError" in names  # whose cause has a status that is no server's
+    is_torn = "ClientPayloadError" in names  # whose cause has a status that did not come from a server
     status = None if is_torn else next(filter(None, map(_status, causes)), None)
     code = next(filter(None, map(_code, causes)), "")
     text = _message(causes[0], address[len(bare(address)) :])

@@ -52,7 +52,9 @@ def canonical(value: object) -> str:
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
         size = len(text.encode())
     except (TypeError, ValueError, RecursionError):
-        raise ValueError("holds what is no JSON value: a date, NaN, a lone surrogate, or too deep a nesting") from None
+        raise ValueError(
+            "is not a JSON value: it holds a date, NaN or a lone surrogate, or is nested too deeply"
+        ) from None
     if size > MAX_BYTES:
         raise ValueError(f"has {size:,} bytes of JSON text; at most {MAX_BYTES:,} are taken")
     return text
@@ -76,8 +78,9 @@ _OF_SCHEMAS = ("name", "description", "strict", "schema")
 def from_response_format(value: object) -> dict[str, Any]:
     """``structured_outputs`` for OpenAI's ``response_format``, an object or the JSON text of one.
 
-    A ``schema`` beside json_object counts, as in llama.cpp and at Together and Fireworks. A schema's name, description
-    and "strict" say nothing about the text: it fits in any case. Raises ValueError, which completes its name.
+    A ``schema`` next to json_object counts, as in llama.cpp and at Together and Fireworks. A schema's name, description
+    and "strict" are ignored: the text always fits the schema. Raises ValueError, whose text follows the name of the
+    value.
     """
     try:
         settings = object_of(value)

@@ -22,7 +22,7 @@ class Synonym(NamedTuple):
         return bool(re.fullmatch(r"[a-z]+\.[a-z_]+", self.topic))
 
     def hint(self, name: str = "") -> str:
-        """Text to write or read in place of the word, as the end of an error's line; ``name`` is that of the key."""
+        """Text to write or read in place of the word, as the end of an error's line; ``name`` is the key's name."""
         place = f"here it is {name or self.topic}" if self.is_key else f"see batchgen help {self.topic}"
         return f" ({self.note}; {place})" if self.note else f" ({place})"
 
@@ -46,7 +46,7 @@ _TABLE: dict[Synonym, str] = {
         "GPUs", "--device cuda puts the whole model on the GPU; it is not split between devices"
     ): "ngl, n-gpu-layers, gpu-layers, num-gpu, offload",
     Synonym(
-        "GPUs", "the kernels, those of attention too, are chosen by the device"
+        "GPUs", "all kernels, also for attention, are chosen by the device"
     ): "flash-attn, fa, flash-attention, attn-implementation, attention-backend, enforce-eager, compilation-config, "
     "cuda-graph, async-scheduling",
     Synonym("Memory", "the whole model must fit into the memory"): "ram, mmap, no-mmap, mlock, cpu-offload-gb, swap",

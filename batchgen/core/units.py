@@ -114,14 +114,14 @@ def shortened(text: str, width: int) -> str:
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Labels and texts as lines of 80 columns, which go on below the text; an empty label continues the one before."""
+    """Labels and texts as lines of 80 columns, wrapped below the text; an empty label continues the one before."""
     for label, text in lines:
         for number, part in enumerate(textwrap.wrap(printable(text), 67) or [""]):
             yield f"{'' if number else label:<12} {part}".rstrip()
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error as one line of at most 300 characters; its type if it has no message."""
+    """The message of an error as one line of at most 300 characters; its type if the message is empty."""
     return shortened(" ".join(str(error).split()) or type(error).__name__, 300)
 
 

@@ -23,7 +23,7 @@ from batchgen.input.rows import RowProblem, row_chars
 from batchgen.input.template import Template
 
 HEAD_ROWS = 100
-_HEAD_TRIED = 1000  # rows looked at, bad ones included, to find so many readable ones
+_HEAD_TRIED = 1000  # most rows looked at, bad ones included, to find _HEAD_ROWS readable ones
 _HEAD_CHARS = 4 << 20
 _SHOWN_COLUMNS = 12
 _SHOWN_CHARS = 40
@@ -31,7 +31,7 @@ _FIELD = re.compile(r"\{[^{}]+\}")
 
 
 def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> list[str]:
-    """Look at the first of ``rows``, which are those of all shards. Returns lines that the user should read.
+    """Look at the first of ``rows``, the rows of all shards. Returns lines that the user should read.
 
     Raises UsageError where many come first and none is JSON; where all of them lack a column that the job names,
     naming the key, the nearest column and all others; where the prompt's template names no column or cannot be
@@ -64,14 +64,14 @@ def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> 
 
 
 def _renamed(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
-    """A line on the columns that are kept under other names than their own."""
+    """A line that lists the columns that are kept under another name."""
     kept = {name: field for row in rows for name, field in kept_columns(spec, row.columns).items()}
     renamed = [f"{shown(name)} as {field}" for name, field in kept.items() if name != field]
     if renamed:
         more = f" and {len(renamed) - _SHOWN_COLUMNS:,} more" if len(renamed) > _SHOWN_COLUMNS else ""
         listed = f"{', '.join(renamed[:_SHOWN_COLUMNS])}{more}"
         remedy = "" if spec.input.id or "id" not in kept or kept["id"] == "id" else "; --id id makes it the record's id"
-        yield f"a record has fields of its own named like columns of the input, which are kept as: {listed}{remedy}"
+        yield f"these input columns clash with record fields and are renamed: {listed}{remedy}"
 
 
 def _other_form(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _other_data(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         with suppress(ValueError):
             if in_object(value := row.columns.get("sampling")) is None:
-                yield f"the column 'sampling' has no sampling values ({shown(value, _SHOWN_CHARS)}): it is plain data"
+                yield f"the column 'sampling' holds plain data, not sampling values: {shown(value, _SHOWN_CHARS)}"
                 return
 
 
@@ -121,7 +121,7 @@ def _check_template(prompt: str, template: Template, rows: Sequence[Row]) -> Non
 
 
 def _refuse_other_format(rows: Sequence[Row]) -> None:
-    """Raises UsageError where so many rows are not JSON that the input is not JSON Lines."""
+    """Raises UsageError if too many rows are not JSON for the input to be JSON Lines."""
     errors = [row.error for row in rows[:HEAD_ROWS] if row.error is not None]
     if len(errors) == HEAD_ROWS and {error.code for error in errors} == {RowErrorCode.BAD_JSON}:
         place = f"{rows[0].source}:{rows[0].line}: {errors[0].message}"
@@ -132,7 +132,7 @@ def _refuse_other_format(rows: Sequence[Row]) -> None:
 
 
 def _tried(rows: Iterable[Row]) -> Iterator[Row]:
-    """The first rows, up to so many readable ones."""
+    """The first rows, until enough of them are readable."""
     size = num_readable = 0
     for tried, row in enumerate(rows, 1):
         num_readable += row.error is None

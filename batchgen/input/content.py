@@ -66,13 +66,12 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    ``prompt_columns`` are the columns a prompt may be in, the first choice first; ``template`` takes their place where
-    the job has one.
-    A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
-    column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages, and beside that one
-    ``tool_choice``: with "none" the tools stay out of the prompt, as a model that knows of none calls none. A name
-    that the chat template never mentions is refused, since it would change nothing. Raises UsageError when [input]
-    cannot work with this tokenizer (None: the model has none).
+    ``prompt_columns`` are the columns a prompt may be in, the first choice first; ``template`` takes their place if the
+    job has one. If a row is rendered as a chat, its column ``chat_template_kwargs`` is used and wins key by key over
+    the job's. If a row brings its messages, its columns ``tools`` (a list of objects, or the list as JSON text) and
+    ``tool_choice`` are used; with "none" the tools stay out of the prompt, so that the model does not call any. A name
+    that the chat template never mentions is refused, since it would change nothing. Raises UsageError if [input] cannot
+    work with this tokenizer (None: a model without a tokenizer).
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class ContentFinder:
         if not self._spec.is_templated:
             return PlainText(text, True)
         if self._spec.continue_final_message:
-            why = f"{what} is no chat: {CONTINUES} needs messages, the last of which is a text of the assistant"
+            why = f"{what} is not a chat: {CONTINUES} needs messages that end with an assistant text"
             raise RowProblem(RowErrorCode.BAD_PARAM, why)
         variables = {"chat_template_kwargs": columns.get("chat_template_kwargs")}
         return self._chat(what, [{"role": "user", "content": text}], variables)

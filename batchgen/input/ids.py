@@ -35,8 +35,8 @@ def may_have_ids(spec: InputSpec) -> bool:
 class UniqueIds:
     """The ids claimed so far, in a temporary table; close it.
 
-    ``1`` and ``"1"`` are different ids, unless ids are compared ``as_text``, as an output that has only texts needs.
-    Raises StorageError where there is no room for the table.
+    ``1`` and ``"1"`` are different ids, unless ids are compared ``as_text``, for an output that only has texts. Raises
+    StorageError if the disk has no room for the table.
     """
 
     def __init__(self, *, as_text: bool = False) -> None:
@@ -104,7 +104,7 @@ class RowValidator:
         return [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
 
     def claim_ids(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with their ids; it is an error if an id is missing, invalid or that of an earlier row."""
+        """The rows with their ids; a row whose id is missing, invalid or taken by an earlier row gets an error."""
         named = [with_id(row, self.spec) for row in rows]
         ids = [(row.index, self._id_of(row)) for row in named if row.error is None]
         claims = [(index, row_id) for index, row_id in ids if row_id is not None]
@@ -116,9 +116,9 @@ class RowValidator:
         return row.failed(RowError(RowErrorCode.DUPLICATE_ID, message))
 
     def _id_of(self, row: Row) -> str | int | None:
-        """The id that a row's result is written with, where another row's result could be written with the same.
+        """The id that a row's result is written with, if another row's result could be written with the same id.
 
-        An index that stands for a missing id is a number, which no ``custom_id`` of another row is, unless as text.
+        A missing id is replaced by the row's index. A ``custom_id`` is never a number, so the two clash only as texts.
         """
         is_mixed = self.ids.as_text and self.spec.format == "auto" and not self.spec.is_mapped
         return str(row.index) if row.id is None and is_mixed else row.id

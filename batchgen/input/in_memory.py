@@ -1,7 +1,7 @@
 """Rows in memory as JSON Lines: a list, a pandas or Polars DataFrame, a dataset of ``datasets``, an Arrow table.
 
-They are then read as those of a file are. Values that JSON lacks become text, as in all outputs. It checks no column
-and knows nothing of prompts.
+They are then read like the rows of a file. Values that JSON lacks become text, as in all outputs. This module does not
+check columns or know about prompts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _Row = dict[str, Any] | RowError  # the columns of a row, or why it cannot be re
 
 
 def json_lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
-    """A line per row; ``request_columns`` as in ``rows_at``. A row that cannot be read or written is no JSON.
+    """A line per row; ``request_columns`` as in ``rows_at``. A row that cannot be read or written is not JSON there.
 
-    Raises UsageError for what is no row, holds no rows, or has lost types on the way.
+    Raises UsageError for a value that is not a row or a table of rows, and for chats that have lost their types.
     """
     for number, row in enumerate(_rows(rows, request_columns)):
         if isinstance(row, RowError):
@@ -98,7 +98,7 @@ def _arrow_rows(batches: Iterable[pa.RecordBatch], request_columns: Collection[s
 
 
 def _typed(rows: Iterable[_Row], request_columns: Collection[str]) -> Iterator[_Row]:
-    """The rows of a table. Raises UsageError behind the last one where the contents of chats have lost their type."""
+    """The rows of a table. Raises UsageError after the last row if the contents of chats have lost their types."""
     contents = _Contents()
     for row in rows:
         if not isinstance(row, RowError):

@@ -23,9 +23,9 @@ _FRESH = {"hf": {"expand_info": True, "refresh": True}}  # so that a store says 
 
 
 class LocalFile:
-    """A file on this machine; ``name`` stands for it in messages and rows. Raises OSError where there is none.
+    """A file on this machine, called ``name`` in messages and rows. Raises OSError if it does not exist.
 
-    ``encoding`` is that of its text, "" where it is UTF-8.
+    ``encoding`` is the encoding of its text, "" for UTF-8.
     """
 
     def __init__(self, path: Path, encoding: str = "") -> None:
@@ -48,7 +48,7 @@ class LocalFile:
         return digests.fingerprint(self.path)
 
     def check_version(self) -> None:
-        """Raises InputError if the file at an address is no longer of its first version."""
+        """Raises InputError if the file at an address has changed since it was opened."""
 
     def countable_bytes(self) -> int | None:
         """The size; None where reading the file only to count its rows would cost too much."""
@@ -56,11 +56,11 @@ class LocalFile:
 
 
 class RemoteFile:
-    """The file at an address, as ``LocalFile``: nothing is given of another version than the one that is there now.
+    """The file at an address, like ``LocalFile``; only the version found when it is opened is ever read.
 
-    ``version`` is what the store calls it: an ETag, a generation, a blob id, or the time of the last change. ``path``
-    is None, since it is not on this machine. Raises UsageError where there is none, its version is unknown or access is
-    refused, RemoteError where the server cannot be reached.
+    ``version`` is the store's name for it: an ETag, a generation, a blob id, or the time of the last change. ``path``
+    is None, since it is not on this machine. Raises UsageError if the file does not exist, its version is unknown or
+    access is refused, and RemoteError if the server cannot be reached.
     """
 
     def __init__(self, address: str, encoding: str = "") -> None:
@@ -69,7 +69,7 @@ class RemoteFile:
         self.name = masked(address)
         self._name = PurePosixPath(bare(address))
         self.suffixes = self._name.suffixes
-        self._file: Any = None  # that of the store, opened when it is first read
+        self._file: Any = None  # the store's file object, opened at the first read
         with refusals_as_usage():
             self._store, self._path = open_store(address)
             self.num_bytes, self.version = attempt("open", address, self._look)

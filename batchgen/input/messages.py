@@ -1,7 +1,7 @@
 """Messages and tools of a chat, checked and brought into the one form that chat templates expect.
 
-Rows bring them in the forms of several clients, or as JSON text. It knows no columns beside the values that it is
-given, no template, and renders nothing.
+Rows bring them in the forms of several clients, or as JSON text. This module gets values, not columns or templates, and
+does not render prompts.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
     try:
         parsed = parse_json(text) if isinstance(text, str) else arguments
     except RowProblem:
-        return function  # a text that is no JSON is shown as it stands
+        return function  # a text that is not JSON is shown unchanged
     return {**function, "arguments": parsed} if isinstance(parsed, dict) else function
 
 

@@ -88,7 +88,7 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
         raise RowProblem(RowErrorCode.BAD_PARAM, f"method is {line['method']!r}, not 'POST'")
     url, body = line["url"], line["body"]
     if url not in _CONTENT_FIELDS:
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is none of {', '.join(map(repr, _CONTENT_FIELDS))}")
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is not one of {', '.join(map(repr, _CONTENT_FIELDS))}")
     is_chat, content_field = url == CHAT_URL, _CONTENT_FIELDS[url]
     if content_field not in body:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no {content_field!r} in the body of this request to {url}")
@@ -111,13 +111,13 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
 def effort_kwargs(effort: Any, names: Collection[str]) -> dict[str, Any]:
     """Variables among the ``names`` of a chat template that a ``reasoning_effort`` sets; null sets none.
 
-    "none" switches thoughts off, any other on, as in vLLM; a template without degrees has no other answer to them.
-    Raises RowProblem bad_param for another value, and where the template has no variable that it could set.
+    "none" switches thoughts off, any other effort switches them on, as in vLLM. Raises RowProblem bad_param for another
+    value, and if the template has neither variable.
     """
     if effort is None:
         return {}
     if effort not in _EFFORTS:
-        message = f"body field 'reasoning_effort' is {shown(effort, 60)}, none of {', '.join(_EFFORTS)}"
+        message = f"body field 'reasoning_effort' is {shown(effort, 60)}, not one of {', '.join(_EFFORTS)}"
         raise RowProblem(RowErrorCode.BAD_PARAM, message)
     variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     kwargs = {name: value for name, value in variables.items() if name in names}
@@ -234,5 +234,5 @@ def _embedding_fields(body: Mapping[str, Any]) -> dict[str, Any]:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in the body")
     encoding = body.get("encoding_format") or "float"
     if encoding not in _ENCODINGS:
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'encoding_format' is none of {', '.join(_ENCODINGS)}")
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'encoding_format' is not one of {', '.join(_ENCODINGS)}")
     return {"encoding_format": encoding, "dimensions": body.get("dimensions")}

@@ -62,12 +62,12 @@ class RequestBuilder:
     object. A label is tokenized by itself and its tokens follow the prompt's, white space included: "yes" and " yes"
     are two labels.
 
-    ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
-    ``max_model_len - 1`` tokens, which leaves room to generate one; the longest label needs its own room, and a row
-    that generates nothing needs none. With ``fills_context``, a request in OpenAI's form that gives no ``max_tokens``
-    may go on to the end of the context, as at OpenAI and in vLLM. Ids that rows bring must be below ``vocab_size``.
-    Where ``settings`` are ``Embedded``, rows become vectors and sampling values do not count. Raises UsageError when
-    [input] or [sampling] cannot work with this tokenizer.
+    ``tokenizer`` is None for a model without one: rows must then bring ``prompt_token_ids``. A prompt has at most
+    ``max_model_len - 1`` tokens, which leaves room to generate one; a row with labels needs room for the longest label
+    instead, and a row that does not generate may fill the context. With ``fills_context``, a request in OpenAI's form
+    without ``max_tokens`` may fill the context, as at OpenAI and in vLLM. Ids that rows bring must be below
+    ``vocab_size``. If ``settings`` are ``Embedded``, rows become vectors and sampling values do not count. Raises
+    UsageError if [input] or [sampling] cannot work with this tokenizer.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class RequestBuilder:
             self._check_length(draft, num_tokens, longest_label, is_estimate=True, is_counted=not is_text)
 
     def _cut(self, token_ids: tuple[int, ...], embedded: Embedded, *, is_text: bool) -> tuple[int, ...]:
-        """At most as many tokens as the model takes; those that the tokenizer puts behind a text stay."""
+        """At most as many tokens as the model takes; the tokens that the tokenizer adds after a text stay."""
         most = self._max_model_len - (embedded.num_markers if is_text else 0)
         if len(token_ids) <= most or not embedded.truncates:
             return token_ids
@@ -177,14 +177,14 @@ class RequestBuilder:
 
     @cached_property
     def _num_behind(self) -> int:
-        """The tokens that the tokenizer puts behind each text."""
+        """The number of tokens that the tokenizer adds after each text."""
         bare, whole = (self._tokenizer.encode_batch(["a"], add)[0] if self._tokenizer else [] for add in (False, True))
         if isinstance(bare, TokenizerError) or isinstance(whole, TokenizerError):
             return 0
         return next((len(whole) - i - len(bare) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
 
     def _refusal(self, params: SamplingParams) -> str:
-        """Reason for which this model cannot work with ``params``, which begins with the key; "" if it can."""
+        """The reason, beginning with a key, why this model cannot work with ``params``; "" if it can."""
         named = next((key for key in _NEEDS_TOKENIZER if params.gives(key)), "")
         if named and self._tokenizer is None:
             return f"{named} needs a tokenizer and this model has none; name one in model.tokenizer"
@@ -292,7 +292,7 @@ def _apart(text: str) -> PlainText:
 
 @lru_cache(maxsize=256)
 def _ways_to_write(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Each word at the beginning of a text, and behind a space, as vLLM takes ``bad_words``."""
+    """Each word at the beginning of a text, and after a space, as vLLM takes ``bad_words``."""
     bare = [word.lstrip() or word for word in words]
     return tuple(dict.fromkeys(way for word in bare for way in (word, f" {word}")))
 

@@ -100,7 +100,7 @@ def _refuse_lone_surrogates(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        message = "a lone surrogate (half of an escaped character such as \\ud83d) is no text"
+        message = "a lone surrogate (half of an escaped character such as \\ud83d) is not a text"
         raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
 
 
@@ -193,7 +193,7 @@ def num_chars(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenSide:
-    """``late_interaction.Side`` with ids of tokens; ``marker`` is None and ``filled_to`` 0 for none."""
+    """``late_interaction.Side`` with ids of tokens; ``marker`` may be None (without one) and ``filled_to`` 0."""
 
     strips: bool
     marker: int | None

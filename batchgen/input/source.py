@@ -1,7 +1,7 @@
 """The input of a job as one sequence of rows over all its files, readable from any row on.
 
-It knows which files there are, in what order, and which rows an invocation still has to run. How a file is read is
-its format's business; the columns of a row have no meaning here.
+It knows which files there are, in what order, and which rows an invocation still has to run. Formats read the files,
+and the columns of a row are opaque to this module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Source:
 
     @property
     def output_format(self) -> str:
-        """The format for ``output.format = "auto"``: that of the files, if all have one."""
+        """The format for ``output.format = "auto"``: the format of the files, if all have the same."""
         formats = {file.output_format for file in self._files}
         return formats.pop() if len(formats) == 1 else "jsonl"
 
@@ -86,7 +86,7 @@ class Source:
         return frozenset().union(*(file.unread for file in self._files))
 
     def check_unchanged(self) -> None:
-        """Raises InputError if a file is no longer what its fingerprint says."""
+        """Raises InputError if a file has changed since its fingerprint was taken."""
         if self._digests is not None:
             for file in self._files:
                 file.check_unchanged(self._digests)
@@ -133,11 +133,11 @@ class Reading:
 
 @dataclass
 class RowRange:
-    """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are.
+    """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are done.
 
-    Where rows have ids, those of other shards are read too, for their ids alone: the first of two rows with one id
-    stays, in whichever shard it is. ``num_rows`` is the number of rows of the input, over all shards, once ``read`` has
-    come to its end.
+    If rows have ids, the rows of other shards are read too, only for their ids: of two rows with the same id the first
+    one counts, whichever shard it is in. ``num_rows`` is the number of rows of the input, over all shards, once
+    ``read`` has come to its end.
     """
 
     source: Source
@@ -175,10 +175,10 @@ class RowRange:
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
     """Find and open what ``spec.path`` names: files, globs, folders, here or at an address, and ``hf:`` datasets.
 
-    Files come in the order of the list, those of a glob or folder sorted by name, except those that ``is_left_out``
-    (a run's own files, where its folder is among its inputs). Standard input must have been copied to a file. Raises
-    UsageError when something is missing, unreadable, named twice or of no known format, RemoteError when a server
-    cannot be reached.
+    Files come in the order of the list, and the files of a glob or folder sorted by name. Files that ``is_left_out``
+    accepts are skipped: a run's own files, if its folder is among its inputs. Standard input must have been copied to a
+    file. Raises UsageError if something is missing, unreadable, named twice or of an unknown format, and RemoteError if
+    a server cannot be reached.
     """
     files: dict[str, InputFile] = {}
     for entry in spec.path:
@@ -219,10 +219,10 @@ def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[
 def _find_files(address: str) -> list[str]:
     """The addresses of the files that one address names: itself, those that match a glob, or a folder's Parquet files.
 
-    They are sorted; hidden files are left out of a folder, as Arrow does. Raises UsageError where there are none.
+    They are sorted; hidden files are left out of a folder, as Arrow does. Raises UsageError if none is found.
     """
     scheme = str(scheme_of(address))
-    if scheme in ("http", "https"):  # which have no lists of files
+    if scheme in ("http", "https"):  # which cannot list files
         return [address]
     store, path = open_store(address)
     with refusals_as_usage():

@@ -1,8 +1,8 @@
 """Prompts made of columns: ``"Name a city in {country}, as in {examples[0][city]}."``.
 
 Python's format notation cut down to what data needs: a field is a column name and then any number of ``[key]`` or
-``[number]`` steps into objects and lists. There is no attribute access, no conversion and no format spec, so a
-template can reach nothing but the row. ``{{`` and ``}}`` are literal braces; a dot is part of a column's name.
+``[number]`` steps into objects and lists. Attribute access, conversions and format specs are left out, so a template
+can reach nothing but the row. ``{{`` and ``}}`` are literal braces; a dot is part of a column's name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Template:
         return "".join(texts)
 
     def empty_fields(self, columns: Mapping[str, Any]) -> tuple[str, ...]:
-        """The fields that a row has no text for: null, NaN, and texts of white space alone. Raises as ``render``."""
+        """The fields whose value in a row is null, NaN or only white space. Raises as ``render``."""
         fields = dict.fromkeys(part for part in self.parts if isinstance(part, tuple))
         return tuple(_shown(field) for field in fields if _is_empty(_look_up(field, columns)))
 

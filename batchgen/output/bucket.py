@@ -22,7 +22,7 @@ _SLOWEST = 128 << 10  # bytes a second of a connection on which a write does not
 
 
 class Entry(NamedTuple):
-    """A file that is there: its size in bytes, and what changes with its content ("" where the store has no such)."""
+    """An existing file: its size in bytes, and its version, which changes with its content ("" if unknown)."""
 
     size: int
     version: str
@@ -45,13 +45,13 @@ class Bucket:
         self._store: Any = DirFileSystem(root, store, skip_instance_cache=True)
 
     def entry(self, name: str) -> Entry | None:
-        """The file of that name, None if there is none."""
+        """The file of that name, None if it does not exist."""
         self._store.invalidate_cache()
         info = self._if_present("look up", name, lambda: self._store.info(name))
         return _entry(info) if info is not None and info["type"] == "file" else None
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file, None if there is none."""
+        """The content of a small file, None if it does not exist."""
         at_once = {"max_concurrency": 1} if self._scheme == "s3" else {}  # which spares a look at its size
         content: bytes | None = self._if_present("read", name, lambda: self._store.cat_file(name, **at_once))
         return content

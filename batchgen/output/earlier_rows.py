@@ -110,7 +110,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _journal_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Results alone: also one that was replaced since is that of its fingerprint."""
+    """Yield results only, including replaced ones: each still answers its own fingerprint."""
     return ((line.offset, line.payload) for line in scan(file) if isinstance(line, Line) and line.kind == RESULT)
 
 

@@ -1,12 +1,13 @@
 """Final files of a run, written from its journal: every row once, in order; a file appears whole or not at all.
 
 The order of steps makes a kill at any moment harmless: the journal's ``job.json`` gets the number of rows; outputs and
-``errors.jsonl`` are written beside their names and synced; then ``errors.jsonl`` is put in place, then the outputs, and
-outputs of another format go. The report and the folder's ``job.json`` follow, which name the files as finished. Until
-then the journal holds every row and running again writes the same bytes. The disk needs room for the outputs beside the
-journal, and in an update for those that are there already.
+``errors.jsonl`` are written under temporary names and synced; then ``errors.jsonl`` is put in place, then the outputs,
+and outputs of another format are removed. The report and the folder's ``job.json`` follow, which name the files as
+finished. Until then the journal holds every row, and running again writes the same bytes. The disk needs room for the
+journal and the outputs, and during an update also for the earlier outputs.
 
-Rows are read back from JSON alone: from ``outputs.jsonl``, or from the journal, which is kept beside other formats.
+Rows are only read back from JSON: from ``outputs.jsonl``, or from the journal, which is kept if outputs have another
+format.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EXACT_FORMAT = "jsonl"  # the outputs are the journal's records
 
 
 class Rows:
-    """Rows that can be iterated repeatedly, each time read anew."""
+    """Rows that can be iterated repeatedly; each time they are read again."""
 
     def __init__(self, read: Callable[[], Iterator[IndexedRow]]) -> None:
         self._read = read

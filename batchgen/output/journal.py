@@ -50,7 +50,7 @@ SYNC_COST_FACTOR = 100
 class JournalEntry(FastPickle):
     """One finished row. ``payload`` is its output record ("result") or its line of ``errors.jsonl`` ("error"), as JSON.
 
-    The token counts are those of a run's progress; they are not written.
+    The token counts are for the run's progress; they are not written.
     """
 
     index: int
@@ -185,7 +185,7 @@ class Journal:
         return self._line(index).payload
 
     def cursor(self, index: int) -> Cursor:
-        """The place in the input behind a finished row, as its line says. Raises as ``payload``."""
+        """The place in the input after a finished row, as its line says. Raises as ``payload``."""
         return self._line(index).cursor
 
     def _line(self, index: int) -> Line:

@@ -40,17 +40,17 @@ _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256; its first d
 class Manifest:
     """The resolved job and what it ran on.
 
-    ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the
-    input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over
-    all shards, known once all of them are in the journal. ``taken`` says that the journal has all rows that are kept
-    from earlier results, and ``num_good`` how many rows can run, if they were counted then. ``created_at`` is when the
-    folder was begun, in ISO 8601 with the offset of its place: updates inherit it. ``rendered_at`` is the time that a
-    chat template prints: that of the run whose rows a new folder reuses, else the same. ``parts`` are digests of what
-    was merged. ``files`` are the outputs and ``errors.jsonl`` of a finished job, by name with ``bytes`` and ``sha256``,
-    and ``journal`` names the folder that they were written from.
-    ``file_states`` is ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it
-    identifies nothing. ``version`` is ``RECORD_VERSION``, or an earlier one: no row is taken from such a folder, but
-    its outputs, report and status are still read. ``batchgen`` is the build that wrote it, "" before 0.2.0.
+    ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the input,
+    the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over all
+    shards, known once all of them are in the journal. ``taken`` says that the journal has all rows that are kept from
+    earlier results, and ``num_good`` how many rows can run, if they were counted then. ``created_at`` is when the
+    folder was begun, in ISO 8601 with the local offset: updates inherit it. ``rendered_at`` is the time that a chat
+    template prints: the time of the run whose rows a new folder reuses, otherwise ``created_at``. ``parts`` are digests
+    of what was merged. ``files`` are the outputs and ``errors.jsonl`` of a finished job, by name with ``bytes`` and
+    ``sha256``, and ``journal`` names the folder that they were written from. ``file_states`` is ``Digests.to_plain()``,
+    which lets the next invocation skip reading unchanged files; it is not compared. ``version`` is ``RECORD_VERSION``
+    or an earlier one: rows of an earlier version are not reused, but its outputs, report and status are still read.
+    ``batchgen`` is the build that wrote it, "" before 0.2.0.
     """
 
     job: dict[str, Any]
@@ -90,14 +90,14 @@ class Manifest:
         if version < RECORD_VERSION:
             data = {"batchgen": "", **{name: value for name, value in data.items() if name in names}}
         if wrong := {"job", "output_keys"} - data.keys() or data.keys() - names:
-            raise ValueError(f"its keys are not those of a job.json ({', '.join(sorted(wrong))})")
+            raise ValueError(f"it has other keys than a job.json ({', '.join(sorted(wrong))})")
         if not _is_shard(data.get("shard", [1, 1])):
             raise ValueError("shard is not [i, n] with 1 <= i <= n")
         data["shard"] = Shard(*data.get("shard", ()))
         try:
             at = [datetime.fromisoformat(text) for name in ("rendered_at", "created_at") if (text := data.get(name))]
         except (TypeError, ValueError):
-            raise ValueError("created_at or rendered_at is no date and time") from None
+            raise ValueError("created_at or rendered_at is not a date and time") from None
         data["rendered_at"] = at[0] if at else None
         manifest = cls(**data)
         manifest._check()
@@ -139,27 +139,27 @@ class Manifest:
         _check_object("fingerprints.input.types", self.fingerprints.get("input", {}).get("types", {}))
         files = self.fingerprints.get("input", {}).get("files", [])
         if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
-            raise ValueError("fingerprints.input.files is no list of objects")
+            raise ValueError("fingerprints.input.files is not a list of objects")
         if not all(is_count(file.get("bytes", 0)) for file in files):
-            raise ValueError("fingerprints.input.files has a file whose bytes are no number")
+            raise ValueError("fingerprints.input.files has a file whose bytes are not a number")
         signs = [file.get("delimiter", ",") for file in files]
         if not all(isinstance(sign, str) and len(sign) == 1 and sign not in '"\r\n\0' for sign in signs):
-            raise ValueError("fingerprints.input.files has a file whose delimiter is no character")
+            raise ValueError("fingerprints.input.files has a file whose delimiter is not a character")
         kind = keys_of(OutputSpec)["format"].kind
         if self.job.get("output", {}).get("format") not in kind.choices:
             raise ValueError(f"job.output.format must be one of {kind.metavar}")
         for name in ("num_rows", "num_good"):
             if not ((number := getattr(self, name)) is None or is_count(number)):
-                raise ValueError(f"{name} is no number of rows")
+                raise ValueError(f"{name} is not a number of rows")
         if not all(isinstance(item, dict) and {"bytes", "sha256"} <= item.keys() for item in self.files.values()):
             raise ValueError("files has one without bytes and sha256")
         if not isinstance(self.journal, str):
-            raise ValueError("journal is no name of a folder")
+            raise ValueError("journal is not the name of a folder")
 
 
 def _check_object(key: str, value: object) -> None:
     if not isinstance(value, dict):
-        raise ValueError(f"{key} is no object")
+        raise ValueError(f"{key} is not an object")
 
 
 def _is_shard(value: object) -> bool:

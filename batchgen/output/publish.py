@@ -1,9 +1,9 @@
 """Publication of a finished run's files: to a folder of an object store, or of a dataset on the Hub.
 
-``batchgen.json`` beside them says which run directory they are of, by when that was begun, so that nothing else is ever
-replaced, and what they hold, so that publishing again copies only what is missing or differs. It says
-``"complete": true`` once all files are there; the outputs are the last of them to appear. A kill at any moment leaves a
-destination that the next attempt completes.
+``batchgen.json`` next to them says when their run directory was begun, so that files of another directory are never
+replaced, and what the files hold, so that publishing again copies only what is missing or differs. It says
+``"complete": true`` once all files are there; the outputs appear last. A kill at any moment leaves a destination that
+the next attempt completes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PublishManifest:
 
     @classmethod
     def read(cls, place: Bucket) -> PublishManifest | None:
-        """The manifest at a destination, None where there is none that a run wrote. Raises RemoteError."""
+        """The manifest at a destination, None if a run has not written one there. Raises RemoteError."""
         content = place.read(PUBLISHED) or b""
         try:
             data = json.loads(content)

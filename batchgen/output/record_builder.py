@@ -59,13 +59,12 @@ class RecordBuilder:
 
         The order is fixed and fields that were not asked for are left out: id, index, fingerprint, text, reasoning,
         tool_calls, parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples,
-        prompt_logprobs, perplexity, kept columns. What a sample has is that of the first one; ``samples`` holds all of
-        several.
-        ``complete`` is whether the text fits its structured outputs and its tool calls are whole. ``parsed`` is its
-        JSON value, null where it has none or is not complete, and ``extracted`` what ``eval.extract`` finds in it.
-        With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it, with [classify]
-        those of ``scored_fields``. A kept column with the name of a field of the record is written as
-        ``input_<name>``.
+        prompt_logprobs, perplexity, kept columns. Fields of a sample are taken from the first one; ``samples`` holds
+        all samples if there are several. ``complete`` is whether the text fits its structured outputs and its tool
+        calls are complete. ``parsed`` is its JSON value, null if the text has none or is not complete, and
+        ``extracted`` what ``eval.extract`` finds in it. With [embed] the fields of ``vector_fields`` replace the text
+        and the fields made from it, with [classify] the fields of ``scored_fields`` do. A kept column with the name of
+        a field of the record is written as ``input_<name>``.
         """
         params, fingerprint = row.params, self.fingerprint(row)
         if result.vector or params.labels:
@@ -186,7 +185,7 @@ class RecordBuilder:
     def error(self, row: Row) -> dict[str, Any]:
         """The error record of a failed row: enough to find it, to see why it failed, and to run it again.
 
-        Its id is null where the job names an id column and the row has no readable one.
+        Its id is null if the job names an id column and the row's id cannot be read.
         """
         assert row.error is not None, "a row that can run has no error record"
         return {
@@ -245,9 +244,9 @@ def check_record(record: Mapping[str, Any]) -> None:
     if "finish_reason" not in record and record.keys() & VECTOR_KEYS:
         return
     if not isinstance(record["finish_reason"], str) or not isinstance(record.get("text") or "", str):
-        raise ValueError("its finish_reason or text is no string")
+        raise ValueError("its finish_reason or text is not a string")
     if not all(isinstance(sample, dict) for sample in record.get("samples") or ()):
-        raise ValueError("its samples are no objects")
+        raise ValueError("its samples are not objects")
 
 
 @lru_cache(maxsize=64)

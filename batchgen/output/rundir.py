@@ -64,7 +64,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = path / "job.json"
-        self.errors = path / "errors.jsonl"  # failed rows; absent where there are none
+        self.errors = path / "errors.jsonl"  # failed rows; absent if no row failed
         self.report = path / "report.json"
         self.journals = path / JOURNALS_NAME
         self.spool = path / "input.spool"  # standard input, kept so that it can be read again
@@ -168,7 +168,7 @@ class RunDir:
         return lock_holder(self.lock_file)
 
     def read_manifest(self) -> Manifest | None:
-        """The manifest on disk, None if there is none. Raises UsageError if it cannot be read."""
+        """The manifest on disk, None if it does not exist. Raises UsageError if it cannot be read."""
         try:
             return Manifest.from_bytes(read_regular(self.manifest))
         except (FileNotFoundError, NotADirectoryError):
@@ -192,9 +192,9 @@ class RunDir:
         return [begun for begun in self.begun_jobs() if _number(begun.folder) > self._num_finished()]
 
     def job(self) -> Manifest:
-        """The job that the folder stands for: the last that was begun and is not finished, else that of its outputs.
+        """The job of the folder: the last unfinished one, or else the job of its outputs.
 
-        It writes here, wherever the folder was when it was begun. Raises UsageError for a folder that holds none.
+        Its output path is this folder, even if the folder has been moved. Raises UsageError for a folder without a job.
         """
         manifests = [*filter(None, [self.read_manifest()]), *(begun.manifest for begun in self.unfinished())]
         if not manifests:
@@ -203,7 +203,7 @@ class RunDir:
         return replace(manifests[-1], job={**job, "output": {**job["output"], "path": str(self.path)}})
 
     def kept_job(self) -> Begun | None:
-        """The job of the outputs with its rows, which are kept where the outputs are not exactly these."""
+        """The job of the outputs with its rows, which are kept if the outputs are not JSON Lines."""
         last = self.read_manifest()
         return next((begun for begun in self.begun_jobs() if last and begun.folder.name == last.journal), None)
 
@@ -238,11 +238,11 @@ class RunDir:
         ]
 
     def finish(self, begun: Begun, digests: Digests, *, keeps_rows: bool) -> Manifest:
-        """Make the files that are there those of a job whose outputs have appeared; its ``job.json`` with them.
+        """Write the ``job.json`` of a finished job, which names its outputs; then delete the folders of all jobs.
 
-        Then the folders of all jobs go; its own stays where it ``keeps_rows``. Raises UsageError, StorageError.
+        Its own folder stays if it ``keeps_rows``. Raises UsageError, StorageError.
         """
-        fresh = Digests()  # the files have taken the place of those that the others may be of
+        fresh = Digests()  # the earlier digests may be of files that these have replaced
         files = {path.name: _named(path, fresh) for path in (*self._outputs, self.errors) if path.is_file()}
         states = digests.to_plain() | fresh.to_plain()
         finished = replace(begun.manifest, files=files, journal=begun.folder.name, file_states=states)
@@ -287,7 +287,7 @@ class RunDir:
             sync_folder(self.path)
 
     def _num_finished(self) -> int:
-        """The number of the last job that was finished; folders up to it are those of jobs before."""
+        """The number of the last finished job; folders up to it belong to it and to earlier jobs."""
         manifest = self.read_manifest()
         return _number(Path(manifest.journal)) if manifest else 0
 

@@ -17,7 +17,7 @@ _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
 def token_fields(tokens: Iterable[TokenLogprob], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
     """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there.
 
-    ``bytes`` is beside the token where that is a part of a character, whose text does not tell them.
+    ``bytes`` is added for a token that is a part of a character, since its text does not determine them.
     """
 
     def field(token_id: int, logprob: float) -> dict[str, Any]:

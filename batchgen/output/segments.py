@@ -2,9 +2,9 @@
 
 A line is ``CRC KIND INDEX CURSOR PAYLOAD\\n``: CRC-32 (8 hex digits) of all bytes after it, the newline included; kind
 ``r`` (result), ``e`` (error) or ``p`` (tokens of a half-done row); the row's index; ``file:offset:row:index`` of where
-reading can go on after the row (``-`` for ``p``); one JSON value. Escaped JSON holds no newline, so after any damage
+reading can continue after the row (``-`` for ``p``); one JSON value. Escaped JSON holds no newline, so after any damage
 the next newline starts an intact line: damage costs the lines it hits and, if it hits a newline, the next one. The
-token is random, so that machines that go on with one run never give one name to two segments. The journal decides
+token is random, so that machines that continue the same run never give two segments the same name. The journal decides
 which record supersedes which.
 """
 
@@ -45,13 +45,13 @@ class Line(NamedTuple):  # a dataclass takes three times as long to make, and op
 
     @property
     def cursor(self) -> Cursor:
-        """The place in the input behind this row, from which a resume reads."""
+        """The place in the input after this row, from which a resume reads."""
         return Cursor(*map(int, self.raw.split(b" ", 4)[3].split(b":")))
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bytes that are no intact line: ``torn`` when they are an unfinished last line, as a crash leaves it."""
+    """Bytes that are not an intact line; ``torn`` if they are an unfinished last line, as a crash leaves it."""
 
     offset: int
     size: int
@@ -91,13 +91,13 @@ def next_segment(folder: Path, last: Path | None) -> Path:
 
 
 def segments(folder: Path) -> list[Path]:
-    """The segments of a journal in the order they were begun in; none if there is no journal."""
+    """The segments of a journal in the order they were begun in; [] without a journal."""
     paths = [path for path in folder.glob("*.seg") if _NAME.fullmatch(path.stem) and path.is_file()]
     return sorted(paths, key=lambda path: (_number(path), path.name))
 
 
 def written_at(folder: Path) -> float:
-    """When a journal was last written to, as ``stat`` has it; 0 if there is none."""
+    """When a journal was last written to, as ``stat`` says; 0 if it does not exist."""
     return max((path.stat().st_mtime for path in segments(folder)), default=0.0)
 
 

@@ -1,8 +1,8 @@
 """Calibration: runs a sample of a job's rows in the real engine and scales their time to the whole job. Imports torch.
 
-Prompts and answers have a rate each, of the steps that ran at least half as many sequences as the fullest one; a step's
-time is shared out evenly among its tokens. What came behind these steps, the end of the sample, counts once: a job has
-one end too. More rows at a time than the sample has would be somewhat faster.
+Prompts and answers have a rate each, taken from the steps that ran at least half as many sequences as the fullest one;
+a step's time is shared evenly among its tokens. The steps after these, the end of the sample, count once: a job has one
+end too. A job that runs more rows at a time than the sample is somewhat faster.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def calibrate(
 ) -> Forecast:
     """Load the model, run the sampled rows for at most ``seconds`` and predict the job from them.
 
-    ``lengths`` are those of the sampled rows if None. ``began`` is the monotonic time before this
-    module was imported: loading torch is part of a run too. Raises ModelError.
+    If ``lengths`` is None, the lengths of the sampled rows are used. ``began`` is the monotonic time before this module
+    was imported: loading torch is part of a run too. Raises ModelError.
     """
     backend = load_engine(spec, info)
     engine, requests = backend.engine, survey.sampled.items
@@ -106,7 +106,7 @@ def _observed(engine: Engine, requests: Sequence[Request], results: Sequence[Res
 
 
 def _warm_up(engine: Engine, requests: Sequence[Request]) -> None:
-    """First steps, which touch memory: over prompts that are no row's, whose blocks would be found again."""
+    """Run first steps, which touch memory, over reversed prompts: blocks of real prompts would be found again."""
     params = SamplingParams(max_tokens=0 if requests[0].pooling else 2)
     prompts = [request.prompt_token_ids[::-1] for request in requests]
     for _ in engine.run([Request(key, ids, params, pooling=requests[0].pooling) for key, ids in enumerate(prompts)]):

@@ -90,7 +90,7 @@ def _earlier_results(job: OpenJob, run_dir: RunDir, earlier: Manifest | None, at
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:
-    """Raises GateFailed if the plan's estimate is over ``limit_s`` seconds, UsageError if it has none."""
+    """Raises GateFailed if the plan's estimate is over ``limit_s`` seconds, UsageError if the plan lacks one."""
     estimate = plan["estimate"]
     if estimate is None:
         raise UsageError(f"--fail-if-over needs an estimate: {plan['no_estimate']}")
@@ -107,7 +107,7 @@ def _forecast(
         from batchgen.plan.calibrate import calibrate
 
         return calibrate(spec, model, survey, lengths, began=began)
-    with suppress(UsageError):  # there is no report
+    with suppress(UsageError):  # the report may be missing
         report = read_report(RunDir(Path(spec.output.path)))
         if comparable(report, spec, processor_name()):
             return forecast_from_report(report, survey, lengths)

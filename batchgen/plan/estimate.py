@@ -1,6 +1,6 @@
 """Estimates of what a surveyed job will take: output tokens, KV memory and time.
 
-Each figure carries its basis, and without a basis there is no figure. Imports no torch: ``calibrate`` does.
+Each figure carries its basis; without a basis it is left out. Does not import torch, unlike ``calibrate``.
 """
 
 from __future__ import annotations

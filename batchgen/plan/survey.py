@@ -42,8 +42,8 @@ class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``label_tokens`` are those of labels that are scored; ``read_s`` is the time of reading and tokenizing. Rows that
-    are taken over from an earlier run (``is_reused``) count in ``num_reused`` alone.
+    ``label_tokens`` counts the tokens of labels to be scored; ``read_s`` is the time of reading and tokenizing. Rows
+    that are taken over from an earlier run (``is_reused``) only count in ``num_reused``.
     """
 
     def __init__(

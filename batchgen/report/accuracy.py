@@ -19,7 +19,7 @@ from batchgen.core.units import shortened
 
 Finder = Callable[[Mapping[str, Any]], Any]  # of the right answer in an output record
 SHOWN_LABELS = 12  # in a table of expected against found; of more labels the most frequent mistakes are shown
-_MOST_LABELS = 1000  # with more, answers are no labels: each row has some of its own
+_MOST_LABELS = 1000  # with more, answers are not labels: rows have answers of their own
 _NUM_WRONG = 5
 _SHOWN_CHARS = 200  # of a wrong answer, and of a label
 _Z = 1.959964  # of 95%
@@ -31,7 +31,7 @@ class Accuracy:
     """Counts of rows whose answer was compared with the one that ``expected`` finds in their record.
 
     ``answer`` is the rule by which the answer was found; without it whole texts are compared. ``has_labels`` says that
-    all answers are from a closed set; labels that were scored, and those of classifiers, are in any case.
+    all answers are from a closed set; scored labels and labels of classifiers always are.
     """
 
     expected: Finder | None = None
@@ -40,7 +40,7 @@ class Accuracy:
     correct: int = 0
     total: int = 0
     without_answer: int = 0
-    wrong: list[dict[str, Any]] = field(default_factory=list)  # those of the smallest index
+    wrong: list[dict[str, Any]] = field(default_factory=list)  # the wrong rows of smallest index
     most_samples: int = 1
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("mean", "majority", "best"), 0.0))
     pairs: Counter[tuple[str, str]] | None = field(default_factory=Counter)  # label expected, found; None: no labels

@@ -65,7 +65,7 @@ KEYS = {
     "histograms": "done rows by length, computed ones by latency: counts between logarithmic edges",
     "slowest": "the computed rows with the longest total_s",
     "preemptions": "sum over done rows",
-    "computed_tokens": "what the engine computed: tokens of prompts and generated ones, those of lost work too, but "
+    "computed_tokens": "what the engine computed: tokens of prompts and generated ones, lost work included, but "
     "for the last two seconds of a killed invocation",
     "recomputed_tokens": "of them, computed again after a preemption",
     "prefix_cache": "prompt tokens looked up (queried), found (hit), and their share (hit_rate); null where not used",
@@ -110,7 +110,7 @@ _OPTIONAL_KEYS |= {"compared", "empty_fields"}  # reports that are kept as a bas
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``report.json``; see ``KEYS``.
 
-    ``usage`` is that of all invocations together (``sessions``, ``wall_s``, ``seconds`` by account, ``engine`` counts
+    ``usage`` adds up all invocations (``sessions``, ``wall_s``, ``seconds`` by account, ``engine`` counts
     with their ``series``); ``job_facts`` are what ran and where (model, input, numerics, threads, sizes).
     """
     engine = dict(usage.get("engine", {}))

@@ -120,7 +120,7 @@ def _answer_lines(answers: Mapping[str, Any] | None) -> Iterator[tuple[str, str]
 
 
 def check_gates(comparison: Mapping[str, Any]) -> None:
-    """Raises GateFailed naming every regression, and UsageError where there is nothing that a gate could judge."""
+    """Raises GateFailed naming every regression, and UsageError if a gate has nothing to judge."""
     values = {figure["name"]: (figure["before"], figure["now"]) for figure in comparison["figures"]}
     worse = [figure["name"] for figure in comparison["figures"] if figure["is_regression"]]
     before, now = values.get("total tokens/s", (None, None))
@@ -151,7 +151,7 @@ Answers = Iterator[tuple[str, str, bool | None]]  # id, the answer or "", whethe
 def answer_changes(now: Answers, before: Answers) -> dict[str, Any]:
     """Rows of two runs, matched by their ids: how many are in both, and which answers changed or are newly right.
 
-    ``empty`` counts the rows without an answer in either run, such as those of a job that scores its prompts.
+    ``empty`` counts the rows without an answer in either run, such as rows of a job that scores its prompts.
 
     Holds about 200 bytes for each row of ``before``, and the first ids of each kind.
     """
@@ -179,7 +179,7 @@ def _hashed(text: str) -> bytes:
 
 
 def _other_rows(before: Report, now: Report) -> str:
-    """The difference between the rows whose answers were compared; "" where there is none, or no such row."""
+    """The difference between the rows whose answers two runs compared; "" if they are the same, or missing."""
     was, is_now = _number(before, "accuracy.total"), _number(now, "accuracy.total")
     if not was or not is_now:
         return ""

@@ -70,7 +70,7 @@ def rate(report: Report, kind: str) -> float | None:
 
 
 def pace(report: Report) -> str:
-    """Tokens without those of kept rows, the time they took, their rate, and other work that took long, in one line."""
+    """Tokens (except in kept rows), the time they took, their rate, and other work that took long, in one line."""
     tokens = report["tokens"]
     what, kind = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
     wall_s, generate_s = report["wall_s"], report["generate_s"]

@@ -35,7 +35,7 @@ def write_html(report: Report, path: Path, folder: str, rows: Sequence[Table]) -
 
 
 def render_html(report: Report, folder: str, rows: Sequence[Table]) -> str:
-    """The page as text; ``report`` is the content of ``report.json``. Without matplotlib it has no charts."""
+    """The page as text; ``report`` is the content of ``report.json``. Without matplotlib the charts are left out."""
     source = files("batchgen.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     finished_at = datetime.fromisoformat(report["finished_at"]).astimezone(UTC)

@@ -59,7 +59,7 @@ def draw(report: Report) -> list[tuple[str, str, bool]]:
     if len(report["finish_reasons"]) > 1:
         add("How answers ended", _reasons)
     for key, title in {**_LENGTHS, **_TIMES}.items():
-        if len(report["histograms"][key]["counts"]) > 1:  # one value has no shape
+        if len(report["histograms"][key]["counts"]) > 1:  # a single value does not need a chart
             add(title, partial(_histogram, key=key), key in _TIMES)
     if report["wall_s"]:
         add("Where the time went", _seconds)
@@ -115,7 +115,7 @@ def _occupancy(axes: Any, report: Report) -> None:
     series = _series(report)
     edges, unit = _steps(series, "sequences")
     most, most_tokens = (report["occupancy"][f"max_num_{name}"] or 1 for name in ("seqs", "batched_tokens"))
-    counts = zip(series["tokens"], series["steps"], strict=True)  # a second of waiting workers has no step
+    counts = zip(series["tokens"], series["steps"], strict=True)  # a second in which workers wait is without a step
     tokens = [100 * count / max(steps, 1) / most_tokens for count, steps in counts]
     axes.stairs(tokens, edges, baseline=None, color=_PREFILL, label="tokens of a step")
     axes.stairs([100 * n / most for n in series["sequences"]], edges, baseline=None, color=_DECODE, label="sequences")

@@ -25,13 +25,13 @@ _LEAST_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has
 
 @dataclass
 class RowTotals:
-    """Totals of rows; ``expected``, ``answer`` and ``has_labels`` are those of ``Accuracy``.
+    """Totals of rows; for ``expected``, ``answer`` and ``has_labels`` see ``Accuracy``.
 
-    ``max_tokens`` is the job's, None if it gives none; ``num_cut_by_job`` counts the answers that ended there, in rows
-    of one sample: a higher limit lets these go on.
+    ``max_tokens`` is the job's limit, or None; ``num_cut_by_job`` counts the answers that ended there, in rows with one
+    sample: with a higher limit they continue.
 
-    ``tokens`` are those of the report, ``copied_tokens`` are theirs of the ``num_copies`` rows that got a copy,
-    ``reused_tokens`` of the ``num_reused`` rows that an earlier run has computed.
+    ``tokens`` has the report's kinds of tokens; ``copied_tokens`` counts the ``num_copies`` rows that got a copy, and
+    ``reused_tokens`` the ``num_reused`` rows that an earlier run has computed.
     """
 
     expected: Finder | None = None
@@ -63,8 +63,8 @@ class RowTotals:
     def add_result(self, record: Mapping[str, Any]) -> None:
         """Take in an output record.
 
-        Latencies are those of rows that were computed: not of copies, nor of rows that an earlier invocation computed
-        all but the end of.
+        Only computed rows have latencies: copies do not, nor rows that an earlier invocation computed almost to the
+        end.
         """
         lengths, timings = {name: record["usage"][name] for name in _LENGTHS}, record["timings"]
         is_computed, cached = timings["prefill_s"] > 0, timings["cached_tokens"]

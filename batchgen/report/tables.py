@@ -17,7 +17,7 @@ _LABEL_WIDTH = 24
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """All that is shown beside the headline numbers."""
+    """All that is shown in addition to the headline numbers."""
     matrix = confusions(report)
     yield from (details(report), failures(report), labels(report), matrix if matrix.rows else mistakes(report))
     yield from (workers(report), latencies(report), slowest(report))
@@ -49,7 +49,7 @@ def labels(report: Report) -> Table:
 
 
 def confusions(report: Report) -> Table:
-    """Rows by the label expected (down) and the one found (across); empty where there are too many labels for it."""
+    """Rows by the label expected (down) and the one found (across); empty if there are too many labels."""
     accuracy = report.get("accuracy") or {}
     names = [each["label"] for each in accuracy.get("labels", ())]
     if accuracy.get("num_labels", 0) > SHOWN_LABELS:

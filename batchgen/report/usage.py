@@ -37,10 +37,10 @@ def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
 
 
 def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
-    """``add_up`` with ``more`` coming after ``totals`` in time: its series begins where their wall time ends.
+    """Append ``more`` to ``totals``; its time series starts at their wall time.
 
-    The ``tail_s`` of an invocation, which has none yet, is that of its own series: one with other sizes before it, or
-    one that was stopped, had no end.
+    If ``more`` lacks ``tail_s``, it is computed from the series of ``more`` alone: an earlier invocation that was
+    stopped, or that had other sizes, did not reach its tail.
     """
     series = more.get("engine", {}).get("series")
     if not series:
@@ -62,7 +62,7 @@ def lengthened(usage: Numbers, seconds: float) -> dict[str, Any]:
 def usage_of(report: Numbers) -> dict[str, Any]:
     """The usage behind a report, to be added to: the inverse of ``split``.
 
-    Its ``tail_s`` is that of runs that came to their end, so that those of shards add up.
+    Its ``tail_s`` is the finished run's, so that the tails of shards add up.
     """
     workers = {f"{worker['name']}@{worker['place']}": _worker_usage(worker) for worker in report.get("workers", ())}
     accounts = {name: seconds for name, seconds in report["seconds"].items() if name not in _ENGINE_ACCOUNTS}

@@ -52,7 +52,7 @@ def load_spec(
 
     run_dir = RunDir(absolute(Path(job)))
     begun = run_dir.job()
-    begun.spec(run_dir.manifest)  # keys of another version are refused before flags come beside them
+    begun.spec(run_dir.manifest)  # keys of another version are refused before flags are added
     return load_job(None, flags, needs=needs or PLACES, begun=begun.job), shard or begun.shard
 
 
@@ -72,7 +72,7 @@ def _is_data(job: str) -> bool:
 
 
 def _folder_for(data: str) -> str:
-    """The folder of the outputs of data. Raises UsageError where it holds those of other data that are still there."""
+    """The folder for the outputs of ``data``. Raises UsageError if it holds outputs of other data that still exist."""
     folder = str(Path("runs") / _name_of(data))
     if not is_run_folder(folder):
         return folder

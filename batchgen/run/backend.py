@@ -66,10 +66,10 @@ class Backend:
 class RunContext:
     """Facts of a run at the time when its engine is loaded, so that workers elsewhere can load the same.
 
-    ``rendered_at`` is the time that chat templates print, ``weights`` are the digests of ``ModelFiles.fingerprint``,
-    ``digests`` those of files and their states (``Digests.to_plain``), ``numerics`` (see ``Backend``) those of its rows
-    so far, None without any. ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to
-    the user. ``may_mix_kernels`` says whether rows may come from other kernels too.
+    ``rendered_at`` is the time that chat templates print. ``weights`` are the digests of ``ModelFiles.fingerprint``,
+    and ``digests`` are ``Digests.to_plain``. ``numerics`` (see ``Backend``) produced the job's rows so far; None
+    without rows. ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to the user.
+    ``may_mix_kernels`` says whether rows may come from other kernels too.
     """
 
     rendered_at: datetime | None = None

@@ -1,9 +1,9 @@
-"""Earlier results that a job can keep rows from, by fingerprint: in its own folder and in those of earlier runs.
+"""Earlier results that a job can keep rows from, by fingerprint: in its own folder and in folders of earlier runs.
 
-They are the outputs that ``job.json`` names, the journals of jobs that were begun and not finished, and the runs of
-``output.reuse``; each is judged by its own ``job.json``. A row whose fingerprint is known has its result, since that
-depends on nothing but its own request, the model, and how that computes: the facts that are compared first. Failed rows
-are in no source. Nothing is written here.
+Sources are the outputs that ``job.json`` names, the journals of unfinished jobs, and the runs of ``output.reuse``; each
+is judged by its own ``job.json``. A row whose fingerprint is known takes that result, which depends only on the
+request, the model, and how the model computes; the latter two are compared first. Failed rows are left out. This module
+does not write anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 
 
 class EarlierResults:
-    """The results of earlier that the job of ``manifest`` can take its rows from.
+    """The earlier results that the job of ``manifest`` can take its rows from.
 
     ``run_dir`` is the job's own folder, whose journal ``mine`` is not read. ``lines`` says how each source differs that
     does; no row is taken from one that computes otherwise. If the chat template prints a date, it says which one.
@@ -60,13 +60,14 @@ class EarlierResults:
     def find(self, row: Row) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
         """The output record of a row that was made into a request, if a source has its result.
 
-        Else the tokens of an answer that was cut off by a lower limit, behind which it goes on.
+        Otherwise the tokens of an answer that a lower limit cut off, for the row to continue; () if there is no such
+        answer.
         """
         fingerprint = self._builder.fingerprint(row)
         limit = limit_of(row.params, len(row.prompt_token_ids), self._builder.max_model_len)
         begun: tuple[int, ...] = ()
         for earlier in self._rows.find(fingerprint):
-            with suppress(KeyError, TypeError, AttributeError):  # what no run wrote
+            with suppress(KeyError, TypeError, AttributeError):  # a record that was not written by a run
                 if still_holds(earlier, row.params, limit):
                     record = self._builder.reused(row, fingerprint, earlier)
                     if record is not None:
@@ -113,7 +114,7 @@ class EarlierResults:
             return
         if self._printed_at and earlier.rendered_at:
             its, own = (f"{at:%Y-%m-%d}" for at in (earlier.rendered_at, self._printed_at))
-            more = f"that of {run_dir.path}" if its == own else f"and {its} in {run_dir.path}, whose chats differ"
+            more = f"as in {run_dir.path}" if its == own else f"and {its} in {run_dir.path}, whose chats differ"
             self.lines.append(f"the chat template prints a date: {own}, {more}")
         others = differences({"": earlier.output_keys}, {"": self._manifest.output_keys})
         if others:
@@ -152,7 +153,7 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest]]:
 
 
 def is_between(run_dir: RunDir, last: Manifest, digests: Digests) -> bool:
-    """Whether the outputs of another job have begun to take the place of those of the last finished one."""
+    """Whether another job has begun to replace the outputs of the last finished one."""
     is_begun = any(begun.is_whole for begun in run_dir.unfinished())
     return is_begun and bool(run_dir.changed_files(last, digests))
 

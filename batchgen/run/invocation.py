@@ -38,11 +38,11 @@ class RunOptions:
     """Options of one invocation, as opposed to the job: none of them changes a row's output.
 
     ``update`` lets a job take the place of another one, or of much of its input, and keeps each row that cannot differ.
-    ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run go on with kernels that round differently.
+    ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run continue with kernels that round differently.
     ``progress`` is a bar on a terminal or in a notebook, and elsewhere a line every ``heartbeat_s`` seconds ("auto") or
     nothing ("bar"); or it is JSON lines ("json"), or nothing ("quiet"). ``shard`` may be given as ``(i, n)``. If it
-    ``may_exit``, a stop that takes too long and a second SIGINT end the process. If it ``keeps_stdin``, standard input
-    is not read, and its rows are those of an earlier start.
+    ``may_exit``, a stop that takes too long and a second SIGINT end the process. If it ``keeps_stdin``, the rows that
+    an earlier start read from standard input are used.
     """
 
     overwrite: bool = False
@@ -149,7 +149,7 @@ class Invocation:
                         self.stopper.check_limits(self.progress.computed_tokens)
                         sink.check_error_rate(self.stopper)
             except BatchgenError as error:
-                if error.exit_code == ExitCode.STOPPED:  # the last worker is lost: a resume goes on from what it told
+                if error.exit_code == ExitCode.STOPPED:  # the last worker is lost: a resume continues from there
                     journal.save_partials(engine.unfinished())
                     journal.commit()
                 raise

@@ -1,4 +1,4 @@
-"""``batchgen run``: runs a job, goes on with it, brings its folder up to date, or finds that it is done.
+"""``batchgen run``: runs a job, continues it, brings its folder up to date, or finds that it is done.
 
 It decides the order of steps, so that a refusal comes before anything is written and a kill at any moment leaves a
 folder whose job can be run again. A first run is an update of nothing.
@@ -133,7 +133,7 @@ class _Job:
             return self._finish_rows(journal, earlier, is_resumed=mine is not None)
 
     def _look_around(self) -> None:
-        """Find the jobs of the run directory, unless this one starts anew. Raises UsageError."""
+        """Find the jobs of the run directory, unless this one overwrites them. Raises UsageError."""
         if self.options.overwrite:
             refuse_own_rows(self.spec)
             self.run_dir.refuse_foreign_manifest()
@@ -161,7 +161,7 @@ class _Job:
         return self._open_source(spool) if spool is not None and spool.is_file() else None
 
     def _open_source(self, path: Path | None = None) -> Source:
-        """The rows that the job names, or those of the file that stands for them."""
+        """The rows that the job names, or the copy of them at ``path``."""
         where = self.spec.input if path is None else replace(self.spec.input, path=(str(path),))
         with self.progress.phase("opening the input", "read"):
             return open_source(where, self.run_dir.owns)
@@ -172,7 +172,7 @@ class _Job:
             self.opened.source = self._open_source(self.stdin.path)
 
     def _identify(self, source: Source | None) -> None:
-        """Find the model and set the manifest, which those of the folder are compared with. Raises UsageError."""
+        """Find the model and set the manifest, to compare with the manifests of the folder. Raises UsageError."""
         current = self.jobs.current
         if self.spec.output.format == "auto":
             form = source.output_format if source else current.job["output"]["format"] if current else "jsonl"
@@ -243,7 +243,7 @@ class _Job:
         return begun
 
     def _go_on(self, mine: Begun) -> Begun:
-        """Go on with this job where it was begun before; what changed that changes no row is noted."""
+        """Continue the unfinished job. Print a note for each difference that does not affect the output."""
         before = mine.manifest
         if before.numerics is not None:
             self.manifest = self.manifest.with_numerics(before.numerics)
@@ -262,7 +262,7 @@ class _Job:
         return Begun(mine.folder, self.manifest)
 
     def _earlier_results(self) -> EarlierResults:
-        """The results that rows can be taken from; those of a folder that starts anew were dropped."""
+        """The results that rows can be taken from, without the results of a folder that is overwritten."""
         own = self.run_dir if self.jobs.current else None
         with self.progress.phase("reading earlier results", "read"):
             earlier = EarlierResults(self.opened, self.manifest, own, mine=self.begun.folder)

@@ -80,7 +80,7 @@ class ModelInfo:
         if spec.own_sampling is None:
             return spec
         if self.recommended is None:
-            why = "the model has no generation_config.json whose values are possible and done here"
+            why = "the model has no generation_config.json with values that are possible and supported"
             raise UsageError(f'sampling.generation_config = "auto": {why}')
         values = {name: value for name, value in self.recommended.items() if name not in spec.own_sampling}
         try:
@@ -157,7 +157,7 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
     folder = None if is_dummy(model.path) else resolve_model(model.path, model.revision, WEIGHTS_FILES)
     other = None
     if model.tokenizer:
-        other = resolve_model(model.tokenizer, "main", TOKENIZER_FILES)  # model.revision is that of the model's own
+        other = resolve_model(model.tokenizer, "main", TOKENIZER_FILES)  # model.revision applies to the model only
         states = file_states(other) | states
     tokenizer = _read_tokenizer(spec, folder, other, now, config.vocab_size)
     vectors = VectorFiles() if folder is None else read_vector_files(folder)
@@ -223,7 +223,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     """
     num_params = info.config.linear_params + info.config.logits_params_per_token
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
-    start_kernels(spec, info.config)  # beside the import of torch
+    start_kernels(spec, info.config)  # in parallel with the import of torch
     with signals_afterwards(), lasting_imports():
         from batchgen.engine import Engine
         from batchgen.engine.generation import TextTools
@@ -277,7 +277,7 @@ def start_kernels(spec: JobSpec, config: ModelConfig) -> None:
 
 
 def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
-    """Forms of weights and caches that kernels depend on, beside the dtype."""
+    """Forms of weights and caches that kernels depend on, in addition to the dtype."""
     settings = (spec.model.weights, spec.model.activations, spec.engine.kv_cache_dtype)
     return (config.saved_dtype, *settings, config.parts)
 

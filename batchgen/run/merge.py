@@ -248,5 +248,5 @@ def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
 
 
 def _entry(index: int, kind: Literal["result", "error"], payload: bytes) -> JournalEntry:
-    """A row of a shard; no input is read from where it says that reading goes on."""
+    """A journal entry for a shard's row. Its cursor is a placeholder: merging does not read the input."""
     return JournalEntry(index, Cursor(0, 0, 0, index + 1), kind, payload)

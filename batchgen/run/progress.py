@@ -97,7 +97,7 @@ class Progress:
         self._path = folder / PROGRESS_NAME
         self._engine_counts: dict[str, Any] = {}
         self._mean_workers = 1.0
-        self._final_rows: dict[str, Any] | None = None  # those of a finished run's report
+        self._final_rows: dict[str, Any] | None = None  # the rows of a finished run's report
         self._failure, self._phase = "", "starting"
         self._phase_at = time.monotonic()
         self._began, self._saved_at = _now(), 0.0
@@ -147,7 +147,7 @@ class Progress:
         self._journal = journal
 
     def keep_file(self, keeps: bool, *, is_idle: bool = False) -> None:
-        """Leave ``progress.json`` behind, since there is something to resume, or not; if idle, as it was before."""
+        """Keep ``progress.json`` at the end, for a resume, or remove it; if idle, leave it unchanged."""
         self._keeps_file, self._is_idle = keeps, is_idle
 
     def expect(self, rows_total: int | None) -> None:
@@ -174,7 +174,7 @@ class Progress:
         self.state = "stopped"
 
     def finish(self, report: Mapping[str, Any] | None) -> None:
-        """The run is finished, unless it was stopped; its rows are those of its report, where there is one."""
+        """The run is finished, unless it was stopped; its row counts come from its report, if it has one."""
         if self.state == "stopped":
             return
         self.state = "finished"
@@ -224,7 +224,7 @@ class Progress:
         return stats.num_prefill_tokens + stats.num_output_tokens if stats else 0
 
     def snapshot(self) -> dict[str, Any]:
-        """State, counts and estimates for the display and ``progress.json``; tokens are those of all invocations."""
+        """State, counts and estimates for the display and ``progress.json``; tokens add up all invocations."""
         usage_before, rows_before = self._before.get("spent", {}), self._before.get("rows", {})
         tokens = {name: usage_before.get(name, 0) + count for name, count in self._token_counts().items()}
         done, failed = rows_before.get("done", 0), rows_before.get("failed", 0)
@@ -286,10 +286,10 @@ class Progress:
         self._saved_at = time.monotonic()
 
     def _tokens_left(self, rows_left: int) -> int | None:
-        """Tokens still to be computed if rows go on as this invocation's finished ones; None before the first of them.
+        """Tokens still to be computed if the other rows are like those finished so far; None before the first of these.
 
-        What was cached, and copies of identical rows, count as nothing. Tokens of unfinished rows are subtracted, up to
-        half of the total: short rows end first, so others seem ahead.
+        Cached tokens and copies of identical rows do not count. Tokens of unfinished rows are subtracted, up to half of
+        the total: short rows end first, so others seem ahead.
         """
         num_done = self.sink.num_done - self.sink.num_done_before if self.sink else 0
         if self.sink is None or not num_done:
@@ -327,7 +327,7 @@ class Progress:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """The content of ``progress.json``; None if there is none, or it is not as a run of this version wrote it."""
+    """The content of ``progress.json``; None if it does not exist, or was not written by a run of this version."""
     with suppress(OSError, *MALFORMED):
         progress = dict(json.loads(read_regular(folder / PROGRESS_NAME)))
         if progress.pop("digest") == _digest(progress) and progress["version"] == _VERSION:

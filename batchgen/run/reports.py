@@ -67,7 +67,7 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
 
 
 def read_report(run_dir: RunDir) -> dict[str, Any]:
-    """The report of a finished run. Raises UsageError if there is none."""
+    """The report of a finished run. Raises UsageError if it does not exist."""
     if not run_dir.report.exists():
         hint = "not a run directory"
         if run_dir.is_complete():
@@ -79,7 +79,7 @@ def read_report(run_dir: RunDir) -> dict[str, Any]:
 
 
 def last_report(run_dir: RunDir) -> dict[str, Any] | None:
-    """The report of a run, None where it has none that can be read."""
+    """The report of a run, None if it is missing or cannot be read."""
     with suppress(StorageError, UsageError):
         return read_report(run_dir)
     return None

@@ -23,8 +23,8 @@ MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows
 def entry_of(row: Row, result: Result, record_builder: RecordBuilder) -> JournalEntry:
     """The journal entry for the engine's result of a row, which may be an error.
 
-    A text that a model wrote can fail its own row only: whatever goes wrong over it would do so again at each resume.
-    Memory, the disk and processes that do not start are no fault of the row, and are raised.
+    An error in processing a text that a model wrote fails its row only, since it would come again at each resume.
+    Errors of memory, disk and starting processes are not the row's fault, and are raised.
     """
     error = result.error
     if error is None:
@@ -51,9 +51,9 @@ Charge = Callable[[str], AbstractContextManager[None]]  # charges the time insid
 
 
 class ResultSink:
-    """The finished rows of a run; ``num_done`` and ``num_failed`` include those of earlier invocations.
+    """The finished rows of a run; ``num_done`` and ``num_failed`` include rows of earlier invocations.
 
-    Token counts are those of rows that this invocation finished. Writing is charged to "write".
+    Token counts cover the rows that this invocation finished. Writing is charged to "write".
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ResultSink:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_computed_tokens = 0
-        self.empty_fields: Counter[str] = Counter()  # of the prompt's template: done rows that have no text for them
+        self.empty_fields: Counter[str] = Counter()  # by template field: finished rows without a text
 
     @property
     def num_done(self) -> int:

@@ -24,7 +24,7 @@ from batchgen.run.stop import RESUME
 
 WATCH_S = 2.0  # the interval at which a run writes its progress
 START_S = 10.0
-_SILENT_S = 10.0  # a process that has written nothing for so long stands still
+_SILENT_S = 10.0  # a process that has not written for longer may be hung
 _SHOWN_WORKERS = 40
 
 
@@ -32,9 +32,9 @@ def read_status(folder: Path) -> dict[str, Any]:
     """State, rows, tokens, rate and time left of the run in ``folder``.
 
     ``state`` is "running", "finished", "stopped" (on request), "failed" (by an error) or "interrupted" (by a kill).
-    ``tokens`` are None after a kill, which leaves no count as new as the journal's rows.
-    ``tokens_per_s`` counts computed tokens: of the last half minute, or of a finished run's whole time. ``eta_s`` is
-    that of a running process. Raises UsageError for a folder that holds no run.
+    ``tokens`` are None after a kill, since the last saved count is older than the journal's rows. ``tokens_per_s``
+    counts computed tokens: of the last half minute, or of a finished run's whole time. ``eta_s`` is None unless a
+    process runs. Raises UsageError for a folder without a run.
     """
     run_dir = RunDir(folder)
     progress = read_progress(folder) or {}
@@ -61,7 +61,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     if status["state"] in ("stopped", "failed", "interrupted"):
         status["advice"] = progress.get("advice", RESUME)
         if run_dir.is_complete():
-            status["advice"] = f"{status['advice'] or RESUME}; the outputs are those of the job before"
+            status["advice"] = f"{status['advice'] or RESUME}; the outputs are from the previous job"
     if status["state"] == "finished":
         status |= {"reason": None, "advice": None}
         status |= _finished(run_dir, manifest)
@@ -71,7 +71,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         total, reused = (status["rows"].get(name) for name in ("total", "reused"))
         status["rows"] = row_counts(total, counts.results, counts.errors, reused or 0)
         status["rows"] |= {"half_done": num_partial} if num_partial else {}
-        if status["state"] == "interrupted":  # its tokens are those of an earlier moment
+        if status["state"] == "interrupted":  # its tokens were counted earlier
             status["tokens"] = None
     return status
 
@@ -102,7 +102,7 @@ def render_status(status: Mapping[str, Any]) -> str:
         reason = f": {status['reason']}"
     advice = f"; {status['advice']}" if status["advice"] else ""
     if (status.get("silent_s") or 0) > _SILENT_S:
-        what += f", last progress {format_duration(status['silent_s'])} ago: it stands still, or its machine does"
+        what += f", last progress {format_duration(status['silent_s'])} ago: the process or its machine may be hung"
     lines = [printable(f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}")]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
     left = f", {rows['half_done']:,} half done{left}" if rows.get("half_done") else left

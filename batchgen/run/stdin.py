@@ -2,8 +2,8 @@
 
 Rows of a Python caller come the same way.
 
-A new copy is staged beside the old one and replaces it only when the job has been accepted: a refused invocation
-costs an existing run nothing.
+A new copy is staged next to the old one and replaces it only when the job has been accepted: a refused invocation
+leaves an existing run unchanged.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def stdin_as_file(spec: InputSpec, kept: Path | None = None) -> Iterator[InputSp
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that goes when this ends. Raises StorageError where there is no place for one."""
+    """A folder that is removed at the end. Raises StorageError if it cannot be created."""
     try:
         made = tempfile.TemporaryDirectory(prefix="batchgen-")
     except OSError as error:
@@ -110,7 +110,7 @@ def in_temporary_folder() -> Iterator[None]:
 
 
 def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
-    """Copy standard input to a file beside ``target`` and return that file; ``commit_staged(target)`` puts it in place.
+    """Copy standard input to a file next to ``target`` and return it; ``commit_staged(target)`` puts it in place.
 
     Raises UsageError when standard input is a terminal, closed or cannot be read, StorageError when the copy cannot be
     written.
@@ -130,7 +130,7 @@ def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
 
 
 class _OfTheRows(Exception):
-    """Carries an OSError of what is read past those of what is written."""
+    """Carries an OSError from reading past handlers of errors from writing."""
 
     def __init__(self, error: OSError) -> None:
         self.error = error
@@ -138,7 +138,7 @@ class _OfTheRows(Exception):
 
 @contextmanager
 def _as_they_are(pieces: Iterable[bytes]) -> Iterator[Iterator[bytes]]:
-    """The pieces to be written somewhere; an OSError of theirs is raised here as it is, none of that place."""
+    """The pieces to be written somewhere; an OSError from reading them is raised here unchanged."""
 
     def read() -> Iterator[bytes]:
         try:
@@ -151,5 +151,5 @@ def _as_they_are(pieces: Iterable[bytes]) -> Iterator[Iterator[bytes]]:
         yield read()
     except _OfTheRows as problem:
         failed = problem.error
-    if failed is not None:  # raised out here, so that it has no other context than its own
+    if failed is not None:  # raised out here, so that it keeps its own context only
         raise failed

@@ -38,7 +38,7 @@ class Limits:
 
 
 class Stopper:
-    """Collects requests to stop; ``reason`` is None until the first one.
+    """Collects requests to stop; ``reason`` is None until the first request.
 
     Inside ``drain_with(stop)`` a request calls ``stop``, and work in hand may finish. Elsewhere inside
     ``interruptible()`` it raises ``StopRequested`` in the main thread. Anywhere else it only sets ``reason``.
@@ -82,7 +82,7 @@ class Stopper:
     def give_up(self, reason: str, advice: str) -> None:
         """Stop because too many rows failed, from the main thread; ``advice`` tells the user what to do about it.
 
-        The shutdown has no time limit, since no signal asked for it.
+        The shutdown may take any time, since it was not requested by a signal.
         """
         if self.reason is None:
             self.reason, self.advice, self.exit_code = reason, advice, ExitCode.ROWS_FAILED

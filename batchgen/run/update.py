@@ -1,8 +1,8 @@
 """Rows that a folder keeps when its job or its input has changed: each whose result cannot differ, and no other.
 
-The module decides whether a job that was begun is this one and whether another may take its place unasked. Its pass
-over the input takes rows over from earlier results, within a bound, since a start without ``--update`` may lose little.
-A pass that is killed goes on at the next start: the rows that it has kept lie in the journal.
+The module decides whether an unfinished job is this one, and whether this one may replace another without ``--update``.
+Its pass over the input takes rows over from earlier results, within a bound, since a start without ``--update`` may
+only lose few results. A killed pass continues at the next start: the rows that it has kept are in the journal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batchgen.run.progress import KEEPING, Progress
 from batchgen.run.results import ResultSink
 from batchgen.text.grammar_source import library
 
-FEW_ROWS = 20  # so many results are edited by hand, and no share of them says much
+FEW_ROWS = 20  # fewer results are edited by hand, and a share of them says little
 LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
 _MAX_BEGUN = 1 << 21  # tokens of unfinished answers that are continued, all of which are in memory
 
@@ -44,7 +44,7 @@ class Counts:
         return self.num_good - self.num_kept
 
     def losses(self, num_old: int, begun: Manifest, now: Manifest) -> str:
-        """Reason not to go on without ``--update``: many results of the job ``begun`` would be lost; "" without any.
+        """The reason why ``--update`` is needed: results of the job ``begun`` that would be lost; "" if it is not needed.
 
         It has ``num_old`` results. If it was interrupted, it may have more rows that can run.
         """
@@ -62,10 +62,10 @@ class Counts:
 
 
 class FolderJobs:
-    """The jobs of a run directory: that of its outputs (``last``), and those that were begun since."""
+    """The jobs of a run directory: the job of its outputs (``last``), and the unfinished jobs since then."""
 
     def __init__(self, run_dir: RunDir, *, starts_anew: bool = False) -> None:
-        """Raises UsageError for a ``job.json`` that cannot be read; a folder that ``starts_anew`` has none."""
+        """Raises UsageError for a ``job.json`` that cannot be read; with ``starts_anew`` none is read."""
         self._run_dir = run_dir
         self.last = None if starts_anew else run_dir.read_manifest()
         self._begun = [] if starts_anew else run_dir.unfinished()
@@ -99,11 +99,11 @@ class FolderJobs:
         return self.last is not None and self._run_dir.errors.name in self.last.files
 
     def is_of_outputs(self, now: Manifest, spec: JobSpec) -> bool:
-        """Whether this job is that of the outputs, in whatever form."""
+        """Whether the outputs, in whatever form, belong to this job."""
         return self.last is not None and is_same(replace(self.last, parts=[]), now, spec)
 
     def is_done(self, now: Manifest, spec: JobSpec, digests: Digests) -> bool:
-        """Whether the outputs are those of this job in its form, though they may have been edited."""
+        """Whether the outputs belong to this job and have its form, though they may have been edited."""
         if self.last is None or is_between(self._run_dir, self.last, digests):
             return False
         forms = [job["output"]["format"] for job in (self.last.job, now.job)]
@@ -139,7 +139,7 @@ class FolderJobs:
     def losses(self, counts: Counts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
         """Losses by a change of the input, if they are large; a job that is gone back to has not changed.
 
-        Only results of this job count: those of a job that was given up by ``--update`` are lost already.
+        Only results of this job count: results of a job that ``--update`` gave up are lost already.
         """
         own = [(number, begun) for number, begun in sources if not changes_of_job(begun, now)]
         if not own or self.is_of_outputs(now, spec):
@@ -157,7 +157,7 @@ class FolderJobs:
 
 
 def is_same(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
-    """Whether a job that was begun is this one, so that its rows are this one's by index."""
+    """Whether ``begun`` is the same job, so that its rows can be reused by index."""
     if begun.parts or compare(begun, _with_numerics(now, begun)).refused:
         return False
     was = replace(spec.output, format=begun.job["output"]["format"])
@@ -165,7 +165,7 @@ def is_same(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
 
 
 def changes_of_job(begun: Manifest, now: Manifest) -> tuple[str, ...]:
-    """Differences from a job that was begun, but for its input, of which the limit may be higher now."""
+    """Differences from an earlier job, apart from its input; ``input.limit`` may be higher now."""
     inputs = {"input": begun.fingerprints.get("input", {})}
     now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun)
     was, limit = (manifest.output_keys.get("input.limit") for manifest in (begun, now))
@@ -175,7 +175,7 @@ def changes_of_job(begun: Manifest, now: Manifest) -> tuple[str, ...]:
 
 
 def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
-    """Numerics of a job in the folder of one that was begun, if it asks for no others; None if they are not known."""
+    """The numerics to keep when continuing a folder's job; None if they are unknown or the job asks for others."""
     numerics = begun.numerics
     if begun.version != RECORD_VERSION or numerics is None or numerics.in_job(begun.job, spec.to_dict()) != numerics:
         return None

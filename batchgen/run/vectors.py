@@ -43,7 +43,7 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
 
 
 def _resolved(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> EmbedSpec:
-    """[embed] with the checkpoint's settings where the job has none."""
+    """[embed] with the checkpoint's settings for those that the job does not set."""
     pooling = embed.pooling or "auto"
     if pooling == "auto":
         pooling = files.pooling or ("last" if config.labels and config.is_causal else "")

@@ -1,7 +1,7 @@
-"""Tokens that ``tokenizer_config.json`` adds to those of ``tokenizer.json``, or marks in another way.
+"""Tokens that ``tokenizer_config.json`` adds to ``tokenizer.json``, or marks in another way.
 
-Fine-tunes and older files name special tokens there alone. What is added, in which order and with which marks is that
-of transformers 5, whose tokenizers read both files.
+Fine-tunes and older files name special tokens only there. The tokens, their order and their marks are the same as in
+transformers 5, whose tokenizers read both files.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """``tokenizer_config.json``; where it lists no tokens, ``special_tokens_map.json`` counts before it.
+    """``tokenizer_config.json``; if it does not list tokens, ``special_tokens_map.json`` counts before it.
 
-    There the tokens that ``added_tokens.json`` lists, in still older files, are tokens too.
-    Raises ModelError, also for entries that are no tokens.
+    In the latter case the tokens of ``added_tokens.json``, of still older files, are added too. Raises ModelError, also
+    for entries that are not tokens.
     """
     own, older = (read_object(p, _MAX_FILE_BYTES) if (p := folder / name).exists() else {} for name in (CONFIG, _MAP))
     settings = own if "added_tokens_decoder" in own else own | older
@@ -57,8 +57,7 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
 def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_rows: int | None) -> None:
     """Add what ``settings`` name to a tokenizer, whose model has ``num_rows`` rows if that is known.
 
-    A token with a name may be one that the model has no row for, such as for padding; it is left out, since no text can
-    use it.
+    A named token whose id is beyond the model's rows, such as one for padding, is left out: no text can use it.
     """
     named, tokens = named_tokens(settings), _listed(settings)
     named_texts = {_text(token) for token in named.values()}
@@ -126,12 +125,12 @@ def _token(value: Any, key: str) -> str | AddedToken:
         return value
     text = value.get("content") if isinstance(value, dict) else None
     if not isinstance(text, str):
-        raise ModelError(f"{key}: {shown(value)} is no token")
+        raise ModelError(f"{key}: {shown(value)} is not a token")
     marks = {name: value[name] for name in _MARKS if isinstance(value.get(name), bool)}
     try:
         return AddedToken(text, **marks)
     except UnicodeEncodeError:  # a lone surrogate
-        raise ModelError(f"{key}: {shown(value)} is no token") from None
+        raise ModelError(f"{key}: {shown(value)} is not a token") from None
 
 
 def _text(token: str | AddedToken) -> str:

@@ -49,7 +49,7 @@ class AnswerReader:
             reasoning, text = splitter.split(sample.token_ids, text, is_open=is_open)
             if self.splits:
                 fields["reasoning"] = reasoning
-            else:  # it stays in the text, but its calls are none
+            else:  # it stays in the text, but its calls do not count
                 thoughts = whole.removesuffix(text)
         if tools:
             fields["tool_calls"], text, is_whole = tools.read(text, offered)

@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.core.json_line import json_value
 
-Offered = Mapping[str, Mapping[str, str]]  # by the name of a tool, the type of each parameter, "" if it has none
+Offered = Mapping[str, Mapping[str, str]]  # by the name of a tool, the type of each parameter, "" if unknown
 _MAX_CHARS = 1 << 18  # of one list of calls
 _MAX_DEPTH = 100
 _NAME = r"[^\s()\[\]{},='\":]++"
@@ -30,7 +30,8 @@ _LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v
 def read_calls(text: str, at: int, offered: Offered) -> tuple[list[tuple[str, Any]], int]:
     """The calls that begin at ``at``, one or a list, as names and arguments, and where they end.
 
-    The names that ``offered`` holds may have any characters. Raises ValueError for what is no call with literals.
+    The names that ``offered`` holds may have any characters. Raises ValueError for anything else than calls with
+    literals.
     """
     return _Reader(text, at, offered).calls()
 
@@ -92,7 +93,7 @@ class _Reader:
             return _number(match[0], kind)
         if (word := self._match(_WORD)) in _WORDS:
             return _WORDS[word]
-        raise ValueError("a value is no literal")
+        raise ValueError("a value is not a literal")
 
     def _pairs(self, depth: int) -> dict[Any, Any]:
         pairs: dict[Any, Any] = {}
@@ -101,7 +102,7 @@ class _Reader:
             key = self._value(depth=depth + 1)
             self._expect(":")
             if isinstance(key, dict | list) or key in pairs:
-                raise ValueError("a key is no text, or is there twice")
+                raise ValueError("a key is not a text, or is there twice")
             pairs[key] = self._value(depth=depth + 1)
 
         self._items("}", pair)

@@ -100,14 +100,16 @@ class ChatTemplate:
 
 
 def in_one(templates: Mapping[str, str]) -> str:
-    """The template that does what those named "default" and "tool_use" do: the second is for chats with tools.
+    """One template in place of two: "tool_use" for chats with tools, "default" for others.
 
-    So choose transformers and vLLM between them. Others are for other calls. Raises KeyError where none is the default.
+    transformers and vLLM choose between them in the same way; templates with other names are not used for chats. Raises
+    KeyError if "default" is missing.
     """
     default = templates["default"]
     if (for_tools := templates.get("tool_use")) is None:
         return default
-    # Each begins a line, as by itself: the newline before it goes with the block. One at its end is no part of it.
+    # Each template begins a line, as it does by itself: the newline before it goes with the block. A newline at the end
+    # of a template does not belong to it.
     texts = [text.removesuffix("\n") for text in (for_tools, default)]
     return "{%+ if tools %}\n" + "{%+ else %}\n".join(texts) + "{%+ endif +%}"
 

@@ -36,13 +36,15 @@ _ENDS = {
     *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
     *("<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
 }
-# The same of code models, each by its key, or where the file has none the first of these texts that is a token.
+# The same for code models: the token under the key, or, if the file lacks the key, the first of these texts that is a
+# token.
 _CODE_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Where all of the first are tokens, the second ends no answer: it ends a part of it, or is a word; and its type is so.
+# If all of the first texts are tokens, the second does not end an answer (it ends a part, or is a word) and gets the
+# third as its type.
 _NO_ENDS = (
     (("<|return|>", "<|call|>"), "<|end|>", _USER_DEFINED),
     (("<|calls|>", "<|flush|>"), "<|end|>", _USER_DEFINED),
@@ -88,7 +90,7 @@ _KINDS = {
 def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templates | None = None) -> Tokenizer:
     """The tokenizer in a GGUF file; ``now`` is the local time that its chat template may print.
 
-    Raises ModelError if the file is unusable, or has no tokenizer of a kind that is read.
+    Raises ModelError if the file is unusable, or if its kind of tokenizer is not supported.
     """
     metadata = read_header(path, _ARRAYS).metadata
     model, name = (metadata.get(_KEY + key) for key in ("model", "pre"))
@@ -155,7 +157,7 @@ def _is_list(value: object, kind: type) -> bool:
 
 
 def _backend(kind: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> tokenizers.Tokenizer:
-    """Byte-level BPE. Raises ValueError for a token that is there twice or a merge that is none."""
+    """Byte-level BPE. Raises ValueError for a duplicate token or an invalid merge."""
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if vocabulary[token] != token_id)
@@ -194,5 +196,5 @@ def _template_sources(path: Path, metadata: Mapping[str, Any]) -> Templates:
     keys = {"default": key, "tool_use": f"{key}.tool_use"}
     templates = {name: metadata[key] for name, key in keys.items() if metadata.get(key) is not None}
     if not all(isinstance(source, str) for source in templates.values()):
-        raise ModelError(f"{path}: {key} is no text")
+        raise ModelError(f"{path}: {key} is not a text")
     return str(path), templates if "default" in templates else {}

@@ -65,7 +65,7 @@ class Grammars:
         """
         at, width = bits.ctypes.data, bits.strides[0]
         waiting = [(guide, row) for row, guide in enumerate(guides) if guide.forced is None]
-        if len({guide.text for guide, _ in waiting}) >= _MIN_PARALLEL:  # those of one text share a lexer, one at a time
+        if len({guide.text for guide, _ in waiting}) >= _MIN_PARALLEL:  # guides of one text take turns at its lexer
             self._fill_together([(guide.matcher, row) for guide, row in waiting], at, width, len(guides))
         else:
             for guide, row in waiting:

@@ -1,9 +1,9 @@
 """Probes of a chat template: whether each text, call and tool of a chat is in its prompt.
 
-A template has branches for the roles and fields that it knows, and what it does not know leaves no trace in the prompt.
-So once for each shape of a chat (roles, and which fields hold something) the chat is rendered with a mark in place of
-each text. What leaves no mark is given in a form that the template shows, or refused by name. What a template makes of
-a text, such as trimming it, is not looked at.
+A template has branches for the roles and fields that it knows; anything else leaves no trace in the prompt. So each
+shape of a chat (roles, and which fields hold something) is rendered once with a mark in place of each text. A part
+whose mark is missing is passed in another form that the template shows, or refused by name. Changes to a text, such as
+trimming, are not checked.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.marks import REASONING, Place, Seen, Variables, function_of, marked_chat
 
-Answer = str | ChatTemplateError  # a prompt, or why there is none
+Answer = str | ChatTemplateError  # a prompt, or why it cannot be made
 ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles, and what templates call them
-_ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template; of others it has a word
+_ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template, unlike others
 ROLES = _ROLES | ALIASES.keys()
 _ROLE = "zqroleqz"  # known to no template
 _MAX_SHAPES = 4096  # shapes, of some hundred bytes each

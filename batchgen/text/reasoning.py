@@ -44,10 +44,10 @@ class Reasoning:
         return tuple(token_ids)
 
     def is_open(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether the answer to a prompt begins inside of thoughts: behind an opening marker, blanks aside.
+        """Whether the answer to a prompt begins inside thoughts: the prompt ends in an opening marker, blanks aside.
 
-        Text may follow the marker where that is at the beginning of the last turn, as in a final message that is
-        continued: behind a special token, and maybe a line of one word.
+        Text may follow the marker if the marker begins the last turn, as in a final message that is continued: there it
+        comes after a special token, or after a line of one word that names the role.
         """
         if ends_in(self._tokenizer, prompt_token_ids, self.opening):
             return True
@@ -63,9 +63,9 @@ class Reasoning:
         return bool(opening) and (names_a_role or not header.strip()) and self.closing not in thoughts
 
     def split(self, token_ids: Sequence[int], text: str, *, is_open: bool) -> tuple[str | None, str]:
-        """The reasoning, None where there is none, and the rest of the text; newlines beside markers are left out.
+        """The reasoning (None without any) and the rest of the text; newlines next to markers are left out.
 
-        ``text`` is that of ``token_ids``, up to a stop string. Reasoning without an end leaves no text.
+        ``text`` is the text of ``token_ids`` up to a stop string. If the reasoning does not end, the rest is "".
         """
         begin, end = find_marker(self._tokenizer, self.opening, token_ids, text)
         if begin < 0 or text[:begin].strip():
@@ -78,15 +78,15 @@ class Reasoning:
         return text[end:close].strip("\n"), text[rest:].lstrip("\n")
 
     def thoughts(self, prompt_token_ids: Sequence[int], budget: int) -> Thoughts:
-        """Those of an answer to a prompt, of which no token is known yet."""
+        """A follower of the thoughts of an answer to this prompt, before its first token."""
         return Thoughts(self, budget, is_open=self.is_open(prompt_token_ids))
 
 
 class Thoughts:
     """Follows the thoughts of one answer, token by token, up to a budget of tokens.
 
-    They begin with the answer where the prompt has opened them, else behind an opening marker at the beginning of the
-    answer. They end with the closing marker. ``is_over`` is whether they have ended or can begin no more.
+    Thoughts begin with the answer if the prompt has opened them, otherwise after an opening marker at the beginning of
+    the answer. They end with the closing marker. ``is_over`` is whether they have ended or can no longer begin.
     """
 
     __slots__ = ("_budget", "_finder", "_head", "_markers", "_newest", "_num_tokens", "is_over")
@@ -152,7 +152,7 @@ class Thoughts:
 def find_marker(
     tokenizer: Tokenizer, marker: str, token_ids: Sequence[int], text: str, start: int = 0
 ) -> tuple[int, int]:
-    """(begin, end) of a marker in the text of tokens, at ``start`` at the earliest; begin is -1 if it has none."""
+    """(begin, end) of a marker in the text of tokens, at ``start`` at the earliest; begin is -1 if it is missing."""
     token_id = tokenizer.token_id(marker)
     if token_id in tokenizer.silent_token_ids:
         for place, other_id in enumerate(token_ids):
@@ -166,9 +166,9 @@ def find_marker(
 def text_behind(
     tokenizer: Tokenizer, marker: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int], text: str
 ) -> str:
-    """Text after the first mention of a marker in the text of tokens; "" where it has none.
+    """Text after the first mention of a marker in the text of tokens; "" if the marker is missing.
 
-    Where the prompt ends in the marker, it is the whole text.
+    If the prompt ends in the marker, it is the whole text.
     """
     if ends_in(tokenizer, prompt_token_ids, marker):
         return text

@@ -70,7 +70,7 @@ def _in_set(piece: re.Match[str], is_negated: bool) -> str:
 
 
 def _escaped(piece: str, is_negated: bool) -> str:
-    """A piece that begins with a backslash; those of a negated set must leave out more, not less."""
+    """A piece that begins with a backslash; a piece of a negated set must leave out more, not less."""
     kind = piece[1].lower()
     if piece[1:] not in (kind, kind.upper()) or kind not in _SURE:
         return piece

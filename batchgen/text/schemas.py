@@ -18,7 +18,7 @@ from batchgen.text.regexes import portable
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name,
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # in a list,
 _SINGLE = ("items", "additionalProperties", "additionalItems")  # or with one schema
-# Keywords beside which a part of the schema may be closed without regard to the others.
+# A part of a schema that has only these keywords may be closed without regard to other parts.
 _PLAIN = {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"} | {
     *("minProperties", "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum"),
     *("exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -161,7 +161,7 @@ class _Preparation:
             yield from _references(schema)
 
     def _mark_open(self, reference: str) -> bool:
-        """Note that a definition, and all that it refers to, stays open; False if it is none of the root's."""
+        """Note that a definition, and all that it refers to, stays open; False if the root does not define it."""
         if reference in self._open:
             return True
         if reference not in self._definitions:

@@ -1,7 +1,7 @@
 """Stop strings: found in a text that grows token by token, and cut off the finished text.
 
 A stop string may begin and end inside tokens, and a character may take several tokens, so text is compared, not tokens.
-Special tokens have no text, but those that a stop string names (``<|im_start|>user``) are text to be compared with it.
+Special tokens have no text, except when a stop string names them (``<|im_start|>user``): then their text is compared.
 The engine decides when a match counts (``min_tokens``). ``tokenizers.decoders.DecodeStream`` does not fit: it holds
 back the tokens of an unfinished character, so that a stop string in their text would be found some tokens late.
 """
@@ -52,7 +52,7 @@ class StopStrings:
         does not count again. ``remainder`` is the text that follows it in that token.
         """
         if token_id in self._tokenizer.silent_token_ids or token_id >= self._tokenizer.vocab_size:
-            return None  # other special tokens, and rows of the model beyond the vocabulary, have no text
+            return None  # another special token, or a row of the model beyond the vocabulary: without text
         self._open.append(token_id)
         text = self._text_of(self._open)
         window, match = self._tail + text, None
@@ -105,7 +105,7 @@ def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
     end, count, before = match[0], len(token_ids), text
     if text == plain:
         return text[:end]
-    while len(before) > end:  # back to the token in which it begins, as special tokens before it have no text
+    while len(before) > end:  # back to the token in which it begins: special tokens before it are without text
         count -= 1
         before = decode(token_ids[:count], shown_in=stop)
     return decode(token_ids[:count]) + text[len(before) : end]

@@ -89,7 +89,7 @@ class Tokenizer:
                 eos_token_ids.add(token_id)
             return cls(backend, chat_template=chat_template, eos_token_ids=tuple(sorted(eos_token_ids)))
         except BaseException as error:
-            raise ModelError(f"{path} is no usable tokenizer: {reason(error)}") from error
+            raise ModelError(f"{path} is not a usable tokenizer: {reason(error)}") from error
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int] | TokenizerError]:
         """Token ids per text, or what is wrong; ``add_special_tokens`` puts the tokenizer's own bos in front."""

@@ -1,8 +1,8 @@
 """Parser of tool calls: finds the calls that a model wrote into its answer, in the format of its family.
 
-The format is that whose marker the chat template shows, else one whose marker is a token of the vocabulary: LFM2.5's
-template shows none. Calls are read as data and never run; the tools that a row offers tell LFM2's names and types. A
-new family is a function here, an entry of ``FORMATS``, and one of ``TOOL_SIGNS``.
+The format is chosen by its marker: first in the chat template, then in the vocabulary (LFM2.5's template does not
+contain one). Calls are read as data and never run; names and types in LFM2's calls are read with the help of the tools
+that a row offers. A new family is a function here, an entry of ``FORMATS``, and one of ``TOOL_SIGNS``.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ToolCalls:
         self._form = form
 
     def read(self, text: str, offered: Offered | None = None) -> tuple[list[Call], str, bool | None]:
-        """The calls, the rest of the text, and whether the calls are whole, None where there are none.
+        """The calls, the rest of the text, and whether the calls are whole (None without calls).
 
-        ``offered`` are the tools of the row. Of malformed calls none is taken: the text stays as it is.
+        ``offered`` are the tools of the row. If a call is malformed, none is taken and the text stays unchanged.
         """
         try:
             calls, rest = self._form.parse(text, offered)
@@ -175,7 +175,7 @@ def _json_calls(text: str, at: int) -> tuple[list[Call], int]:
     calls = []
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict):
-            raise ValueError("a call is no object")
+            raise ValueError("a call is not an object")
         calls.append(_call(item.get("name"), next((item[name] for name in _ARGUMENTS if name in item), {})))
     return calls, end
 
@@ -194,7 +194,7 @@ def _call(name: object, arguments: object) -> Call:
     if isinstance(arguments, str):  # as JSON text, the way OpenAI's API has it
         arguments = json_value(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise ValueError("a call has no name, or arguments that are no object")
+        raise ValueError("a call lacks a name, or its arguments are not an object")
     return {"name": name, "arguments": arguments}
 
 

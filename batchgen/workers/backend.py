@@ -53,7 +53,7 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
             if spec.cluster.ray:
                 return RayLauncher(start, model.context.num_rows)
             if engine_factory is load_engine:
-                start_kernels(spec, model.config)  # with all processors, beside the start of the workers
+                start_kernels(spec, model.config)  # with all processors, while the workers start
             context, config, forms = model.context, model.config, spec.model
             dtype = config.auto_dtype(is_cpu=True) if forms.dtype == "auto" else forms.dtype
             weight_bytes = config.model_bytes(dtype, forms.weights, forms.activations, is_cpu=True)
@@ -98,7 +98,7 @@ def on_workers(
 class IdentityGate:
     """Says which workers may take part in a run.
 
-    ``numerics`` are those of its rows: without any so far, the first worker's.
+    ``numerics`` belong to the run's rows so far, or else to its first worker.
     """
 
     def __init__(self, context: RunContext) -> None:

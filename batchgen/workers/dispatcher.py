@@ -110,7 +110,7 @@ class RowDispatcher:
         self.workers[name] = WorkerState(name, max_num_seqs, now, now, round_at=now, most_in_a_round=max_num_seqs / 6)
 
     def drain(self, name: str) -> None:
-        """Stop a worker; the rows that it has go on elsewhere once it has said so, or is lost."""
+        """Stop a worker; its rows continue elsewhere once it has confirmed, or is lost."""
         worker = self.workers.get(name)
         if worker is None or worker.state == "leaving":
             return
@@ -143,7 +143,7 @@ class RowDispatcher:
 
     @property
     def is_winding_up(self) -> bool:
-        """Whether all rows are with workers, so that there is none for another worker unless one is lost."""
+        """Whether all rows are with workers, so that another worker only gets rows if one is lost."""
         return self._has_ended and not any(self._backlog())
 
     def idle(self) -> list[str]:
@@ -273,7 +273,7 @@ class RowDispatcher:
         return alone
 
     def _isolate(self) -> dict[str, Assignment]:
-        """Run leases that must alone, each in a worker that has no other; for that, they come last."""
+        """Run each lease that must run alone in an idle worker. They come last, when workers are idle."""
         assignments = {}
         for worker in [worker for worker in self._takers() if not worker.tasks][: len(self._alone)]:
             assignments[worker.name] = Assignment(tuple(self._give(worker, self._alone.popleft())))

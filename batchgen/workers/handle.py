@@ -110,7 +110,7 @@ class WorkerHandle:
 class WorkerLauncher(ABC):
     """Starts workers of one kind and waits for them.
 
-    ``num_wanted`` are the fewest and the most workers that a run goes on with; the run starts with the first one.
+    ``num_wanted`` are the fewest and the most workers that a run continues with; the run starts with the first worker.
     ``is_local`` workers are identical: if one cannot load, none can. ``woken`` is set when a call has ended.
     ``no_place`` says why workers without a place will not get one; it is None while they may.
     """

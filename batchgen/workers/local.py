@@ -72,7 +72,7 @@ class LocalWorker:
         except (EOFError, OSError):
             raise WorkerGone(self._ending()) from None
         if os.fstat(self._output.fileno()).st_blocks > _MAX_OUTPUT_BLOCKS:
-            os.ftruncate(self._output.fileno(), 0)  # it goes on where it was, behind a hole
+            os.ftruncate(self._output.fileno(), 0)  # the worker continues at its offset, after a hole
         return answer
 
     def _bury(self) -> None:
@@ -115,7 +115,7 @@ class LocalLauncher(WorkerLauncher):
         return bool(self._free())
 
     def launch(self) -> WorkerHandle | None:
-        """See ``WorkerLauncher``. Raises BatchgenError where the machine has no room for a single process."""
+        """See ``WorkerLauncher``. Raises BatchgenError if a single process does not fit in memory."""
         try:
             return super().launch()
         except OSError as error:

@@ -40,7 +40,7 @@ class SteppedEngine(Protocol):
 
 
 class RowMaker:
-    """A worker's part of the work on a row beside its engine's: template, tokenizer, and the output record as JSON.
+    """A worker's work on a row outside its engine: template, tokenizer, and the output record as JSON.
 
     It is done where there are as many cores as workers. Rows are built by one thread and finished by another.
     """

@@ -32,7 +32,7 @@ class Assignment:
 class Identity:
     """Identity of a worker, equal for all of a run: its rows must not depend on which of them computed a row.
 
-    ``weights`` are the digests of ``ModelFiles.fingerprint``, ``numerics`` those of ``Backend``.
+    ``weights`` are the digests of ``ModelFiles.fingerprint``, for ``numerics`` see ``Backend``.
     """
 
     weights: Mapping[str, Any]
@@ -55,10 +55,10 @@ class WorkerReady:
 class WorkerUpdate:
     """Message of a worker to the driver, at least every ``HEARTBEAT_S``, so that its silence means something.
 
-    ``progress`` counts steps, launches of kernels and rows made into requests; a worker with rows whose count stands
-    still hangs. ``finished`` are answers to tasks. ``partials`` are the tokens so far of tasks that are half done, by
-    key; they replace those told before. ``stats`` are ``EngineStats.counts``, None where it is not
-    told. With ``stopped`` all tasks but those finished are given back, and ``facts`` is that of ``Backend``.
+    ``progress`` counts steps, launches of kernels and rows made into requests; a worker that has rows hangs if this
+    count does not grow. ``finished`` are answers to tasks. ``partials`` are the tokens so far of half-done tasks, by
+    key; they replace the ones sent before. ``stats`` are ``EngineStats.counts``, or None in an update without them.
+    With ``stopped`` all unfinished tasks are given back, and ``facts`` are the facts of ``Backend``.
     """
 
     finished: tuple[Answer, ...] = ()

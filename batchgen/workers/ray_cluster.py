@@ -207,7 +207,7 @@ def _require_reachable(address: str) -> None:
 @contextmanager
 def _no_stderr() -> Iterator[None]:
     """Drop what is written to standard error: Ray warns there, each second, of a cluster that turns it away."""
-    if sys.__stderr__ is None:  # its number may be that of another file
+    if sys.__stderr__ is None:  # its number may belong to another file
         yield
         return
     before = os.dup(2)

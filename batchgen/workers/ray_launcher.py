@@ -31,7 +31,7 @@ _NO_MACHINE = "no machine of the cluster is left that workers could run on"
 
 
 class NoRoom(BatchgenError):
-    """The cluster has no machine for a worker; journalled rows stay, and the run resumes."""
+    """The cluster lacks a machine for a worker; journalled rows stay, and the run resumes."""
 
     exit_code = ExitCode.STOPPED
 
@@ -44,9 +44,9 @@ class RayWorker(Worker):
         return Cluster.own_node()
 
     def begin_in(self, folder: str, start: Start, num_neighbours: int) -> WorkerReady | WorkerLost:
-        """Load the model on a machine with room for so many workers, of which each has its share of the memory.
+        """Load the model on a machine with room for ``num_neighbours`` workers, each with its share of the memory.
 
-        Relative paths of the job are those of the driver, where its folder exists here.
+        Relative paths of the job are relative to the driver's folder, if it exists on this machine.
         """
         with suppress(OSError):
             os.chdir(folder)
@@ -78,8 +78,8 @@ def _working_folder() -> str:
 class RayLauncher(WorkerLauncher):
     """Starts actors on a cluster. Raises UsageError if it cannot be reached.
 
-    A machine is excluded, so that no worker is placed there, when its files or numerics are not those of the run, and
-    when workers are lost there again and again before they have finished a row.
+    Workers are not placed on a machine whose files or numerics differ from the run's, or on which workers are lost
+    again and again before they have finished a row.
     """
 
     kind = "ray"

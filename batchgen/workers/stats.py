@@ -1,8 +1,8 @@
 """Counts of all workers of a run: together in the shape of one engine's (``EngineStats``), and of each by itself.
 
 A run on workers reads as a run of one large device: phases are means over the workers, steps and tokens are sums.
-Workers that are gone are kept as one sum, so that nothing grows with the number of workers that come and go. There is
-no series over time.
+Workers that are gone are kept as one sum, so that nothing grows with the number of workers that come and go. A series
+over time is not kept.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class WorkersStats:
     def to_dict(self) -> dict[str, Any]:
         """Sums over workers, the largest of ``max_*``, means of times; also ``workers`` and ``mean_workers``.
 
-        ``workers`` has the numbers of each under its name and place: those of a later run add up with them.
+        ``workers`` has the numbers of each worker under its name and place, so that numbers of a later run add up with
+        them.
         """
         entries = list(self._entries.values())
         total: dict[str, Any] = dict(self._gone.get("counts", {}))

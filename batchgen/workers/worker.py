@@ -116,7 +116,7 @@ def main(handle: int, driver: int) -> NoReturn:
         while True:
             method, arguments = connection.recv()
             connection.send(getattr(worker, method)(*arguments))
-    except (EOFError, OSError):  # the driver is gone, or has no more use for it
+    except (EOFError, OSError):  # the driver is gone, or does not need the worker any more
         os._exit(0)
     except BaseException:
         traceback.print_exc()

@@ -76,7 +76,7 @@ class Lease:
 
     @property
     def must_run_alone(self) -> bool:
-        """Whether its worker may have no other lease, so that a loss says which lease it was."""
+        """Whether it must be its worker's only lease, so that a loss says which lease caused it."""
         return self.num_losses >= ALONE_AFTER
 
     def halves(self) -> list[Lease]:
@@ -88,10 +88,10 @@ class Lease:
 
 
 class Liveness:
-    """Judges workers by what they get done, since one that hangs in a step goes on speaking.
+    """Judges workers by what they get done, since a worker that hangs in a step still sends updates.
 
-    ``step_timeout_s`` is how long a worker may make no progress, ``load_timeout_s`` how long it may load its model:
-    both as long as a user says. Time in which the driver itself stood still, and so did not ask, does not count.
+    ``step_timeout_s`` is how long a worker may be without progress, ``load_timeout_s`` how long it may load its model.
+    Time in which the driver itself was suspended does not count.
     """
 
     def __init__(

@@ -146,7 +146,7 @@ NOT_USED = re.compile(r"\b(anew|so many|go(?:es)? on|mend(?:s|ed)?|held against|
 
 
 def _literals(path: Path) -> list[str]:
-    """The strings of a module without its docstrings, but with those that are help texts of commands."""
+    """The strings of a module without its docstrings; ``docs/commands.md`` has the help texts of commands."""
     nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]

@@ -138,8 +138,8 @@ WHERE = r"^\S+/job\.toml:"
         (TABLE + 'json = "list"', WHERE + r"7: .*: must have a JSON schema as its json"),
         (TABLE + "json = '{\"a\": '", WHERE + r"7: .*: has a string as json that is not valid JSON"),
         (TABLE + "json = 2026-01-01", WHERE + r"7: .*: must have a JSON schema as its json"),
-        (TABLE + "json = { enum = [2026-01-01] }", WHERE + r"7: .*: holds what is no JSON value: a date"),
-        (TABLE + "json = { enum = [nan] }", WHERE + r"7: .*: holds what is no JSON value"),
+        (TABLE + "json = { enum = [2026-01-01] }", WHERE + r"7: .*: is not a JSON value: it holds a date"),
+        (TABLE + "json = { enum = [nan] }", WHERE + r"7: .*: is not a JSON value"),
         (TABLE + "jsn = true", WHERE + r"7: .*: has an unknown key 'jsn' \(known: json, "),
         (TABLE + 'regex = "a"\nchoice = ["b"]', WHERE + r"7: .*: must have exactly one of .*, not regex and choice"),
         ("[sampling.structured_outputs.json]\nx = 1\n[sampling.structured_outputs]\ny = 1", WHERE + r"7: .*key 'y'"),
@@ -261,7 +261,7 @@ def test_a_canonical_text_stays_as_it_is_and_comes_back_from_a_manifest(schema: 
     try:
         params = merge_params(SamplingParams(), {"structured_outputs": {"json": schema, "after": after}})
     except ParamError as error:  # a number that Python reads as infinite, a lone surrogate
-        assert "holds what is no JSON value" in str(error)
+        assert "is not a JSON value" in str(error)
         return
     assert asked(params) == {"json": schema} | ({"after": after} if after else {})
     text = json.loads(json.dumps(params.structured_outputs))

@@ -106,7 +106,7 @@ def test_the_last_match_of_a_regular_expression_counts_and_the_expected_text_may
 
 @pytest.mark.parametrize("rule", ["last-number", "(", "choice", "parsed.n", "(?:a)", r"(?<=a)(b)", r"(a)\1"])
 def test_what_is_no_rule_is_refused(rule: str) -> None:
-    with pytest.raises(ValueError, match=r"must be last_number|is no regular expression"):
+    with pytest.raises(ValueError, match=r"must be last_number|is not a regular expression"):
         check_rule(rule)
 
 
@@ -132,5 +132,5 @@ def test_any_text_can_be_searched(text: str) -> None:
 
 
 def test_a_rule_that_names_a_replacement_is_refused_for_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match=r"is no regular expression.*missing \)"):
+    with pytest.raises(ValueError, match=r"is not a regular expression.*missing \)"):
         check_rule("(replacement")

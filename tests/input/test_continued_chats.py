@@ -108,8 +108,8 @@ def test_a_chat_that_ends_otherwise_is_an_error_row(columns: dict[str, Any], pro
 
 
 def test_a_prompt_that_is_no_chat_is_an_error_row_that_says_so(tmp_path: Path) -> None:
-    said = "bad_param: column 'prompt' is no chat: continue_final_message needs messages, the last of which is a text"
-    assert answer({"prompt": "Hi"}, tmp_path, continue_final_message=True) == f"{said} of the assistant"
+    said = "bad_param: column 'prompt' is not a chat: continue_final_message needs messages that end with"
+    assert answer({"prompt": "Hi"}, tmp_path, continue_final_message=True) == f"{said} an assistant text"
 
 
 def test_a_template_that_changes_the_text_is_an_error_row(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ REFUSED = {
     "carriage returns for lines": (b"a,b\r1,2\r3,4\r", {}, "a carriage return stands in a cell"),
     "two delimiters": (b"a,b\n", {"delimiter": ",,"}, "must be one character"),
     "a quote": (b"a,b\n", {"delimiter": '"'}, "must be one character"),
-    "a delimiter of lines": (b"a,b\n", {"delimiter": ";", "format": "jsonl"}, "input.delimiter is of tables"),
+    "a delimiter of lines": (b"a,b\n", {"delimiter": ";", "format": "jsonl"}, "input.delimiter applies to CSV"),
 }
 
 

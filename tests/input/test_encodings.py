@@ -85,7 +85,7 @@ def test_single_lines_and_bytes_of_no_encoding_are_error_rows(content: bytes, tm
         ({"encoding": "punycode"}, "must be an encoding that Python knows"),
         ({"encoding": "undefined"}, "must be an encoding that Python knows"),
         ({"encoding": "utf-99"}, "must be an encoding that Python knows"),
-        ({"encoding": "cp1252", "format": "parquet"}, "input.encoding is of text"),
+        ({"encoding": "cp1252", "format": "parquet"}, "input.encoding applies to text only"),
     ],
 )
 def test_what_is_no_encoding_is_refused(keys: dict[str, str], said: str, job: JobMaker) -> None:

@@ -93,7 +93,7 @@ def test_an_effort_that_the_template_cannot_express_is_refused(tmp_path: Path, e
 @pytest.mark.parametrize("effort", ["off", "", 0, False, ["none"], {"effort": "none"}])
 def test_an_effort_of_another_value_is_refused(tmp_path: Path, effort: Any) -> None:
     said = Made(tmp_path, EFFORT).prompt(line(reasoning_effort=effort))
-    assert said.startswith("bad_param: body field 'reasoning_effort' is ") and "none of none, minimal" in said
+    assert said.startswith("bad_param: body field 'reasoning_effort' is ") and "not one of none, minimal" in said
 
 
 def test_a_bodys_own_variables_win_over_its_effort_and_that_over_the_jobs(tmp_path: Path) -> None:

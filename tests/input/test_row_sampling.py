@@ -54,7 +54,7 @@ def test_a_column_that_gives_no_key_a_value_is_data(tokenizer: Tokenizer, value:
 )
 def test_what_gives_a_key_a_value_in_another_way_is_not_passed_over(tokenizer: Tokenizer, value: Any) -> None:
     said = asked(tokenizer, {"sampling": value})
-    assert said.startswith("bad_type: column 'sampling' gives sampling values, but is no object of them")
+    assert said.startswith("bad_type: column 'sampling' gives sampling values, but is not an object")
 
 
 @pytest.mark.parametrize("value", ['{"max_token": 4}', {"max_token": 4}])
@@ -70,4 +70,4 @@ def test_a_key_of_jobs_is_refused_as_such(tokenizer: Tokenizer) -> None:
 def test_a_run_says_at_its_start_that_the_column_is_data(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write([{"id": "a", "question": "q"}, {"id": "b", "question": "q", "sampling": "weekly"}])
     assert job.run(options=RunOptions()).exit_code == 0
-    assert "the column 'sampling' has no sampling values ('weekly'): it is plain data" in capsys.readouterr().err
+    assert "the column 'sampling' holds plain data, not sampling values: 'weekly'" in capsys.readouterr().err

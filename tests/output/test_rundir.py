@@ -314,7 +314,7 @@ def test_links_that_somebody_else_put_where_files_are_staged_are_not_followed(ru
 
 def test_a_journal_that_is_no_name_is_said_to_be_none() -> None:
     content = json.dumps({**json.loads(MANIFEST.to_bytes()), "journal": 5}).encode()
-    with pytest.raises(ValueError, match="journal is no name of a folder"):
+    with pytest.raises(ValueError, match="journal is not the name of a folder"):
         Manifest.from_bytes(content)
 
 
@@ -354,9 +354,9 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
     [
         ({"job": {}}, "job.output.format"),
         ({"job": {"output": {"format": "zzz"}}}, "job.output.format"),
-        ({"job": {"input": 3, "output": {"format": "jsonl"}}}, "job.input is no object"),
-        ({"output_keys": None}, "output_keys is no object"),
-        ({"fingerprints": {"numerics": 3}}, "fingerprints.numerics is no object"),
+        ({"job": {"input": 3, "output": {"format": "jsonl"}}}, "job.input is not an object"),
+        ({"output_keys": None}, "output_keys is not an object"),
+        ({"fingerprints": {"numerics": 3}}, "fingerprints.numerics is not an object"),
         ({"shard": [0, 0]}, "shard"),
         ({"shard": [1, float("inf")]}, "shard"),
         ({"shard": 3}, "shard"),
@@ -431,5 +431,5 @@ def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_
 @pytest.mark.parametrize("sign", ["", ";;", '"', "\n", 5])
 def test_a_delimiter_that_no_table_has_is_refused(sign: object) -> None:
     manifest = replace(MANIFEST, fingerprints={"input": {"files": [{"bytes": 1, "delimiter": sign}]}})
-    with pytest.raises(ValueError, match="delimiter is no character"):
+    with pytest.raises(ValueError, match="delimiter is not a character"):
         Manifest.from_bytes(manifest.to_bytes())

@@ -252,4 +252,4 @@ def test_an_adapter_that_lies_beside_the_weights_is_not_added_without_a_word(
     both = shutil.copytree(MODEL, job.folder / "both")
     shutil.copytree(lora, both, dirs_exist_ok=True)
     assert call(command(job, "out", both)) == 0
-    assert "has an adapter beside its weights, which is not added; --adapter adds one" in capsys.readouterr().err
+    assert "has an adapter in its folder, which is not added; --adapter adds one" in capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_a_manifest_without_a_time_is_named(job: JobMaker, value: object) -> Non
     if value is None:
         assert job.run().exit_code == 0
         return
-    with pytest.raises(UsageError, match=r"created_at or rendered_at is no date and time"):
+    with pytest.raises(UsageError, match=r"created_at or rendered_at is not a date and time"):
         job.run()
 
 

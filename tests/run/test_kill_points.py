@@ -18,7 +18,7 @@ from repeats import slow
 from run_helpers import ENVIRONMENT
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "kill_points.py"
-FINISHED, INTERRUPTED = "finished", "interrupted; run again to resume; the outputs are those of the job before"
+FINISHED, INTERRUPTED = "finished", "interrupted; run again to resume; the outputs are from the previous job"
 NO_SOURCE = "is between two jobs: run its job again first"
 
 

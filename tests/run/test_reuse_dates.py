@@ -72,7 +72,7 @@ def test_a_line_names_the_date_and_the_runs_of_others(days: Days, job: JobMaker)
     one, two = job.folder / "day1", job.folder / "day2"
     assert plan["reuse"] == [
         f"the chat template prints a date: 2026-05-02, and 2026-05-01 in {one}, whose chats differ",
-        f"the chat template prints a date: 2026-05-02, that of {two}",
+        f"the chat template prints a date: 2026-05-02, as in {two}",
     ]
 
 

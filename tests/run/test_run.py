@@ -96,7 +96,7 @@ def test_all_columns_are_kept_and_a_line_says_which_are_renamed_since_their_name
     (record,) = job.outputs()
     assert (record["id"], record["question"]) == ("a", "Why?")
     assert (record["input_text"], record["input_usage"]) == ("mine", 3)
-    renamed = "which are kept as: 'text' as input_text, 'usage' as input_usage\n"
+    renamed = "clash with record fields and are renamed: 'text' as input_text, 'usage' as input_usage\n"
     assert capsys.readouterr().err.count(renamed) == 1
     job.run(job.spec(input={"columns": ["question"]}), RunOptions(overwrite=True))
     assert "kept as" not in capsys.readouterr().err

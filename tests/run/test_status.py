@@ -95,7 +95,8 @@ def test_a_process_that_stands_still_is_said_to(job: JobMaker, monkeypatch: pyte
     found = {**(read_progress(job.output) or {}), "updated_at": "2026-01-02T03:04:05+00:00"}
     monkeypatch.setattr("batchgen.run.status.read_progress", lambda folder: found)
     assert re.search(
-        r"running: generating, last progress \d+d .*ago: it stands still", render_status(read_status(job.output))
+        r"running: generating, last progress \d+d .*ago: the process or its machine may be hung",
+        render_status(read_status(job.output)),
     )
     found["pid"] = 1
     assert "last progress" not in render_status(read_status(job.output)), "of an invocation before this one"
@@ -159,7 +160,7 @@ def test_an_unfinished_update_of_a_finished_run_is_told_of(job: JobMaker) -> Non
     assert job.run(options=updating(max_total_tokens=70)).exit_code == 75
     status = read_status(job.output)
     said = render_status(status).splitlines()[0]
-    assert said.endswith("; run again to resume; the outputs are those of the job before")
+    assert said.endswith("; run again to resume; the outputs are from the previous job")
     assert status["rows"]["done"] >= 10
 
 

@@ -365,7 +365,7 @@ def test_outputs_stay_until_the_new_ones_replace_them(folder: Folder) -> None:
     assert folder.run("--max-total-tokens", "60")[0] == 75
     assert without_timings(folder.path / "outputs.jsonl") == before
     code, said = folder.command("status", str(folder.path))
-    assert code == 0 and "the outputs are those of the job before" in said
+    assert code == 0 and "the outputs are from the previous job" in said
     code, computed, said = folder.run()
     assert code == 0 and computed < 20, said
     folder.assert_fresh()

@@ -220,7 +220,7 @@ def test_a_template_for_tools_is_taken_for_chats_with_tools(tmp_path: Path) -> N
         ({"tokens": ["a", "a"]}, "token 'a' is there twice"),
         ({"merges": ["ab"]}, "merge 'ab' is not of two tokens"),
         ({"merges": ["zz yy"]}, "has no usable tokenizer"),
-        ({"template": 5}, "tokenizer.chat_template is no text"),
+        ({"template": 5}, "tokenizer.chat_template is not a text"),
         ({"template": "{% if %}"}, "the chat template does not compile"),
     ],
     ids=lambda value: str(value)[:60],

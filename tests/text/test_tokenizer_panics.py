@@ -119,7 +119,7 @@ def test_tokens_that_cannot_be_decoded_cost_their_row_only(job: JobMaker, monkey
 
 
 def test_a_tokenizer_that_panics_on_every_text_is_refused_with_its_file_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.json is no usable tokenizer: no entry found") as caught:
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a usable tokenizer: no entry found") as caught:
         Tokenizer.load(broken_folder(tmp_path / "model"))
     assert "\n" not in str(caught.value)
 

@@ -42,8 +42,8 @@ class InputFile(ABC):
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         """Yield the rows from ``at`` on with an index below ``stop``, leaving out those not ``wanted``.
 
-        The ``after`` of each row is where reading can go on: the same ``file`` as ``at``, and an ``offset`` and ``row``
-        that this format can seek to; 0 and 0 are the start of the file. Returns the index after the last row it
+        The ``after`` of each row is where reading can continue: the same ``file`` as ``at``, and an ``offset`` and
+        ``row`` that this format can seek to; 0 and 0 are the start of the file. Returns the index after the last row it
         passed, yielded or not. Raises UsageError when the file can no longer be read at all; damage inside it becomes
         rows with an ``error``.
         """
@@ -53,7 +53,7 @@ class InputFile(ABC):
         """Fingerprint that a resume compares; see ``Source.fingerprint``."""
 
     def check_local_files(self, digests: Digests) -> None:
-        """Raises InputError if a local file is no longer what its fingerprint says."""
+        """Raises InputError if a local file has changed since its fingerprint was taken."""
         for path in self.local_files:
             digests.check_unchanged(path)
 

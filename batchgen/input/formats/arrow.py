@@ -137,7 +137,7 @@ def _taken(batch: pa.RecordBatch | pa.Table, places: Sequence[int]) -> pa.Record
 
 
 def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert], spares: Callable[[str], bool] | None) -> RowValues:
-    """The one row of ``batch``; its error is that of the first column that it needs and that cannot be read."""
+    """The one row of ``batch``; its error names the first needed column that cannot be read."""
     readable: dict[str, Any] = {}
     problem: RowError | None = None
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -172,14 +172,14 @@ def _features(metadata: bytes) -> Mapping[str, Any]:
 
 
 def _conversion(field: pa.Field, is_request: bool, feature: Any = None) -> _Convert | None:
-    """The function that makes the values of a field those of JSON Lines; None where they are so already.
+    """The function that converts a field's values to what JSON Lines would hold; None if it is not needed.
 
-    ``feature`` is the description that ``datasets`` has of it, a tree as https://huggingface.co/docs/datasets/about_dataset_features
-    has it.
+    ``feature`` describes the field in ``datasets``, as a tree:
+    https://huggingface.co/docs/datasets/about_dataset_features.
     """
     kind = field.type
     if pa.types.is_integer(kind) and (names := _names(feature)):
-        return lambda number: names[number] if 0 <= number < len(names) else None  # -1 is no label
+        return lambda number: names[number] if 0 <= number < len(names) else None  # -1: unlabelled
     name = (field.metadata or {}).get(_EXTENSION, b"").decode(errors="replace")
     if _JSON in (name, getattr(kind, "extension_name", "")):
         return _parsed

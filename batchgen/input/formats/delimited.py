@@ -1,8 +1,8 @@
 """Tables as text: CSV and TSV, read by the standard library's ``csv`` with a header and strict about quotes.
 
-A cursor's ``offset`` is the byte behind a record in the decompressed text and its ``row`` the number of lines before
-it. Records are found by the reader itself, one at a time: a cell may hold newlines. It guesses no types, a cell is a
-string.
+A cursor's ``offset`` is the byte after a record in the decompressed text, and its ``row`` the number of lines before
+it. The reader finds records itself, one at a time, since a cell may hold newlines. Cells stay strings: it does not
+guess types.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ _SEPARATOR_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=(.)"?\r?\n?', re.IGNORECA
 class DelimitedFile(LinesFile):
     """A table as text, plain or compressed. The first record holds the names of the columns.
 
-    ``delimiter`` None is a tab in a ``.tsv`` file; in others a comma, or where the header has none, the tab, semicolon
-    or bar that it has. Empty lines are no rows. A row with more or fewer cells than the header, or with a quote that
-    the next cell does not
-    follow, is a ``bad_type`` row, one of more than ``MAX_ROW_BYTES`` or ``MAX_ROW_LINES`` a ``too_long`` row; damage is
-    as in ``LinesFile``.
-    A column without a name is ``column_N``. Raises UsageError for a header that is no list of different names.
+    ``delimiter`` None is a tab in a ``.tsv`` file. In other files it is a comma, or, if the header has no comma, the
+    tab, semicolon or bar in it. Empty lines are skipped. A row with more or fewer cells than the header, or with text
+    after a closing quote, is a ``bad_type`` row; a row of more than ``MAX_ROW_BYTES`` or ``MAX_ROW_LINES`` is a
+    ``too_long`` row. Damage is as in ``LinesFile``. A column without a name is called ``column_N``. Raises UsageError
+    if the header is not a list of different names.
     """
 
     output_format = "csv"
@@ -220,7 +219,7 @@ def _last_quote(lines: _Lines, number: int, dialect: Any) -> int:
 def _skip_row(stream: BinaryIO, row: _Lines) -> int:
     """Read to the end of a row without keeping it: to the first line at whose end its quotes are even.
 
-    Returns the number of bytes; the lines that end in them are added to those of the row.
+    Returns the number of bytes, and adds the lines that end in them to the row's lines.
     """
     size, line, num_quotes = 0, bytes(row.content[-1:]), row.content.count(b'"')
     while line and (num_quotes % 2 or not line.endswith(b"\n")):

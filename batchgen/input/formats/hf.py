@@ -67,7 +67,7 @@ class DatasetFile(InputFile):
             raise UsageError(f"cannot open {text}: {one_line(error)}{advice}") from error
         self._split = _choose_split(text, options.get("split"), list(splits))
         self._dataset = splits[self._split].with_format("arrow")
-        self._length: int | None = getattr(self._dataset, "num_rows", None)  # a streamed one has none
+        self._length: int | None = getattr(self._dataset, "num_rows", None)  # None if it is streamed
         self._files = files.get(self._split, ())
         self.local_files = tuple(path for path in map(Path, self._files) if path.is_file())
 

@@ -122,7 +122,7 @@ def _read_head(content: InputBytes) -> bytes:
 
 
 def _refuse_as_text(name: str, head: bytes) -> None:
-    """Raises UsageError for a file that is no UTF-8 text, or no data, although each of its lines might pass as one."""
+    """Raises UsageError for a file that is not UTF-8 text, or not data, although its lines might pass as rows."""
     if encoding := _wide_encoding(head).lower():
         raise UsageError(
             f'{name} is {encoding[:6].upper()} text: give input.encoding = "{encoding}" (--encoding {encoding})'
@@ -174,9 +174,9 @@ def _signs_of_cp1252(line: bytes) -> str:
 
 
 def _unrolling(head: bytes) -> str:
-    """The program of jq that makes lines of a file that holds one JSON value, or values over several lines; else empty.
+    """A jq program that converts the file to JSON lines, or "" if it already has one value per line.
 
-    A line that alone is no row beside others that may be is left to the reader, which makes it an error row.
+    A single bad line among possible rows is left to the reader, which makes it an error row.
     """
     lines = [line.strip() for line in head.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
     first, second, third = (*lines[:3], b"", b"", b"")[:3]

@@ -17,7 +17,7 @@ import pyarrow as pa
 from batchgen.core.units import one_line
 from batchgen.input.input_bytes import BUFFER_BYTES, InputBytes
 
-_SKIPPABLE = b"\x2a\x4d\x18"  # behind a byte from 0x50 to 0x5f: a frame of no content, with which pzstd begins
+_SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: an empty frame, with which pzstd begins
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _MAGIC |= {bytes([0x50 + number]) + _SKIPPABLE: "zstd" for number in range(16)}
 _FOREIGN_MAGIC = {
@@ -34,7 +34,7 @@ _ESCAPE = "batchgen.escape"  # an error handler of codecs
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    """Bytes that stand for nothing as surrogates, which UTF-8 has none of; those that are ASCII are one together."""
+    """Undecodable bytes as surrogates, which UTF-8 never has; if they include ASCII, one surrogate for all of them."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     with suppress(UnicodeError):
@@ -190,7 +190,7 @@ def _codec(stream: BinaryIO) -> str | None:
 
 
 def damage(stream: BinaryIO) -> str | None:
-    """Damage that ended a stream of ``open_text`` before its file; None if there is none."""
+    """Damage that ended a stream of ``open_text`` before its file; None if the stream is undamaged."""
     raw = getattr(stream, "raw", None)
     return raw.damage if isinstance(raw, Decompressed | Transcoded) else None
 

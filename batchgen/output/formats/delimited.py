@@ -16,7 +16,7 @@ from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
-_ANSWER = (  # what the model gave, in this order, behind the columns of the input
+_ANSWER = (  # what the model gave, in this order, after the columns of the input
     *("text", "extracted", "label", "score", "parsed", "reasoning"),
     *("tool_calls", "scores", "samples", "perplexity"),
     *("embedding", "embeddings", "complete", "finish_reason", "token_ids"),
@@ -63,7 +63,7 @@ class CsvFormat(OutputFormat):
         _flush(text, file)
 
     def _names(self, rows: Iterable[bytes]) -> list[str]:
-        """The columns that some row has: the id, those of the input in the order of their first row, and the answer."""
+        """The columns of all rows: the id, the input's columns in the order of their first row, and the answer."""
         columns: dict[str, None] = {}
         for row in rows:
             columns |= dict.fromkeys(json.loads(row))

@@ -54,5 +54,5 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _index_of(value: object) -> int:
     """The index of a row; raises TypeError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no row index")
+        raise TypeError(f"{value!r} is not a row index")
     return value

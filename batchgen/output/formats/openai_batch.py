@@ -2,11 +2,11 @@
 
 Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`` is derived from the row and from when
 the run was begun, so a resumed run writes the same bytes: ids come from the row's index, ``created`` is the run's. A
-kept ``url`` says per row whether a chat or a text completion was asked for, and a kept ``model`` of which. Fields that
-OpenAI lacks are added beside its own, where readers of its format ignore them: ``timings`` and ``kept_columns`` in the
-line; ``prompt_logprobs`` and ``perplexity`` in the body; ``reasoning_content``, where vLLM has it, ``parsed``,
-where OpenAI's SDK has it, and ``extracted`` in the message of a chat or the choice of a completion, and there
-``tool_calls``; ``complete``, ``token_ids`` and, where OpenAI has no such reason, ``stop_reason`` in a choice.
+kept ``url`` says per row whether a chat or a text completion was asked for, and a kept ``model`` from which model.
+Fields that OpenAI lacks are added to its own, as readers of its format ignore them: ``timings`` and ``kept_columns`` in
+the line; ``prompt_logprobs`` and ``perplexity`` in the body; ``reasoning_content`` (as in vLLM), ``parsed`` (as in
+OpenAI's SDK), ``extracted`` and ``tool_calls`` in the message of a chat or the choice of a completion; ``complete``,
+``token_ids`` and, for reasons that OpenAI lacks, ``stop_reason`` in a choice.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _chat_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    """``bytes`` is null where the token is no whole number of characters and the record does not tell them."""
+    """``bytes`` is null if the token holds a part of a character and the record lacks its bytes."""
     text, content = _token_text(token), token.get("bytes")
     if content is None:
         return {"token": text, "logprob": token["logprob"], "bytes": None if "\ufffd" in text else [*text.encode()]}
@@ -177,5 +177,5 @@ def _by_text(tops: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _token_text(token: Mapping[str, Any]) -> str:
-    """The text of a token; that of a model without a tokenizer is its id, as vLLM writes it then."""
+    """The text of a token; if the model has no tokenizer, its id as vLLM writes it."""
     return f"token_id:{token['token_id']}" if token["token"] is None else str(token["token"])

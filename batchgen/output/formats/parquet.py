@@ -35,7 +35,7 @@ _INFERRED = pa.null()  # stands for the type of a column that is found from its 
 
 
 def field_of(name: str, kind: Any) -> Any:
-    """The field of a column of Arrow type ``kind``, or of JSON text where that is None."""
+    """The field of a column of Arrow type ``kind``, or of JSON text if that is None."""
     return pa.field(name, kind) if kind is not None else pa.field(name, pa.string(), metadata=_JSON_MARK)
 
 
@@ -231,7 +231,7 @@ def _sized(name: str, kind: Any, group: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _common_type(kind: Any, values: list[Any]) -> Any:
-    """The type that holds all values of type ``kind`` and ``values`` too, None if there is none."""
+    """The type that holds all values of type ``kind`` and ``values`` too, None if no type does."""
     try:
         schemas = [pa.schema([("column", each)]) for each in (kind, pa.array(values).type)]
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
