@@ -27,7 +27,7 @@ _SIGN_IN = {
 
 
 def scheme_of(text: str) -> str | None:
-    """The scheme of an address in lower case; None for what is a path."""
+    """The scheme of an address in lower case; None for a path."""
     match = _ADDRESS.match(text)
     return match[1].lower() if match else None
 
@@ -39,9 +39,9 @@ def prefix_of(text: str) -> str:
 
 
 def check_address(text: str, schemes: Collection[str]) -> None:
-    """Raises ValueError that completes "<key> = <value>: ..." for an address that cannot be used.
+    """Raises ValueError, whose text follows "<key> = <value>: ", for an address that cannot be used.
 
-    That is: another scheme than ``schemes``, one that holds a password, and one that names no file or folder.
+    Refused are other schemes than ``schemes``, passwords, and addresses without a file or folder.
     """
     scheme = scheme_of(text)
     supported = ", ".join(f"{name}://" for name in schemes)
@@ -63,7 +63,7 @@ def sign_in(scheme: str | None) -> str:
 
 
 def refusal_of_variable(name: str) -> str:
-    """Reason for which a job may not hold the value of an environment variable, a secret by its name; "" if it may."""
+    """The reason why a job may not contain an environment variable: its name says that it is a secret; "" if it may."""
     if not _SECRET_VARIABLE.fullmatch(name):
         return ""
     why = f"{name} seems to hold a secret, which would be written to job.json and copied with it"
@@ -99,7 +99,7 @@ def masked_in(text: str) -> str:
 
 
 def is_masked(address: str) -> bool:
-    """Whether an address lacks what it was masked of, so that it opens nothing."""
+    """Whether an address was masked, so that it can no longer be opened."""
     return bool(_HIDDEN.search(address))
 
 

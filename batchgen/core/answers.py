@@ -2,9 +2,8 @@
 
 A rule is ``last_number`` or a regular expression whose first group is the answer. The number is what
 lm-evaluation-harness takes from answers to GSM8K (its filter "flexible-extract"), and commas, dollar signs and a last
-full stop do not count, as in its exact match; zeros after the point do. RE2 searches for expressions, in a time that no
-text makes exponential.
-Source of its syntax: https://github.com/google/re2/wiki/Syntax.
+full stop do not count, as in its exact match; zeros after the point do. RE2 searches for expressions, in time linear in
+the text. Source of its syntax: https://github.com/google/re2/wiki/Syntax.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lines of OpenAI's Batch API: how they are told from other rows, and what they ask for.
+"""Lines of OpenAI's Batch API: recognizes them among other rows, and finds what they ask for.
 
 What their bodies say is read in ``input.openai_batch``.
 """
@@ -19,7 +19,7 @@ def is_batch_shape(columns: Mapping[str, Any]) -> bool:
 
 
 def url_of(columns: Mapping[str, Any]) -> Any:
-    """The ``url`` of a line as given; without one, that which fits the body: its ``input``, ``prompt`` or chat."""
+    """The ``url`` of a line; if it is missing, the url that fits the body: its ``input``, ``prompt`` or chat."""
     if "url" in columns:
         return columns["url"]
     body = columns.get("body")

@@ -1,4 +1,4 @@
-"""Limits of the control groups of this process: of its own group and of each above it, which all apply.
+"""Limits of the control groups of this process: its own group and all groups above it.
 
 A batch system or a service manager sets the limit some levels below the mount point. A container may show its own group
 as the mount point, whatever the name by which ``/proc/self/cgroup`` knows it.
@@ -22,9 +22,9 @@ _CPU_QUOTAS = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """Bytes that each group may have, and those in use that cannot be taken back; empty without control groups.
+    """For each group the limit in bytes, and the bytes in use that the kernel cannot reclaim; empty without groups.
 
-    Files that were read are counted as used until the kernel needs their memory; they are not in use here.
+    The kernel counts cached files as used until it needs their memory; they are subtracted here.
     """
     limits = []
     for version, folder in _groups("memory"):

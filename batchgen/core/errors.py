@@ -29,7 +29,7 @@ from batchgen.core.addresses import masked_in
 
 
 class ExitCode(IntEnum):
-    """Process exit codes; scripts depend on them. ``todo`` is what such a script should do."""
+    """Process exit codes; scripts depend on them. ``todo`` is what a script should do."""
 
     meaning: str
     todo: str

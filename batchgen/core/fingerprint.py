@@ -1,4 +1,4 @@
-"""Fingerprints of files: the SHA-256 of their content. Place and time of a file do not count.
+"""Fingerprints of files: the SHA-256 of their content, whatever their path and time.
 
 ``Digests`` reads a file again only when its state in the file system (``FileState``) has changed, as git's index does.
 The same comparison detects an input or a model that changes during a run. It knows nothing of rows.
@@ -148,7 +148,7 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
 
 
 def input_changed(name: object, how: str) -> InputError:
-    """The error for a file that is another one than the run has read so far."""
+    """The error for a file that has changed since the run first read it."""
     return InputError(
         f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: run "
         "again to resume, with what the input holds then"

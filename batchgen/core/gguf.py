@@ -1,8 +1,8 @@
 """Header of a GGUF file: its metadata, and where its tensors are.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. It is parsed here, without the ``gguf`` package,
-because that package trusts the lengths that a file states; and without torch, so that a plan can read it. What the
-metadata mean is known to those who read it: ``model.gguf.config`` and ``text.gguf_tokenizer``.
+because that package trusts the lengths that a file states; and without torch, so that a plan can read it.
+``model.gguf.config`` and ``text.gguf_tokenizer`` interpret the metadata.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GgufHeader(NamedTuple):
 
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
-    """The header of a GGUF file; of its arrays only ``arrays`` are kept.
+    """The header of a GGUF file; arrays other than ``arrays`` are left out.
 
     Raises ModelError if it is not a GGUF file, cut short, or not of one piece.
     """
@@ -82,7 +82,7 @@ class _Cursor:
         return self.take(self.number("Q")).decode()
 
     def value(self, *, is_kept: bool) -> Any:
-        """A value, whose elements are passed over if it is an array that is not kept."""
+        """The next value; the elements of an array that is not kept are skipped."""
         kind = self.number("I")
         if kind == _STRING:
             return self.text()

@@ -1,4 +1,4 @@
-"""JSON as one line holds it: an encoder, UTF-8 where possible, without NaN and raw newlines, and a strict decoder.
+"""JSON on one line: an encoder, UTF-8 if possible, without NaN and raw newlines, and a strict decoder.
 
 Rows contain values that JSON lacks (dates, decimals, bytes, NaN, lone surrogates, keys that are not strings). This
 module decides once how outputs, errors and the journal write each of them.
@@ -34,8 +34,8 @@ def encode_json(value: Any) -> bytes:
 def json_value(text: str) -> Any:
     """The value of a JSON text. Raises ValueError for other texts, and for values that would change when written again.
 
-    That is: a key twice in one object, NaN, a number beyond float64 or of more than 4,300 digits, a lone surrogate, and
-    more than ``MAX_DEPTH`` levels.
+    These are: a key twice in one object, NaN, a number beyond float64 or of more than 4,300 digits, a lone surrogate,
+    and more than ``MAX_DEPTH`` levels.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)

@@ -1,6 +1,6 @@
-"""Small findings about this machine that later runs take up, as JSON objects by key in files of the user's cache.
+"""Small findings about this machine, kept for later runs as JSON objects by key in files of the user's cache.
 
-A file that is missing, damaged or cannot be written costs no more than finding out again.
+If a file is missing, damaged or cannot be written, the finding is made again.
 """
 
 from __future__ import annotations

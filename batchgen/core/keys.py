@@ -1,8 +1,8 @@
 """Declarations of settings keys: a dataclass field with the kind of its values, its help line and its default.
 
-The loader of job files, the flags, the help and the resume check read these declarations, so they need nothing else for
-a new key. What acts on a sampling key is in ``engine.sampler`` or ``engine.observers``.
-Names, ranges and meanings of sampling values are vLLM's. Nothing here knows a file format or a command.
+The loader of job files, the flags, the help and the resume check read these declarations, so a new key is declared only
+here. What acts on a sampling key is in ``engine.sampler`` or ``engine.observers``. Names, ranges and meanings of
+sampling values are vLLM's. Nothing here knows a file format or a command.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ Resume = Literal["same", "compared", "free"]
 class Key(NamedTuple):
     """A declared key. ``help`` describes the value; for a switch, the one that is not its default.
 
-    ``resume`` says what a resume may change: nothing, as outputs depend on the value ("same"); the value, if what it
-    leads to is the same, such as the content of a file ("compared"); or all of it ("free").
+    ``resume`` says what a resume may change: nothing, because outputs depend on the value ("same"); the value, but not
+    what it refers to, such as the content of a file ("compared"); or everything ("free").
     """
 
     name: str
@@ -76,7 +76,7 @@ class Key(NamedTuple):
 
 
 def key(kind: Kind, text: str, default: Any, *, flag: str = "", resume: Resume = "same") -> Any:
-    """Declare a key: its kind, help line, default, flag when not ``--name``, and what a resume may change of it."""
+    """Declare a key: kind, help line, default, flag (if not ``--name``), and what a resume may change."""
     return field(default=default, metadata={"kind": kind, "help": text, "flag": flag, "resume": resume})
 
 
@@ -88,20 +88,20 @@ def keys_of(*classes: type[Any]) -> dict[str, Key]:
 
 
 def resembling(name: str, names: Sequence[str]) -> str:
-    """A hint at the one of ``names`` that an unknown name resembles, or ""."""
+    """A hint that names the most similar of ``names``, or ""."""
     close = get_close_matches(name, names, n=1)
     return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint for an unknown name: its meaning in the field, the one of ``names`` that it resembles, or all of them."""
+    """A hint for an unknown name: its meaning in other tools, the most similar of ``names``, or all of them."""
     if synonym := synonym_of(name):
         return synonym.hint()
     return resembling(name, names) or f" (known: {', '.join(names)})"
 
 
 def _number_in(text: str) -> object:
-    """The number a flag's text holds; any other text stays, since the kind's own message is better."""
+    """The number in a flag's text; other texts stay unchanged, since the kind's own message is better."""
     for parse in (int, float):
         try:
             return parse(text)
@@ -256,7 +256,7 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
-    """Ascending pairs of a token id and what is added to its logit; from an object, its JSON text, or such pairs."""
+    """Pairs of token id and bias, by ascending id, from an object, its JSON text, or pairs."""
     try:
         parsed: Any = json.loads(value) if isinstance(value, str) else value
         items = parsed.items() if isinstance(parsed, dict) else parsed

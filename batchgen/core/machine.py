@@ -47,7 +47,7 @@ def require_address_space(weights_bytes: int = 0) -> None:
     """Check that the address space has room for torch, the kernels' compiler and the weights.
 
     Raises:
-        UsageError: the limit is too low; the compiler would end the process without a word.
+        UsageError: the limit is too low; the compiler would abort the process without a message.
     """
     limit, needed = address_space_bytes(), _LEAST_ADDRESS_SPACE + weights_bytes
     if limit is not None and limit < needed:
@@ -123,14 +123,14 @@ def peak_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Bytes that this process could use if it were alone: what is built in, or a cgroup limit, whichever is less."""
+    """Bytes that this process could use if it were alone: the machine's memory or a cgroup limit, whichever is less."""
     return min([physical_bytes(), *(limit for limit, _ in memory_limits())])
 
 
 def num_usable_cpus() -> int:
-    """Processors that this process may run on, no more than the time that a control group grants it.
+    """Processors that this process may run on, at most the processor time that its control group allows.
 
-    With more threads than that the system stops them all together for most of each period.
+    With more threads, the system suspends all of them for most of each period.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([usable, *cpu_limits()])
@@ -142,7 +142,7 @@ def limit_memory(max_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Bytes free for use: the system's estimate, or what a limit leaves, if that is less."""
+    """Free bytes: the system's estimate, or the rest up to a limit, whichever is less."""
     room = [_meminfo_available(), _address_space_left()]
     if _Limit.max_bytes is not None:
         room.append(max(0, _Limit.max_bytes - _num_pages(1) * resource.getpagesize()))
@@ -215,10 +215,10 @@ def visible_gpus(device: str) -> list[str]:
 
 
 def fresh_python(program: str, *arguments: object, options: Sequence[str] = ("-I", "-S")) -> list[str]:
-    """The command of a new interpreter that runs ``program`` and finds the modules that this one finds, no others.
+    """The command of a new interpreter that runs ``program`` with exactly the modules that this one can import.
 
-    ``arguments`` are JSON in ``sys.argv[2:]``; ``json`` and ``sys`` are imported. With the default ``options`` it reads
-    no variable of the environment and runs no ``site``.
+    ``arguments`` are JSON in ``sys.argv[2:]``; ``json`` and ``sys`` are imported. With the default ``options`` it
+    ignores environment variables and ``site``.
     """
     folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]
     argv = [str(folder.absolute()) for folder in folders], *arguments

@@ -1,8 +1,8 @@
 """Checks and reads the files of a model, a folder or a GGUF file, whose content is hostile by default.
 
 Reading a FIFO, a device or a sparse file of exabytes would never end, so kind and size of each file of a model or
-tokenizer are checked before any is opened. Other files in the folder are ignored. Of the contents it knows only the
-index of the weights, which names files.
+tokenizer are checked before any is opened. Other files in the folder are ignored. Only one file is parsed: the index of
+the weights, which names other files.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_gguf(model: Path) -> bool:
 
 
 def tokenizer_folder(model: Path) -> Path:
-    """The folder in which a model has its tokenizer, if it has one."""
+    """The folder that a model's own tokenizer would be in."""
     return model.parent if is_gguf(model) else model
 
 
@@ -128,7 +128,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def file_bytes(path: Path) -> int:
-    """Size of a regular file, or of the one that a link leads to.
+    """Size of a regular file; links are followed.
 
     Raises:
         ModelError: the file does not exist, or is not a regular file.

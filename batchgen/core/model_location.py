@@ -22,8 +22,8 @@ _GGUF_ID = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 def resolve_model(path: str, revision: str, patterns: Sequence[str]) -> Path:
     """The folder or GGUF file that ``path`` names: a local one, else a Hub id's files that match ``patterns``.
 
-    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing is downloaded. Of a
-    repository with GGUF files ORGANIZATION/NAME/FILE.gguf is one, and is fetched without the others. Raises ModelError
+    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing is downloaded.
+    ORGANIZATION/NAME/FILE.gguf is one GGUF file of a repository, and is fetched without the others. Raises ModelError
     that says how the name was read, or which file cannot belong to a model.
     """
     model = Path(path)

@@ -18,12 +18,12 @@ OTHER_ORDER = "which add up in another order, so tokens may differ"
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Numerics, each with its value if nothing is said of it.
+    """Numerics; a value that is not stated is the field's default.
 
     ``weights``, ``activations`` and ``kv_cache_dtype`` are "auto" if they are as the dtype says. A ``dtype`` or
-    ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" for a checkpoint whose head is
-    unexpectedly its own. ``llguidance`` is the version of the library that masks tokens, if a job has masks.
-    ``kernels`` names the kernel set: a run may continue with another one if it is allowed to.
+    ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" if the checkpoint has a head
+    although its config ties it to the embedding. ``llguidance`` is the version of the library that masks tokens, if a
+    job has masks. ``kernels`` names the kernel set: a run may continue with another one if it is allowed to.
     """
 
     dtype: str = ""
@@ -52,7 +52,7 @@ class Numerics:
 
     @property
     def integers(self) -> str:
-        """Tensors that are kept or multiplied in another type than the dtype; empty if none is."""
+        """Tensors that are kept or multiplied in another type than the dtype."""
         parts = {"weights": self.weights, "activations": self.activations, "keys and values": self.kv_cache_dtype}
         return ", ".join(f"{value} {name}" for name, value in parts.items() if value != AUTO)
 
@@ -66,9 +66,9 @@ class Numerics:
         return bool(self.kernels and other.kernels and self.kernels != other.kernels)
 
     def in_job(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> Numerics:
-        """The numerics of a job ``now`` that takes the place of the job ``was``, which has these; both as plain data.
+        """The numerics of a job ``now`` that replaces the job ``was`` with these numerics; both jobs as plain data.
 
-        An "auto" that was one before leads to what it led to. One that takes the place of a named value stays "auto".
+        If a value is "auto" in both jobs, it resolves as before. If the earlier job named a value, "auto" stays "auto".
         """
         named = {name: now["model"][name].partition(":")[0] for name in ("dtype", "device")}
         before = was.get("model", {})
@@ -79,7 +79,7 @@ class Numerics:
         return replace(self, **changes)
 
     def flags(self, other: Numerics) -> str:
-        """The flags of ``run`` that ask for these numerics where a job has ``other``; "" if no flags do."""
+        """The flags of ``run`` that turn the numerics ``other`` into these; "" if flags cannot."""
         parts = []
         for name in ("dtype", "device", "kv_cache_dtype"):
             if (value := getattr(self, name)) != getattr(other, name):

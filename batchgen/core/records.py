@@ -1,7 +1,7 @@
 """Data types of the pipeline: Row -> Request -> Result. All are frozen, and none needs torch.
 
-Input, engine and output share only these types, so none of them imports another. Nothing here is durable: a row is once
-its Result lies in the journal (``output.journal``).
+Input, engine and output share only these types, so they need not import each other. A row becomes durable when its
+Result is written to the journal (``output.journal``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 class FastPickle:
     """A base of frozen dataclasses with slots that go between processes in thousands per second.
 
-    They are pickled as a call of their class, which takes half the time of what ``dataclasses`` itself does.
+    They are pickled as a call of their class, which takes half the time of the pickling in ``dataclasses``.
     """
 
     __slots__: tuple[str, ...] = ()
@@ -54,14 +54,14 @@ class Cursor(FastPickle):
 
 
 class Record(dict[str, Any]):
-    """An output record in Python: a dict, which says so to code that expects vLLM's objects."""
+    """An output record in Python: a dict, with an error for code that expects vLLM's objects."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f'{name}: a record is a dict: its text is record["text"], its keys are {", ".join(self)}')
 
 
 class _NamesUnknown(type):
-    """A metaclass of dataclasses whose call raises UsageError that names unknown arguments, with the nearest fields."""
+    """A metaclass of dataclasses: a call with unknown arguments raises UsageError, which names similar fields."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
@@ -124,7 +124,7 @@ class SamplingParams(metaclass=_NamesUnknown):
     by: str = key(one_of("sum", "mean"), "mean: compare mean log-probabilities per token", "sum", flag="labels-by")
 
     def gives(self, key: str) -> bool:
-        """Whether it has a value for a key whose default is empty or None."""
+        """Whether a key whose default is empty or None has a value."""
         return getattr(self, key) not in ((), "", None)
 
     @property
@@ -304,6 +304,6 @@ class Result:
 
     @property
     def num_computed_tokens(self) -> int:
-        """About how many tokens the engine computed for it: none for a copy of an identical request's result."""
+        """About how many tokens the engine computed for it: 0 for a copy of an identical request's result."""
         new = self.num_prompt_tokens - self.timings.cached_tokens
         return new + self.num_generated_tokens if new else 0

@@ -2,7 +2,8 @@
 
 A store is an fsspec file system; its library is imported when the first address of its scheme is used. Credentials come
 from the places of these libraries (environment, ``~/.aws``, ``gcloud``, ``hf auth login``, ``~/.netrc``) and never from
-an address. Whatever a store raises becomes one line: what passes is tried again first. Rows and runs are unknown here.
+an address. Every error of a store becomes one line; transient ones are retried first. This module does not know rows
+and runs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _NOISY = ("aiobotocore", "asyncio", "botocore", "fsspec", "gcsfs", "huggingface_
 def open_store(address: str) -> tuple[Any, str]:
     """The ``fsspec.AbstractFileSystem`` of an address, and the path in it. Nothing is listed from a cache.
 
-    Raises UsageError where its library is not installed, RemoteError where it cannot be set up.
+    Raises UsageError if its library is not installed, RemoteError if it cannot be set up.
     """
     scheme = str(scheme_of(address))
     if is_masked(address):
@@ -153,7 +154,7 @@ def _explanation(error: BaseException, address: str) -> tuple[RemoteKind, str]:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, the outermost first."""
+    """The error and its causes, the outermost first."""
     causes: list[BaseException] = []
     while error not in causes and len(causes) < 10:
         causes.append(error)

@@ -47,7 +47,7 @@ def storage_errors(doing: str, path: Path, then: str = RUN_AGAIN) -> Iterator[No
 def read_text(path: Path, max_bytes: int) -> str:
     """The text of a small file or pipe that a user names, line ends as ``\\n``.
 
-    Raises OSError, UnicodeDecodeError, or ValueError for a device and for a larger file, which completes its name.
+    Raises OSError, UnicodeDecodeError, or ValueError for a device or a larger file; its text follows the file's name.
     """
     mode = path.stat().st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
@@ -107,8 +107,8 @@ def temporary_name(path: Path) -> Path:
 def staged_file(path: Path, then: str = RUN_AGAIN) -> Iterator[BinaryIO]:
     """Write the content of ``path`` to its temporary file: durable afterwards, visible only after ``commit_staged``.
 
-    Raises StorageError; on any exception the temporary file is removed, which gives a full disk its space back. It is
-    a new file each time: a link that somebody has put there is not followed.
+    Raises StorageError; on any exception the temporary file is removed, which frees space on a full disk. It is always
+    a new file: an existing link of that name is not followed.
     """
     temporary = temporary_name(path)
     if temporary.is_dir():
@@ -136,7 +136,7 @@ def commit_staged(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes, then: str = RUN_AGAIN) -> None:
-    """Replace ``path`` by ``content``: a crash at any moment leaves the old or the new content, whole.
+    """Replace ``path`` by ``content``: a crash at any moment leaves either the old or the new content.
 
     ``then`` as in ``storage_errors``.
     """
@@ -179,7 +179,7 @@ def trash_name(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with its content: a crash at any moment leaves it whole, or gone under its name."""
+    """Remove a folder with its content: a crash at any moment leaves it complete, or gone from its name."""
     trash = trash_name(folder)
     with storage_errors("remove", folder):
         shutil.rmtree(trash, ignore_errors=True)
@@ -192,7 +192,7 @@ def remove_folder(folder: Path) -> None:
 def check_path(text: str) -> None:
     """Raises ValueError that completes "<key> = <value>: ...".
 
-    Refused are addresses of remote files, NUL characters, and names that are too long for a file system.
+    It refuses addresses of remote files, NUL characters, and names that are too long for a file system.
     """
     if text.lower().startswith(_FILE):
         raise ValueError(f"is a URL: write the path without {_FILE}")
@@ -211,7 +211,7 @@ def check_path(text: str) -> None:
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root. Raises UsageError for a relative one where the working directory is gone."""
+    """The absolute path. Raises UsageError for a relative one if the working directory is gone."""
     try:
         return path.absolute()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Structured outputs: what a text must look like, as vLLM's and OpenAI's users write it, in one canonical form.
+"""Structured outputs: constraints on a text, as users of vLLM and OpenAI write them, in one canonical form.
 
-The canonical form is JSON text, so that sampling parameters stay hashable, comparable and printable. Nothing here knows
-a grammar library or a tokenizer: whether a schema can be compiled is found out in ``text.grammar``.
+The canonical form is JSON text, so that sampling parameters stay hashable, comparable and printable. Grammar libraries
+and tokenizers are not used here: ``text.grammar`` compiles schemas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OLD_NAMES = {
 
 
 def canonical(value: object) -> str:
-    """The canonical text of ``structured_outputs``, an object or the JSON text of one; "" where nothing is asked.
+    """The canonical text of ``structured_outputs``, an object or the JSON text of one; "" if it asks for nothing.
 
     Raises ValueError, which completes "structured_outputs = ...".
     """
@@ -111,7 +111,7 @@ def _check_known(settings: Mapping[str, Any], names: Collection[str], kind: str)
 
 
 def object_of(value: object) -> dict[str, Any]:
-    """An object, or what the JSON text of one holds. Raises ValueError, which completes its name."""
+    """An object, given as such or as JSON text. Raises ValueError, whose text follows the name of the value."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value else {}

@@ -1,8 +1,7 @@
-"""Table of the words that other tools and pages of the field use, and what each is called here.
+"""Table of words that other tools and their pages use, each with its name here.
 
-``help``, unknown flags, unknown keys and unknown arguments in Python consult it before they look for similar spelling,
-which is wrong where the field has another word: ``--resume`` resembles ``--reuse``. Words are compared without
-case, hyphens, underscores and dots.
+``help``, unknown flags, unknown keys and unknown arguments in Python look here before they look for similar spellings,
+which may mislead: ``--resume`` resembles ``--reuse``. Case, hyphens, underscores and dots do not count.
 """
 
 from __future__ import annotations
@@ -296,5 +295,5 @@ def value_of(key: str, value: str) -> str:
 
 
 def is_done_anyway(name: str, value: object) -> bool:
-    """Whether an argument of another tool asks for what happens without it."""
+    """Whether an argument of another tool asks for something that batchgen does anyway."""
     return any(value is one or (value == one and type(value) is type(one)) for one in _ANYWAY.get(name, ()))

@@ -1,4 +1,4 @@
-"""Version of the package, which ``pyproject.toml`` reads here, and of what it computes."""
+"""Version of the package, which ``pyproject.toml`` reads from here, and of its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = 6  # goes up with each change of any byte of any record; rows of anoth
 def build() -> str:
     """The version with the commit if that is known, such as ``0.2.0 (1a2b3c4d)``.
 
-    pip records the commit of what it installs from git (PEP 610, direct_url.json); a checkout has it in ``.git``.
+    pip records the commit of a package installed from git (PEP 610, direct_url.json); a checkout has it in ``.git``.
     """
     with suppress(PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
         source = json.loads(distribution("batchgen").read_text("direct_url.json") or "{}")

@@ -44,7 +44,7 @@ class Counts:
         return self.num_good - self.num_kept
 
     def losses(self, num_old: int, begun: Manifest, now: Manifest) -> str:
-        """The reason why ``--update`` is needed: results of the job ``begun`` that would be lost; "" if it is not needed.
+        """The reason why ``--update`` is needed, which results of the job ``begun`` would be lost; "" if it is not.
 
         It has ``num_old`` results. If it was interrupted, it may have more rows that can run.
         """

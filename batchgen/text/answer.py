@@ -36,7 +36,7 @@ class AnswerReader:
     ) -> dict[str, Any]:
         """The fields ``reasoning``, ``tool_calls``, ``text``, ``parsed`` and ``complete`` of a record.
 
-        Those that were not asked for are left out. ``offered`` are the row's tools, None where no calls are looked for;
+        Fields that were not asked for are left out. ``offered`` are the row's tools, None if calls are not parsed;
         ``after`` is the text after which structured outputs begin.
         """
         tools = None if offered is None else self._tools

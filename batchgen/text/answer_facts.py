@@ -1,7 +1,7 @@
 """Facts of a chat template that decide an answer, or how its record is split, without changing the prompt.
 
-The sampler and the record builder read a template through them alone. A fact that is added here is in the fingerprint
-of each row (see ``AnswerFacts.used``), so no update keeps a row that another template would answer otherwise.
+The sampler and the record builder read a template only through these facts. They are part of each row's fingerprint
+(see ``AnswerFacts.used``), so an update recomputes rows that another template would answer differently.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TOOL_SIGNS = {
 class AnswerFacts:
     """Facts of answers that a template states.
 
-    ``closing`` is the marker that ends thoughts: the first that the template mentions, such as ``[/THINK]`` or
-    ``<|END_THINKING|>``, but ``</think>`` if it mentions that or none. ``thinks`` is whether the template mentions it
-    or it is a token. ``tools`` names the family (``TOOL_SIGNS``) in whose format tool calls are written, "" if that is
-    not known.
+    ``closing`` is the marker that ends thoughts: ``</think>`` if the template mentions it or mentions no marker,
+    otherwise the first marker that it mentions, such as ``[/THINK]`` or ``<|END_THINKING|>``. ``thinks`` is whether the
+    template mentions the marker, or the marker is a token. ``tools`` names the family (``TOOL_SIGNS``) in whose format
+    tool calls are written, "" if it is unknown.
     """
 
     closing: str
@@ -47,13 +47,13 @@ class AnswerFacts:
 
     @classmethod
     def of(cls, source: str, token_id: Callable[[str], int | None]) -> AnswerFacts:
-        """The facts of a template's text, and of a vocabulary that gives the id of a token or None."""
+        """The facts of a template's text; ``vocabulary`` gives the id of a token or None."""
         match = None if _USUAL in source else _CLOSING.search(source)
         closing = match[0] if match else _USUAL
         return cls(closing, closing in source or token_id(closing) is not None, _family(source, token_id))
 
     def used(self, names: Collection[str]) -> str:
-        """The facts of these ``names`` as a text that differs if one of them does; "" for none."""
+        """The named facts as a text for fingerprints; "" without ``names``."""
         values = [(item.name, getattr(self, item.name)) for item in fields(self) if item.name in names]
         return repr(values) if values else ""
 

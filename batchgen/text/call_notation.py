@@ -1,7 +1,8 @@
 """Reader of tool calls in the notation of LFM2: ``[get-weather(city="Zürich", days=[1, 2], metric=true)]``.
 
-The notation looks like Python's, whose parser refuses what tools and parameters may be called: ``from``, ``class``,
-``get-weather``. Values are Python's or JSON's literals, lists and objects; a text may hold line breaks. Nothing runs.
+The notation looks like Python, but Python's parser refuses possible names of tools and parameters: ``from``, ``class``,
+``get-weather``. Values are Python's or JSON's literals, lists and objects; a text may hold line breaks. Calls are
+parsed, not run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def read_calls(text: str, at: int, offered: Offered) -> tuple[list[tuple[str, An
 
 
 class _Reader:
-    """A text, the position in it, and what is read from there."""
+    """Reads values from a text at a position, which it moves."""
 
     def __init__(self, text: str, at: int, offered: Offered) -> None:
         self._text = text[: at + _MAX_CHARS]
@@ -109,7 +110,7 @@ class _Reader:
         return pairs
 
     def _items(self, closing: str, read: Callable[[], Any]) -> list[Any]:
-        """The items up to ``closing``, separated by commas, of which one may stand before it."""
+        """The items up to ``closing``, separated by commas; a comma after the last item is allowed."""
         items = []
         while not self._takes(closing):
             items.append(read())
@@ -119,7 +120,7 @@ class _Reader:
         return items
 
     def _takes(self, mark: str) -> bool:
-        """Whether ``mark`` comes next, after blanks; if so it is passed, and blanks after it."""
+        """Whether ``mark`` comes next, after blanks; if so it is skipped, with the blanks after it."""
         self._pass_blanks()
         if not self._text.startswith(mark, self._at):
             return False
@@ -149,7 +150,7 @@ def _names(names: Mapping[str, Any]) -> re.Pattern[str]:
 
 
 def _number(text: str, kind: str) -> Any:
-    """A number; one with zeros in front is a text, unless the schema asks for a number."""
+    """A number; with leading zeros it is a text, unless the schema asks for a number."""
     if text.lstrip("+-")[:2] in ("0x", "0X"):
         return int(text, 16)
     if _PADDED.fullmatch(text):

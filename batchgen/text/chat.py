@@ -1,7 +1,7 @@
 """The model folder's own chat template, rendered in the environment that ``transformers`` gives it.
 
-A template is code from a stranger. The sandbox of jinja2 keeps it from files, modules and the interpreter, and a prompt
-has a greatest length. Its time and memory are not bounded, as in transformers and vLLM.
+A template is untrusted code. The sandbox of jinja2 keeps it from files, modules and the interpreter, and the length of
+a prompt is limited. Its time and memory are not limited, as in transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ChatTemplate:
         self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it per prompt
 
     def render(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
-        """Per chat, in order, the prompt up to and with the header of the assistant's turn, or what is wrong.
+        """Per chat, in order, the prompt including the header of the assistant's turn, or an error.
 
         With ``CONTINUES`` the prompt ends with the text of the final message, as in transformers.
         """
@@ -68,7 +68,7 @@ class ChatTemplate:
                 yield ChatTemplateError(f"the chat template failed: {one_line(error)}")
 
     def behind_answer(self) -> str:
-        """The text that it writes after a final answer of the assistant; "" where it fails on a plain chat."""
+        """The text that it writes after a final answer of the assistant; "" if it fails on a plain chat."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _END.strip()}]
         prompt = next(self.render([{"messages": chat, "add_generation_prompt": False}]))
         return prompt.rpartition(_END.strip())[2] if isinstance(prompt, str) and _END.strip() in prompt else ""
@@ -128,7 +128,7 @@ def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
 class _GenerationBlock(Extension):
     """``{% generation %}…{% endgeneration %}`` marks what training counts; in a prompt only its content remains.
 
-    As in ``transformers`` it is a call block, so that what is set in it stays in it.
+    As in ``transformers`` it is a call block, so that variables set inside stay inside.
     """
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
@@ -143,7 +143,7 @@ class _GenerationBlock(Extension):
 
 
 class _Namespace(Namespace):
-    """``namespace``, which refuses what the sandbox would not read again: it would be empty in the prompt."""
+    """``namespace`` that refuses names which the sandbox cannot read: they would be empty in the prompt."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # ``self`` may be a name in it
         self, attributes = args[0], dict(*args[1:], **kwargs)

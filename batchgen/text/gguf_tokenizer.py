@@ -1,8 +1,8 @@
 """Tokenizer and chat template of a GGUF file: its vocabulary and merges as a byte-level ``tokenizers`` tokenizer.
 
-The metadata name a pre-tokenizer and do not describe it, so that only vocabularies of known ones are read; how those
-split a text is told by the ``tokenizer.json`` of their models. The keys:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The end tokens follow llama.cpp's ``llama-vocab.cpp``.
+The metadata only name a pre-tokenizer, so only vocabularies with a known one are read; how each splits a text was taken
+from the ``tokenizer.json`` of its models. The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The end
+tokens follow llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UP
 class _Kind(NamedTuple):
     """Settings that the name of a pre-tokenizer selects.
 
-    ``words`` are found by these expressions, each in what the one before it has left apart. With ``whole_words`` a word
-    of the vocabulary is its token, whatever the merges make of it. ``is_composed``: texts are brought to the normal
-    form NFC first. ``has_bos``: a bos is put in front where the file does not say.
+    ``words`` are found by these expressions, each applied to the parts between the matches of the one before. With
+    ``whole_words`` a word of the vocabulary becomes its token, whatever the merges say. ``is_composed``: texts are
+    brought to the normal form NFC first. ``has_bos``: a bos is put in front if the file does not say.
     """
 
     words: tuple[str, ...]
@@ -118,7 +118,7 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templ
 
 
 def _named(metadata: Mapping[str, Any], key: str, tokens: Sequence[str]) -> str | None:
-    """The token whose id the metadata give under a key."""
+    """The token whose id is under a key of the metadata."""
     token_id = metadata.get(f"{_KEY}{key}_token_id")
     return tokens[token_id] if type(token_id) is int and 0 <= token_id < len(tokens) else None
 
@@ -136,14 +136,14 @@ def _end_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]
 
 
 def _no_ends(tokens: Collection[str]) -> dict[str, int]:
-    """The tokens of ``_ENDS`` that end no answer in this vocabulary, and their types."""
+    """The tokens of ``_ENDS`` that do not end an answer in this vocabulary, and their types."""
     return {end: kind for others, end, kind in _NO_ENDS if all(token in tokens for token in others)}
 
 
 def _put_around(
     backend: tokenizers.Tokenizer, special: Mapping[str, str], metadata: Mapping[str, Any], *, has_bos: bool
 ) -> None:
-    """Have the tokenizer put bos and eos around a text where the file says so."""
+    """Have the tokenizer put bos and eos around a text if the file says so."""
     bos = special.get("bos_token") if metadata.get(_KEY + "add_bos_token", has_bos) else None
     eos = special.get("eos_token") if metadata.get(_KEY + "add_eos_token") else None
     single = [part for part in (bos, "$A", eos) if part is not None]
@@ -179,7 +179,7 @@ def _backend(kind: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> token
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Have the tokens of these types, and all that end answers, found whole in a text, before any normal form."""
+    """Add the tokens of these types, and all that end answers, so that they are found before a text is normalized."""
     kinds = dict.fromkeys(_ENDS.union(*_CODE_ENDS.values()), _CONTROL) | _no_ends(frozenset(tokens))
     typed = ((token, kinds.get(token, kind)) for token, kind in zip_longest(tokens, types[: len(tokens)]))
     added = [

@@ -1,9 +1,9 @@
 """Grammars: keeps generated text inside a JSON schema, a regex, a list of choices or a Lark grammar, with llguidance.
 
-Only this module and ``grammar_source`` know the library. A ``Guide`` follows one text. Which tokens may come next, and
-which one must, depends only on the grammar and the text so far, so guided tokens are as independent of the batch as
-free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, and its limits: a guide that meets a
-limit continues with a compiled grammar of its own, so that only its own text counts.
+Only this module and ``grammar_source`` know the library. A ``Guide`` follows one text. Allowed and forced tokens depend
+only on the grammar and the text so far, so guided tokens are as independent of the batch as free ones. Copies of a
+compiled grammar share its lexer, which makes masks cheap, and its limits: a guide that meets a limit continues with a
+newly compiled grammar, so that only its own text counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Found = TypeVar("_Found")
 
 
 class Grammars:
-    """The compiled grammars of one model, made when first asked for; one thread may check rows while another runs."""
+    """The compiled grammars of one model, each made on first use; one thread may check rows while another runs."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
@@ -61,11 +61,11 @@ class Grammars:
     def fill(self, guides: Sequence[Guide], bits: np.ndarray) -> None:
         """Write which tokens may come next into ``bits`` (int32 [num_guides, words]), a bit per token.
 
-        A guide that fails here has an ``error``, and all its bits set.
+        A guide that fails here gets an ``error``, and all its bits are set.
         """
         at, width = bits.ctypes.data, bits.strides[0]
         waiting = [(guide, row) for row, guide in enumerate(guides) if guide.forced is None]
-        if len({guide.text for guide, _ in waiting}) >= _MIN_PARALLEL:  # guides of one text take turns at its lexer
+        if len({guide.text for guide, _ in waiting}) >= _MIN_PARALLEL:  # guides of one text share a lexer
             self._fill_together([(guide.matcher, row) for guide, row in waiting], at, width, len(guides))
         else:
             for guide, row in waiting:
@@ -121,7 +121,7 @@ class Grammars:
         return begun
 
     def forget(self, text: str) -> None:
-        """Let later copies be of another prototype than this one, which has reached a limit."""
+        """Drop a prototype that has reached a limit: later copies come from a new one."""
         with self._lock:
             self._compiled.pop(text, None)
 
@@ -159,7 +159,7 @@ class Guide:
     """Follows one text token by token, and knows what may come next.
 
     ``forced`` is the only token that may come next, None if there are several. ``error`` says why the guide has failed;
-    it is of no use any more then. Until the marker of ``after`` has been seen the guide is not active: any token may
+    it cannot be used any more then. Until the marker of ``after`` has been seen the guide is not active: any token may
     come.
     """
 
@@ -239,7 +239,7 @@ class Guide:
             self._find_forced()
 
     def attempt(self, act: Callable[[Any], _Found]) -> _Found | None:
-        """Result of ``act`` on the matcher, or on one of its own if that has failed; None with an ``error``."""
+        """Result of ``act`` on the matcher, or on a newly compiled one if that fails; None with an ``error``."""
         result = act(self.matcher)
         if self._is_shared and "lexer" in self.matcher.get_error():
             self._is_shared = False
@@ -253,7 +253,7 @@ class Guide:
         return result
 
     def _start(self, text: str = "") -> None:
-        """Begin; ``text`` is there already, since the token that ended the marker continues with it."""
+        """Begin with ``text``, the rest of the token that ended the marker."""
         try:
             self._matcher = self._grammars.copy(self.text)
         except GrammarError as error:
@@ -267,10 +267,10 @@ class Guide:
         self._find_forced()
 
     def _find_forced(self) -> None:
-        """Find the tokens that must come next. The library gives them without those that what follows may change.
+        """Find the tokens that must come next. The library leaves out tokens that may change with the following text.
 
-        A literal text that reads as a special token is given as that token, which the grammar does not allow: its
-        first byte is forced alone then, and the rest is not a special token any more.
+        For a literal text that is written like a special token, the library returns that token, which the grammar does
+        not allow. Then only its first byte is forced: the rest is not a special token any more.
         """
         forced = self.attempt(lambda matcher: matcher.compute_ff_tokens())
         if not forced:

@@ -1,6 +1,6 @@
 """Grammar sources: translates a request's schema, regex or choices for llguidance, and its errors for people.
 
-It follows no text; ``grammar`` does.
+``grammar`` uses it to follow a text.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _json_options(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explained(message: str) -> str:
-    """A message of the library as one line, with what people can do about it."""
+    """A message of the library as one line, with a remedy."""
     for pattern, text in _REASONS:
         message = re.sub(pattern, text, message)
     return shortened(" ".join(message.split()), _MAX_REASON)

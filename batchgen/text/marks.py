@@ -1,6 +1,6 @@
-"""Marks in a chat: words in place of its texts, calls and tools, so that a prompt tells what a template shows.
+"""Marks in a chat: words in place of its texts, calls and tools, so that a prompt shows which a template uses.
 
-A mark is of letters and digits alone, which templates leave as they are; case does not count.
+A mark consists of letters and digits, which templates leave unchanged; case does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIRST_NUMBER = 7_310_000_000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A part of a chat: the number of its message, None where it is in no message, and its key."""
+    """A part of a chat: the number of its message (None outside messages), and its key."""
 
     message: int | None
     key: str
@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Findings of a probe: the parts that its prompt lacks, and the messages whose parts it has as they are written."""
+    """Findings of a probe: parts that are missing in its prompt, and messages whose parts are there unchanged."""
 
     prompt: str
     hidden: Sequence[Place]

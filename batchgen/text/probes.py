@@ -29,14 +29,14 @@ _UNCHECKED = "the model's chat template fails on them with other words, so wheth
 
 
 class HiddenError(ChatTemplateError):
-    """A part of a chat that would not be in its prompt as it is; ``str()`` is one line."""
+    """A part of a chat would be missing or changed in its prompt; ``str()`` is one line."""
 
     def __init__(self, place: Place, why: str = _HIDDEN) -> None:
         self._place, self._why = place, why
         super().__init__(self.describe())
 
     def describe(self, messages: str = "messages", num_added: int = 0) -> str:
-        """The problem in words; ``messages`` is the name of the row's own, to which the job added ``num_added``."""
+        """The problem in words; ``messages`` names the row's messages, which follow ``num_added`` of the job."""
         place = self._place
         if place.message is None:
             where = place.key
@@ -50,7 +50,7 @@ class HiddenError(ChatTemplateError):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Form in which the template gets a chat: messages whose parts are joined, and roles that go by their alias."""
+    """Form in which the template gets a chat: messages whose parts are joined, and roles replaced by their alias."""
 
     joined: frozenset[int] = frozenset()
     renamed: frozenset[str] = frozenset()
@@ -67,7 +67,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Findings about all chats of a shape; ``is_open`` where the template refuses the probe itself."""
+    """Findings about all chats of a shape; ``is_open`` if the template refuses the probe itself."""
 
     form: _Form
     hidden: HiddenError | None = None
@@ -79,7 +79,7 @@ _Examination = Generator[Variables, Answer, _Verdict]  # asks for chats to be re
 
 
 class Probes:
-    """Renders chats that a template shows whole, by ``render``, which answers chats in order; for one thread."""
+    """Renders chats with ``render``, and refuses those that a template shows only in part; for one thread."""
 
     def __init__(self, render: Callable[[Sequence[Variables]], Iterator[Answer]]) -> None:
         self._render = render
@@ -89,8 +89,8 @@ class Probes:
     def render(self, chats: Sequence[Variables]) -> Iterator[Answer]:
         """Per chat, in order, its prompt, or the error of ``render``, or a HiddenError.
 
-        Parts of a content go to a template that takes lists as they are, else joined by newlines, as in vLLM; a role of
-        ``ALIASES`` goes by its alias where the template does not know it.
+        A template that takes lists gets the parts of a content; others get them joined by newlines, as in vLLM. A role
+        of ``ALIASES`` is replaced by its alias if the template does not know it.
         """
         verdicts = self._verdicts(chats)
         shown = [verdict.form.of(chat) for chat, verdict in zip(chats, verdicts, strict=True) if verdict.hidden is None]
@@ -181,7 +181,7 @@ class Probes:
 
 
 def _probed(chat: Variables, form: _Form, appends: bool) -> Generator[Variables, Answer, Seen | None]:
-    """Findings in the template's prompt of a chat in some form; None where it fails."""
+    """Findings in the template's prompt of a chat in some form; None if it fails."""
     marked, marks = marked_chat(form.of(chat), appends)
     answer = yield marked
     return marks.seen(answer) if isinstance(answer, str) else None
@@ -195,7 +195,7 @@ def _with_role(chat: Variables, role: str) -> Variables:
 def _shape(chat: Variables) -> bytes:
     """Digest of all that a template may branch on: all but the words of texts, names, ids and schemas.
 
-    It is ``b""`` where the chat is nested too deeply.
+    It is ``b""`` if the chat is nested too deeply.
     """
     others = [item for item in chat.items() if item[0] not in ("messages", "tools")]
     try:

@@ -1,7 +1,7 @@
-"""Reasoning of a thinking model, told from its answer by the markers that its chat template names.
+"""Reasoning of a thinking model, separated from its answer by the markers that its chat template names.
 
-A marker is looked for among the tokens too: where it is a special token, decoding leaves it out of the text. Reasoning
-stands at the beginning of an answer or nowhere: a marker that a text merely quotes splits nothing.
+A marker is also looked for among the tokens: if it is a special token, decoding leaves it out of the text. Reasoning
+can only be at the beginning of an answer: a marker that a text merely quotes does not split it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reasoning:
 
     @cached_property
     def shown(self) -> Tokenizer:
-        """The tokenizer, whose ``decode`` writes the markers out where they are special tokens."""
+        """The tokenizer, whose ``decode`` writes out the markers even if they are special tokens."""
         return self._tokenizer.showing_in((self.opening, self.closing))
 
     @cached_property
@@ -112,7 +112,7 @@ class Thoughts:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next, as the budget is spent: the next one of the closing marker."""
+        """The token that must come next once the budget is spent: the next token of the closing marker."""
         num_forced = self._num_tokens - self._budget
         return None if self.is_over or self._finder is None or num_forced < 0 else self._markers.closing_ids[num_forced]
 

@@ -1,7 +1,7 @@
 r"""Regexes as people write them for Python and JSON Schema, in the syntax of Rust that llguidance reads.
 
-``\d``, ``\w`` and ``\s`` match other characters in each of the three. Here they match those that all agree on,
-so that a text which fits also fits where it is checked later: by ``re`` or by a validator of JSON Schema.
+``\d``, ``\w`` and ``\s`` match different characters in each of the three. Here they match the characters that all agree
+on, so that a text which fits also passes a later check by ``re`` or a validator of JSON Schema.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _WHITE_SPACE = re.compile(r"(?:[ \t\n\r\[\]()|*+?]|\\[tnrs]|\\x(?:20|0[9aAdD])|\
 
 
 def portable(pattern: str) -> str:
-    r"""The regex for llguidance: what fits it, fits ``pattern`` in Python, and in ECMAScript as far as it has it.
+    r"""The regex for llguidance: a text that fits it fits ``pattern`` in Python, and in ECMAScript if that supports it.
 
-    ``[[:alpha:]]`` is a POSIX class, as in Rust. Raises ValueError for possessive quantifiers, which Rust reads
-    otherwise, and for long regexes; what Rust does not know, as ``(?=...)``, is left for llguidance to refuse.
+    ``[[:alpha:]]`` is a POSIX class, as in Rust. Raises ValueError for possessive quantifiers, which mean something
+    else in Rust, and for long regexes; llguidance refuses what Rust does not support, such as ``(?=...)``.
     """
     if len(pattern) > _MAX_LENGTH:
         raise ValueError(f"a regex has {len(pattern):,} characters; at most {_MAX_LENGTH:,} are taken")
@@ -52,7 +52,7 @@ def portable(pattern: str) -> str:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """A regex that one of the texts fits, and nothing else; of any length."""
+    """A regex that fits exactly these texts; of any length."""
     return "|".join("".join(char if char.isalnum() else rf"\u{{{ord(char):x}}}" for char in text) for text in texts)
 
 

@@ -1,8 +1,8 @@
 """JSON schemas, prepared for llguidance: parts that it would not enforce are refused or rewritten.
 
-What fits the schema that comes out fits the one that came in. Objects are closed where that is sure to leave a value
-that fits, and integers are bounded, since small models ramble on in properties that no schema describes and in digits.
-Nothing here compiles a schema.
+A value that fits the prepared schema fits the original. Objects are closed if some value is sure to fit afterwards, and
+integers are bounded, since small models ramble on in undescribed properties and in digits. ``grammar`` compiles the
+schema.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FORMATS = {"date": f"^(?:{_DATE})$", "time": f"^{_TIME}$", "date-time": f"^(?:{
 def prepared(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
     """The schema for llguidance; its ``x-guidance``, which could turn the enforcement off, is left out.
 
-    Raises ValueError for what can neither be enforced nor ignored.
+    Raises ValueError for a keyword that can neither be enforced nor ignored.
     """
     if isinstance(schema, bool):
         if not schema:
@@ -66,7 +66,7 @@ def prepared(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A schema without nulls where none may stand: in a table each row has the keywords and names of all others."""
+    """A schema without misplaced nulls: in a table each row has the keywords and names of all others."""
     if isinstance(value, list):
         return [_without_nulls(part) for part in value]
     if not isinstance(value, Mapping):
@@ -87,7 +87,7 @@ class _Preparation:
         self._closes = closes_objects and all(map(self._mark_open, self._combined(root)))
 
     def prepare(self, schema: Any, is_alone: bool) -> Any:
-        """A schema and all in it; ``is_alone`` says that nothing else restricts the values that this one describes."""
+        """Prepare a schema and its parts; ``is_alone``: other schemas do not restrict the same values."""
         if not isinstance(schema, Mapping):
             return schema
         inside = is_alone and self._stands_alone(schema)
@@ -120,7 +120,7 @@ class _Preparation:
         return reference in self._definitions and reference not in self._open
 
     def _refuse_long_multiples(self, divisor: Any, is_alone: bool) -> None:
-        """Raises ValueError where a number would be checked by an automaton of too many states, one per remainder."""
+        """Raises ValueError if a number would be checked by an automaton of too many states, one per remainder."""
         if not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
             return
         digits = int("".join(map(str, Decimal(str(divisor)).normalize().as_tuple().digits)))
@@ -130,7 +130,7 @@ class _Preparation:
         self._multiple = self._multiple if is_alone else whole
 
     def _stands_alone(self, schema: Mapping[str, Any]) -> bool:
-        """Whether each part of a schema may shrink without leaving nothing, or letting in what did not fit before."""
+        """Whether each part of a schema may be narrowed, without excluding all values or admitting new ones."""
         keys = _KEYWORDS.intersection(schema)
         if keys == {"oneOf"}:
             return self._are_told_apart(schema["oneOf"])
@@ -151,7 +151,7 @@ class _Preparation:
         return any(len(set(_texts(column))) == len(column) for column in columns)
 
     def _combined(self, root: Mapping[str, Any]) -> Iterator[str]:
-        """References to what is combined with other schemas, so that closing it could leave nothing."""
+        """References to schemas that are combined with others: if they were closed, no value might fit."""
         waiting: list[Any] = [root]
         while waiting:
             schema = waiting.pop()
@@ -204,7 +204,7 @@ def _is_integer(schema: Mapping[str, Any]) -> bool:
 
 
 def _integer_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The bounds that an integer lacks, unless the others leave nothing between them."""
+    """The bounds that an integer lacks, unless they would exclude all values."""
     low = schema.get("exclusiveMinimum", schema.get("minimum"))
     high = schema.get("exclusiveMaximum", schema.get("maximum"))
     bounds = {}
@@ -220,7 +220,7 @@ def _is_below(low: Any, high: Any) -> bool:
 
 
 def _spell_out(schema: dict[str, Any]) -> None:
-    """Say in other words, in place, what llguidance takes otherwise than validators do. Raises ValueError."""
+    """Rewrite, in place, keywords that llguidance reads differently from validators. Raises ValueError."""
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = portable(schema["pattern"])
     named = str(schema.get("format"))

@@ -1,6 +1,6 @@
 """Special tokens that the text of a row writes out, such as ``<|im_start|>``, so that a job can refuse the row.
 
-A row's own texts are searched. A token that a chat template completes, or makes by changing a text, is not found.
+Only a row's own texts are searched, so a token that a chat template completes or changes is not found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tokenizers
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer. ``normalized`` is one that is found in texts that do not write it out."""
+    """The special tokens of a tokenizer. ``normalized`` is one that the tokenizer also finds in other spellings."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()

@@ -27,9 +27,9 @@ class Decode(Protocol):
 class StopStrings:
     """Search for stop strings in one text that grows token by token, at a cost per token that does not grow with it.
 
-    The text of open tokens may still change; the text of earlier tokens is settled. Of these only the newest are kept,
-    as context, since a decoder may write the first token of a sequence differently; and of their text only the end, in
-    which a stop string may begin.
+    The text of open tokens may still change; the text of earlier tokens is settled. Only the newest settled tokens are
+    kept, as context, since a decoder may write the first token of a sequence differently; and only the end of their
+    text, in which a stop string may begin.
     """
 
     __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "remainder")
@@ -48,8 +48,8 @@ class StopStrings:
     def push(self, token_id: int) -> str | None:
         """Add the next token; the stop string that it completes, or None.
 
-        Of several it is the one that begins first, of those the longest. A stop string that an earlier token completed
-        does not count again. ``remainder`` is the text that follows it in that token.
+        If there are several, it is the one that begins first, or the longest of those. A stop string that an earlier
+        token completed does not count again. ``remainder`` is the text after it in that token.
         """
         if token_id in self._tokenizer.silent_token_ids or token_id >= self._tokenizer.vocab_size:
             return None  # another special token, or a row of the model beyond the vocabulary: without text
@@ -96,7 +96,7 @@ class StopStrings:
 def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
     """The text of generated tokens up to the stop string that the last of them completed.
 
-    Earlier occurrences, which ``min_tokens`` let pass, stay.
+    Earlier occurrences, which ``min_tokens`` allowed, stay in the text.
     """
     text, plain = decode(token_ids, shown_in=stop), decode(token_ids)
     match = _first_completed(text, (stop,), _num_common(decode(token_ids[:-1], shown_in=stop), text))
@@ -112,7 +112,7 @@ def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
 
 
 def _first_completed(text: str, stop: Sequence[str], old: int) -> tuple[int, str] | None:
-    """The stop string that begins first, of those the longest, and where; it must end beyond ``old`` characters."""
+    """The position and text of the stop string that begins first, or the longest of those, ending after ``old``."""
     places = ((text.find(item, max(0, old - len(item) + 1)), item) for item in stop)
     return min(((at, item) for at, item in places if at >= 0), key=lambda m: (m[0], -len(m[1])), default=None)
 

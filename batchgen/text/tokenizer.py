@@ -35,11 +35,11 @@ _FALLBACK = re.compile("<0x([0-9A-F]{2})>")  # a token of one byte in SentencePi
 class Tokenizer:
     """A loaded tokenizer.
 
-    Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM, so
-    a prompt can end a turn. ``eos_token_ids``, ascending, are the end tokens that the folder's configuration names and
+    Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM, so a
+    prompt can end a turn. ``eos_token_ids``, ascending, are the end tokens that the folder's configuration names and
     the one that the chat template writes after an answer. ``silent_token_ids`` are the special tokens, which ``decode``
-    skips. ``max_token_bytes`` is the most UTF-8 bytes that one token of a byte-level tokenizer stands for, or None
-    where normalization or another kind of model hides it.
+    skips. ``max_token_bytes`` is the most UTF-8 bytes that one token of a byte-level tokenizer encodes, or None if that
+    is unknown because of normalization or another kind of model.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Load the files of ``folder``; ``now`` is the local time that its chat template may print.
 
-        The model has ``num_rows`` rows for tokens, if that is known. A ``template`` takes the place of its own. Raises
+        The model has ``num_rows`` rows for tokens, if that is known. ``template`` replaces the folder's own. Raises
         ModelError naming the file that is missing or unusable.
         """
         path = folder / "tokenizer.json"
@@ -92,7 +92,7 @@ class Tokenizer:
             raise ModelError(f"{path} is not a usable tokenizer: {reason(error)}") from error
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int] | TokenizerError]:
-        """Token ids per text, or what is wrong; ``add_special_tokens`` puts the tokenizer's own bos in front."""
+        """Token ids per text, or an error; ``add_special_tokens`` puts the tokenizer's own bos in front."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
@@ -142,7 +142,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, shown_in: str = "") -> str:
-        """The text of generated ids; bytes that form no whole character become U+FFFD.
+        """The text of generated ids; bytes of incomplete characters become U+FFFD.
 
         Special tokens are skipped, but not those that are written out in ``shown_in``. Raises TokenizerError.
         """
@@ -167,10 +167,10 @@ class Tokenizer:
         return bytes(_BYTES[char] for char in token)
 
     def render_chats(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
-        """Per chat, in order, its prompt text, bos included, or what is wrong; see ``ChatTemplate.render``.
+        """Per chat, in order, its prompt text, bos included, or an error; see ``ChatTemplate.render``.
 
-        Messages are as ``input.messages`` gives them; what the template would not show of a chat is an error, see
-        ``Probes``. Encode it with ``add_special_tokens=False``.
+        Messages are as ``input.messages`` gives them; a chat of which the template would not show every part is an
+        error, see ``Probes``. Encode it with ``add_special_tokens=False``.
         """
         if self._probes is None:
             return repeat(ChatTemplateError("the model has no chat template"), len(chats))
@@ -189,7 +189,7 @@ def reason(error: BaseException) -> str:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte that a character encodes in byte-level BPE: itself if it can be printed, else one from U+0100 on.
+    """The byte of each character in byte-level BPE: printable bytes are themselves, others are U+0100 and later.
 
     The table of GPT-2: https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """
@@ -222,7 +222,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _template_sources(folder: Path) -> Templates:
-    """Templates by name of ``chat_template.jinja`` and the files of further ones, else of ``tokenizer_config.json``."""
+    """Templates by name: from ``chat_template.jinja`` and files of further ones, or from ``tokenizer_config.json``."""
     more = folder / MORE_TEMPLATES
     places = [folder / "chat_template.jinja", more / "default.jinja", more / "tool_use.jinja"]
     files = {path.stem.replace("chat_template", "default"): path for path in places if path.exists()}
@@ -235,7 +235,7 @@ def _template_sources(folder: Path) -> Templates:
 def compiled(
     place: str, templates: Mapping[str, str], special_tokens: Mapping[str, str], now: datetime | None
 ) -> ChatTemplate | None:
-    """The template of those that a ``place`` holds by name, if any. Raises ModelError, which names the place."""
+    """The template made of ``templates`` by name, if there are any. Raises ModelError, which names their place."""
     try:
         return ChatTemplate(in_one(templates), special_tokens, now) if templates else None
     except KeyError:

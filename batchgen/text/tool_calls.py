@@ -34,7 +34,7 @@ _BARE_CALL = re.compile(
 class ToolFormat:
     """Form in which a family writes calls.
 
-    ``markers`` stand around them, the first one before.
+    ``markers`` enclose the calls.
     """
 
     family: str
@@ -74,7 +74,7 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
 
 
 def offered_tools(tools: object) -> Offered:
-    """The names of tools that a row offers, each with the types of its parameters; of others none."""
+    """The names of tools that a row offers, each with the types of its parameters."""
     if isinstance(tools, str):
         try:
             tools = json_value(tools)
