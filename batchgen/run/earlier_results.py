@@ -34,11 +34,11 @@ _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 class EarlierResults:
     """The earlier results that the job of ``manifest`` can take its rows from.
 
-    ``run_dir`` is the job's own folder, whose journal ``mine`` is not read. ``lines`` says how each source differs that
-    does; no row is taken from one that computes otherwise. If the chat template prints a date, it says which one.
-    Without numerics in the manifest, as in a plan, these are not compared. ``sources`` are those of the folder itself:
-    how many results each has, and its job. Close it. Raises UsageError as ``earlier_runs``, and for files that cannot
-    be read.
+    ``run_dir`` is the job's own folder, whose journal ``mine`` is not read. ``lines`` describes how each source
+    differs; if a source computes in another way, its rows are not used. If the chat template prints a date, a line says
+    which date. Without numerics in the manifest, as in a plan, numerics are not compared. ``sources`` lists the
+    folder's own sources: how many results each has, and its job. Close it. Raises UsageError as ``earlier_runs``, and
+    for files that cannot be read.
     """
 
     def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, mine: Path | None = None) -> None:

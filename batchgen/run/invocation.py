@@ -208,9 +208,9 @@ class Invocation:
 class RequestStream:
     """The requests of one invocation, read and made as the engine asks for them; memory does not grow with the input.
 
-    ``pending`` holds the rows that are with the engine, by index. ``is_exhausted`` says that the input has no more
-    rows. Once ``gives_rows`` is set, ``tasks`` yields rows that have claimed their ids, for workers that make requests
-    of them. Reading, checking and tokenizing are charged to "read".
+    ``pending`` holds the rows that are with the engine, by index. ``is_exhausted`` says that the input has been read to
+    its end. If ``gives_rows`` is set, ``tasks`` yields rows with claimed ids, which workers make into requests.
+    Reading, checking and tokenizing are charged to "read".
     """
 
     def __init__(self, sink: ResultSink, validator: RowValidator, stopper: Stopper, charge: Charge) -> None:

@@ -122,7 +122,7 @@ class _Job:
             return self._run(source, None)  # as the engine computes that is loaded now
 
     def _run(self, source: Source, mine: Begun | None) -> Outcome:
-        """Begin the job, or go on with it where it was begun, up to its outputs."""
+        """Begin the job, or continue it from its journal, up to its outputs."""
         self.opened = OpenJob(self.spec, self.model, source, self.digests)
         self.begun = self._begin() if mine is None else self._go_on(mine)
         earlier = None if self.begun.manifest.taken else self._earlier_results()
@@ -221,7 +221,7 @@ class _Job:
         for line in self.opened.check_columns():
             self.note(line)
         self.model.refuse_as_target(self.run_dir)
-        if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
+        if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # as many workers as rows at most
             self.invocation.count(self.opened.rows(self.options.shard))
         earlier_runs(self.spec)
         earlier = self.jobs.current
@@ -322,7 +322,7 @@ class _Job:
         self._write_begun(replace(self.manifest, taken=True, num_good=counts.num_good if counts else None))
 
     def _write_begun(self, manifest: Manifest) -> None:
-        """Take a manifest as that of the job under way, and store it with its journal."""
+        """Make ``manifest`` the manifest of the job under way, and store it with its journal."""
         self.manifest = manifest
         self.begun = Begun(self.begun.folder, manifest)
         self.run_dir.write_begun(self.begun)
