@@ -6,18 +6,16 @@ workload fixes them. Elsewhere the model's own end tokens end an answer.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
-from batchgen.core.records import Request, SamplingParams
-from batchgen.input.messages import checked_messages
-from batchgen.input.rows import RowProblem
-from batchgen.text.chat import ChatTemplateError
+from batchgen.config.job import InputSpec
+from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.keys import INT32_MAX
+from batchgen.core.records import Request, Row, SamplingParams
+from batchgen.input.rows import prepared
 
 if TYPE_CHECKING:
     from batchgen.text.tokenizer import Tokenizer
@@ -92,55 +90,30 @@ NAMED = {"nano-vllm": nano_vllm}
 def from_file(
     path: Path, default: SamplingParams, *, limit: int | None = None, tokenizer: Tokenizer | None = None
 ) -> list[Request]:
-    """Requests of a JSONL file: each row has ``prompt_token_ids``, ``messages`` or ``prompt``, maybe ``max_tokens``.
-
-    A prompt is one message to a model with a chat template. Rows without ``max_tokens`` have the ``default``.
+    """Requests of a JSONL file, whose rows are read as a job reads its own and may have ``max_tokens``.
 
     Raises:
-        UsageError: an unreadable file, a line that is not such a row, or an empty file.
+        UsageError: an unreadable file, a row that cannot run, or no row.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        names = ", ".join(NAMED)
-        raise UsageError(f"--workload {path}: cannot be read ({error.strerror}), and is not one of {names}") from None
+    from batchgen.input.requests import RequestBuilder
+    from batchgen.input.source import open_source
+
+    spec = InputSpec(path=(str(path),), format="jsonl", limit=limit)
+    builder = RequestBuilder(spec, default, tokenizer, max_model_len=INT32_MAX, vocab_size=INT32_MAX)
     requests: list[Request] = []
-    for number, line in enumerate(lines, 1):
-        if len(requests) == limit:
-            break
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            token_ids, most = (row.get(name) for name in ("prompt_token_ids", "max_tokens"))
-            max_tokens = default.max_tokens if most is None else most
-            if any(type(number) is not int or number < 0 for number in (max_tokens, *(token_ids or ()))):
-                raise ValueError("token ids and max_tokens are whole numbers from 0 on")
-            prompt = _token_ids(row, tokenizer) if token_ids is None else tuple(token_ids)
-        except (RowProblem, ChatTemplateError) as error:
-            raise UsageError(f"{path}, line {number}: {error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, TokenizerError) as error:
-            needs = "needs prompt_token_ids, or messages or a prompt and a model with a tokenizer"
-            raise UsageError(f"{path}, line {number}: {needs} ({error!r})") from None
-        requests.append(Request(number - 1, prompt, replace(default, max_tokens=max_tokens)))
+    for row, request in prepared(map(_limited, open_source(spec).read()), builder.build):
+        if row.error is not None:
+            raise UsageError(f"{path}, line {row.line}: {row.error.message}")
+        requests += [request] if request else []
     if not requests:
         raise UsageError(f"--workload {path}: holds no request")
     return requests
 
 
-def _token_ids(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens of a row's text or chat. Raises what a row or a tokenizer may that does not fit."""
-    messages, text = row.get("messages"), row.get("prompt")
-    if tokenizer is None or not (messages or isinstance(text, str)):
-        raise KeyError("prompt_token_ids")
-    is_chat = bool(messages) or tokenizer.chat_template is not None
-    if is_chat:
-        chat = checked_messages("messages", messages) if messages else [{"role": "user", "content": text}]
-        (text,) = tokenizer.render_chats([chat])
-    ids = text if isinstance(text, Exception) else tokenizer.encode_batch([str(text)], not is_chat)[0]
-    if isinstance(ids, Exception):
-        raise ids
-    return tuple(ids)
+def _limited(row: Row) -> Row:
+    """The row whose ``max_tokens`` is a sampling value."""
+    most = row.columns.get("max_tokens")
+    return row if most is None else replace(row, columns={**row.columns, "sampling": {"max_tokens": most}})
 
 
 def as_texts(requests: list[Request], pooling: str) -> list[Request]:
