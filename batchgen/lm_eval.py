@@ -34,6 +34,7 @@ from batchgen.text.chat import CONTINUES, ChatTemplateError
 from batchgen.text.tokenizer import special_tokens
 
 _SECTIONS = ("model", "engine")
+_NO_EFFECT = ("batch_size", "max_batch_size")  # which lm-eval always gives
 _TOKENS = "prompt_token_ids"
 _DEFAULT_DEVICE = ("device", "cuda:0")  # lm-eval's command adds it, and its "hf" runs on the CPU without a GPU
 Scored = tuple[Any, list[int], list[int]]  # what lm-eval names the request by, its context, and what is scored
@@ -57,14 +58,14 @@ class BatchgenLM(TemplateLM):
         output: str = "",
         max_length: int | None = None,
         max_gen_toks: int = 256,
-        batch_size: object = None,
-        max_batch_size: object = None,
         engine_factory: EngineFactory | None = None,
         **keys: Any,
     ) -> None:
         super().__init__()
         self._tables: dict[str, dict[str, Any]] = {"model": {"path": str(pretrained)}, "engine": {}}
         for name, value in keys.items():
+            if name in _NO_EFFECT:
+                continue
             section = next((section for section in _SECTIONS if name in KEYS[section]), None)
             if section is None:
                 names = [key for section in _SECTIONS for key in KEYS[section]]

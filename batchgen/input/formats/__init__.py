@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from batchgen.config.job import InputSpec
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor, Row
 from batchgen.input.input_bytes import InputBytes
@@ -60,12 +59,6 @@ class InputFile(ABC):
     def check_unchanged(self, digests: Digests) -> None:
         """As ``check_local_files``, of remote files too; asked once, at the end."""
         self.check_local_files(digests)
-
-    def _without(self, spec: InputSpec, name: str) -> bool:
-        """Whether a row runs without a cell that cannot be read, whose column is then ``unread``."""
-        if spec.spares(name):
-            self.unread |= {name}
-        return spec.spares(name)
 
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""

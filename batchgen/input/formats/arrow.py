@@ -22,10 +22,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
 from batchgen.core.records import Cursor, Row
 from batchgen.core.units import one_line, shown
-from batchgen.input.formats import Rows, Wanted
+from batchgen.input.formats import InputFile, Rows, Wanted
 from batchgen.input.rows import RowProblem, parse_json
 
 _MAX_BATCH_ROWS = 64  # what repeats is stored once, so that rows may be larger than their file says
@@ -68,31 +69,42 @@ def pieces(batch: pa.RecordBatch, first: int = 0) -> Iterator[pa.RecordBatch]:
     return (batch.slice(at, size) for at in range(first, batch.num_rows, size))
 
 
-def read_batches(
-    batches: Iterable[pa.RecordBatch | Unreadable],
-    at: Cursor,
-    stop: int | None,
-    wanted: Wanted | None,
-    source: str,
-    rows_before: int = 0,
-    request_columns: Collection[str] = (),
-    spares: Callable[[str], bool] | None = None,
-) -> Rows:
-    """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``.
+class TableFile(InputFile):
+    """An input that Arrow reads. ``_name`` is its name in error messages, ``_spec`` says which columns rows need."""
 
-    ``source`` names the file in error messages; ``rows_before`` of its rows precede those that ``at.row`` counts.
-    """
-    for batch in batches:
-        num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
-        places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
-        for place, (values, error) in zip(places, rows_at(batch, places, request_columns, spares), strict=True):
-            index, number = at.index + place, at.row + place + 1
-            after = Cursor(at.file, at.offset, number, index + 1)
-            yield Row(index, source, rows_before + number, values, after, error=error)
-        at = Cursor(at.file, at.offset, at.row + num_rows, at.index + num_rows)
-        if at.index == stop:
-            break
-    return at.index
+    _name: str
+    _spec: InputSpec
+
+    def _read_batches(
+        self,
+        batches: Iterable[pa.RecordBatch | Unreadable],
+        at: Cursor,
+        stop: int | None,
+        wanted: Wanted | None,
+        rows_before: int = 0,
+    ) -> Rows:
+        """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``.
+
+        ``rows_before`` rows of the file precede those that ``at.row`` counts.
+        """
+        for batch in batches:
+            num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
+            places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
+            read = rows_at(batch, places, self._spec.request_columns, self._spares)
+            for place, (values, error) in zip(places, read, strict=True):
+                index, number = at.index + place, at.row + place + 1
+                after = Cursor(at.file, at.offset, number, index + 1)
+                yield Row(index, self._name, rows_before + number, values, after, error=error)
+            at = Cursor(at.file, at.offset, at.row + num_rows, at.index + num_rows)
+            if at.index == stop:
+                break
+        return at.index
+
+    def _spares(self, name: str) -> bool:
+        """Whether a row runs without a cell that cannot be read, whose column is then ``unread``."""
+        if self._spec.spares(name):
+            self.unread |= {name}
+        return self._spec.spares(name)
 
 
 def rows_at(

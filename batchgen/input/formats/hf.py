@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,8 +22,8 @@ from batchgen.core.errors import BatchgenError, InputError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
-from batchgen.input.formats import InputFile, Rows, Wanted
-from batchgen.input.formats.arrow import pieces, read_batches
+from batchgen.input.formats import Rows, Wanted
+from batchgen.input.formats.arrow import TableFile, pieces
 
 PREFIX = "hf:"
 _OPTIONS = frozenset({"config", "split", "revision"})
@@ -39,7 +38,7 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-class DatasetFile(InputFile):
+class DatasetFile(TableFile):
     """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
     NAME is a dataset on the Hub or the absolute path of a local folder. Raises
@@ -48,7 +47,7 @@ class DatasetFile(InputFile):
     """
 
     def __init__(self, text: str, spec: InputSpec) -> None:
-        self._text, self._spec = text, spec
+        self._name, self._spec = text, spec
         name, options = _parse_name(text)
         folder = Path(name)
         if not folder.is_absolute() and folder.is_dir():
@@ -72,17 +71,7 @@ class DatasetFile(InputFile):
         self.local_files = tuple(path for path in map(Path, self._files) if path.is_file())
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        return (
-            yield from read_batches(
-                self._batches(at.row),
-                at,
-                stop,
-                wanted,
-                self._text,
-                request_columns=self._spec.request_columns,
-                spares=partial(self._without, self._spec),
-            )
-        )
+        return (yield from self._read_batches(self._batches(at.row), at, stop, wanted))
 
     def _batches(self, first: int) -> Iterator[pa.RecordBatch]:
         if first == self._length:
@@ -94,7 +83,7 @@ class DatasetFile(InputFile):
                 for table in self._dataset.skip(first).iter(batch_size=_BATCH_ROWS):
                     yield from chain.from_iterable(map(pieces, table.to_batches()))
         except Exception as error:  # as above
-            what = f"cannot read on in {self._text}: {one_line(error)}"
+            what = f"cannot read on in {self._name}: {one_line(error)}"
             if _is_of_a_value(error):
                 way = f"files read by themselves give each row as it is: name {self._files_by_name()}"
                 raise InputError(f"{what}; all files of a dataset must agree on the types of columns: {way}") from error
@@ -102,7 +91,7 @@ class DatasetFile(InputFile):
 
     def _files_by_name(self) -> str:
         """A pattern of ``input.path`` for the files of the split."""
-        name = _parse_name(self._text)[0]
+        name = _parse_name(self._name)[0]
         first = str(self._files[0]) if self._files else f"{name if self.path else f'hf://datasets/{name}'}/FILE.jsonl"
         folder, _, file = _REVISION.sub("", first).rpartition("/")
         return f"{folder}/*{''.join(PurePosixPath(file).suffixes)}"
@@ -128,7 +117,7 @@ class DatasetFile(InputFile):
         for name in self._files:
             path = Path(name)
             digest.update((digests.digest(path) if path in local else name).encode())
-        return {"path": self._text, "split": self._split, "sha256": digest.hexdigest()}
+        return {"path": self._name, "split": self._split, "sha256": digest.hexdigest()}
 
 
 def _is_of_a_value(error: BaseException | None) -> bool:

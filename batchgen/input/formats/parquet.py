@@ -6,7 +6,6 @@ A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,14 +15,14 @@ from batchgen.core.errors import UsageError
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
 from batchgen.input.formats import Rows, StoredFile, Wanted
-from batchgen.input.formats.arrow import Unreadable, batch_rows, check_names, is_lost_in_json, read_batches
+from batchgen.input.formats.arrow import TableFile, Unreadable, batch_rows, check_names, is_lost_in_json
 from batchgen.input.input_bytes import InputBytes
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are not UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole
 
 
-class ParquetFile(StoredFile):
+class ParquetFile(TableFile, StoredFile):
     """A Parquet file. Raises UsageError if it is not Parquet, cannot be opened, or has two columns of one name.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
@@ -34,7 +33,7 @@ class ParquetFile(StoredFile):
 
     def __init__(self, content: InputBytes, spec: InputSpec) -> None:
         super().__init__(content)
-        self._spec = spec
+        self._name, self._spec = content.name, spec
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
             check_names(file.schema_arrow.names, content.name)
@@ -64,10 +63,7 @@ class ParquetFile(StoredFile):
                 if indexes and (wanted is None or any(map(wanted, indexes))):
                     start = Cursor(at.file, number, first, index)
                     batches = _batches(file, number, first)
-                    name, without = self.content.name, partial(self._without, self._spec)
-                    index = yield from read_batches(
-                        batches, start, stop, wanted, name, rows_before, self._spec.request_columns, without
-                    )
+                    index = yield from self._read_batches(batches, start, stop, wanted, rows_before)
                 else:
                     index = end
                 rows_before += num_rows
