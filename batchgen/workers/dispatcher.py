@@ -1,9 +1,9 @@
 """Dispatcher of rows over workers: a queue of leases, and what becomes of the leases of a worker that is lost.
 
-Leases get smaller as fewer rows are left (guided self-scheduling), so that workers end together. The lease of a lost
-worker is split in two; after a second loss it runs alone in a worker, and a single row that is lost twice there has
-ended its workers. At the end idle workers get the oldest open leases once more (backup tasks); the first answer to a
-row counts. Pure: no thread, no I/O, and a clock that a test can set.
+Leases get smaller as fewer rows are left (guided self-scheduling), so that workers end together. A lease that is lost
+twice runs alone in a worker, and is split in two at each loss there, until it is a single row: one that is lost twice
+there has ended its workers. At the end workers with free slots get the newest rows of others once more (backup tasks),
+as these have rarely begun; the first answer to a row counts. Pure: no thread, no I/O, and a clock that a test can set.
 """
 
 from __future__ import annotations
@@ -132,13 +132,14 @@ class RowDispatcher:
             return []
         poison: list[Row] = []
         for lease in self._end(worker, "lost"):
-            lease.num_alone += lease.must_run_alone and len(lease.tasks) == 1
             lease.num_losses += 1
-            if lease.num_alone == ALONE_AFTER:
+            if lease.num_losses > ALONE_AFTER and len(lease.tasks) > 1:
+                self._alone.extend(lease.halves())
+            elif lease.num_losses < 2 * ALONE_AFTER:
+                (self._alone if lease.must_run_alone else self._lost).append(lease)
+            else:
                 poison += lease.tasks.values()
                 self._forget(*lease.tasks)
-            else:
-                (self._alone if lease.must_run_alone else self._lost).extend(lease.halves())
         return poison
 
     @property
@@ -148,7 +149,7 @@ class RowDispatcher:
 
     def idle(self) -> list[str]:
         """Workers without a row that none is left for, unless another worker is lost."""
-        if not self.is_winding_up or self._backups():
+        if not self.is_winding_up or any(map(self._may_back_up, self._leases)):
             return []
         return [worker.name for worker in self._takers() if not worker.tasks]
 
@@ -281,29 +282,30 @@ class RowDispatcher:
         return assignments
 
     def _back_up(self) -> dict[str, Assignment]:
-        """Give the oldest open leases once more to workers without a row; those that are idle soon get equal parts."""
-        helpers = [worker for worker in self._takers() if not worker.tasks]
-        leases = deque(self._backups() if helpers else ())
-        share = math.ceil(sum(len(lease.tasks) for lease in leases) / max(len(self.workers) - 1, 1))
-        leased: dict[str, list[Row]] = {}
-        for helper in helpers:
-            room = min(share, helper.max_num_seqs)
-            while leases and room > 0:
-                lease = leases.popleft()
-                if len(lease.tasks) > room:
-                    halves = lease.halves()
-                    for half in halves:
-                        self._leases |= dict.fromkeys(half.tasks, half)
-                    leases.extendleft(reversed(halves))
-                else:
-                    leased.setdefault(helper.name, []).extend(self._give(helper, lease))
-                    room -= len(lease.tasks)
-        return {name: Assignment(tuple(tasks)) for name, tasks in leased.items()}
+        """Give the newest rows of the fullest worker once more to workers with free slots, in equal parts.
 
-    def _backups(self) -> list[Lease]:
-        """Open leases that one worker has, and that none was lost with; the oldest first."""
-        leases = dict.fromkeys(self._leases.values())
-        return [lease for lease in leases if len(lease.holders) == 1 and not lease.num_losses]
+        Rows that wait there go to any, rows that run only to a worker that has none of its own.
+        """
+        helpers = sorted((w for w in self._takers() if w.num_waiting < 0), key=lambda w: len(w.tasks))
+        holders = self.workers if helpers else {}
+        open_keys = {name: [*filter(self._may_back_up, worker.tasks)] for name, worker in holders.items()}
+        assignments = {}
+        for number, helper in enumerate(helpers):
+            fullest = max(holders.values(), key=lambda worker: len(open_keys[worker.name]))
+            keys = open_keys[fullest.name]
+            has_only_backups = all(self._leases[key].holders[1:] == [helper] for key in helper.tasks)
+            count = len(keys) if has_only_backups else min(len(keys), fullest.num_waiting)
+            count = min(math.ceil(count / (len(helpers) - number)), -helper.num_waiting)
+            if count > 0 and fullest is not helper:
+                tasks = {key: self._leases[key].tasks.pop(key) for key in keys[-count:]}
+                del keys[-count:]
+                assignments[helper.name] = Assignment(tuple(self._give(helper, Lease(tasks, holders=[fullest]))))
+        return assignments
+
+    def _may_back_up(self, key: int) -> bool:
+        """Whether one worker alone has the row, and its lease was never lost."""
+        lease = self._leases[key]
+        return len(lease.holders) == 1 and not lease.num_losses
 
     def check(self) -> None:
         """Check the dispatcher's invariants.

@@ -65,13 +65,12 @@ class WorkerState:
 class Lease:
     """Rows that are given to a worker together, and lost together; ``tasks`` are those that are not answered, by key.
 
-    ``holders`` are the workers that run it: none while it waits, two if it has a backup. ``num_alone`` of its
-    ``num_losses`` came while a single row of it ran alone.
+    ``holders`` are the workers that run it: none while it waits, two if it has a backup. ``num_losses`` begin with
+    ALONE_AFTER in a half; a single row that reaches twice that number has ended its workers.
     """
 
     tasks: dict[int, Row]
     num_losses: int = 0
-    num_alone: int = 0
     holders: list[WorkerState] = field(default_factory=list)
 
     @property
@@ -80,11 +79,10 @@ class Lease:
         return self.num_losses >= ALONE_AFTER
 
     def halves(self) -> list[Lease]:
-        """Two leases of its rows, in order; one if it has a single row."""
+        """Two leases of its rows, in order, that must run alone."""
         tasks = list(self.tasks.items())
         middle = len(tasks) // 2
-        parts = [dict(part) for part in (tasks[:middle], tasks[middle:]) if part]
-        return [Lease(part, self.num_losses, self.num_alone, [*self.holders]) for part in parts]
+        return [Lease(dict(part), ALONE_AFTER) for part in (tasks[:middle], tasks[middle:])]
 
 
 class Liveness:
