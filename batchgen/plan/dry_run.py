@@ -32,7 +32,7 @@ from batchgen.plan.estimate import (
     workers_plan,
 )
 from batchgen.plan.survey import Survey
-from batchgen.report.distribution import PERCENTS, percentile
+from batchgen.report.rows import PERCENTS, percentile
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, rendered_at
 from batchgen.run.loader import ModelInfo
 from batchgen.run.opened import OpenJob, open_job

@@ -18,11 +18,11 @@ from run_helpers import JobMaker, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import RowErrorCode
-from batchgen.report.distribution import Distribution
 from batchgen.report.facts import answers
 from batchgen.report.html import render_html as render_page
 from batchgen.report.plots import _series
 from batchgen.report.plots import _ticks as log_ticks
+from batchgen.report.rows import Distribution
 from batchgen.run.invocation import RunOptions
 
 
