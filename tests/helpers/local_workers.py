@@ -72,7 +72,7 @@ def workers_of(driver: int) -> set[int]:
     return found
 
 
-def still_there(pids: Collection[int], within_s: float = 5.0) -> set[int]:
+def still_there(pids: Collection[int], within_s: float = 60.0) -> set[int]:
     """Those of the processes that have not ended after so long."""
     until = time.monotonic() + within_s
     while (left := {pid for pid in pids if _runs(pid)}) and time.monotonic() < until:
