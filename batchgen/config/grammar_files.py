@@ -1,7 +1,7 @@
 """Text files that a job names: a JSON schema or a grammar in ``sampling.structured_outputs``, a chat template.
 
-Their content becomes part of the job, so that a run can only be resumed with what they held when it was begun. Rows
-name no files: a dataset must not decide what is read on this machine.
+Their content becomes part of the job, so that a run can only be resumed with the same content. Rows cannot name files:
+a dataset must not decide what is read on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FileError(ValueError):
 
 
 def with_files(outputs: object, resolve: Callable[[str], str]) -> dict[str, Any]:
-    """``structured_outputs`` as a job gives it, with the contents of files in place of their paths.
+    """A job's ``structured_outputs`` with the contents of files in place of their paths.
 
     A text, also as ``json``, is a JSON object if it begins with ``{``, and otherwise the path of a JSON schema. A text
     as ``grammar`` is a grammar if it holds a colon or a newline, and otherwise the path of one. ``resolve`` makes a

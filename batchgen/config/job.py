@@ -1,4 +1,4 @@
-"""The validated, frozen description of a job: what a TOML file and the flags of ``batchgen run`` both say.
+"""The validated, frozen description of a job, from a TOML file and the flags of ``batchgen run``.
 
 Each key is declared once, as a dataclass field (see ``core.keys``). Nothing here opens the input or the model.
 """
@@ -83,8 +83,8 @@ _POSITIVE_OR_AUTO = integer_or_auto(1)
 class ModelSpec:
     """The model, and the form in which it runs.
 
-    A resume compares the content that ``path`` and ``adapter`` lead to and the dtype, device and kernels that the model
-    really runs with, not these values; ``quantization`` is compared as it is written here.
+    A resume does not compare these values, but the content of ``path`` and ``adapter`` and the dtype, device and
+    kernels that the model runs with; ``quantization`` is compared as written.
     """
 
     path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", resume="compared")
@@ -175,7 +175,7 @@ class InputSpec:
         )
 
     def spares(self, name: str) -> bool:
-        """Whether a row can run without its column ``name``, which is neither its id nor may be in its prompt."""
+        """Whether a row can run without its column ``name``: it is not the id, and cannot be in the prompt."""
         needed = {self.id, self.messages, self.prompt_token_ids, self.prompt, *self.request_columns}
         if not self.is_mapped:
             needed |= {"prompt", "text", "prompt_token_ids", "custom_id", "url", "method"}
@@ -187,7 +187,7 @@ class InputSpec:
         return self.format == "openai-batch" or (self.format == "auto" and not self.is_mapped)
 
     def is_batch_line(self, columns: Mapping[str, Any]) -> bool:
-        """Whether a row is an OpenAI Batch request: by the job's format, or by its shape where no prompt is mapped."""
+        """Whether a row is an OpenAI Batch request: by the job's format, or by its shape if no prompt is mapped."""
         if self.format != "auto":
             return self.format == "openai-batch"
         return not self.is_mapped and is_batch_shape(columns)
@@ -197,11 +197,10 @@ class InputSpec:
 class EngineConfig:
     """Sizes and policies of the engine; None means "chosen for the machine".
 
-    Only ``max_model_len`` and ``kv_cache_dtype`` can change outputs; of the latter a resume compares what the engine
-    really keeps. A ``kv_cache_dtype`` of "auto" is what the model computes in. ``look_ahead`` is the maximum number of
-    requests pulled from the input but not yet admitted. Neither it nor the policies, which change no output, are keys
-    of the job file. Raises UsageError naming an unknown type, or a size below 1 or above what the host has memory to
-    keep track of.
+    Only ``max_model_len`` and ``kv_cache_dtype`` can change outputs; for the latter a resume compares the type that the
+    engine really uses. "auto" is the type that the model computes in. ``look_ahead`` is the maximum number of requests
+    pulled from the input but not yet admitted. ``look_ahead`` and the policies do not change outputs and are not keys
+    of the job file. Raises UsageError naming an unknown type, or a size below 1 or too large for the host's memory.
     """
 
     max_num_batched_tokens: int | None = key(
@@ -293,7 +292,7 @@ class JobSpec:
         return not (self.embed.is_on or self.sampling.labels)
 
     def check_kind(self) -> None:
-        """Refuse what only text has in a job for vectors or labels. Raises ``UsageError``."""
+        """Refuse keys that only apply to text in a job for vectors or labels. Raises ``UsageError``."""
         if self.generates:
             return
         if self.embed.is_on and (self.sampling != SamplingParams() or self.own_sampling is not None):
@@ -317,7 +316,7 @@ class JobSpec:
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back.
 
-        ``max_tokens`` is null where rows without one of their own have several.
+        ``max_tokens`` is null if the limit differs from row to row.
         """
         parts = {section: getattr(self, section, self.sampling) for section in KEYS}
         data: dict[str, Any] = {
@@ -336,7 +335,8 @@ class JobSpec:
     def output_keys(self) -> dict[str, Any]:
         """The dotted keys whose values change outputs: a resume requires them unchanged.
 
-        An object is written as JSON text: a template may print the order of its keys, and 1 as another text than true.
+        An object is written as JSON text, because a template may print the order of its keys, and 1 differs from true
+        there.
         """
         return {
             f"{section}.{name}": json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
 """From a TOML job file and flags to a ``JobSpec``: raw settings are merged, flags win, and the result is checked.
 
-Every refusal names the key, the value, the place (file and line, or flag) and the nearest valid name. Nothing here
-opens the input or the model.
+Every refusal names the key, the value, the place (file and line, or flag) and the nearest valid name. This module does
+not open the input or the model.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def load_job(
     needs: Sequence[str] = PLACES,
     begun: Mapping[str, Any] | None = None,
 ) -> JobSpec:
-    """The validated job of a TOML file, of flags, or of both; flags win. ``begun`` is one of a run directory instead.
+    """The validated job of a TOML file or of ``begun``, a run directory's job, and of flags; flags win.
 
-    ``flags`` holds values of the types TOML would hold, by section and key. Paths in the file are relative to its
+    ``flags`` holds values by section and key, of the same types as in TOML. Paths in the file are relative to its
     folder, paths in flags to the working directory. ``needs`` are the sections that must have a path: a benchmark has
     neither input nor output. Raises ``UsageError`` with one line that names the key.
     """
@@ -71,7 +71,7 @@ def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSp
 
 
 def job_from_values(values: Mapping[str, Mapping[str, Any]], source: str) -> JobSpec:
-    """The job of a Python caller's values by section and key; relative paths are to the working directory.
+    """The job of a Python caller's values by section and key; paths are relative to the working directory.
 
     It needs neither input nor output. Raises UsageError naming ``source`` and the key.
     """
@@ -121,7 +121,7 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _hint_at(name: str, source: str) -> str:
-    """A hint at the argument that an unknown one of a Python call means."""
+    """A hint for an unknown argument of a Python call."""
     if synonym := synonym_of(name):
         section, _, key = synonym.topic.partition(".")
         if section == "cluster" and source == "LLM":
@@ -185,7 +185,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
 
 
 def _check_together(spec: JobSpec) -> None:
-    """Refuse values that are each possible but not together. Raises ``UsageError``."""
+    """Refuse values that contradict each other. Raises ``UsageError``."""
     named = [name for name in _PROMPT_KEYS if getattr(spec.input, name) is not None]
     if len(named) > 1:
         raise UsageError(f"input.{named[0]} and input.{named[1]} exclude each other: a row has one prompt")

@@ -1,4 +1,4 @@
-"""The sections [output] and [eval] of a job: where results go, in what form, and how right answers are counted."""
+"""The sections [output] and [eval] of a job: place and form of results, and the count of right answers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class OutputSpec:
 
     @property
     def has_text_ids(self) -> bool:
-        """Whether rows are known by the text of their ids, so that 5 and "5" are one id: OpenAI's ``custom_id`` is."""
+        """Whether ids are written as text, so that 5 and "5" are the same id, as OpenAI's ``custom_id``."""
         return self.format == "openai-batch"
 
 
@@ -82,8 +82,8 @@ class OutputSpec:
 class EvalSpec:
     """Settings of the count of right answers.
 
-    ``expected`` names a column that is kept and compared with the text, or with what the rule ``extract`` of
-    ``core.answers`` finds in it: exact match goes into the report.
+    ``expected`` names a column that is kept and compared with the text, or with the answer that the rule ``extract``
+    (``core.answers``) finds in it; the report counts exact matches.
     """
 
     expected: str | None = key(string("COLUMN"), "Column with the right answer, to compare", None)

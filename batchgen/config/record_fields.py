@@ -1,6 +1,6 @@
 """Names of the fields of an output record, and which columns of a row are kept next to them.
 
-Fields of the record take precedence: a column of such a name is kept under another one.
+Fields of the record take precedence: a column with the same name is renamed.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def columns_of(spec: JobSpec, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taken(spec: JobSpec, *, is_line: bool) -> frozenset[str]:
-    """The names that no kept column has; a response says of its request what a line of OpenAI's Batch API says."""
+    """The names that kept columns cannot have; a response also has the fields of a request to OpenAI's Batch API."""
     is_renamed = spec.output.format == "openai-batch" and not is_line
     return record_keys(spec) | (frozenset(OF_REQUEST) if is_renamed else frozenset())

@@ -1,7 +1,7 @@
 """Merging and checking of sampling values: of a job's [sampling] and [classify], a row's overrides, an OpenAI body.
 
-Kinds of single values are declared on the fields of ``SamplingParams``. Here are the combinations of
-values that contradict each other. Nothing here knows a file format or the engine.
+Kinds of single values are declared on the fields of ``SamplingParams``; combinations that contradict each other are
+refused here. This module does not know file formats or the engine.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def merge_params(base: SamplingParams, overrides: Mapping[str, Any]) -> Sampling
 def in_object(value: Any) -> Mapping[str, Any] | None:
     """The sampling values in a column ``sampling``: an object, or the JSON text of one; None for data of another kind.
 
-    A word or a number is such data, as no key has a value in it. Raises ValueError for what gives a key a value
-    otherwise, or tries to.
+    A word or a number is other data, since it does not give a key a value. Raises ValueError for a text that seems to
+    give one but is not an object.
     """
     parsed = value
     if isinstance(value, str):
@@ -159,9 +159,9 @@ def _checked(key: str, value: object, parse: Callable[[Any], _Made]) -> _Made:
 
 
 def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``overrides`` with all that asks for structured outputs under that one name.
+    """``overrides`` with every way to ask for structured outputs translated to ``structured_outputs``.
 
-    Raises ParamError where two of them ask for a form each.
+    Raises ParamError if two of them ask for different forms.
     """
     names = [name for name in _WAYS if name in overrides]
     if not names:
@@ -180,7 +180,7 @@ def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Values that are impossible together: the keys concerned, the most telling first, and a sentence."""
+    """Values that are impossible together: their keys, the main one first, and a sentence."""
     p = params
     if p.labels:
         conflicts = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}

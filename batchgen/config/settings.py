@@ -1,6 +1,6 @@
-"""Raw settings of one origin, a job file or flags, before they are merged: their places, their paths, their names.
+"""Raw settings from a job file or from flags, before they are merged: resolves places, paths and names.
 
-A job file is TOML; ``${NAME}`` in it stands for a variable of the environment. Nothing here knows what values mean.
+A job file is TOML; ``${NAME}`` in it is replaced by a variable of the environment. Values are not interpreted here.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RawSettings:
 def read_settings(path: Path) -> RawSettings:
     """The settings of a job file, ``${NAME}`` replaced from the environment (``$${NAME}`` stays literal).
 
-    Raises ``UsageError`` where the file cannot be read, is not TOML, or holds unknown sections or keys.
+    Raises ``UsageError`` if the file cannot be read, is not TOML, or holds unknown sections or keys.
     """
     try:
         text = read_text(path, _MAX_BYTES)
@@ -137,7 +137,7 @@ def _is_twice(name: str, text: str) -> bool:
 
 
 def _with_sections(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The table with its values in sections, also those that stand in none. Raises UsageError for one given twice."""
+    """The table with all values moved to sections. Raises UsageError for a value that is given twice."""
     own = {name for name, value in table.items() if name in KEYS or name == "prompt" if isinstance(value, Mapping)}
     sections = {name: value for name, value in table.items() if name not in _SHORT or name in own}
     for name, value in table.items():
@@ -172,13 +172,13 @@ def check_names(settings: RawSettings) -> None:
 
 
 def _hint_outside(name: str) -> str:
-    """A hint at what to write in place of an unknown name that stands in no section."""
+    """A hint for an unknown name outside sections."""
     hint = resembling(name, [*KEYS, *_SHORT])
     return hint if hint and not synonym_of(name) else nearest(name, [*KEYS])
 
 
 def _hint(section: str, key: str) -> str:
-    """A hint at what to write in place of an unknown key."""
+    """A hint for an unknown key."""
     if section == "sampling" and key in ("response_format", *OLD_NAMES):
         return f" (in a job it is structured_outputs = {{ {OLD_NAMES.get(key, 'json')} = ... }})"
     return nearest(key, [*KEYS[section]])
@@ -207,9 +207,9 @@ def _expand(settings: RawSettings, section: str, key: str, value: object) -> obj
 
 
 def _line_of(text: str, dotted: str) -> int | None:
-    """The 1-based line where a key ``a.b.c`` begins, under whatever ``[table]``, or else the one that holds it.
+    """The 1-based line where a key ``a.b.c``, or else the table that holds it, begins in the file.
 
-    None where the file writes it in another way.
+    None if the file writes it in an unusual way.
     """
     lines: list[tuple[str, int]] = []
     table = ""

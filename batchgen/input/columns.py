@@ -33,9 +33,9 @@ _FIELD = re.compile(r"\{[^{}]+\}")
 def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> list[str]:
     """Look at the first of ``rows``, the rows of all shards. Returns lines that the user should read.
 
-    Raises UsageError where many come first and none is JSON; where all of them lack a column that the job names,
-    naming the key, the nearest column and all others; where the prompt's template names no column or cannot be
-    rendered for any of them; or where the job names no prompt and none of them has one.
+    Raises UsageError in four cases: many rows come first and none is JSON; all of them lack a column that the job names
+    (the error names the key, the nearest column and all others); the prompt's template does not name a column or cannot
+    be rendered for any row; the job does not name a prompt and no row has one.
     """
     tried = list(_tried(rows))
     head = [row for row in tried if row.error is None]
@@ -88,7 +88,7 @@ def _other_data(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _unread(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
-    """A line on columns next to a chat that are fields of a request to OpenAI's API, which no row has there."""
+    """A line about columns next to a chat that are named like fields of OpenAI's API: they are not read."""
     chats = [row.columns for row in rows if not spec.input.is_batch_line(row.columns)]
     chats = [columns for columns in chats if columns.get(spec.input.messages or "messages") is not None]
     filled = (name for columns in chats for name, value in columns.items() if value is not None)

@@ -1,6 +1,6 @@
-"""The content of a row: where its prompt is, what text, chat or token ids that makes, and its sampling values.
+"""The content of a row: finds its prompt (a text, a chat or token ids) and its sampling values.
 
-It checks the rows' content and the job's [input] section; it counts no tokens and builds no requests.
+It checks the rows' content and the job's [input] section; ``requests`` counts tokens and builds requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_SHOWN_CHARS = 60  # of a template, in messages
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A text yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them."""
+    """A text to be tokenized; ``add_special_tokens`` is false if a chat template has written them."""
 
     text: str
     add_special_tokens: bool
@@ -37,9 +37,9 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat yet to be rendered by the model's chat template: its variables, ``messages`` among them.
+    """A chat to be rendered by the model's chat template: the template's variables, including ``messages``.
 
-    ``name`` is what the row calls them, the first ``num_added`` being the job's.
+    ``name`` is the row's name for the messages; the first ``num_added`` of them come from the job.
     """
 
     variables: Mapping[str, Any]
@@ -55,7 +55,7 @@ _Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name
 class Content:
     """Prompt of a row, and the sampling values that it brings, not yet checked.
 
-    ``more`` are further texts of a request for a vector of each.
+    ``more`` are the further texts of a request for several vectors.
     """
 
     prompt: Prompt
@@ -133,7 +133,7 @@ class ContentFinder:
         return Content(first, overrides, more)
 
     def _plain(self, name: str, value: object) -> PlainText | list[int]:
-        """A text that is raw, whatever the job's ``chat_template`` says, or token ids."""
+        """A text that is not rendered as a chat, whatever the job's ``chat_template`` says, or token ids."""
         if isinstance(value, list):
             return self._from_ids(name, value)
         text = _checked_text(f"column {name!r}", value)
@@ -147,7 +147,7 @@ class ContentFinder:
             raise RowProblem(RowErrorCode.BAD_TYPE, f"column 'sampling' {error}") from None
 
     def _column_readers(self) -> dict[str, _Reader]:
-        """The columns a prompt may be in, each with what reads it."""
+        """The columns a prompt may be in, each with its reader."""
 
         def from_text(name: str, columns: Mapping[str, Any]) -> Prompt:
             return self._from_text(f"column {name!r}", self._checked(columns[name]), columns)
@@ -211,7 +211,7 @@ class ContentFinder:
     def _chat(
         self, name: str, messages: Sequence[Message], columns: Mapping[str, Any], continues: bool | None = None
     ) -> Chat:
-        """The chat of a row; ``continues`` is what the row says in place of the job."""
+        """The chat of a row; ``continues`` overrides the job's ``continue_final_message``."""
         self._require_tokenizer()
         if (size := num_chars(messages)) > MAX_CHARS:
             message = f"the messages have {size:,} characters; no context takes more than {MAX_CHARS:,}"
@@ -284,7 +284,7 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
 
 
 def _check_final(name: str, message: Message) -> None:
-    """Raises RowProblem for a last message that is not a text of the assistant, which could be continued."""
+    """Raises RowProblem if the last message cannot be continued: it must be a text of the assistant."""
     if message["role"] != "assistant" or message.get("tool_calls"):
         what = "calls tools" if message.get("tool_calls") else f"is of role {shown(message['role'], 40)}"
         why = f"{name}: the last message {what}: {CONTINUES} needs a chat that ends in a text of the assistant"

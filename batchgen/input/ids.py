@@ -1,7 +1,7 @@
-"""The unique ids of a run, exact and in constant memory, and the validator that has rows claim theirs.
+"""The unique ids of a run, exact and in constant memory, and the validator that makes rows claim their ids.
 
-A temporary SQLite table maps each id, or a digest of a long one, to the row that claimed it. A resume has the rows that
-were read so far claim theirs again, in input order, before others do (``rebuild_ids``).
+A temporary SQLite table maps each id, or a digest of a long one, to the row that claimed it. At a resume the rows that
+were read so far claim their ids again, in input order, before other rows (``rebuild_ids``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UniqueIds:
         self._db.close()
 
     def _key(self, row_id: str | int) -> bytes:
-        """The id as JSON, or a digest of it where it is long. Keys that sort like ids keep neighbours on one page."""
+        """The id as JSON, or a digest of a long one. Keys that sort like ids keep neighbours on one page."""
         text = json.dumps(str(row_id) if self.as_text else row_id).encode()
         return text if len(text) <= _MAX_KEY_BYTES else b"#" + blake2b(text, digest_size=32).digest()
 
@@ -85,7 +85,7 @@ def _storage() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RowValidator:
-    """Makes requests of rows that have claimed their ids; rows of other shards than ``shard`` only claim theirs."""
+    """Makes requests of rows that have claimed their ids; rows of other shards only claim ids."""
 
     spec: InputSpec
     builder: RequestBuilder
@@ -95,7 +95,7 @@ class RowValidator:
     def validate(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
         """One answer per row of the shard, in order; see ``RequestBuilder.build``.
 
-        The first takes longest: all rows claim their ids and are tokenized with it.
+        The first answer takes longest: before it, all rows claim their ids and are tokenized.
         """
         yield from self.builder.build(self.claim(rows))
 
@@ -127,7 +127,7 @@ class RowValidator:
 def rebuild_ids(rows: Iterable[Row], last: int, validator: RowValidator) -> None:
     """Claim the ids of all rows of the input up to ``last``, the last finished one, before a resume reads others.
 
-    The journal knows ids too, but not which row claimed one first: that may be a row still unfinished.
+    The journal has ids too, but not which row claimed one first, which may be an unfinished row.
     """
     for chunk in chunked(takewhile(lambda row: row.index <= last, rows)):
         validator.claim_ids(chunk)

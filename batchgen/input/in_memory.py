@@ -53,12 +53,12 @@ def _no_line(number: int, why: str) -> bytes:
 
 
 def _is_missing(row: Any) -> bool:
-    """Whether a row is a hole in a column of texts: None, NaN, or what pandas has for one."""
+    """Whether a row is a missing value in a column of texts: None, NaN, or pandas' NA."""
     return is_null(row) or type(row).__name__ in ("NAType", "NaTType")
 
 
 def _rows(rows: Any, request_columns: Collection[str]) -> Iterator[Any]:
-    """Each row as a Python value, or what is wrong with it. Raises UsageError."""
+    """Each row as a Python value, or an error. Raises UsageError."""
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
         yield from _typed(_pandas_rows(rows, request_columns), request_columns)
     elif hasattr(rows, "with_format") and hasattr(rows, "iter"):  # datasets
@@ -83,7 +83,7 @@ def _rows(rows: Any, request_columns: Collection[str]) -> Iterator[Any]:
 
 
 def _pandas_rows(frame: Any, request_columns: Collection[str]) -> Iterator[_Row]:
-    """The rows of a DataFrame, whose holes are null. Raises UsageError for two columns of one name."""
+    """The rows of a DataFrame; missing values are null. Raises UsageError for two columns of the same name."""
     if not frame.columns.is_unique:
         raise UsageError("rows is a DataFrame with several columns of one name")
     for first in range(0, len(frame), _PIECE_ROWS):
@@ -108,10 +108,10 @@ def _typed(rows: Iterable[_Row], request_columns: Collection[str]) -> Iterator[_
 
 
 class _Contents:
-    """The contents of a table's chats: whether all of them are JSON text, as pandas and Polars read ``arrow.json``.
+    """Checks the contents of a table's chats: whether all are JSON text, as pandas and Polars read ``arrow.json``.
 
-    ``datasets`` gives them that type where some are texts and others lists of parts. One text alone does not tell: an
-    answer of a tool may be such a list, and a text may have quotes.
+    ``datasets`` uses that type if some contents are texts and others lists of parts. A single content is not enough to
+    decide: an answer of a tool may be such a list, and a text may have quotes.
     """
 
     def __init__(self) -> None:
@@ -129,14 +129,14 @@ class _Contents:
                     self._has_parts |= isinstance(parsed, list)
 
     def check(self) -> None:
-        """Raises UsageError where the type was lost."""
+        """Raises UsageError if the type was lost."""
         if self._has_parts and not self._has_text:
             what = "each content of the chats is JSON text: a type of the file was lost when the table was read"
             raise UsageError(f"{what}; give the path of the file, or rows read by datasets")
 
 
 def _json_content(text: str) -> str | list[Any] | None:
-    """The text or the parts of a content that are written as JSON; None of other texts."""
+    """The text or the parts of a content that is written as JSON; None for other texts."""
     try:
         parsed = json.loads(text) if text[:1] in ('"', "[") else None
     except (ValueError, RecursionError):
@@ -146,7 +146,7 @@ def _json_content(text: str) -> str | list[Any] | None:
 
 
 def _unpadded(value: Any, is_read: bool = False) -> Any:
-    """A cell of pandas without the nulls that Arrow gave its objects: what was read of Parquet has arrays for lists."""
+    """A cell of pandas without the nulls that Arrow added to objects; lists read from Parquet are arrays."""
     if getattr(value, "ndim", 0):
         value, is_read = list(value), True
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The bytes of one input file, on this machine or at an address: how they are read, and how a change is noticed.
+"""The bytes of one input file, on this machine or at an address: reads them and notices changes.
 
-What is read of a remote file belongs to the version that was found first. What is in a file is unknown here.
+A remote file is read in the version that was found first. The content is opaque to this module.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class LocalFile:
         self.num_bytes = path.stat().st_size
 
     def open(self) -> BinaryIO:
-        """A new stream of the bytes, which seeks. Raises OSError, or BatchgenErrors of a remote file."""
+        """A new seekable stream of the bytes. Raises OSError, or BatchgenErrors for a remote file."""
         return self.path.open("rb", buffering=BUFFER_BYTES)
 
     def arrow_source(self) -> str:
-        """The same for Arrow: a path, which it reads itself, or a stream."""
+        """The file for Arrow: a path, which Arrow reads itself, or a stream."""
         return self.name
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class LocalFile:
         """Raises InputError if the file at an address has changed since it was opened."""
 
     def countable_bytes(self) -> int | None:
-        """The size; None where reading the file only to count its rows would cost too much."""
+        """The size; None if reading the file only to count its rows would cost too much."""
         return self.num_bytes
 
 
@@ -99,7 +99,7 @@ class RemoteFile:
     def read(self, start: int, end: int) -> bytes:
         """The bytes from ``start`` up to ``end`` or the end of the file.
 
-        Raises InputError where they can no longer be had of this version, RemoteError where not at all.
+        Raises InputError if this version is gone, RemoteError if the file cannot be read.
         """
         end = min(end, self.num_bytes)
         if start >= end:
@@ -138,7 +138,7 @@ class RemoteFile:
         return content
 
     def _changed(self, error: RemoteError) -> RemoteError | InputError:
-        """InputError where the version has gone; else the error, which says that the run resumes."""
+        """InputError if the version is gone; otherwise the error, with the advice to resume."""
         if error.kind in ("changed", "missing", "no bucket"):
             return input_changed(self.name, str(error).partition(": ")[2])
         return RemoteError(f"{error}; finished rows are kept: run again to resume", error.kind)

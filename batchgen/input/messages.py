@@ -27,15 +27,15 @@ Message = dict[str, Any]
 
 
 def checked_messages(name: str, value: object) -> list[Message]:
-    """The messages in column ``name``, a list or that as JSON text: objects with a ``role`` and a ``content``.
+    """The messages in column ``name``, a list or its JSON text: objects with a ``role`` and a ``content``.
 
-    A key that is null is not there, nor are ``tool_calls`` that are empty: clients write both for "none", and
-    templates ask whether a key is defined (transformers drops nulls, vLLM empty calls). Content is a text, or a list of
-    text parts, ``{"type": "text", "text": ...}`` each, in any of OpenAI's names for them. It may be absent in a turn of
-    an assistant that called, thought, was refused or said nothing under another name; the text of a refusal stands in
-    its place. ``function_call``, the older form of one call, is a call. Arguments become objects where they are JSON
-    text or nothing, as in vLLM: a template would quote them twice. Earlier reasoning goes by any of its names, as in
-    transformers; several must agree. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
+    Null keys and empty ``tool_calls`` are dropped: clients write them for "none", and templates ask whether a key is
+    defined (transformers drops nulls, vLLM empty calls). Content is a text, or a list of text parts ``{"type": "text",
+    "text": ...}``, with any of OpenAI's names for their type. A turn of the assistant may lack it if it has calls,
+    reasoning or a refusal, whose text becomes the content. ``function_call``, the older form of one call, is a call.
+    Arguments that are JSON text or empty become objects, as in vLLM: a template would quote them twice. Earlier
+    reasoning may have any of its names, as in transformers; several must agree. Other fields are untouched. Raises
+    RowProblem, bad_type or empty_prompt.
     """
     value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
@@ -129,7 +129,7 @@ def _checked_content(where: str, role: str, message: Message, has_calls: bool) -
 
 
 def _check_said(where: str, what: str, value: Mapping[str, Any], about: Collection[str]) -> None:
-    """Refuse what says nothing under the name ``where``, and something under a name that no template reads."""
+    """Refuse a message that is empty under the name ``where`` but has text under a name that templates do not read."""
     if others := [key for key, item in value.items() if key not in about and item and isinstance(item, _SAYS)]:
         why = f"is missing, and the {what} has {shown(others[0], 60)}, which no template reads"
         raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} {why}")
@@ -159,7 +159,7 @@ def _checked_calls(where: str, message: Message) -> list[dict[str, Any]]:
 
 
 def _checked_call(where: str, call: object) -> dict[str, Any]:
-    """A call with its arguments as an object; one without ``function`` is itself the function, as templates allow."""
+    """A call with its arguments as an object; without ``function``, the call itself is the function."""
     call = _object(where, call)
     is_flat = call.get("function") is None and "name" in call
     function = call if is_flat else _object(f"{where}.function", call.get("function"))
@@ -193,7 +193,7 @@ def checked_tools(value: object) -> list[dict[str, Any]]:
 
 
 def _checked_tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool whose function, schema and properties are objects, where it has them: they may be JSON text too."""
+    """A tool with its function, schema and properties, if given, as objects; they may be JSON text."""
     if tool.get("function") is None:
         return _with_objects(where, tool)
     where = f"{where}.function"

@@ -1,8 +1,8 @@
 """OpenAI Batch request lines: their prompt and their sampling values under this package's names.
 
 Fields and urls follow OpenAI's Batch API with vLLM's extra sampling keys in the body. The ``model`` in a body is
-ignored: the job's model answers. A field that would change the answer and is not supported is refused by name, inside
-of tools and the like too; a field that only concerns OpenAI's service is ignored.
+ignored: the job's model answers. An unsupported field that would change the answer is refused by name, also inside
+tools and the like; a field that only concerns OpenAI's service is ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 class BatchRequest:
     """The parts of a request, not yet checked: its messages (a chat) or its prompt, and its sampling values.
 
-    ``variables`` are what else the content of a chat depends on, ``effort`` is its ``reasoning_effort`` as given (see
+    ``variables`` are further variables of a chat's template, ``effort`` is its ``reasoning_effort`` as given (see
     ``effort_kwargs``), ``embedding`` the fields of a request for a vector.
     """
 
@@ -73,7 +73,7 @@ class BatchRequest:
 
 
 def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
-    """Read the fields of one line. ``method`` defaults to POST, ``url`` to the one that fits the body.
+    """Read the fields of one line. ``method`` defaults to POST, ``url`` to the url that fits the body.
 
     Raises RowProblem: missing_column for an absent field, bad_type for one of a wrong type, bad_param for a
     method, url or body field that is not supported, which it names.
@@ -128,9 +128,9 @@ def effort_kwargs(effort: Any, names: Collection[str]) -> dict[str, Any]:
 
 
 def _check_tools(body: Mapping[str, Any]) -> None:
-    """Refuse tools of another type than functions, fields in them that are unknown, and what cannot be held.
+    """Refuse tools of another type than functions, their unknown fields, and promises that cannot be kept.
 
-    Whether a tool is an object at all is left to what reads them. Raises RowProblem bad_param.
+    ``messages`` checks that tools are objects. Raises RowProblem bad_param.
     """
     tools, is_free = body.get("tools"), body.get("tool_choice") != "none"
     if isinstance(tools, str):
@@ -146,7 +146,7 @@ def _check_tools(body: Mapping[str, Any]) -> None:
 
 
 def _check_tool(where: str, tool: Any, *, is_free: bool) -> None:
-    """Refuse all but ``{"type": "function", "function": {...}}``, and one that is strict in a chat that may call it."""
+    """Refuse all but ``{"type": "function", "function": {...}}``, and strict functions that the chat may call."""
     if not isinstance(tool, dict):
         return
     if tool.get("type", "function") != "function":
@@ -189,7 +189,7 @@ def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat gives a boolean in ``logprobs`` and the number in ``top_logprobs``, a completion the number in one."""
+    """``logprobs`` as a number: a chat gives it as a boolean and ``top_logprobs``, a completion directly."""
     wanted, num_top = body.get("logprobs"), body.get("top_logprobs")
     if not isinstance(wanted, bool | None):
         raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'logprobs' of a chat must be true or false")
@@ -214,9 +214,9 @@ def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
 
 
 def inputs_of(value: Any, embedded: Embedded) -> dict[str, Any]:
-    """The texts, or lists of token ids, of a request for vectors, each under the name of its place in the body.
+    """The texts, or lists of token ids, of a request for vectors, each by its place in the body.
 
-    Raises RowProblem bad_param where there are more than are taken.
+    Raises RowProblem bad_param if there are too many.
     """
     if not isinstance(value, list) or not value or isinstance(value[0], int):
         return {"body.input": value}

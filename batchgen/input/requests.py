@@ -1,7 +1,7 @@
 """Rows to requests: finds each row's prompt and sampling values, tokenizes in batches, checks the length.
 
-Every row gets an answer, a ``Request`` or an error, and no row can disturb its neighbours. It knows no file
-format and nothing about how tokens are generated.
+Every row gets an answer, a ``Request`` or an error, and rows do not affect each other. This module does not know file
+formats or how tokens are generated.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row whose prompts are yet to be tokenized, or are token ids where the row brought them.
+    """A row whose prompts are texts to be tokenized, or token ids that the row brought.
 
-    There are several only where a row asks for a vector of each.
+    There are several only if a row asks for several vectors.
     """
 
     row: Row
@@ -56,11 +56,11 @@ class _Draft:
 class RequestBuilder:
     """Builds the requests of one job.
 
-    A row's prompt is the column or template that [input] names; where it names none, the first column present and not
-    null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
-    a system message keeps it in place of the job's. Sampling values come from the job, then from the row's ``sampling``
-    object. A label is tokenized by itself and its tokens follow the prompt's, white space included: "yes" and " yes"
-    are two labels.
+    A row's prompt is the column or template that [input] names; if it does not name one, the first column present and
+    not null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row
+    with a system message keeps it in place of the job's. Sampling values come from the job, then from the row's
+    ``sampling`` object. A label is tokenized by itself and its tokens follow the prompt's, white space included: "yes"
+    and " yes" are two labels.
 
     ``tokenizer`` is None for a model without one: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; a row with labels needs room for the longest label
@@ -98,10 +98,10 @@ class RequestBuilder:
             raise UsageError(f"sampling.structured_outputs: {error}") from None
 
     def build(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
-        """Each row with its prompt and its request, in the order of ``rows``; with an error and none if it cannot run.
+        """Each row with its prompt and its request, in order; a row that cannot run comes with an error and None.
 
-        All rows are tokenized together, but each one's grammar is compiled when its answer is asked for: that may take
-        seconds, in which a stop waits and no step runs.
+        All rows are tokenized together, but a row's grammar is compiled when its answer is asked for: compiling may
+        take seconds, in which a stop waits and no step runs.
         """
         for drafts in bounded(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS):
             yield from self._requests(drafts)
@@ -264,7 +264,7 @@ class RequestBuilder:
     ) -> None:
         """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score.
 
-        In an estimate the row's own ids are counted, and nothing else.
+        In an estimate only the row's own ids count.
         """
         room = longest_label or (1 if draft.params.max_tokens else 0)
         limit = self._max_model_len - room
@@ -298,7 +298,7 @@ def _ways_to_write(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _num_chars(item: PlainText | _Draft | Row) -> int:
-    """Number of characters of an item that are yet to be tokenized."""
+    """Number of characters of an item that have to be tokenized."""
     if isinstance(item, _Draft):
         return sum(len(text.text) for text in item.texts)
     return len(item.text) if isinstance(item, PlainText) else 0

@@ -1,6 +1,6 @@
-"""Row errors, row ids and chunks of rows: what readers, the request builder and the validator share.
+"""Row errors, row ids and chunks of rows, shared by readers, the request builder and the validator.
 
-Inside the input room a problem of a row is an exception; it leaves as the ``error`` of a row and never stops a job.
+Inside this package a problem of a row is an exception; it becomes the ``error`` of a row and never stops a job.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TYPE_NAMES = {
 
 
 def is_null(value: object) -> bool:
-    """Whether a cell holds nothing: null, or the NaN that pandas has for it and Python writes into JSON Lines."""
+    """Whether a cell is empty: null, or NaN, which pandas uses for null and Python writes into JSON Lines."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -63,17 +63,17 @@ def type_name(value: object) -> str:
 
 
 def wrong_type(what: str, value: object, expected: str) -> RowProblem:
-    """The problem of a value of another type than ``expected``, which is in words: "a string"."""
+    """The problem of a value of another type than ``expected``, a phrase such as "a string"."""
     return RowProblem(RowErrorCode.BAD_TYPE, f"{what} is {type_name(value)}, not {expected}")
 
 
 def parse_json(text: str, max_depth: int = MAX_DEPTH) -> Any:
-    """The value of a JSON text, of a line or of a column that holds JSON.
+    """The value of JSON text, from a line or from a column that holds JSON.
 
-    Stricter than Python's parser where a row could not be written out again (lone surrogates, absurd nesting), as
-    lenient where real data is sloppy: NaN and Infinity are read as floats and the last of duplicate keys wins. Raises
-    RowProblem: bad_json for what is not JSON or cannot be held (numbers of more than 4300 digits, more than
-    ``max_depth`` levels), bad_encoding for escapes that form no character.
+    Stricter than Python's parser if a row could not be written out again (lone surrogates, absurd nesting), and as
+    lenient with sloppy data: NaN and Infinity are read as floats and the last of duplicate keys wins. Raises
+    RowProblem: bad_json if it is not JSON or too large (numbers of more than 4300 digits, more than ``max_depth``
+    levels), bad_encoding for escapes that do not form a character.
     """
     try:
         value = _decode(text)
@@ -105,10 +105,10 @@ def _refuse_lone_surrogates(value: object) -> None:
 
 
 def with_id(row: Row, spec: InputSpec) -> Row:
-    """The row with its own id: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else none.
+    """The row with its own id: from the column ``spec.id``, or ``custom_id`` of an OpenAI Batch line, or None.
 
-    It need not be unique. A whole float is an integer, and a UUID, a decimal, a date or a time is its text.
-    It is an error if that column is missing or holds another value.
+    It need not be unique. A whole float becomes an integer, and a UUID, a decimal, a date or a time becomes text. A row
+    whose column is missing or holds another value gets an error.
     """
     name = spec.id or ("custom_id" if spec.is_batch_line(row.columns) else None)
     if name is None or row.error is not None:
@@ -126,7 +126,7 @@ def with_id(row: Row, spec: InputSpec) -> Row:
 
 
 def chunked(rows: Iterable[Row], most: Callable[[], int] = lambda: CHUNK_ROWS) -> Iterator[list[Row]]:
-    """Rows in lists of at most ``most()`` rows, which end early where the rows hold much text."""
+    """Rows in lists of at most ``most()`` rows, shorter if the rows hold much text."""
     return bounded(rows, row_chars, CHUNK_CHARS, most)
 
 
@@ -137,12 +137,12 @@ class ChunkSize:
         self.num_rows = 1
 
     def adapt(self, took_s: float) -> None:
-        """Choose the size of the next chunk by the seconds that one has taken."""
+        """Choose the size of the next chunk by the seconds that the last one has taken."""
         self.num_rows = min(2 * self.num_rows, CHUNK_ROWS) if took_s < SLOW_CHUNK_S else 1
 
 
 def prepared(rows: Iterable[Row], build: Callable[[list[Row]], Iterator[Prepared]]) -> Iterator[Prepared]:
-    """The answers of ``build`` to ``rows``, which get it in chunks: few at once until they prove quick.
+    """The answers of ``build``, which gets ``rows`` in chunks: small ones until they prove quick.
 
     The first answer to a chunk takes longest, since a chunk is read and tokenized as a whole.
     """
@@ -203,7 +203,7 @@ class TokenSide:
     skipped: frozenset[int]
 
     def applied(self, token_ids: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
-        """One text, with its marker and filled up; and the number of its last tokens to which none attends."""
+        """One text, with its marker and filler, and the number of last tokens that others do not attend to."""
         if self.marker is not None:
             token_ids = (*token_ids[:1], self.marker, *token_ids[1:])
         added = (self.filler,) * (self.filled_to - len(token_ids))
@@ -212,7 +212,7 @@ class TokenSide:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Settings with which texts are prepared for vectors: see ``Request.pooling`` and ``config.embed.EmbedSpec``."""
+    """Settings that prepare texts for vectors: see ``Request.pooling`` and ``config.embed.EmbedSpec``."""
 
     pooling: str
     prefix: str

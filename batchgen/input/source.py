@@ -31,7 +31,7 @@ _START = Cursor(0, 0, 0, 0)
 class Source:
     """The rows of an input; made by ``open_source``. Memory use does not grow with their number.
 
-    After ``fingerprint`` was called, it yields no row that may come from other content.
+    After ``fingerprint`` was called, it only yields rows of the fingerprinted content.
     """
 
     def __init__(self, files: Sequence[InputFile], limit: int | None) -> None:
@@ -53,9 +53,9 @@ class Source:
     def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Rows:
         """The rows from ``start`` on, in input order, up to the job's limit.
 
-        Rows whose index is not ``wanted`` are passed over without being parsed. Reading from a row's ``after`` gives
-        exactly the rows that follow it. Returns the index after the last row it passed. Raises UsageError when a
-        file has become unreadable, InputError when it no longer matches its fingerprint.
+        Rows whose index is not ``wanted`` are skipped without being parsed. Reading from a row's ``after`` gives
+        exactly the rows after it. Returns the index after the last row it passed. Raises UsageError when a file has
+        become unreadable, InputError when it no longer matches its fingerprint.
         """
         at = start or _START
         for number in range(at.file, len(self._files)):
@@ -66,7 +66,7 @@ class Source:
         return at.index
 
     def _read_file(self, file: InputFile, at: Cursor, wanted: Wanted | None) -> Rows:
-        """The rows of one file; none that may come from other content than was fingerprinted."""
+        """The rows of one file, as long as its content is the fingerprinted one."""
         if (digests := self._digests) is None:
             return (yield from file.read(at, self._limit, wanted))
         reading = Reading(file.read(at, self._limit, wanted))
@@ -95,8 +95,8 @@ class Source:
         """Fingerprint that a start compares: for each file its name, size in bytes and ``sha256``, of a remote one its
         version (ETag, generation, blob id); and the types of columns that all files share (``InputFile.types``).
 
-        It reads the local files whose digests are not known from end to end; modification times do not count. From
-        here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot be read.
+        Local files of unknown digest are read from end to end; modification times do not count. From here on ``read``
+        compares files with ``digests``. Raises UsageError if a file cannot be read.
         """
         self._digests = digests
         files = [file.fingerprint(digests) for file in self._files]
@@ -105,7 +105,7 @@ class Source:
         return {"files": files, "types": shared} if shared else {"files": files}
 
     def num_rows(self) -> int | None:
-        """The number of rows, the limit applied, where it is known without reading them all."""
+        """The number of rows, at most the limit, if it is known without reading them all; otherwise None."""
         total = _sum(file.num_rows() for file in self._files)
         return total if total is None or self._limit is None else min(total, self._limit)
 
@@ -152,7 +152,7 @@ class RowRange:
         self.num_rows = yield from self.source.read(self.start, self._is_wanted)
 
     def count(self) -> int | None:
-        """Number of rows of the shard; None where counting would take too long."""
+        """Number of rows of the shard; None if counting would take too long."""
         total = self.source.num_rows()
         if total is None:
             size = self.source.num_bytes()
@@ -217,7 +217,7 @@ def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[
 
 
 def _find_files(address: str) -> list[str]:
-    """The addresses of the files that one address names: itself, those that match a glob, or a folder's Parquet files.
+    """The addresses of the files that one address names: itself, the matches of a glob, or a folder's Parquet files.
 
     They are sorted; hidden files are left out of a folder, as Arrow does. Raises UsageError if none is found.
     """
@@ -236,7 +236,7 @@ def _find_files(address: str) -> list[str]:
 
 
 def _listed(store: Any, path: str) -> list[str]:
-    """The names of the files that a path of a store stands for; see ``_find_files``."""
+    """The names of the files that a path in a store names; see ``_find_files``."""
     store.invalidate_cache()
     try:
         if store.info(path)["type"] == "file":

@@ -1,8 +1,8 @@
 """Prompts made of columns: ``"Name a city in {country}, as in {examples[0][city]}."``.
 
-Python's format notation cut down to what data needs: a field is a column name and then any number of ``[key]`` or
-``[number]`` steps into objects and lists. Attribute access, conversions and format specs are left out, so a template
-can reach nothing but the row. ``{{`` and ``}}`` are literal braces; a dot is part of a column's name.
+A subset of Python's format notation: a field is a column name and then any number of ``[key]`` or ``[number]`` steps
+into objects and lists. Attribute access, conversions and format specs are left out, so a template can reach nothing but
+the row. ``{{`` and ``}}`` are literal braces; a dot is part of a column's name.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Template:
     def render(self, columns: Mapping[str, Any], mark: Callable[[str], str] = str) -> str:
         """The text for one row: strings unchanged, null and NaN as no text, dates as ISO 8601, anything else as JSON.
 
-        ``mark`` is applied to the text of each field. Raises RowProblem: missing_column where a column, key or item
-        does not exist, bad_type for binary data, template_error where a step goes into something that is neither object
-        nor list.
+        ``mark`` is applied to the text of each field. Raises RowProblem: missing_column if a column, key or item does
+        not exist, bad_type for binary data, template_error if a step leads into a value that is neither object nor
+        list.
         """
         texts = (p if isinstance(p, str) else mark(_text(_look_up(p, columns), p)) for p in self.parts)
         return "".join(texts)

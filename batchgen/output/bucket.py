@@ -1,4 +1,4 @@
-"""A folder of an object store or of a dataset on the Hub: files that appear there complete or not at all.
+"""A folder of an object store or of a dataset on the Hub, in which files appear complete or not at all.
 
 Each write is one PUT, a multipart upload whose last request makes the object appear, or a commit. A dataset that does
 not exist is created, private. ``publish`` decides on names and order.
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 class Bucket:
     """The files below ``address``, known by their names relative to it.
 
-    What may pass is tried again. All methods raise RemoteError.
+    Transient errors are retried. All methods raise RemoteError.
     """
 
     def __init__(self, address: str) -> None:
@@ -72,7 +72,7 @@ class Bucket:
         self._do("write", name, lambda: self._store.put_file(str(path), name, **options))
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files; missing ones are passed over."""
+        """Remove files; missing ones are ignored."""
         for name in names:
             self._if_present("remove", name, partial(self._store.rm_file, name))
 

@@ -1,7 +1,7 @@
 """Finished rows of earlier jobs, found by fingerprint; their files are only read.
 
-Of each row 16 bytes are kept in memory: half of its fingerprint, and where its record is. The record itself is read
-when it is asked for, and its whole fingerprint compared then. Which jobs may be taken from is not decided here.
+Each row takes 16 bytes of memory: half of its fingerprint, and the place of its record. The record itself is read when
+it is asked for, and its full fingerprint is compared then. The caller decides which jobs are added.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Place(NamedTuple):
 
 
 class EarlierRows:
-    """The rows of all jobs that were added. ``seal`` once all are, then ``find``; ``close`` at the end.
+    """The rows of all added jobs. Call ``seal`` after adding them, then ``find``, and ``close`` at the end.
 
-    What is damaged is passed over. Memory: 16 bytes per row, and 40 while it is sealed.
+    Damaged rows are skipped. Memory: 16 bytes per row, and 40 during ``seal``.
     """
 
     def __init__(self) -> None:

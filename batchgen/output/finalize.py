@@ -1,4 +1,4 @@
-"""Final files of a run, written from its journal: every row once, in order; a file appears whole or not at all.
+"""Final files of a run, written from its journal: every row once, in order; a file appears complete or not at all.
 
 The order of steps makes a kill at any moment harmless: the journal's ``job.json`` gets the number of rows; outputs and
 ``errors.jsonl`` are written under temporary names and synced; then ``errors.jsonl`` is put in place, then the outputs,
@@ -73,14 +73,14 @@ def write_errors(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal)
 
 
 def read_errors(run_dir: RunDir) -> Iterator[IndexedRow]:
-    """The lines of ``errors.jsonl`` with their indexes; none if no row failed. Raises StorageError for a bad line."""
+    """The lines of ``errors.jsonl`` with their indexes, if rows failed. Raises StorageError for a bad line."""
     return read_lines(run_dir.errors) if run_dir.errors.is_file() else iter(())
 
 
 def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str, Any]]]:
     """The records of a finished run's outputs with their indexes, in the order of the outputs.
 
-    Raises StorageError where they were edited, or where the journal that holds them was removed.
+    Raises StorageError if they were edited, or if the journal that holds them was removed.
     """
     path = run_dir.outputs(spec.output.format)
     for index, row in _lines_of(run_dir, spec):

@@ -1,13 +1,13 @@
 """The journal: append-only record of finished rows, written during a run, read on resume and for the final files.
 
 Which bytes make a row durable: its whole line (newline included, see ``segments``) in a segment file, once that file
-and its name in the folder are fsynced. From the moment ``append`` returns, the line is with the operating system, so
-kill -9 loses no row. The fsync follows at the next ``append`` or ``tick`` at least half a second after the previous
-fsync; a power loss costs only the rows appended since then, which run again. Where fsync is slow, the half second
-stretches to a hundred times its duration, 30 s at most, so that syncing takes about 1 % of a run.
+and its name in the folder are fsynced. When ``append`` returns, the operating system has the line, so kill -9 does not
+lose rows. The fsync follows at the next ``append`` or ``tick`` at least half a second after the previous fsync; a power
+loss costs only the rows appended since then, which run again. If fsync is slow, the half second becomes a hundred times
+its duration, at most 30 s, so that syncing takes about 1 % of a run.
 
-An opened journal starts a new segment and never writes to an older one, except to cut its torn tail, so a crash damages
-nothing older. The content of payloads and the output formats are unknown here.
+An opened journal starts a new segment and never writes to an older one, except to cut its torn tail, so a crash does
+not damage older rows. Payloads are opaque to this module.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Journal:
 
     @classmethod
     def read(cls, folder: Path, shard: Shard = WHOLE) -> Journal:
-        """The journal in ``folder`` as it is now, for reading alone: another process may be writing it."""
+        """The journal in ``folder`` as it is now, read-only: another process may be writing it."""
         journal = cls(folder, shard)
         with storage_errors("read the journal", folder):
             journal._recover(repair=False)
@@ -123,16 +123,16 @@ class Journal:
     def resume_cursor(self) -> Cursor | None:
         """The place in the input from which the first unfinished row can be read; None for the start.
 
-        Rows of this shard before it are all finished; rows after it may be.
+        All rows of this shard before it are finished, and some after it may be.
         """
         last = self.done.previous(self.done.first_gap)
         return None if last is None else self._line(last).cursor
 
     def append(self, entry: JournalEntry) -> None:
-        """Add a finished row: it survives the process from now on, and a power loss from the next commit on.
+        """Add a finished row: it survives a kill from now on, and a power loss from the next commit on.
 
-        Raises ValueError for a row of another shard or one that has a result (an error may be replaced), StorageError
-        if the disk refuses.
+        Raises ValueError for a row of another shard or a row with a result (an error may be replaced), StorageError if
+        the disk refuses.
         """
         if not self._shard.owns(entry.index):
             raise ValueError(f"row {entry.index} is not in this shard")
@@ -260,7 +260,7 @@ class Journal:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """After any exception inside, the content of the file is unknown: nothing more may be written to it."""
+        """After an exception inside, the file's content is undefined, and further writes are refused."""
         try:
             with storage_errors("write to the journal", self._folder):
                 yield

@@ -1,4 +1,4 @@
-"""Lock of a run directory: ``run.lock``, held by ``flock`` so that the system frees it however its process ends."""
+"""Lock of a run directory: ``run.lock``, held by ``flock``, which the system frees however the process ends."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Holder:
 class RunLock:
     """The lock, held from construction until ``close``.
 
-    Raises LockedError naming the holder, StorageError where the file system cannot lock, UsageError for a file that is
-    not a lock.
+    Raises LockedError naming the holder, StorageError if the file system cannot lock, UsageError for a file that is not
+    a lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class RunLock:
             os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
 
     def close(self) -> None:
-        """Free the lock. The file is removed while locked, so that no process locks a name that is about to go."""
+        """Free the lock. The file is removed while locked, so that other processes cannot lock a removed file."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
         os.close(self._fd)

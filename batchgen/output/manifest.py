@@ -1,7 +1,7 @@
-"""``job.json``: the job of a run directory's outputs, or of one of its journals, and how another job differs.
+"""``job.json``: the job of a run directory's outputs, or of one of its journals, and its comparison with other jobs.
 
-Plain data is compared: which keys change outputs is declared with the keys (``JobSpec.output_keys``), and the
-fingerprints of an input or a model are made where those are read.
+Plain data is compared: keys declare whether they change outputs (``JobSpec.output_keys``), and the readers of input and
+model make their fingerprints.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Manifest:
         return None if plain is None else Numerics.of(plain)
 
     def with_numerics(self, numerics: Numerics) -> Manifest:
-        """The manifest of a job whose rows are computed with these."""
+        """The manifest with these numerics."""
         return replace(self, fingerprints={**self.fingerprints, "numerics": numerics.plain})
 
     @property
@@ -119,7 +119,7 @@ class Manifest:
         return len(self.fingerprints.get("input", {}).get("files", ()))
 
     def spec(self, path: Path) -> JobSpec:
-        """The job of this ``job.json`` at ``path``. Raises UsageError for one edited or of another version."""
+        """The job of this ``job.json`` at ``path``. Raises UsageError if it was edited or is of another version."""
         try:
             return job_from_dict(self.job, path)
         except UsageError as error:
@@ -129,7 +129,7 @@ class Manifest:
             raise UsageError(f"{path.parent} was begun by another version of batchgen: {remedy} ({error})") from None
 
     def _check(self) -> None:
-        """Raises ValueError naming the first key whose value is of another shape than was written."""
+        """Raises ValueError naming the first key whose value has an impossible shape."""
         for name in ("job", "output_keys", "fingerprints", "file_states", "files"):
             _check_object(name, getattr(self, name))
         for key, value in self.job.items():
@@ -170,7 +170,7 @@ def _is_shard(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences of a job from the one that a directory was begun with, one line each."""
+    """Differences between a job and the job that a directory was begun with, one line each."""
 
     refused: tuple[str, ...]  # these change outputs
     allowed: tuple[str, ...]
@@ -200,9 +200,9 @@ def differences(old_tree: Mapping[str, Any], new_tree: Mapping[str, Any]) -> tup
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings, in lists too, as one with keys like ``a.b[0].c``; values as after a round trip through JSON.
+    """Nested mappings and lists as one mapping with keys like ``a.b[0].c``; values as after a round trip through JSON.
 
-    Files go by their names, and these by their order: where one is gone, the others are what they were.
+    Files are keyed by name and compared in order, so that a missing file is the only difference.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -231,7 +231,7 @@ def _text(values: Mapping[str, Any], key: str) -> str:
 
 
 def _shown(*texts: str) -> list[str]:
-    """Texts that differ, briefly: long ones that begin alike from a little before the difference on."""
+    """Two different texts in short form; long ones with a common beginning are cut shortly before the difference."""
     common = os.path.commonprefix(texts)  # noqa: RUF071 - of characters is what is wanted, of any text
     start = len(common) - _SHOWN_BEFORE if max(map(len, texts)) > _SHOWN_CHARS else 0
     return [shortened(f"…{text[start:]}" if start > 0 else text, _SHOWN_CHARS) for text in texts]

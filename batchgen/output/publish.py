@@ -28,9 +28,9 @@ _UNKNOWN = {"bytes": 0, "sha256": "", "version": ""}  # of a file that is being 
 
 @dataclass(frozen=True)
 class PublishManifest:
-    """The content of ``batchgen.json``; ``files`` maps names to bytes, sha256, and the version the store gave them.
+    """The content of ``batchgen.json``; ``files`` maps names to bytes, sha256, and the store's version.
 
-    ``created_at`` and ``shard`` tell run directories apart, however often their job and its input change.
+    ``created_at`` and ``shard`` identify the run directory, however often its job and input change.
     """
 
     created_at: str
@@ -63,7 +63,7 @@ class PublishManifest:
 
 
 class Publication:
-    """The files of one run directory at their destination. Raises RemoteError for what the store refuses."""
+    """The files of one run directory at their destination. Raises RemoteError if the store refuses."""
 
     def __init__(self, to: Bucket, run_dir: RunDir, manifest: Manifest) -> None:
         self._to = to
@@ -71,9 +71,9 @@ class Publication:
         self._own = PublishManifest(manifest.created_at, str(manifest.shard))
 
     def claim(self, *, overwrite: bool) -> None:
-        """Before anything is run: see that the destination can be written and holds no other run's files.
+        """Check, before anything runs, that the destination is writable and does not hold another run's files.
 
-        Those that ``overwrite`` permits to replace are noted there, so that a resume may replace them too. Raises
+        Files that ``overwrite`` permits to replace are noted there, so that a resume may replace them too. Raises
         UsageError.
         """
         begun = self._replaceable(overwrite=overwrite) or self._own
@@ -112,9 +112,9 @@ class Publication:
         return entry.size == state["bytes"] and published["version"] in ("", entry.version)
 
     def _replaceable(self, *, overwrite: bool) -> PublishManifest | None:
-        """The files that this run has at the destination, or may replace there; None where it is empty.
+        """The files at the destination that belong to this run or that it may replace; None if it is empty.
 
-        Another run that has published nothing is the rest of a run that was never finished.
+        The manifest of another run without files was left by an unfinished run, and may be replaced.
         """
         manifest = PublishManifest.read(self._to)
         if manifest is not None and manifest.is_of(self._own):
@@ -133,7 +133,7 @@ class Publication:
 
 
 def _num_results(run_dir: RunDir) -> int:
-    """Rows done according to ``report.json``; 0 if it does not tell."""
+    """Rows done according to ``report.json``; 0 if unknown."""
     try:
         count = json.loads(run_dir.report.read_bytes())["rows"]["done"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

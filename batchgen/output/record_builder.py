@@ -1,4 +1,4 @@
-"""Output records and error records: the two kinds of line that finished rows become, in the shape users' scripts read.
+"""Output records and error records of finished rows, in the shape that users' scripts read.
 
 Pure functions from a row and its result to plain data, without any file.
 """
@@ -113,10 +113,10 @@ class RecordBuilder:
         return f"{version} {self._end_ids} {facts} {offered and sorted(offered.items())}"
 
     def reused(self, row: Row, fingerprint: str, earlier: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The output record of a row as ``result`` makes it, from one of an earlier run with that ``fingerprint``.
+        """The output record of a row, as ``result`` makes it, from an ``earlier`` record with that ``fingerprint``.
 
-        None where that lacks what this job asks for. Columns are kept from ``row``. Raises KeyError or TypeError
-        for an ``earlier`` that no run wrote.
+        None if that lacks fields that this job asks for. Columns are taken from ``row``. Raises KeyError or TypeError
+        if ``earlier`` was not written by a run.
         """
         params = row.params
         if not self._spec.generates:
@@ -141,7 +141,7 @@ class RecordBuilder:
         return payload | {name: earlier.get(name) for name in names} | self._kept(row.columns)
 
     def _thought(self, row: Row, result: Result) -> dict[str, int]:
-        """The tokens of thought of all samples, where the row has a budget of them."""
+        """The tokens of thought of all samples, if the row has a thinking budget."""
         budget = row.params.thinking_token_budget
         if budget is None or self._answers is None:
             return {}
@@ -159,7 +159,7 @@ class RecordBuilder:
         return offered_tools(request.get("tools"))
 
     def _taken(self, sample: Mapping[str, Any], params: SamplingParams, has_tools: bool) -> dict[str, Any] | None:
-        """The fields of a sample that this job asks for; None where it lacks one."""
+        """The fields of a sample that this job asks for; None if one is missing."""
         output, has_text = self._spec.output, self._tokenizer is not None
         wanted = {
             "text": has_text,
@@ -237,7 +237,7 @@ def _head(row: Row, fingerprint: str) -> dict[str, Any]:
 
 
 def check_record(record: Mapping[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError where a record lacks what a report counts."""
+    """Raises KeyError, TypeError or ValueError if a record lacks fields that a report counts."""
     usage, timings = record["usage"], record["timings"]
     times = (value for name, value in timings.items() if name != "reused")
     sum([usage["prompt_tokens"], usage["completion_tokens"], *times])

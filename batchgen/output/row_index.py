@@ -1,6 +1,6 @@
-"""Index of the finished rows: where the journal holds each, in eight bytes per row, whatever the row's size.
+"""Index of the finished rows: the place of each in the journal, in eight bytes per row.
 
-A million rows take 8 MB and a lookup is an array access. No file is touched here.
+A million rows take 8 MB, and a lookup is an array access. It does not access files.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class RowIndex:
         return (index for index, _ in self._finished())
 
     def indexes(self, *, errors: bool) -> Iterator[int]:
-        """Indexes of the rows that ended in an error, or of those that ended in a result, in ascending order."""
+        """Ascending indexes of the rows that ended in an error, or in a result."""
         return (index for index, packed in self._finished() if packed & 1 == errors)
 
     @property
     def first_gap(self) -> int:
-        """The smallest index of the shard that is not finished; all calls together cost one pass."""
+        """The smallest unfinished index of the shard; all calls together cost one pass."""
         packed = self._packed
         while self._gap < len(packed) and packed[self._gap] != _ABSENT:
             self._gap += 1

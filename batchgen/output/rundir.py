@@ -1,8 +1,8 @@
 """The run directory: the names of its files, checks that a run wrote them, and their replacement and removal.
 
-``job.json`` is the job of the outputs, and appears when these are there. Each job that is begun has a folder of its own
-in ``journal/``, with its ``job.json`` and its rows, which goes once a job is finished. So what is stale, copied in part
-or left by a kill can at worst not be used: no file is taken for another job's. The content of rows is not known here.
+``job.json`` is the job of the outputs, and is written after them. Each unfinished job has a folder of its own in
+``journal/``, with its ``job.json`` and its rows, which is removed once the job is finished. So files that are stale,
+copied in part or left by a kill are never mistaken for another job's. Rows are opaque to this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Begun(NamedTuple):
 
 
 class RunDir:
-    """The files of one run directory; making the object touches nothing on disk."""
+    """The files of one run directory; the constructor does not access the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,8 +101,8 @@ class RunDir:
         """Make the folder and its parents, durably.
 
         Raises UsageError if that fails, or as ``refuse_foreign_files`` does. A folder that another process holds is not
-        judged, since it may still lack its ``job.json``: ``lock`` refuses it. Nor is one accepted whose journal is a
-        symbolic link or a mount point: folders are removed by renaming them, which these cannot be part of.
+        judged, since it may still lack its ``job.json``: ``lock`` refuses it. A journal that is a symbolic link or a
+        mount point is refused, since folders are removed by renaming them.
         """
         if self.path == self.path.parent:
             raise UsageError(f"output.path = {self.path} is the root of the file system; name a folder for the run")
@@ -127,7 +127,7 @@ class RunDir:
             )
 
     def refuse_foreign_manifest(self) -> None:
-        """Raises UsageError for a ``job.json`` alone that no run wrote, such as a job file or another program's."""
+        """Raises UsageError for a ``job.json`` that was not written by a run, such as another program's."""
         try:
             content = json.loads(read_regular(self.manifest))
             is_ours = isinstance(content, dict) and {"version", "job", "output_keys"} <= content.keys()
@@ -139,7 +139,7 @@ class RunDir:
             raise UsageError(f"{self.manifest} was not written by a run; choose another output.path")
 
     def _foreign_files(self) -> list[Path]:
-        """The files of a run besides ``job.json``, without those that a run killed at its beginning may leave."""
+        """The files of a run except ``job.json``, and except files that a run killed at its beginning may leave."""
         try:
             mine = [path for path in (*self._outputs, self.errors, self.report) if path.exists()]
             if self._progress.exists() and not _is_progress(self._progress):
@@ -153,7 +153,7 @@ class RunDir:
     def lock(self) -> AbstractContextManager[object]:
         """Take the directory for this process. Raises LockedError naming the holder's pid and host.
 
-        A finished run on a file system that takes no writes needs no lock: it is only looked at.
+        A finished run on a read-only file system is not locked, since it is only read.
         """
         try:
             return closing(RunLock(self.lock_file))
@@ -184,7 +184,7 @@ class RunDir:
         return [Begun(path, manifest) for path, manifest in read if manifest is not None]
 
     def is_begun(self) -> bool:
-        """Whether a run has written here, be it its progress alone. Raises as ``read_manifest``."""
+        """Whether a run has written here, if only its progress. Raises as ``read_manifest``."""
         return self.manifest.exists() or bool(self.begun_jobs()) or _is_progress(self._progress)
 
     def unfinished(self) -> list[Begun]:
@@ -208,7 +208,7 @@ class RunDir:
         return next((begun for begun in self.begun_jobs() if last and begun.folder.name == last.journal), None)
 
     def begin(self, manifest: Manifest) -> Begun:
-        """Make the folder of a job that is begun, with its ``job.json``. Raises StorageError."""
+        """Make the folder of a new job, with its ``job.json``. Raises StorageError."""
         number = 1 + max([self._num_finished(), *map(_number, self.journals.glob("*"))])
         begun = Begun(self.journals / f"{number:04d}-{token_hex(4)}", manifest)
         with storage_errors("begin a journal in", begun.folder):
@@ -221,7 +221,7 @@ class RunDir:
         write_atomic(begun.folder / self.manifest.name, begun.manifest.to_bytes())
 
     def remove_begun(self, begun: Begun) -> None:
-        """Remove the folder of a job, so that it was never begun."""
+        """Remove the folder of a job, as if it had never begun."""
         remove_folder(begun.folder)
         with suppress(OSError):
             self.journals.rmdir()
@@ -274,7 +274,7 @@ class RunDir:
             self._remove_finished(keeps_rows=last is None or last.job["output"]["format"] != "jsonl")
 
     def clear(self) -> None:
-        """Remove all that a run wrote, the manifest last: a crash in between leaves a run that starts from nothing.
+        """Remove all files of a run, the manifest last: after a crash in between the run starts from scratch.
 
         A staged spool stays: it is the input of the run that replaces this one.
         """
@@ -324,7 +324,7 @@ def _named(path: Path, digests: Digests) -> dict[str, Any]:
 
 
 def _is_progress(path: Path) -> bool:
-    """Whether a run wrote this ``progress.json``. It is never synced, so power loss may cut it, or leave zeros."""
+    """Whether a run wrote this ``progress.json``. It is never synced, so a power loss may truncate or zero it."""
     try:
         return _PROGRESS_HEAD.startswith(read_regular(path)[: len(_PROGRESS_HEAD)].rstrip(b"\0"))
     except OSError:

@@ -15,7 +15,7 @@ _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
 
 
 def token_fields(tokens: Iterable[TokenLogprob], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there.
+    """An object per token: token_id, token, logprob, and in top_logprobs the same fields for the likeliest tokens.
 
     ``bytes`` is added for a token that is a part of a character, since its text does not determine them.
     """
@@ -44,7 +44,7 @@ def softmax(scores: Sequence[float]) -> list[float]:
 
 
 def perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
-    """exp(-mean log-probability); None without tokens, or where it exceeds the largest float."""
+    """exp(-mean log-probability); None without tokens, or if it exceeds the largest float."""
     if not tokens:
         return None
     mean = math.fsum(token.logprob for token in tokens) / len(tokens)

@@ -2,8 +2,8 @@
 
 A line is ``CRC KIND INDEX CURSOR PAYLOAD\\n``: CRC-32 (8 hex digits) of all bytes after it, the newline included; kind
 ``r`` (result), ``e`` (error) or ``p`` (tokens of a half-done row); the row's index; ``file:offset:row:index`` of where
-reading can continue after the row (``-`` for ``p``); one JSON value. Escaped JSON holds no newline, so after any damage
-the next newline starts an intact line: damage costs the lines it hits and, if it hits a newline, the next one. The
+reading can continue after the row (``-`` for ``p``); one JSON value. Escaped JSON never contains a newline, so an
+intact line starts after the next newline: damage costs the lines it hits and, if it hits a newline, the next one. The
 token is random, so that machines that continue the same run never give two segments the same name. The journal decides
 which record supersedes which.
 """
@@ -66,7 +66,7 @@ def encode_line(kind: bytes, index: int, cursor: Cursor | None, payload: bytes) 
 
 
 def decode_line(raw: bytes, offset: int) -> Line | None:
-    """The record in ``raw`` (newline included), or None where it is not exactly what ``encode_line`` wrote."""
+    """The record in ``raw`` (newline included), or None if it is not exactly as ``encode_line`` writes it."""
     if raw[:8] != b"%08x" % crc32(raw[8:]):
         return None
     kind = raw[9:10]
@@ -78,7 +78,7 @@ def decode_line(raw: bytes, offset: int) -> Line | None:
 
 
 def scan(file: BinaryIO) -> Iterator[Line | Damage]:
-    """Every line of a segment in order, intact or not; needs memory for one line."""
+    """Every line of a segment in order, intact or damaged; needs memory for one line."""
     offset = 0
     for raw in file:
         yield decode_line(raw, offset) or Damage(offset, len(raw), torn=not raw.endswith(b"\n"))

@@ -25,10 +25,10 @@ Rows = Generator[Row, None, int]
 class InputFile(ABC):
     """One file of the input, or one dataset.
 
-    ``path`` is the local file or folder that is read, which no output may overwrite, None where it is remote;
+    ``path`` is the local file or folder that is read, which no output may overwrite, or None for a remote one;
     ``local_files`` are the local files that hold the rows. ``output_format`` is the ``output.format`` most like it.
-    ``unread`` are the columns with cells that could not be read and are null in their rows.
-    ``types`` are the Arrow types of columns whose values JSON holds as another type.
+    ``unread`` are the columns with cells that could not be read and are null in their rows. ``types`` are the Arrow
+    types of columns whose type JSON lacks.
     """
 
     output_format = "jsonl"
@@ -61,16 +61,16 @@ class InputFile(ABC):
         self.check_local_files(digests)
 
     def num_rows(self) -> int | None:
-        """Rows in the file, None where that takes reading it."""
+        """Rows in the file, None if the file must be read to know."""
         return None
 
     def num_bytes(self) -> int | None:
-        """Size of the file as stored, None where reading it only to count its rows would cost too much."""
+        """Size of the file as stored, None if reading it only to count its rows would cost too much."""
         return None
 
 
 class StoredFile(InputFile):
-    """An input that is one file, here or elsewhere."""
+    """An input that is one file, local or remote."""
 
     def __init__(self, content: InputBytes) -> None:
         self.content = content

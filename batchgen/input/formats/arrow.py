@@ -1,14 +1,14 @@
 """Rows of Arrow record batches, which both Parquet files and ``datasets`` give.
 
-Values become what ``to_pylist`` makes of them (dates are dates, binary is bytes) and are converted to JSON types only
-on output (``json_line``); but a value of the type ``arrow.json``, which ``datasets`` gives to what differs from row to
-row, is what its text says. A value that cannot be read costs its own row only.
+Values are converted by ``to_pylist`` (dates are dates, binary is bytes), and to JSON types only on output
+(``json_line``). Values of the type ``arrow.json``, which ``datasets`` uses for values that differ from row to row, are
+parsed. A value that cannot be read fails its own row only.
 
-Arrow gives each struct of a column the same fields, so that a null in one may stand for a field that the row does not
-have. In the columns that become a prompt or a request (``request_columns``) such fields are left out, and a map is an
-object, as in JSON Lines.
+Arrow gives each struct of a column the same fields, so a null may mean that the row lacks the field. In the columns
+that become a prompt or a request (``request_columns``) such fields are left out, and a map is an object, as in JSON
+Lines.
 
-Class labels of ``datasets`` are stored as numbers; their names, which the metadata of the schema hold, are the values.
+Class labels of ``datasets`` are stored as numbers; they are replaced by their names from the schema's metadata.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _EXTENSION = b"ARROW:extension:name"  # of a field whose type's name was not kno
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Rows that the file should have and that cannot be read: their number, and the reason."""
+    """Rows of the file that cannot be read: their number, and the reason."""
 
     num_rows: int
     message: str
 
 
 def check_names(names: Sequence[str], where: str) -> None:
-    """Raises UsageError where two columns have one name, as a row has one value by each."""
+    """Raises UsageError if two columns have the same name, since a row has one value per name."""
     if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
         raise UsageError(f"{where}: two columns are named {shown(repeated[0])}: give each a name of its own")
 
@@ -59,7 +59,7 @@ def is_lost_in_json(kind: pa.DataType) -> bool:
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
-    """Number of rows to convert at once, so that a batch takes some megabytes whatever the size of a row."""
+    """Number of rows to convert at once, so that a batch takes some megabytes for rows of any size."""
     return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
@@ -116,8 +116,8 @@ def rows_at(
     """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read.
 
     ``request_columns`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``. A cell
-    that cannot be read is null in a column that a row ``spares`` (None: it needs all columns). Raises UsageError as
-    ``check_names``.
+    that cannot be read becomes null if ``spares`` accepts its column (None: rows need all columns). Raises UsageError
+    as ``check_names``.
     """
     if isinstance(batch, Unreadable):
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
@@ -176,7 +176,7 @@ def _problem(name: str, column: pa.Array, error: Exception) -> RowError:
 
 @lru_cache(maxsize=8)
 def _features(metadata: bytes) -> Mapping[str, Any]:
-    """The description that ``datasets`` has of each column; empty where it cannot be read."""
+    """The description of each column in ``datasets``; empty if it cannot be read."""
     features: Any = {}
     with suppress(ValueError, RecursionError, LookupError, TypeError):
         features = json.loads(metadata)["info"]["features"]
@@ -228,7 +228,7 @@ def _item(feature: Any) -> Any:
 
 
 def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
-    """Structs lose their null fields in a request: the type has each field that any row has.
+    """Drops null fields of structs in a request, since the type has the fields of all rows.
 
     Older files call a struct of lists a sequence of structs.
     """
@@ -249,7 +249,7 @@ def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert
 
 
 def _of_maps(kind: pa.MapType, is_request: bool) -> _Convert | None:
-    """Maps become objects in a request; a null in one is kept, since each map has keys of its own."""
+    """Turns maps into objects in a request; nulls are kept, since each map has its own keys."""
     item = _conversion(kind.item_field, is_request)
     if item is None and not is_request:
         return None

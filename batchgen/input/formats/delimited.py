@@ -48,9 +48,9 @@ class DelimitedFile(LinesFile):
         self._read_header()
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """As of any file, what separates its cells, and whether it begins with a byte order mark.
+        """The fingerprint of the file, with its delimiter, and whether it begins with a byte order mark.
 
-        A table of answers has such a mark too.
+        A table of outputs then begins with a mark too.
         """
         mark = {"bom": True} if self._has_bom else {}
         return super().fingerprint(digests) | {"delimiter": self._dialect.delimiter} | mark
@@ -97,7 +97,7 @@ class DelimitedFile(LinesFile):
         return header
 
     def _split_by(self, delimiter: str) -> Line | None:
-        """The header where ``delimiter`` gives it as many cells as the first row, which it then is from now on."""
+        """The header, if ``delimiter`` gives it as many cells as the first row; the file then has this delimiter."""
         before, self._dialect = self._dialect, _dialect(delimiter)
         header, row = self._first_records()
         if row is None or len(row.cells) == len(header.cells) > 1:
@@ -106,7 +106,7 @@ class DelimitedFile(LinesFile):
         return None
 
     def _first_records(self) -> tuple[Line, Line | None]:
-        """The header, and the first row if there is one. Raises UsageError where the file cannot be read."""
+        """The header, and the first row if there is one. Raises UsageError if the file cannot be read."""
         try:
             with open_text(self.content) as stream:
                 lines = self.lines(stream, Cursor(0, 0, 0, 0))
@@ -124,9 +124,10 @@ def _dialect(delimiter: str) -> Any:
 
 
 class _Lines:
-    """The lines of one record: the reader asks for as many as the record has. Raises RowProblem if they are too long.
+    """The lines of one record, as the reader asks for them. Raises RowProblem if they are too long.
 
-    What is not UTF-8 is a ``problem`` and reaches the reader as surrogates, which no delimiter or quote is.
+    Bytes that are not UTF-8 set ``problem`` and reach the reader as surrogates, which are neither delimiters nor
+    quotes.
     """
 
     def __init__(self, stream: BinaryIO, number: int, is_first: bool) -> None:
@@ -206,7 +207,7 @@ def _unread(num_lines: int) -> str:
 
 
 def _last_quote(lines: _Lines, number: int, dialect: Any) -> int:
-    """The line of the quote that opens the last cell of a record which is broken there; else the record's last one."""
+    """The line where the last cell's quote opens, if the record breaks there; otherwise the record's last line."""
     sign = re.escape(dialect.delimiter)
     cell = re.compile(rf'(?:"[^"]*+(?:""[^"]*+)*+"|[^"{sign}\r\n][^{sign}\r\n]*+|)(?:{sign}|\r?\n)')
     text = lines.content.decode(errors="surrogateescape").removeprefix("\ufeff")
@@ -217,7 +218,7 @@ def _last_quote(lines: _Lines, number: int, dialect: Any) -> int:
 
 
 def _skip_row(stream: BinaryIO, row: _Lines) -> int:
-    """Read to the end of a row without keeping it: to the first line at whose end its quotes are even.
+    """Read to the end of a row without keeping it: to the first line after which the number of quotes is even.
 
     Returns the number of bytes, and adds the lines that end in them to the row's lines.
     """

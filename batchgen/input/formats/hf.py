@@ -1,7 +1,7 @@
 """Datasets read with the ``datasets`` library: from the Hugging Face Hub, streamed, or from a folder on disk.
 
-A cursor's ``row`` counts rows of the split. No code of a dataset is executed: only data files are read. The library
-is imported when the first such input is opened, since that alone takes a second.
+A cursor's ``row`` counts rows of the split. Only data files are read: code of a dataset is never executed. The library
+is imported when the first such input is opened, since the import takes a second.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DatasetFile(TableFile):
         return f"{folder}/*{''.join(PurePosixPath(file).suffixes)}"
 
     def num_rows(self) -> int | None:
-        """The length of a saved dataset; of others what the Hub's description says, if anything."""
+        """The length of a saved dataset; for others the number in the Hub's description, or None."""
         if self._length is not None:
             return self._length
         splits = self._dataset.info.splits or {}
@@ -108,9 +108,9 @@ class DatasetFile(TableFile):
         return sum(path.stat().st_size for path in self.local_files) if is_local else None
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """Name, split and a digest of the data files: of their content where they are local, else of their addresses.
+        """Name, split and a digest of the data files: of their content if they are local, otherwise of their addresses.
 
-        A Hub address names the commit, so a dataset whose branch has moved on is another one.
+        A Hub address names the commit, so the digest changes with a new commit.
         """
         digest = hashlib.sha256(b"" if self._files else self._fallback_digest.encode())
         local = frozenset(self.local_files)
@@ -121,7 +121,7 @@ class DatasetFile(TableFile):
 
 
 def _is_of_a_value(error: BaseException | None) -> bool:
-    """Whether an error, which datasets wraps in its own, comes from values in a file, not from the way to it."""
+    """Whether an error, which datasets wraps in its own, comes from a file's values, not from reaching the file."""
     causes = []
     while error is not None and error not in causes:
         causes.append(error)

@@ -52,7 +52,7 @@ def parse_text(line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is a row: its bytes, its 1-based number, the offset after it, and why it cannot be parsed, if so.
+    """A line that is a row: its bytes, its 1-based number, the offset after it, and an error if it cannot be parsed.
 
     A row of a table may take ``num_lines``; its ``cells`` are already separate.
     """
@@ -79,7 +79,7 @@ class LinesFile(StoredFile):
         self._parse = parse
 
     def lines(self, stream: BinaryIO, at: Cursor) -> Iterator[Line]:
-        """The lines that are rows of a stream of ``open_text`` that begins ``at`` a cursor."""
+        """The lines that are rows, from a stream of ``open_text`` that begins ``at`` a cursor."""
         return _lines(stream, at.offset, at.row)
 
     def columns(self, line: Line) -> dict[str, Any]:

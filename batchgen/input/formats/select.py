@@ -22,7 +22,7 @@ from batchgen.input.input_bytes import InputBytes, LocalFile, RemoteFile
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of files: what opens one for a job, and the suffixes of their names."""
+    """A format of files: the function that opens a file for a job, and suffixes of file names."""
 
     open: Callable[[InputBytes, InputSpec], InputFile]
     suffixes: tuple[str, ...]
@@ -109,9 +109,9 @@ def _resolve(content: InputBytes, name: str, delimiter: str | None) -> str:
 
 
 def _read_head(content: InputBytes) -> bytes:
-    """The first bytes of a file's text. Raises UsageError for text of two or four bytes without a mark of their order.
+    """The first bytes of a file's text. Raises UsageError if its encoding needs a byte order mark that is missing.
 
-    Only the names of their encodings without an order ask for a mark.
+    UTF-16 and UTF-32 need the mark, unless their name states the byte order.
     """
     try:
         with open_text(content) as stream:
@@ -150,9 +150,9 @@ def _wide_encoding(head: bytes) -> str:
 
 
 def _refuse_other_encoding(name: str, head: bytes) -> None:
-    """Raises UsageError for a text of which no line has characters in UTF-8, and several have letters in cp1252.
+    """Raises UsageError for a text whose lines beyond ASCII are all cp1252 and not UTF-8.
 
-    That is the usual other encoding. A single line among many is left to the reader, which makes it an error row.
+    cp1252 is the usual other encoding. A single such line is left to the reader, which makes it an error row.
     """
     lines = head.split(b"\n")[: -1 if len(head) == _HEAD_BYTES else None]
     others = [(number, _signs_of_cp1252(line)) for number, line in enumerate(lines, 1) if not line.isascii()]
@@ -164,7 +164,7 @@ def _refuse_other_encoding(name: str, head: bytes) -> None:
 
 
 def _signs_of_cp1252(line: bytes) -> str:
-    """The characters beyond ASCII of a line that is cp1252 and not UTF-8; none for another line."""
+    """The characters beyond ASCII of a line that is cp1252 and not UTF-8; "" for another line."""
     try:
         line.decode()
         return ""

@@ -51,9 +51,8 @@ codecs.register_error(_ESCAPE, _escape)
 class Decompressed(io.RawIOBase):
     """The decompressed content of a file.
 
-    It ends where it cannot be decompressed any further, and ``damage`` then says why; what is decompressed in one go
-    with a damaged byte (some 20 kB of a gzip file, a block of a zstd file) is lost with it. A real failure to read
-    raises ``OSError``.
+    It ends where it cannot be decompressed any further, and ``damage`` then says why; the block with the damaged byte
+    (some 20 kB of a gzip file, a block of a zstd file) is lost. A real failure to read raises ``OSError``.
     """
 
     def __init__(self, content: InputBytes, codec: str) -> None:
@@ -100,7 +99,7 @@ class Decompressed(io.RawIOBase):
             self.damage = None
 
     def _is_padded(self) -> bool:
-        """Whether nothing but zeros follows the last whole member of a gzip file, as tapes leave them."""
+        """Whether only zeros follow the last complete member of a gzip file, as tapes leave them."""
         with self._content.open() as file:
             left, member, is_begun = self._num_bytes, zlib.decompressobj(31), False
             while piece := file.read(min(left, BUFFER_BYTES)):
@@ -122,7 +121,7 @@ class Decompressed(io.RawIOBase):
 
 
 class Transcoded(io.RawIOBase):
-    """Text of another encoding as UTF-8. Bytes that stand for nothing in it stay, so that their rows are error rows."""
+    """Text of another encoding as UTF-8. Undecodable bytes stay, so that their rows become error rows."""
 
     def __init__(self, stream: BinaryIO, encoding: str) -> None:
         self._stream = stream
@@ -138,7 +137,7 @@ class Transcoded(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader passes
-        """Fill ``buffer`` as far as what is decoded reaches; 0 at the end."""
+        """Fill ``buffer`` with decoded bytes; returns their number, 0 at the end."""
         while not self._pending and not self._is_ended:
             block = self._stream.read(BUFFER_BYTES)
             self._is_ended = not block
@@ -148,7 +147,7 @@ class Transcoded(io.RawIOBase):
         return size
 
     def _decode(self, block: bytes) -> str:
-        """The text of a block. One that ends in a mark without an end is decoded as if the file ended there."""
+        """The text of a block. A block that ends in an unfinished sequence is decoded as if the file ended there."""
         before = self._decoder.getstate()
         try:
             return self._decoder.decode(block, self._is_ended)
@@ -164,7 +163,7 @@ class Transcoded(io.RawIOBase):
 def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
     """A stream of the file's text in UTF-8 that starts ``offset`` bytes into it, decompressed. Raises ``OSError``.
 
-    It seeks in a plain file, and decompresses or decodes another one up to there.
+    A plain file is seeked; another one is decompressed or decoded up to the offset.
     """
     plain = content.open()
     codec = _codec(plain)
@@ -196,7 +195,7 @@ def damage(stream: BinaryIO) -> str | None:
 
 
 def foreign_compression(content: InputBytes) -> str | None:
-    """The name of a compression that is not read, where a file begins with its mark."""
+    """The name of an unsupported compression, if a file begins with its mark."""
     with content.open() as stream:
         head = stream.read(16)
     return next((name for magic, name in _FOREIGN_MAGIC.items() if head.startswith(magic)), None)

@@ -18,7 +18,7 @@ __all__ = ["OutputFormat", "csv_format", "output_format"]
 
 
 def output_format(spec: JobSpec, manifest: Manifest) -> OutputFormat:
-    """The format of a job's outputs, of which some say when the run was begun. Raises UsageError if unknown."""
+    """The format of a job's outputs; some formats contain the time when the run was begun. Raises UsageError."""
     name = spec.output.format
     if name == "jsonl":
         return OutputFormat()
@@ -39,10 +39,10 @@ def output_format(spec: JobSpec, manifest: Manifest) -> OutputFormat:
 
 
 def csv_format(spec: JobSpec, manifest: Manifest, columns: Sequence[str] = ()) -> CsvFormat:
-    """The CSV of a job's outputs, with ``columns`` alone where they are given.
+    """The CSV format of a job's outputs, reduced to ``columns`` if they are given.
 
-    It has a mark of UTF-8, which spreadsheets look for, where a file of the input had one when the job was begun, or
-    was no UTF-8. Its cells are separated as in the tables of the input, by commas where these differ.
+    It begins with a mark of UTF-8, which spreadsheets look for, if a file of the input had one when the job was begun,
+    or was not UTF-8. The delimiter is the input's, or a comma if the input's tables differ.
     """
     files = manifest.fingerprints.get("input", {}).get("files", [])
     delimiters = {file["delimiter"] for file in files if "delimiter" in file}

@@ -1,7 +1,7 @@
-"""Outputs as a CSV file for spreadsheets: a row's own columns, then what the model gave, without counts and times.
+"""Outputs as a CSV file for spreadsheets: a row's own columns, then the model's answer, without counts and times.
 
-Cells are quoted as the standard library does it. Text is a cell as it is; what a cell cannot hold, such as lists and
-objects, is JSON text, and null is an empty cell.
+The standard library quotes cells. Text is written unchanged, null is an empty cell, and other values, such as lists and
+objects, are JSON text.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BUFFER_CHARS = 1 << 20
 
 class CsvFormat(OutputFormat):
     """``outputs.csv``. ``has_id``: the input has ids; ``has_bom``: the file begins with a mark that says UTF-8.
-    ``delimiter`` stands between cells.
+    ``delimiter`` separates cells.
 
-    ``columns`` are those to write, in their order; without them, those that some row has. ``own`` are the fields of
-    the job's records, of which no kept column has the name.
+    ``columns`` are the columns to write, in order; by default all columns of all rows. ``own`` are the fields of the
+    job's records, whose names kept columns cannot have.
     """
 
     def __init__(

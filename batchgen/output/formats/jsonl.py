@@ -1,7 +1,7 @@
-"""Output formats, and the plainest one: a JSON object per line, which a journalled payload is already.
+"""Output formats, and the plainest one: a JSON object per line, like the journal's payloads.
 
-A format turns the journal's payloads into the rows of one file. It does not know where rows come from, in which order,
-or when the file may appear; and none but this one is ever read back.
+A format turns the journal's payloads into the rows of one file. The caller decides on rows, their order, and when the
+file appears. Only this format is ever read back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OutputFormat:
         return payload
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """Write a whole outputs file; ``rows`` may be iterated more than once. Memory does not grow with the rows."""
+        """Write an outputs file; ``rows`` may be iterated more than once. Memory does not grow with the rows."""
         write_lines(file, rows)
 
 

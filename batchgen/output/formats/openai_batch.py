@@ -29,8 +29,8 @@ from batchgen.output.formats.jsonl import OutputFormat
 class OpenAIBatchFormat(OutputFormat):
     """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``.
 
-    ``model`` is named where a request named none; ``created`` is when the run was begun, in seconds since 1970.
-    ``has_ids`` says that a column has the ids; elsewhere an integer is the row's index.
+    ``model`` is used for requests that do not name a model; ``created`` is when the run was begun, in seconds since
+    1970. With ``has_ids`` ids come from a column; otherwise an integer is the row's index.
     """
 
     model: str
@@ -52,7 +52,7 @@ class OpenAIBatchFormat(OutputFormat):
     def error_row(self, payload: bytes) -> bytes:
         """A batch response without a body, followed by the other fields of the payload: index, source, line, row.
 
-        Without an id that could be read ``custom_id`` is null, since the row's index may be another one's.
+        If the id could not be read, ``custom_id`` is null, since the row's index may be another row's id.
         """
         record = json.loads(payload)
         error = {"code": record.pop("code"), "message": record.pop("message")}
@@ -86,7 +86,7 @@ class OpenAIBatchFormat(OutputFormat):
         return name if isinstance(name, str) and name else self.model
 
     def _embedding(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of one or several vectors; base64 is of the float32 numbers, lowest byte first."""
+        """The body of one or several vectors; base64 encodes float32 numbers, lowest byte first."""
         vectors, count = record.get("embeddings") or [record["embedding"]], record["usage"]["prompt_tokens"]
         if kept.get("encoding_format") == "base64":
             vectors = [b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() for vector in vectors]
@@ -104,7 +104,7 @@ def _head(record: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _choice(index: int, sample: Mapping[str, Any], chat: bool, row: int) -> dict[str, Any]:
-    """A choice of the body, from a sample, or from the record of a row with a single one."""
+    """A choice of the body, from a sample, or from the record of a row with a single sample."""
     text, reason, calls = sample.get("text"), sample["finish_reason"], sample.get("tool_calls")
     choice: dict[str, Any] = {"index": index}
     more = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
@@ -169,7 +169,7 @@ def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _by_text(tops: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Log-probabilities by text; of tokens with the same text the likeliest, which comes first, counts."""
+    """Log-probabilities by text; if tokens have the same text, the likeliest, which comes first, counts."""
     logprobs: dict[str, float] = {}
     for top in tops:
         logprobs.setdefault(_token_text(top), top["logprob"])

@@ -1,10 +1,10 @@
 """Outputs as a typed, zstd-compressed Parquet file, written in row groups so that memory does not grow with the rows.
 
 The record's own fields have fixed types; the arguments of tool calls and the ``parsed`` of samples are JSON text. Kept
-columns have the types of a Parquet input, if all values fit. Others and ``parsed`` get the type that all their values
-share, found in a first pass over the rows. A column without one (mixed types, integers beyond 64 bits, objects with
-ever new keys) becomes JSON text, one value per row, marked in the field's metadata. A value is never changed to fit a
-type; only a key that an object lacks and one that is null cannot be told apart.
+columns have the types of a Parquet input, if all values fit. Other columns and ``parsed`` get the type that all their
+values share, found in a first pass over the rows. A column without such a type (mixed types, integers beyond 64 bits,
+objects with ever new keys) becomes JSON text, one value per row, marked in the field's metadata. Values are never
+changed to fit a type, except that a key which an object lacks becomes null.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
 
 
 def carried_types(spec: JobSpec, types: Mapping[str, str]) -> dict[str, Any]:
-    """The Arrow types of kept columns, by what ``str`` makes of them in the input; unknown ones are left out."""
+    """The Arrow types of kept columns, from their text in the input's fingerprint; unknown ones are left out."""
     kinds = {name: _parsed_type(str(text)) for name, text in types.items() if name not in record_keys(spec)}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
@@ -123,7 +123,7 @@ def _parsed_type(text: str) -> Any:
 def table_of(lines: Sequence[bytes], fixed: Mapping[str, Any]) -> pa.Table:
     """Records as the table of ``outputs.parquet``.
 
-    It is read by this thread alone. Arrow's own threads let go of a Python file after its content is there; if the
+    Only this thread reads it. Arrow's own threads release a Python file after the content was returned; if the
     interpreter ends just then, they are unwound within C++, which aborts the process.
     """
     file = BytesIO()
@@ -144,7 +144,7 @@ class ParquetFormat(OutputFormat):
             fields[unfit] = None
 
     def _write_groups(self, file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> str | None:
-        """Write all rows; it ends early with the name of a column that holds a value which its type cannot take."""
+        """Write all rows; returns early with the name of a column if one of its values does not fit the type."""
         schema = pa.schema([field_of(name, kind) for name, kind in fields.items()])
         file.seek(0)
         file.truncate()
@@ -160,7 +160,7 @@ class ParquetFormat(OutputFormat):
         return None
 
     def _column(self, field: Any, values: list[Any]) -> Any:
-        """The values as a column, None where the field does not take them as they are."""
+        """The values as a column, None if the field cannot take them unchanged."""
         if field.type == self._carried.get(field.name, _INFERRED):
             return _restored(values, field.type)
         if self._fixed.get(field.name, _INFERRED) == _INFERRED and not all(map(_check_of(field), values)):
@@ -221,7 +221,7 @@ def _of_half(kind: Any) -> Any:
 
 
 def _sized(name: str, kind: Any, group: Sequence[Mapping[str, Any]]) -> Any:
-    """The type of vectors, which has their size; ``kind`` for another column."""
+    """The type of vectors, with their size; ``kind`` for other columns."""
     if name not in _VECTORS:
         return kind
     first = next(row[name] for row in group if name in row)
@@ -259,7 +259,7 @@ def _is_json(field: Any) -> bool:
 
 
 def _check_of(field: Any) -> Callable[[Any], bool]:
-    """Function that tells whether a value goes into a field unchanged, and is fast for many of them."""
+    """A function that checks quickly whether a value fits a field unchanged."""
     kind = field.type
     if _is_json(field):
         return lambda _: True
