@@ -1,7 +1,7 @@
 """The commands as Python functions, and ``generate``, a job over rows in memory.
 
-Rows in memory become the run's standard input, so all that holds for ``batchgen run --input -`` holds for them: the
-same reader, journal and resume. Nothing is computed here. The names are exported by ``batchgen``.
+Rows in memory become the run's standard input, with the same reader, journal and resume as ``batchgen run --input -``.
+``batchgen`` exports the names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Run:
     """A finished run: ``rows``, ``errors``, ``report``, and ``path``, the run directory if it was kept.
 
     ``rows`` are the output records in the order of the input, ``errors`` the lines of ``errors.jsonl``: a row of the
-    input, known by its ``index``, is in one of them. Both are read when they are first asked for.
+    input, known by its ``index``, is in one of them. Both are read on first use.
     """
 
     def __init__(self, spec: JobSpec, outcome: Outcome, labels: Any = None) -> None:
@@ -107,8 +107,8 @@ class Run:
     def to_pandas(self) -> Any:
         """``to_arrow`` as a ``pandas.DataFrame`` whose index is the number of each row in the input.
 
-        So a column of it fits the rows that were given, with NaN where one failed, if their own index counts from 0.
-        Warns of an integer index that does not, since pandas would put answers next to other rows.
+        So its columns align with the given rows, with NaN for failed ones, if their own index counts from 0. Warns of
+        an integer index that does not, since pandas would put answers next to other rows.
         """
         if self._labels is not None and _misleads(self._labels):
             warnings.warn(
@@ -139,7 +139,7 @@ def generate(
     engine_factory: EngineFactory | None = None,
     **keys: Any,
 ) -> Run:
-    """Run a model over all rows and return what came of them.
+    """Run a model over all rows and return the results.
 
     ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list, column or other iterable of strings
     (column ``prompt``), mappings of columns and chats (lists of messages), a dict of columns, a pandas or Polars
@@ -152,8 +152,8 @@ def generate(
     finished one; without an ``output``, nothing is kept. Progress is shown on a terminal and in a notebook only. Each
     call loads the model: ``LLM`` keeps one.
 
-    In the main thread SIGINT, SIGTERM and SIGHUP stop the run as they do a command: what is done is journalled, then
-    the signal has its usual effect, which of Ctrl-C is KeyboardInterrupt.
+    In the main thread SIGINT, SIGTERM and SIGHUP stop the run as they do a command: finished rows are journalled, then
+    the signal has its usual effect; for Ctrl-C that is KeyboardInterrupt.
 
     Warns of failed rows. Raises UsageError for an impossible job, RunStopped if an option ended it before its last
     row, and as the command does.
@@ -231,7 +231,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {  # those that take a value, and ho
 
 
 def _option(name: str, value: Any) -> Any:
-    """The value of an option. Raises ValueError for one that the command would refuse."""
+    """The value of an option. Raises ValueError if the command would refuse it."""
     if name in _SWITCHES:
         if not isinstance(value, bool):
             raise ValueError("must be True or False")
@@ -240,7 +240,7 @@ def _option(name: str, value: Any) -> Any:
 
 
 def _take_options(keys: dict[str, Any]) -> RunOptions:
-    """The options of the command among the arguments of a call, which they leave. Raises UsageError."""
+    """Remove the command's options from the arguments of a call and return them. Raises UsageError."""
     chosen: dict[str, Any] = {}
     for name in [name for name in (*_SWITCHES, *_OPTIONS) if name in keys]:
         value = keys.pop(name)
@@ -255,7 +255,7 @@ def _take_options(keys: dict[str, Any]) -> RunOptions:
 
 
 def _finished(spec: JobSpec, outcome: Outcome, lost: str, labels: Any) -> Run:
-    """The run of an outcome. Raises RunStopped, which says what is ``lost``, where it is not finished."""
+    """The run of an outcome. Raises RunStopped, which says what is ``lost``, if it is not finished."""
     _pass_on_signal(outcome)
     if not outcome.is_finished:
         raise RunStopped(f"{outcome.lines[0].partition('; ')[0]}; {lost}" if lost else "; ".join(outcome.lines))

@@ -116,9 +116,9 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """A record per prompt, in order, as in ``outputs.jsonl``; prompts are sent as they are, without a template.
 
-        ``prompts`` are one string or rows of any kind that ``batchgen.generate`` takes. ``sampling`` goes over
-        ``sampling_params``; a row's own values stand in its column ``sampling``. Raises UsageError for impossible
-        values.
+        ``prompts`` are one string or rows of any kind that ``batchgen.generate`` takes. ``sampling`` wins over
+        ``sampling_params``, and a row's own values in its column ``sampling`` over both. Raises UsageError for
+        impossible values.
         """
         spec = self._with(sampling_params, sampling)
         raw = replace(spec.input, chat_template="none", system=None, continue_final_message=False)
@@ -157,7 +157,7 @@ class LLM:
     def embed(self, prompts: Any, *, use_tqdm: bool = True) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The embeddings of texts, float32 ``[n, d]``.
 
-        Raises UsageError for a text that cannot be embedded, and where the model generates text (see ``pooling``).
+        Raises UsageError for a text that cannot be embedded, and if the model generates text (see ``pooling``).
         """
         spec = self._spec
         if not spec.embed.is_on or self._model.config.labels or spec.embed.pooling == "tokens":
@@ -174,7 +174,7 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """A record per text with its label and the scores of all: of ``labels``, or of a classifier's own.
 
-        Raises UsageError for ``labels`` where the checkpoint has its own, and for none where it has not.
+        Raises UsageError if ``labels`` are given although the checkpoint has its own, or are missing.
         """
         if isinstance(labels, str):
             raise UsageError(f"LLM.classify: labels is one string: give a list, [{labels!r}, ...]")
@@ -187,7 +187,7 @@ class LLM:
         return self._answered(prompts, spec, use_tqdm)
 
     def __call__(self, batch: Any) -> pa.Table:
-        """The rows of a table and what a job makes of them: for Ray Data's ``map_batches``, Spark's ``mapInArrow``.
+        """The rows of a table with their results, for Ray Data's ``map_batches`` and Spark's ``mapInArrow``.
 
         ``batch`` is an Arrow table or record batch, a pandas DataFrame or a dict of arrays. The fields of records
         follow its columns; ``error`` is null or "code: message". Random draws need ``id``, the column that keys them:
@@ -223,7 +223,7 @@ class LLM:
     def _answered(self, rows: Any, spec: JobSpec, shows: bool, *, warns: bool = True) -> list[dict[str, Any]]:
         """The records of rows in memory, or of one string.
 
-        Rows of a column ``prompt`` alone, which strings are, are prompts whatever the columns of tables are.
+        Strings, and rows that only have a column ``prompt``, are prompts whatever columns the job names.
         """
         rows = [rows] if isinstance(rows, str) else rows
         parsed = [_parsed(*item) for item in enumerate(json_lines(rows, spec.input.request_columns))]
@@ -294,7 +294,7 @@ def _refuse_jobs(sections: Mapping[str, Any]) -> None:
 
 
 def _asks(spec: JobSpec, prompt: str | None = None, messages: str | None = None) -> JobSpec:
-    """The job whose rows have their prompt in another column."""
+    """The job with the prompt in another column."""
     return replace(spec, input=replace(spec.input, prompt=prompt, messages=messages, prompt_token_ids=None))
 
 
@@ -308,7 +308,7 @@ def _parsed(index: int, line: bytes) -> Row:
 
 
 def _as_table(batch: Any) -> pa.Table:
-    """A batch of one of the formats of Ray Data and Spark as a table."""
+    """A batch in one of the formats of Ray Data and Spark, as a table."""
     if isinstance(batch, pa.RecordBatch):
         return pa.Table.from_batches([batch])
     if isinstance(batch, pa.Table):

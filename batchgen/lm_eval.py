@@ -44,9 +44,9 @@ Scored = tuple[Any, list[int], list[int]]  # what lm-eval names the request by, 
 class BatchgenLM(TemplateLM):
     """A model under evaluation; nothing is loaded before there are requests.
 
-    ``pretrained`` is what ``model.path`` takes. ``keys`` are keys of [model] and [engine], such as ``dtype``,
-    ``tokenizer``, ``max_num_seqs`` and ``kv_cache_memory``. ``max_length`` is by default one token less than the
-    model's context. lm-eval's ``batch_size`` has no effect: all rows are in one batch, as large as memory allows.
+    ``pretrained`` is the ``model.path``. ``keys`` are keys of [model] and [engine], such as ``dtype``, ``tokenizer``,
+    ``max_num_seqs`` and ``kv_cache_memory``. ``max_length`` is by default one token less than the model's context.
+    lm-eval's ``batch_size`` has no effect: all rows are in one batch, as large as memory allows.
 
     Raises UsageError for an impossible argument and for a request that cannot run, ModelError for an unusable model.
     """
@@ -92,7 +92,7 @@ class BatchgenLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token after which a text without context is scored: that which begins texts, else that which ends them."""
+        """Token after which a text without context is scored: the one that begins texts, or else the end token."""
         return self._eos if self._bos is None else self._bos
 
     @property
@@ -118,7 +118,7 @@ class BatchgenLM(TemplateLM):
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text, by default begun as the tokenizer begins texts, unless it begins so already."""
+        """The tokens of a text, by default with the tokenizer's first tokens, unless the text begins with them."""
         if add_special_tokens is None:
             begin = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not string.startswith(begin)
@@ -156,7 +156,7 @@ class BatchgenLM(TemplateLM):
         return self._run(kind, rows, scores, {"max_tokens": 0, "prompt_logprobs": 1})
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, in windows of ``max_length`` tokens."""
+        """The log-likelihood of each complete text, in windows of ``max_length`` tokens."""
         windows: list[Scored] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -178,7 +178,7 @@ class BatchgenLM(TemplateLM):
         read: Callable[[Run], list[Any]],
         sampling: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Result of ``read`` on the run over ``rows``; in the folder ``output`` each list of rows has its own run."""
+        """The result of ``read`` on a run over ``rows``; in the folder ``output`` each list of rows has its own run."""
         if not rows:
             return []
         with ExitStack() as stack:

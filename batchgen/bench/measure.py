@@ -44,9 +44,9 @@ _NOTE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Subject of a measurement: a model with the engine's settings; and ``note``, which tells a person how far it is.
+    """Subject of a measurement: a model with the engine's settings; ``note`` shows progress to the user.
 
-    ``eos_token_ids`` end answers, by default those that the model's config names.
+    ``eos_token_ids`` end answers; the default is the model config's.
     """
 
     model: Decoder
@@ -64,7 +64,7 @@ def load_tokenizer(where: ModelSpec) -> Tokenizer | None:
 
 
 def pooling_of(where: ModelSpec) -> str:
-    """Pooling that the model's checkpoint names, "mean" where it names none. Raises ModelError."""
+    """The pooling that the model's checkpoint names, or "mean". Raises ModelError."""
     if is_dummy(where.path):
         return "mean"
     return read_vector_files(resolve_model(where.path, where.revision, ("*.json",))).pooling or "mean"
@@ -124,7 +124,7 @@ def _repeats(
 def _metrics(
     wall_s: float, requests: list[Request], stats: EngineStats, work: Work, ceilings: Ceilings
 ) -> dict[str, float]:
-    """Metrics whose medians are reported; ``roofline_s`` is the shortest time that the ceilings allow."""
+    """Metrics, whose medians are reported; ``roofline_s`` is the shortest time that the ceilings allow."""
     roofline_s = work.floor_s(ceilings)
     return {
         "wall_s": wall_s,
@@ -143,7 +143,7 @@ def _num_prompt_tokens(requests: list[Request]) -> int:
 
 
 def _run(bench: Bench, requests: list[Request], name: str) -> tuple[float, EngineStats, dict[str, Any]]:
-    """Wall time, counts and sizes of a new engine, which is gone by then: the next one takes the memory left."""
+    """Wall time, counts and sizes of a new engine, which is freed, so that the next one gets the same memory."""
     bench.note(name)
     model = bench.model
     sampler: Callable[..., Sampler] = Sampler

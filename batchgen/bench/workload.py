@@ -1,7 +1,7 @@
 """Workloads of a benchmark: real prompts or made-up ones, from a file, by name or by shape.
 
-A real job does not know how long its answers will be, so ``hide_lengths`` hides the lengths from the engine where the
-workload fixes them. Elsewhere the model's own end tokens end an answer.
+A real job does not know how long its answers will be, so ``hide_lengths`` hides the lengths from the engine if the
+workload fixes them. Otherwise the model's own end tokens end an answer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Shape:
 def nano_vllm(vocab_size: int) -> list[Request]:
     """The workload of nano-vllm's bench.py, draw by draw: 256 requests of 100 to 1,024 tokens in and out.
 
-    142,827 tokens in and 133,966 out. Ids beyond a smaller vocabulary begin again.
+    142,827 tokens in and 133,966 out. Ids beyond a smaller vocabulary wrap around.
     """
     rng = random.Random(0)
     lengths, prompts = LengthRange(100, 1024), []
@@ -117,14 +117,14 @@ def _limited(row: Row) -> Row:
 
 
 def as_texts(requests: list[Request], pooling: str) -> list[Request]:
-    """The same prompts as texts whose vectors are asked for."""
+    """The same prompts as requests for vectors."""
     return [replace(request, params=SamplingParams(max_tokens=0), pooling=pooling) for request in requests]
 
 
 def hide_lengths(requests: list[Request]) -> list[Request]:
     """The same requests with the largest ``max_tokens`` for all; ``EndAfter`` ends each at its own length.
 
-    That length is the request's stop string, which the engine hands on unread, so that neither admission nor the
+    The length is passed as the request's stop string, which the engine does not read, so that neither admission nor the
     memory forecast knows it.
     """
     most = max(request.params.max_tokens for request in requests)

@@ -1,1 +1,1 @@
-"""Proofs, on the user's own machine and model, of what the engine promises about its results."""
+"""Proofs of the engine's promises about its results, on the user's own machine and model."""

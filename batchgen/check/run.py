@@ -136,7 +136,7 @@ def room(max_model_len: int) -> int:
 
 
 def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[Prompt]:
-    """The prompts of a job's input, tokenized as a run would; no bad row is let pass.
+    """The prompts of a job's input, tokenized as in a run.
 
     Raises:
         UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.

@@ -73,7 +73,7 @@ def _chosen(record: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 class _Stdout(io.RawIOBase):
-    """Standard output as a file of whole lines; a terminal gets no control characters."""
+    """Standard output as a file of complete lines; control characters are escaped on a terminal."""
 
     def __init__(self) -> None:
         self._begun = b""  # the unfinished line that the next bytes continue

@@ -1,7 +1,7 @@
 """The ``help`` command: pages of ``batchgen/docs``, sections of them, and the help of other commands.
 
-The pages are Markdown files of the package, so that a machine without internet has them too. Only what they use is
-understood: headings, paragraphs, lists, tables, code blocks and links.
+The pages are Markdown files of the package, so that they can be read without internet. Only the elements that they use
+are supported: headings, paragraphs, lists, tables, code blocks and links.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FENCE = "```"
 
 
 class Section(NamedTuple):
-    """A heading of a page and the lines from it to the next of its level; a whole page is named after its file."""
+    """A heading of a page and the lines up to the next heading of its level; a page is named after its file."""
 
     name: str
     level: int
@@ -85,7 +85,7 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
 
 
 def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
-    """The page or section whose name fits best, else a list of the sections with these words; the index for no topic.
+    """The page or section whose name fits best, or a list of sections with these words; the index without a topic.
 
     Raises UsageError with the nearest name.
     """
@@ -114,7 +114,7 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
 
 
 def _of_message(topic: str, rows: Sequence[str]) -> Iterator[str]:
-    """The answer of the page of questions to a message, in ``rows`` of its tables, and the page on what prints it."""
+    """The answer to a message, in ``rows`` of tables of the page ``faq``, and the page on the module that prints it."""
     if rows:
         yield from (f"# {topic}", "", "| message | what to do |", "|---|---|", *rows, "")
     elif message := printed(topic):
@@ -221,7 +221,7 @@ def _block(block: Sequence[str], width: int) -> list[str]:
 
 
 def _table(lines: Sequence[str], width: int) -> list[str]:
-    """Columns two blanks apart; where that is too wide, the widest are narrowed and their cells wrapped."""
+    """Columns two blanks apart; if that is too wide, the widest are narrowed and their cells wrapped."""
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines if not line.startswith("|---")]
     widths = [max(len(_plain(cell)) for cell in column) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 1:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(click.Group):
-    """The commands in the order in which people need them."""
+    """The commands in the order in which users need them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands]
@@ -46,13 +46,13 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; a word that other tools have for one leads to it. Raises UsageError."""
+        """Find the command, also by other tools' names for it. Raises UsageError."""
         if args and args[0] not in self.commands and (meant := command_of(args[0])):
             raise UsageError(f"No such command {args[0]!r} (here it is {meant})")
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the exit codes, and where to read on."""
+        """Write the exit codes, and where to read more."""
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(int(code)), code.meaning) for code in ExitCode])
         formatter.write_paragraph()

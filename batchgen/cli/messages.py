@@ -1,7 +1,7 @@
-"""Lookup of messages that the program prints, for ``batchgen help MESSAGE``: the page that explains a message.
+"""Lookup of the page that explains a message of the program, for ``batchgen help MESSAGE``.
 
-The messages are string literals of the package, so that none can be forgotten. Paths and numbers in a message that was
-copied from a terminal do not matter: a message is found by its constant parts.
+The messages are all string literals of the package. A message copied from a terminal is found by its constant parts:
+paths and numbers do not matter.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ROW = re.compile(r"\| `([^`]+)` \|")
 
 
 class Message(NamedTuple):
-    """A message with "…" for what differs each time, and the page that explains it."""
+    """A message with "…" in place of its variable parts, and the page that explains it."""
 
     text: str
     page: str
 
 
 def answers(topic: str, faq: str) -> list[str]:
-    """The rows of the tables of the page ``faq`` whose message is in ``topic``, or has it."""
+    """The rows of the tables in the page ``faq`` whose message contains ``topic`` or is contained in it."""
     wanted = _words(topic)
     rows = ((match, line) for line in faq.splitlines() if (match := _ROW.match(line)))
     is_long = wanted.count(" ") + 1 >= _MIN_WORDS
@@ -47,7 +47,7 @@ def answers(topic: str, faq: str) -> list[str]:
 
 
 def printed(topic: str, texts: Iterable[tuple[str, str]] | None = None) -> Message | None:
-    """The message of the program that ``topic`` is, or is a part of; of several the one with the most in common.
+    """The message of the program that contains ``topic``; if there are several, the one with the most in common.
 
     ``texts`` are the ``literals`` of the package, which take a second to read.
     """
@@ -74,7 +74,7 @@ def page_of(module: str) -> str:
 
 
 def literals() -> Iterator[tuple[str, str]]:
-    """Module and text of each string of the package that may be a message, "…" for what is filled in."""
+    """Module and text of each string of the package that may be a message, "…" in place of filled-in values."""
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).with_suffix("").as_posix()
         nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
@@ -86,7 +86,7 @@ def literals() -> Iterator[tuple[str, str]]:
 
 
 def text_of(node: ast.AST) -> str:
-    """A string literal, with "…" for what is filled in; "" for anything else."""
+    """A string literal, with "…" in place of filled-in values; "" for anything else."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -97,5 +97,5 @@ def text_of(node: ast.AST) -> str:
 
 @cache
 def _words(text: str) -> str:
-    """The words of a text in lower case, one blank between them; signs do not count."""
+    """The words of a text in lower case, separated by one blank, without punctuation."""
     return " ".join(re.findall(r"[\w-]+", text.lower()))

@@ -1,4 +1,4 @@
-"""Options of the command line: one for every key of the job file, made from the key's declaration, and shared ones.
+"""Options of the command line: one for every key of the job file, made from its declaration, and shared ones.
 
 Flags of job keys become the raw values that a job file would hold; ``config.load`` checks them.
 """
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """A value that ``parse`` reads from a flag's text; ``name`` stands for it in help."""
+    """A value that ``parse`` reads from a flag's text; ``name`` is its placeholder in help."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -112,7 +112,7 @@ def _show_all(ctx: click.Context, option: click.Parameter, is_asked: bool) -> No
 class GroupedCommand(click.Command):
     """A command whose help lists its options under headings: the job's sections, this run, others.
 
-    Those that are hidden are for experts: ``--help-all`` shows them too.
+    Hidden options are for experts: ``--help-all`` shows them.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -128,7 +128,7 @@ class GroupedCommand(click.Command):
         self.params.append(help_all)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under the heading of their section; the last line tells how many are hidden."""
+        """Write the options under the heading of their section, and the number of hidden ones."""
         blocks: dict[str, list[tuple[str, str]]] = {}
         num_hidden = 0
         for option in [copy(item) for item in self.get_params(ctx) if isinstance(item, click.Option) and item.help]:
@@ -151,7 +151,7 @@ class GroupedCommand(click.Command):
 
 
 def usage_error(error: click.ClickException, argv: Sequence[str]) -> str:
-    """The line for arguments that click refuses, with the option here that is meant by the field's word for it."""
+    """The line for arguments that click refuses; other tools' names for an option lead to it."""
     ctx = getattr(error, "ctx", None)
     read = f"; try '{ctx.command_path} --help'" if ctx else ""
     name = error.option_name if isinstance(error, click.NoSuchOption) else ""

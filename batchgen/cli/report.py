@@ -116,7 +116,7 @@ def _compare(
 
 
 def _write_page(run_dir: RunDir, content: dict[str, Any], path: Path, tables: Sequence[Table]) -> None:
-    """Write the page of a run, with ``tables`` before its own."""
+    """Write the page of a run, with ``tables`` before the report's tables."""
     from batchgen.report.html import write_html
     from batchgen.run.reports import shown_rows
 

@@ -1,7 +1,7 @@
 """Output of commands: results on stdout, one-line messages on stderr, without terminal control characters.
 
-A stderr that is full or closed changes no exit code. A stdout in that state does, since its text is the command's
-result.
+A stderr that is full or closed does not change the exit code. A stdout in that state does, since its text is the
+command's result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def show(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Write a message to stderr; its further lines are indented, so that none looks like a message of its own."""
+    """Write a message to stderr; further lines are indented, so that they do not look like messages of their own."""
     first, *more = (printable(line) for line in masked_in(text).split("\n"))
     with suppress(OSError, ValueError):
         click.echo("\n".join([f"batchgen: {first}", *(f"  {line.strip()}" for line in more)]), err=True)

@@ -25,7 +25,7 @@ CALIBRATION_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Seconds per token of prompts and of answers, and what the end of the sample took: seconds, tokens of answers."""
+    """Seconds per token of prompts and of answers; seconds and answer tokens of the sample's end."""
 
     prefill_s: float
     decode_s: float

@@ -55,9 +55,9 @@ def make_plan(
 ) -> dict[str, Any]:
     """Survey the job's input and estimate a run; the plan as plain data for ``--json`` and ``render_plan``.
 
-    ``output_tokens`` is the expected mean length of an answer. Rows that the output folder or the runs of
-    ``output.reuse`` have results of are counted as kept, unless the job ``starts_anew``. Raises UsageError for a job
-    that ``run`` would refuse too, ModelError for unusable weights when calibrating.
+    ``output_tokens`` is the expected mean length of an answer. Rows with results in the output folder or in the runs of
+    ``output.reuse`` are counted as kept, unless the job ``starts_anew``. Raises UsageError for a job that ``run`` would
+    refuse too, ModelError for unusable weights when calibrating.
     """
     run_dir = RunDir(Path(spec.output.path))
     earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).current
@@ -77,7 +77,7 @@ def make_plan(
 
 
 def _earlier_results(job: OpenJob, run_dir: RunDir, earlier: Manifest | None, at: datetime | None) -> EarlierResults:
-    """The results that are there, computed as in the output folder; a run finds out whether this machine does."""
+    """Existing results with the numerics of the output folder; a run checks whether this machine has the same."""
     spec = job.spec
     runs = [run for _, run in earlier_runs(spec)] + ([earlier] if earlier else [])
     job.digests = Digests(runs[-1].file_states if runs else None)

@@ -24,7 +24,7 @@ class ExpectedLengths:
     """Expected output lengths of rows without a fixed length.
 
     ``values`` are equally likely lengths, before each row's own limit; empty means that only the limit is known.
-    ``basis`` says where they come from, for a person.
+    ``basis`` tells the user where they come from.
     """
 
     basis: str
@@ -37,7 +37,7 @@ class ExpectedLengths:
 
     @classmethod
     def limits(cls, survey: Survey) -> ExpectedLengths:
-        """Every row at its limit, which is all that is known before any row has run."""
+        """Every row at its limit: nothing else is known before a row has run."""
         is_fixed = all(is_fixed for _, is_fixed in survey.outputs)
         return cls("fixed by the job" if is_fixed else "max_tokens, an upper bound")
 
@@ -45,7 +45,7 @@ class ExpectedLengths:
     def observed(cls, finished: list[int], unfinished: list[int]) -> ExpectedLengths | None:
         """Lengths of sampled rows, some of them still unfinished; None if none finished.
 
-        With unfinished rows, each row has the mean: tokens seen per row that ended.
+        If some are unfinished, each row gets the mean: all tokens so far per ended row.
         """
         if not finished:
             return None
@@ -80,7 +80,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """Number of engines that compute at once, each as fast as one here, and the most that have full batches.
+    """Number of engines that compute at once, each as fast as one here, and the most that get full batches.
 
     ``number`` is None for a Ray cluster whose nodes are not known here.
     """
@@ -90,9 +90,9 @@ class WorkersPlan:
 
 
 def workers_plan(spec: JobSpec, num_rows: int, max_num_seqs: int) -> WorkersPlan | None:
-    """The workers of a job, by default one per GPU; None where its rows do not go to workers.
+    """The workers of a job, by default one per GPU; None if its rows do not go to workers.
 
-    Those that share the processors of this machine are as fast as one process.
+    Workers that share the processors of this machine are together as fast as one process.
     """
     cluster = spec.cluster
     if not cluster.is_used:
@@ -107,7 +107,7 @@ def workers_plan(spec: JobSpec, num_rows: int, max_num_seqs: int) -> WorkersPlan
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Expected lengths and time, and the engine's numerics and sizes where an earlier run or a calibration had them."""
+    """Expected lengths and time, and the engine's numerics and sizes if an earlier run or a calibration knows them."""
 
     lengths: ExpectedLengths
     estimate: Estimate | None = None
@@ -116,9 +116,9 @@ class Forecast:
 
 
 def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool:
-    """Whether an earlier run's report is of this model and adapter, with such integers, here, and has a rate.
+    """Whether an earlier run's report has a rate of this model, adapter and quantization on this machine.
 
-    A rate of texts that became vectors says nothing of generation.
+    A rate of vectors does not count for a job that generates.
     """
     model, tokens = spec.model, report["tokens"]
     numerics = Numerics.of(report["numerics"])
@@ -132,7 +132,7 @@ def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool
 def forecast_from_report(report: Mapping[str, Any], survey: Survey, lengths: ExpectedLengths | None) -> Forecast:
     """The job at an earlier run's rate: all tokens, prompt and output, per second of generating.
 
-    ``lengths`` are the mean of that run if None.
+    If ``lengths`` is None, the mean length of that run is used.
     """
     mean = report["tokens"]["completion"] / report["rows"]["done"]
     lengths = lengths or ExpectedLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
@@ -144,10 +144,10 @@ def forecast_from_report(report: Mapping[str, Any], survey: Survey, lengths: Exp
 
 
 def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Forecast) -> dict[str, Any]:
-    """KV memory of a row of ``mean_tokens``, and how many tokens and such rows fit at once (None: not known).
+    """KV memory of a row of ``mean_tokens``, and how many tokens and such rows fit at once (None: unknown).
 
-    The engine's own arithmetic over the memory that is free now, less what the weights will take. The free memory of a
-    GPU is known only from a calibration. Raises UsageError for sizes that cannot work.
+    It uses the engine's arithmetic on the memory that is free now, minus the weights. The free memory of a GPU is only
+    known from a calibration. Raises UsageError for sizes that cannot work.
     """
     is_cpu = not _is_cuda(spec) and spec.model.device not in UNTRIED_DEVICES
     dtype = forecast.numerics.get("dtype") or spec.model.dtype
@@ -180,7 +180,7 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
 
 
 def _is_cuda(spec: JobSpec) -> bool:
-    """Whether the job will run on a GPU; for "auto", whether a GPU is visible and torch not built for CPUs alone."""
+    """Whether the job will run on a GPU; for "auto", whether a GPU is visible and torch is not a CPU-only build."""
     device = spec.model.device
     return device.startswith("cuda") or (
         device == "auto" and "+cpu" not in version("torch") and bool(visible_gpus(device))

@@ -1,7 +1,7 @@
 """Survey of a job's rows: counts, lengths and bad rows, in one pass over the input.
 
-Memory is bounded for any number of rows: lengths are counted, and of the rows only a random sample is kept. Uses no
-weights and no engine.
+Memory is bounded for any number of rows: lengths are counted, and only a random sample of the rows is kept. Neither
+weights nor an engine are needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Trial of a job's first rows: each prompt as the model sees it and what the model answers, for ``batchgen try``.
+"""Trial of a job's first rows: each prompt as the model sees it, and the model's answer, for ``batchgen try``.
 
-Prompts are tried, not planned: this shows what a chat template makes of a row before a night is spent on all of them.
-Nothing is written, and no result that is there is read.
+It shows what a chat template makes of a row before a night is spent on all rows. Files of the run directory are neither
+written nor read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tried:
     record: Mapping[str, Any]
 
     def text(self) -> str:
-        """The row on a page: what was sent, then what came back."""
+        """The row as text: its prompt, then the answer."""
         where = f"row {self.record['index']} (line {self.line})"
         if "code" in self.record:
             return f"{where}: {self.record['code']}: {self.record['message']}"
@@ -60,7 +60,7 @@ class Tried:
 def try_job(
     spec: JobSpec, num_rows: int, note: Callable[[str], object], engine_factory: EngineFactory | None = None
 ) -> Iterator[Tried]:
-    """Run the first rows of a job and give them in their order; ``note`` shows a line to the user.
+    """Run the first rows of a job and yield them in order; ``note`` shows a line to the user.
 
     ``engine_factory`` replaces the model's own engine. Raises as a run does before its first row: UsageError,
     ModelError, OutOfMemory.

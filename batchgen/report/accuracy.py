@@ -1,7 +1,7 @@
 """Accuracy of a run: right answers among the rows that have an expected one, with wrong ones, samples and labels.
 
-Rows are added one by one; memory does not grow with them. Where answers are labels, from a closed set, each expected
-one is counted with the one found. Nothing is read here, and no text is changed.
+Rows are added one by one; memory does not grow with them. If answers are labels, from a closed set, pairs of expected
+and found labels are counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass
 class Accuracy:
-    """Counts of rows whose answer was compared with the one that ``expected`` finds in their record.
+    """Counts of rows whose answer was compared with the right answer, which ``expected`` finds in their record.
 
     ``answer`` is the rule by which the answer was found; without it whole texts are compared. ``has_labels`` says that
     all answers are from a closed set; scored labels and labels of classifiers always are.
@@ -47,7 +47,7 @@ class Accuracy:
     digest: int = 0  # of ids and expected answers, in any order of the rows
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in an output record; one without an expected value is not compared."""
+        """Take in an output record; it is compared if it has an expected value."""
         expected = None if self.expected is None else self.expected(record)
         if expected is None:
             return
@@ -63,7 +63,7 @@ class Accuracy:
             self._add_wrong(record, answer, expected)
 
     def verdict(self, record: Mapping[str, Any]) -> bool | None:
-        """Whether a record is right; None where it is not compared."""
+        """Whether a record is right; None if it is not compared."""
         expected = None if self.expected is None else self.expected(record)
         return None if expected is None else self._verdict(record, expected)[1]
 
@@ -102,7 +102,7 @@ class Accuracy:
             self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
 
     def _compared(self, expected: Any) -> str:
-        """The part of an expected answer that is compared: in a whole solution, the answer that the rule finds."""
+        """The part of an expected answer that is compared: if it is a full solution, the answer that the rule finds."""
         text = text_of(expected)
         answer = find_answer(self.answer, text) if self.answer else None
         return text if answer is None else answer
@@ -147,7 +147,7 @@ class Accuracy:
 
 
 def interval(correct: int, total: int) -> list[float]:
-    """The 95% interval of a share (Wilson's score): it holds for few rows and where all or none are correct too."""
+    """The 95% interval of a share (Wilson's score), which also holds for few rows and for shares of 0 and 1."""
     share, spread = correct / total, _Z**2 / total
     half = _Z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
     return [round(min(max((share + spread / 2 + side) / (1 + spread), 0.0), 1.0), 6) for side in (-half, half)]

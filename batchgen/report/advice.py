@@ -1,6 +1,6 @@
 """Advice on a run: its bound, and one sentence for each thing to change, derived from the numbers of its report.
 
-Plain rules with their thresholds. Where no rule applies, the model's arithmetic was the limit.
+Plain rules with their thresholds. If no rule applies, the model's arithmetic was the limit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def advice(report: Mapping[str, Any]) -> list[str]:
 
 
 def warnings(report: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons why answers, or the count of right ones, are not those that the job meant."""
+    """Reasons why answers, or the count of right ones, may not be as intended."""
     for name, count in report.get("empty_fields", {}).items():
         yield f"{counted(count, 'row')} ran with an empty {name} in the prompt"
     structured = report.get("structured") or {"incomplete": 0}

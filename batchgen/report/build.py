@@ -1,7 +1,7 @@
 """``report.json``: the totals of a run, from its finished rows and the resources its invocations used.
 
-Totals come from the rows themselves, so a run interrupted ten times reports the same tokens as an undisturbed one;
-only times add up over invocations. ``KEYS`` says what each key means. The engine and the input are never read here.
+Totals come from the rows themselves, so a run interrupted ten times reports the same tokens as an undisturbed one; only
+times add up over invocations. ``KEYS`` says what each key means.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ _OPTIONAL_KEYS |= {"compared", "empty_fields"}  # reports that are kept as a bas
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``report.json``; see ``KEYS``.
 
-    ``usage`` adds up all invocations (``sessions``, ``wall_s``, ``seconds`` by account, ``engine`` counts
-    with their ``series``); ``job_facts`` are what ran and where (model, input, numerics, threads, sizes).
+    ``usage`` adds up all invocations (``sessions``, ``wall_s``, ``seconds`` by account, ``engine`` counts with their
+    ``series``); ``job_facts`` describe the job and the machine (model, input, numerics, threads, sizes).
     """
     engine = dict(usage.get("engine", {}))
     series = thin(engine.pop("series", {}))
@@ -189,7 +189,7 @@ def _device_hours(job_facts: Mapping[str, Any], devices_s: float, num_tokens: in
 
 @lru_cache(maxsize=1)
 def machine_facts() -> Mapping[str, Any]:
-    """The platform, processor and Python, and versions of the package and of what it computes with."""
+    """The platform, processor and Python, and versions of the package and of the libraries that compute."""
     versions = {"batchgen": build()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

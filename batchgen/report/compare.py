@@ -1,9 +1,9 @@
-"""Two reports side by side, and the gates by which one is a regression of the other.
+"""Two reports side by side, and the gates that decide whether one is a regression.
 
-Each gate is silent unless it is asked for: tokens per second of generating may fall by a share of what they were, exact
-match over the same rows by percentage points; with either, the share of failed rows may not rise. All else is shown and
-does not count. A comparison is plain data, which ``--json`` prints: ``figures``, ``answers`` (see ``answer_changes``;
-None where the rows of a run are not there), ``differences`` of what should be alike, and the gates.
+Each gate applies only if it is given: tokens per second of generating may fall by a share, exact match over the same
+rows by percentage points; with either gate, the share of failed rows may not rise. Other figures are only shown. A
+comparison is plain data, which ``--json`` prints: ``figures``, ``answers`` (see ``answer_changes``; None if the rows of
+a run are missing), ``differences`` between values that should be equal, and the gates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FIGURES = {  # by name: where the report has it, and how it is shown
 
 
 class Gates(NamedTuple):
-    """Limits of a change: ``speed`` may fall by that share of one, ``accuracy`` by that many points; None: no gate."""
+    """Limits of a change: ``speed`` may fall by a share, ``accuracy`` by percentage points; None: no gate."""
 
     speed: float | None = None
     accuracy: float | None = None
@@ -60,7 +60,7 @@ def compare_reports(
 
 
 def _is_regression(name: str, before: float | None, now: float | None, gates: Gates) -> bool | None:
-    """Whether a figure is worse than its gate allows; None where no gate asks."""
+    """Whether a figure is worse than its gate allows; None without a gate."""
     if before is None or now is None:
         return None
     if name.endswith("tokens/s") and gates.speed is not None:
@@ -71,7 +71,7 @@ def _is_regression(name: str, before: float | None, now: float | None, gates: Ga
 
 
 def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table, Table]:
-    """The figures of a comparison, and in words how the answers differ and what should have been alike."""
+    """The figures of a comparison, and lines on changed answers and on differences that should not be."""
     verdicts = {True: "REGRESSION", False: "passes", None: ""}
     figures = []
     for figure in comparison["figures"]:
@@ -138,7 +138,7 @@ def check_gates(comparison: Mapping[str, Any]) -> None:
 
 
 def _no_accuracy(before: float | None, now: float | None) -> str:
-    """The reason why two shares of right answers cannot be judged; "" where they can."""
+    """The reason why two shares of right answers cannot be judged; "" if they can."""
     if before is None or now is None:
         which = "the run compared with" if before is None else "this run"
         return f"{which} compared no row; name the column of right answers as [eval] expected"
@@ -191,7 +191,7 @@ def _other_rows(before: Report, now: Report) -> str:
 
 
 def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """A line for each value that is not alike, of tables for each of theirs."""
+    """A line for each different value; nested values are compared one by one."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in {**before, **now}:
             yield from _differences(f"{name}.{key}", before.get(key), now.get(key))

@@ -33,7 +33,7 @@ _NUM_WORKERS = 100  # named in a table
 class Table(NamedTuple):
     """A table of texts; ``is_prose`` if its columns but the first hold sentences, not numbers.
 
-    One that ``is_folded`` opens on a click where it is shown on a page.
+    With ``is_folded``, it opens on a click on the page.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Table(NamedTuple):
 
 
 def at(report: Report, path: str) -> Any:
-    """The value at a path of keys such as ``tokens.total``; None where a key on the way is missing or null."""
+    """The value at a path of keys such as ``tokens.total``; None if a key on the way is missing or null."""
     value: Any = report
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -62,7 +62,7 @@ def joined(facts: Iterable[tuple[str, str]]) -> dict[str, str]:
 def rate(report: Report, kind: str) -> float | None:
     """Tokens of computed rows per second of generating: loading, compiling, reading and writing do not count.
 
-    ``kind`` is prompt, completion or total. Where nothing was generated it is that over the wall time.
+    ``kind`` is prompt, completion or total. If nothing was generated, the rate is over the wall time.
     """
     speed: float | None = at(report, f"tokens_per_s.{kind}")
     wall_s, generate_s = report.get("wall_s"), report.get("generate_s")
@@ -165,7 +165,7 @@ def outcome(report: Report) -> Facts:
 
 
 def exact_match(accuracy: Mapping[str, Any]) -> str:
-    """The share of compared rows that are right, and between what that is known."""
+    """The share of compared rows that are right, and its interval."""
     low, high = accuracy.get("interval") or (None, None)
     interval = f"; 95% interval {low:.1%} to {high:.1%}" if low is not None else ""
     correct, total = accuracy["correct"], accuracy["total"]
@@ -174,7 +174,7 @@ def exact_match(accuracy: Mapping[str, Any]) -> str:
 
 
 def samples_text(accuracy: Mapping[str, Any]) -> Iterator[str]:
-    """The sample that the share is of, where a row has several; shares of all, of majorities and of the best."""
+    """For rows with several samples: which sample the share counts, and the shares of all, majority and best."""
     if samples := accuracy.get("samples"):
         yield "of the first sample"
         yield f"mean of all {samples['mean']:.2%}"
@@ -278,9 +278,9 @@ def _resources(report: Report) -> Facts:
 
 
 def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected: Callable[..., Any] | None) -> Table:
-    """The beginnings of prompts and answers of records, and what was expected.
+    """The beginnings of prompts and answers of records, and the expected answers.
 
-    Prompts that are not known are "".
+    Unknown prompts are "".
     """
     has_prompts = any(prompt for prompt, _ in rows)
     table_rows = []
@@ -330,7 +330,7 @@ def _answer(record: Mapping[str, Any]) -> str:
 
 
 def _hours(report: Report) -> tuple[str, str] | None:
-    """Hours by output tokens or, of a job that generates nothing, by prompt tokens."""
+    """Hours per output token or, for a job that does not generate, per prompt token."""
     tokens = "output" if report["tokens"]["completion"] else "prompt"
     figure = report[f"device_hours_per_million_{tokens}_tokens"]
     label = f"{figure['unit'].upper()}-hours per million {tokens} tokens"

@@ -25,7 +25,7 @@ _BAD = ("rows failed", "not complete")  # figures that are bad where they are no
 def write_html(report: Report, path: Path, folder: str, rows: Sequence[Table]) -> str:
     """Write the page of the run in ``folder``, with tables of its ``rows``. Returns what is missing in it, or "".
 
-    Raises UsageError where ``path`` is a file of another kind, StorageError where it cannot be written.
+    Raises UsageError if ``path`` is a file of another kind, StorageError if it cannot be written.
     """
     check_replaceable(path, b"<title>batchgen report:", "a report page")
     write_atomic(

@@ -1,4 +1,4 @@
-"""The charts of the HTML report as SVG, drawn by matplotlib (extra ``batchgen[report]``) where it is installed.
+"""The charts of the HTML report as SVG, drawn by matplotlib (extra ``batchgen[report]``) if it is installed.
 
 Plotly and Bokeh put megabytes of script into every file; an SVG chart takes some kilobytes and needs no script.
 Colours are CSS variables, so one file serves light and dark.
@@ -46,7 +46,7 @@ def has_matplotlib() -> bool:
 
 
 def draw(report: Report) -> list[tuple[str, str, bool]]:
-    """Title, SVG, and whether it is folded, of each chart that the report has numbers for; none without matplotlib."""
+    """Title, SVG, and whether it is folded, for each chart with numbers in the report; none without matplotlib."""
     if not has_matplotlib():
         return []
     pictures: list[tuple[str, str, bool]] = []
@@ -156,7 +156,7 @@ def _histogram(axes: Any, report: Report, key: str) -> None:
 
 
 def _ticks(edges: list[float]) -> list[float]:
-    """Round values on a logarithmic axis between the outermost edges: as few as tell the scale, but three."""
+    """Round values on a logarithmic axis between the outermost edges: few, but at least three."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = edges[0], edges[-1]
@@ -177,7 +177,7 @@ def _steps(series: Mapping[str, list[float]], column: str) -> tuple[list[float],
 
 
 def _time_unit(longest_s: float) -> tuple[str, float]:
-    """A unit in which times of up to ``longest_s`` read well, and its seconds."""
+    """A readable unit for times of up to ``longest_s``, and its seconds."""
     units = (("milliseconds", 1e-3, 1.0), ("seconds", 1.0, 300.0), ("minutes", 60.0, 18_000.0))
     return next(((name, unit_s) for name, unit_s, most_s in units if longest_s < most_s), ("hours", 3600.0))
 

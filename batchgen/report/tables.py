@@ -1,6 +1,6 @@
 """Tables of a report: failed rows, labels, latencies, the slowest rows.
 
-What they have in common with the headline numbers is in ``facts``. ``text`` and ``html`` lay them out.
+``facts`` has the parts shared with the headline numbers. ``text`` and ``html`` lay the tables out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def labels(report: Report) -> Table:
 
 
 def confusions(report: Report) -> Table:
-    """Rows by the label expected (down) and the one found (across); empty if there are too many labels."""
+    """Rows by expected label (down) and found label (across); empty if there are too many labels."""
     accuracy = report.get("accuracy") or {}
     names = [each["label"] for each in accuracy.get("labels", ())]
     if accuracy.get("num_labels", 0) > SHOWN_LABELS:

@@ -29,7 +29,7 @@ def render_report(report: Report) -> str:
 
 
 def _numbered(table: Table) -> Table:
-    """A table with as many rows as columns, whose columns are named by the numbers of the rows."""
+    """A square table whose columns are named by the numbers of the rows."""
     head = ("", *(str(number) for number, _ in enumerate(table.rows, 1)))
     rows = [(f"{number} {name}", *cells) for number, (name, *cells) in enumerate(table.rows, 1)]
     return table._replace(head=head, rows=rows)
@@ -44,7 +44,7 @@ def _width(table: Table) -> int:
 
 
 def _grid(table: Table) -> Iterator[str]:
-    """Lines in columns: the first one to the left, all others to the right."""
+    """Lines in columns: the first column aligned left, the others right."""
     first, *others = _widths(table)
     for name, *cells in (table.head, *table.rows):
         aligned = (f"{printable(cell):>{width}}" for cell, width in zip(cells, others, strict=True))

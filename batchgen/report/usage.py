@@ -1,6 +1,6 @@
 """Usage of invocations as plain numbers that add up: seconds by account, engine counts, the series of steps.
 
-The shapes are those that ``run.progress`` and ``engine.stats`` write. Rows are counted elsewhere.
+``run.progress`` and ``engine.stats`` write these shapes. Rows are counted in ``rows``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 
 
 def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
-    """Numbers of two invocations as one: ``max_*`` keys take the larger, others the sum, nested alike; lists join."""
+    """Numbers of two invocations as one, nested too: the larger of ``max_*`` keys, sums of others; lists are joined."""
     result = dict(totals)
     for key, value in more.items():
         total = result.get(key)
@@ -84,7 +84,7 @@ def device_s(usage: Numbers) -> float:
 
 
 def cost_of(report: Numbers, price_per_hour: float) -> dict[str, float | None]:
-    """Cost of a run's ``device_s``, in all and per million tokens computed: generated ones, or where none was, read."""
+    """Cost of a run's ``device_s``, in all and per million computed tokens: output tokens, or else prompt tokens."""
     kind, name = ("completion", "output") if report["tokens"]["completion"] else ("prompt", "prompt")
     num_tokens = report["tokens"][kind] - report["copied_tokens"][kind] - report.get("reused", {}).get(kind, 0)
     total = price_per_hour * device_s(report) / _SECONDS_PER_HOUR
@@ -105,7 +105,7 @@ def workers_section(engine: Numbers) -> list[dict[str, Any]]:
 
 
 def _worker_usage(worker: Numbers) -> dict[str, Any]:
-    """The inverse of ``workers_section`` for one of them."""
+    """The inverse of ``workers_section`` for one worker."""
     counts = dict(worker)
     busy_share, present_s = counts.pop("busy_share"), counts.pop("worker_hours") * _SECONDS_PER_HOUR
     return {**counts, "present_s": present_s, "busy_s": busy_share * present_s}
@@ -114,7 +114,7 @@ def _worker_usage(worker: Numbers) -> dict[str, Any]:
 def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
     """The clock's accounts with "generate" broken down by what the engine measured, the sum unchanged.
 
-    The time of a step that holds prompts and single tokens is divided between prefill and decode by their numbers.
+    The time of a step with prompts and single tokens is divided between prefill and decode by their numbers of tokens.
     ``host`` is the rest of generating: scheduling, bookkeeping, handing rows in and out.
     """
     accounts = {name: float(value) for name, value in seconds.items() if name != "generate"}
@@ -138,7 +138,7 @@ def since(engine: Numbers, started_at: float) -> dict[str, Any]:
 
 
 def tail_s(series: Numbers) -> float | None:
-    """Seconds from the end back to where half of the most sequences ran for the last time; None without a series."""
+    """Seconds from the last time at which half of the most sequences ran to the end; None without a series."""
     sequences = series.get("sequences")
     if not sequences:
         return None

@@ -1,6 +1,6 @@
 """The job that the first argument of a command and its flags name: a job file, a run directory, or data.
 
-``run`` and ``plan`` share it, so that what one does the other has shown.
+``run`` and ``plan`` share it, so that a plan is about the same job as the run.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def load_spec(
     *,
     writes: bool = True,
 ) -> tuple[JobSpec, Shard]:
-    """The job of a file, of a run directory, which stands for its own, or of flags alone; and the shard to run.
+    """The job from a file, from a run directory, or from flags alone; and the shard to run.
 
-    In place of a job the data may be given, as ``--input`` would; the output is then ``runs/NAME`` if the command
-    ``writes``, or shows what would be written. Flags win. Raises UsageError.
+    The argument may also be data, as for ``--input``; the output is then ``runs/NAME`` if the command ``writes``, or
+    shows what would be written. Flags win. Raises UsageError.
     """
     from batchgen.config.load import PLACES, load_job
 
@@ -91,11 +91,11 @@ def _folder_for(data: str) -> str:
 
 
 def _without_query(data: str) -> str:
-    """A URL without its query, such as a signature, which may differ each time."""
+    """A URL without its query, which may differ each time, such as a signature."""
     return bare(data) if scheme_of(data) else data
 
 
 def _name_of(data: str) -> str:
-    """A name for the folder of the outputs: the last part of a path or address, without what follows the first dot."""
+    """A name for the folder of the outputs: the last part of a path or address, up to its first dot."""
     last = bare(data).rstrip("/").rpartition("/")[2].removeprefix("hf:")
     return re.sub(r"[^\w-]+", "_", last.partition(".")[0]).strip("_-") or ("stdin" if data == "-" else "outputs")

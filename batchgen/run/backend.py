@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Stats(Protocol):
-    """Counts since an engine was created; see ``EngineStats``, of which these are read while it runs."""
+    """Counts since an engine was created, which are read while it runs; see ``EngineStats``."""
 
     @property
     def num_prefill_tokens(self) -> int: ...
@@ -42,12 +42,11 @@ class Backend:
     """An engine with its weights.
 
     ``numerics`` (``Engine.numerics``) must stay the same for a run: others give other tokens. ``facts`` returns, after
-    the engine has run, its sizes for the report. ``prepare`` returns when the kernels are
-    compiled, which the first run on a machine waits for; ``notes`` are shown to the user after it. An engine that
-    ``takes_rows`` runs rows, not requests, and gives journal entries, not results. ``close`` ends what
-    the engine holds outside of this process. ``num_launches`` counts launches of kernels, which tell a step that takes
-    long from one that hangs. ``workers`` tells of each that takes part now: name, place, state, rows,
-    tokens_per_s, in_flight.
+    the engine has run, its sizes for the report. ``prepare`` waits until the kernels are compiled, which takes time in
+    the first run on a machine; ``notes`` are shown to the user after it. An engine that ``takes_rows`` runs rows, not
+    requests, and returns journal entries, not results. ``close`` releases resources outside this process.
+    ``num_launches`` counts launches of kernels, to distinguish a long step from one that hangs. ``workers`` describes
+    the current workers: name, place, state, rows, tokens_per_s, in_flight.
     """
 
     engine: EngineLike
@@ -83,9 +82,9 @@ class RunContext:
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Import torch without a search for garbage in its hundred thousands of objects, meanwhile or ever after.
+    """Import torch without garbage collection of its hundred thousands of objects, during the import or later.
 
-    That takes a tenth of a short run. Nothing is done where the program that calls this package has imported torch.
+    Collecting them takes a tenth of a short run. If the calling program has imported torch, this does nothing.
     """
     is_first, was_enabled = "torch" not in sys.modules, gc.isenabled()
     if is_first:

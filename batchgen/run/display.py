@@ -1,6 +1,6 @@
 """Displays of progress on stderr: a bar on a terminal, lines elsewhere, JSON lines for programs, or nothing.
 
-A display is given snapshots (see ``progress``) and notes; it computes nothing itself.
+A display only shows snapshots (see ``progress``) and notes that it is given.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Display:
 
 
 class _Tolerant:
-    """A stream that drops what it cannot write, so that a run outlives the reader of its stderr.
+    """A stream that ignores errors of writing, so that a run outlives the reader of its stderr.
 
-    The stream may be another program's, closed, or of fewer methods than a file has.
+    The stream may belong to another program, be closed, or lack methods of a file.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -105,9 +105,9 @@ class JsonDisplay(LineDisplay):
 
 
 class BarDisplay(Display):
-    """A tqdm bar that counts rows; how long they take is estimated from their tokens.
+    """A tqdm bar that counts rows, and estimates the time left from their tokens.
 
-    In a notebook it is a widget, or text where ipywidgets is not installed.
+    In a notebook it is a widget, or text if ipywidgets is not installed.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -181,7 +181,7 @@ def describe_rows(rows: Mapping[str, Any]) -> str:
 
 
 def _figures(snapshot: Snapshot) -> list[str]:
-    """Numbers of failed rows and of workers, their speed, and the time that is left, where there are any."""
+    """The numbers of failed rows and of workers, the speed, and the time left; zeros are left out."""
     num_failed, num_workers = snapshot["rows"]["failed"], snapshot["num_workers"]
     parts = [f"{num_failed:,} failed"] if num_failed else []
     parts += [counted(num_workers, "worker")] if num_workers else []

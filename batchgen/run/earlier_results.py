@@ -124,7 +124,7 @@ class EarlierResults:
 def rendered_at(spec: JobSpec) -> datetime | None:
     """The time that chat templates print in the newest of the runs that ``output.reuse`` names; None without any.
 
-    A new folder that reuses rows prints it too: else no prompt of another day would be equal. Raises as
+    A new folder that reuses rows prints the same time: otherwise prompts of another day would differ. Raises as
     ``earlier_runs``.
     """
     times = [earlier.rendered_at for _, earlier in earlier_runs(spec)]
@@ -132,9 +132,9 @@ def rendered_at(spec: JobSpec) -> datetime | None:
 
 
 def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest]]:
-    """The runs that ``output.reuse`` names. The job's own run directory is passed over: a script may name it too.
+    """The runs that ``output.reuse`` names, except the job's own run directory, which a script may name too.
 
-    Raises UsageError for a folder that holds no run, or whose files are of two jobs, LockedError for one in use.
+    Raises UsageError for a folder without a run or with files of two jobs, LockedError for one in use.
     """
     runs: list[tuple[RunDir, Manifest]] = []
     for folder in dict.fromkeys(spec.output.reuse):
@@ -159,7 +159,7 @@ def is_between(run_dir: RunDir, last: Manifest, digests: Digests) -> bool:
 
 
 def refuse_own_rows(spec: JobSpec) -> None:
-    """Raises UsageError where the run directory that is to be dropped is one whose rows are to be reused."""
+    """Raises UsageError if the run directory to be overwritten is also named in ``output.reuse``."""
     for folder in spec.output.reuse:
         if is_own(spec, folder):
             raise UsageError(
@@ -180,7 +180,7 @@ def is_own(spec: JobSpec, folder: str) -> bool:
 
 @contextmanager
 def _as_usage() -> Iterator[None]:
-    """Nothing was begun where earlier results cannot be read."""
+    """Turns StorageError into UsageError, since nothing has begun when earlier results cannot be read."""
     try:
         yield
     except StorageError as error:

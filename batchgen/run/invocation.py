@@ -1,7 +1,7 @@
-"""One invocation of a job: its options, its progress and requests to stop, and the parts of its work around an engine.
+"""One invocation of a job: its options, progress and requests to stop, and its work around an engine.
 
-It loads the engine, passes rows through it into the journal, and publishes. ``job`` decides which rows run and in what
-order all is done.
+It loads the engine, passes rows through it into the journal, and publishes. ``job`` decides which rows run and the
+order of steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from batchgen.run.stop import Limits, Stopper
 class RunOptions:
     """Options of one invocation, as opposed to the job: none of them changes a row's output.
 
-    ``update`` lets a job take the place of another one, or of much of its input, and keeps each row that cannot differ.
+    ``update`` lets a job replace another one, or change much of its input, and keeps each row that cannot differ.
     ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run continue with kernels that round differently.
     ``progress`` is a bar on a terminal or in a notebook, and elsewhere a line every ``heartbeat_s`` seconds ("auto") or
     nothing ("bar"); or it is JSON lines ("json"), or nothing ("quiet"). ``shard`` may be given as ``(i, n)``. If it
@@ -64,7 +64,7 @@ class RunOptions:
 
 
 class OtherNumerics(ResumeMismatch):
-    """The engine computes otherwise than the rows of a job so far."""
+    """The engine's numerics differ from the numerics of the job's rows so far."""
 
 
 class Invocation:
@@ -100,7 +100,7 @@ class Invocation:
         return self.backend
 
     def _tell_notes(self, backend: Backend) -> None:
-        """Show what the engine has noted since the last call: it may find out late that it must go slower."""
+        """Show the engine's notes since the last call, such as a late fallback to slower kernels."""
         for line in backend.notes[self._num_told :]:
             self.note(line)
         self._num_told = len(backend.notes)
@@ -164,7 +164,7 @@ class Invocation:
     def _agreed_backend(self, job: OpenJob, manifest: Manifest) -> Backend:
         """The engine, which computes as the run did so far.
 
-        Raises OtherNumerics if rows would come out differently. Kernels that are not known may be any.
+        Raises OtherNumerics if rows would differ. Kernels that are not known are not compared.
         """
         backend, folder = self.load(job, manifest), self.run_dir.path
         now = Numerics.of(backend.numerics)
@@ -190,7 +190,7 @@ class Invocation:
                 Publication(Bucket(self._publish), self.run_dir, manifest).claim(overwrite=self.options.overwrite)
 
     def published(self, outcome: Outcome, manifest: Manifest) -> Outcome:
-        """The outcome of a finished run whose files are where the job wants them too; what is there is not copied.
+        """Publish the files of a finished run, except those already there, and return the outcome with a line on it.
 
         Raises StorageError: the run stays finished, and the next invocation tries again.
         """

@@ -55,7 +55,7 @@ def run_job(
 
     ``engine_factory`` replaces the model's own engine. ``lines`` are read in place of standard input. Handles SIGINT
     and SIGTERM meanwhile, if called from the main thread. Raises UsageError before anything is written, LockedError if
-    another process holds the run directory, StorageError and other BatchgenErrors for what goes wrong later.
+    another process holds the run directory, StorageError and other BatchgenErrors for later failures.
     """
     return _Job(spec, options or RunOptions(), engine_factory, lines).execute()
 
@@ -167,7 +167,7 @@ class _Job:
             return open_source(where, self.run_dir.owns)
 
     def _reopen(self) -> None:
-        """Open the rows where they are by now: standard input is kept once the job has been accepted."""
+        """Open the rows at their new place: standard input is kept once the job has been accepted."""
         if self.stdin is not None:
             self.opened.source = self._open_source(self.stdin.path)
 
@@ -213,10 +213,10 @@ class _Job:
         return self.invocation.published(already_done(self.run_dir, self.spec.output.format, edited), last)
 
     def _begin(self) -> Begun:
-        """Begin the job: see that it can run, and make its journal.
+        """Begin the job: check that it can run, and make its journal.
 
-        In a new folder the weights are loaded before anything is written: unusable ones cost no earlier run. Elsewhere
-        numerics that the job does not change are compared once a row needs the weights.
+        In a new folder the weights are loaded before anything is written, so that unusable weights do not leave a
+        folder. In another folder, numerics that the job does not change are compared once a row needs the weights.
         """
         for line in self.opened.check_columns():
             self.note(line)
@@ -271,7 +271,7 @@ class _Job:
         return earlier
 
     def _finish_rows(self, journal: Journal, earlier: EarlierResults | None, *, is_resumed: bool) -> Outcome:
-        """Keep what is there, generate what the journal lacks, then write the outputs."""
+        """Keep existing rows, generate the missing ones, then write the outputs."""
         num_rows = self.manifest.num_rows
         if num_rows is not None and journal.done.covers(num_rows):  # but for damage, it held them all
             return self._finish(journal, num_rows)
@@ -306,7 +306,7 @@ class _Job:
         return self._finish(journal, rows.num_rows)
 
     def _take_over(self, earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink) -> None:
-        """Keep the rows whose results are there. Raises UsageError where too much would be lost unasked."""
+        """Keep the rows with earlier results. Raises UsageError if too many would be lost without ``--update``."""
         counts = None
         if len(earlier):
             counts = take_over(earlier, rows, validator, sink, self.progress)

@@ -1,6 +1,6 @@
-"""Loads the model of a job: first all but its weights, then the engine that holds them.
+"""Loads the model of a job: first everything except its weights, then the engine with the weights.
 
-``read_model`` imports no torch; ``load_engine`` does, and any other factory of a ``Backend`` may stand in its place.
+``read_model`` does not import torch; ``load_engine`` does, and may be replaced by another factory of a ``Backend``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from batchgen.text.tool_calls import FAMILIES, tool_format
 class ModelInfo:
     """A model without its weights. Without a ``tokenizer``, rows must hold token ids.
 
-    ``vectors`` is how the checkpoint makes vectors; ``recommended`` are the sampling values of its
-    generation_config.json, None without one.
+    ``vectors`` says how the checkpoint makes vectors; ``recommended`` are the sampling values of its
+    generation_config.json, or None.
     """
 
     config: ModelConfig
@@ -72,7 +72,7 @@ class ModelInfo:
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
 
     def resolved(self, spec: JobSpec) -> JobSpec:
-        """The job with what its "auto" means with this model. Raises UsageError where they mean nothing."""
+        """The job with its "auto" values resolved for this model. Raises UsageError if one cannot be resolved."""
         return with_embedding(self._with_recommended(spec), self.config, self.vectors)
 
     def _with_recommended(self, spec: JobSpec) -> JobSpec:
@@ -90,7 +90,7 @@ class ModelInfo:
         return replace(spec, sampling=sampling, own_sampling=None)
 
     def recommended_hint(self, spec: JobSpec) -> str | None:
-        """A line for a model that recommends sampling where the job does not ask for any."""
+        """A line if the model recommends sampling values and the job does not set any."""
         values = self.recommended or {}
         if not values.get("temperature") or not spec.sampling.is_greedy or spec.own_sampling is not None:
             return None
@@ -140,7 +140,7 @@ EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
 
 
 def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
-    """Find the model and read all but its weights; its chat template takes ``now`` for the time of day.
+    """Find the model and read everything except its weights; its chat template prints the time ``now``.
 
     Raises ModelError, or UsageError for an impossible length.
     """
@@ -173,7 +173,7 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
 def _read_tokenizer(
     spec: JobSpec, model: Path | None, other: Path | None, now: datetime | None, vocab_size: int
 ) -> Tokenizer | None:
-    """The tokenizer of the folder ``other``, or the model's own. Raises UsageError if the job needs another, or one."""
+    """The tokenizer of the folder ``other``, or the model's own. Raises UsageError if the job cannot use it."""
     tokenizer = None
     text = spec.input.chat_template
     template = None if text in ("auto", "none") else (spec.template_place, {"default": text})
@@ -201,9 +201,9 @@ def _read_tokenizer(
 
 
 def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
-    """``recommended_values``; none where they are impossible and the job does not ask for them.
+    """``recommended_values``; None if they are impossible and the job does not ask for them.
 
-    Raises ModelError where it does ask.
+    Raises ModelError if it asks for them.
     """
     try:
         return recommended_values(folder)
@@ -283,7 +283,7 @@ def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
-    """The dtype for which kernels are compiled, as far as can be told without torch; empty for none."""
+    """The dtype for which kernels are compiled, as far as known without torch; "" if none are."""
     is_cpu = model.device == "cpu" or (model.device == "auto" and not Path("/dev/nvidiactl").exists())
     dtype = config.auto_dtype(is_cpu=True) if model.dtype == "auto" else model.dtype
     return dtype if is_cpu else ""

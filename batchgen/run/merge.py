@@ -1,8 +1,8 @@
 """``batchgen merge``: joins the finished shards of one job into one run directory that holds every input row once.
 
-It reads run directories only, no model and no input file: the records of the shards go into a journal of the target,
-from which ``finalize`` writes the files as for any run. The target's ``job.json`` names the digests of the shards'
-files: where these are others now, they are merged again in place. An interrupted merge is run again.
+It only reads run directories: the records of the shards go into a journal of the target, from which ``finalize`` writes
+the files as for any run. The target's ``job.json`` has the digests of the shards' files: if these have changed, the
+shards are merged again in place. An interrupted merge can be run again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes")
 
 
 class Merged(NamedTuple):
-    """Result of a merge: the counts of rows, None where it was done already, and the reasons for having no report."""
+    """Result of a merge: the counts of rows, None if it was done before, and reasons for a missing report."""
 
     counts: Counts | None
     problems: Sequence[str] = ()
@@ -55,7 +55,7 @@ class _Shard:
         return self.manifest.shard.number
 
     def entries(self) -> Iterator[JournalEntry]:
-        """All rows, as they were journalled. Raises UsageError where the journal that has them was removed."""
+        """All rows, as they were journalled. Raises UsageError if the journal was removed."""
         if self.manifest.job["output"]["format"] == EXACT_FORMAT:
             for index, line in read_lines(self.run_dir.outputs(EXACT_FORMAT)):
                 yield _entry(index, "result", line)
@@ -79,11 +79,11 @@ class _Shard:
 def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> Merged:
     """Write outputs, failed rows, report and ``job.json`` of all shards of a job into ``target``.
 
-    ``target`` must be new, or a folder in which these shards were merged before, as they are or were. Times of the
-    report add up as if one machine had run the shards one after another. Raises UsageError, with ``target`` as it was,
-    if the shards are of different jobs, one is missing, unfinished, edited or given twice, if a row is missing or
-    repeated, or if the shards were computed by different kernels without ``allow_mixed_kernels``. Raises LockedError,
-    StorageError.
+    ``target`` must be new, or a folder in which these shards, or earlier versions of them, were merged. Times of the
+    report add up as if one machine had run the shards one after another. Raises UsageError and leaves ``target``
+    unchanged if the shards are of different jobs, one is missing, unfinished, edited or given twice, if a row is
+    missing or repeated, or if the shards were computed by different kernels without ``allow_mixed_kernels``. Raises
+    LockedError, StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
     target = absolute(target)
@@ -109,7 +109,8 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlier: Sequence[Begun]) -> Merged:
     """Copy the records of all shards into a journal, and write the joined files from it.
 
-    The journals of ``earlier`` merges that were killed go once there is a new one: they tell whose the outputs are.
+    The journals of ``earlier`` killed merges are removed once the new journal exists: until then they show whose the
+    outputs are.
     """
     begun = run_dir.begin(manifest)
     for other in earlier:
@@ -135,7 +136,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlie
 
 
 def _write_report(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, totals: RowTotals) -> Sequence[str]:
-    """The report of the merged run. Returns a line per shard whose report cannot be read; then none is written."""
+    """Write the report of the merged run, unless a shard's cannot be read; returns a line for each of these."""
     reports, problems = [], []
     for shard in shards:
         try:
@@ -222,7 +223,7 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
 
 
 def _unsharded(manifest: Manifest) -> Manifest:
-    """Values that the shards of a job have in common; their kernels are compared by themselves."""
+    """Values that the shards of a job must share; their kernels are compared separately."""
     return replace(manifest.with_numerics((manifest.numerics or Numerics()).base), shard=WHOLE)
 
 
@@ -238,7 +239,7 @@ def _check_same_kernels(shards: Sequence[_Shard]) -> None:
 
 
 def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
-    """The manifest of the whole job, as if it had run unsharded in ``target``."""
+    """The manifest of the complete job, as if it had run unsharded in ``target``."""
     first = shards[0].manifest
     job = {**first.job, "output": {**first.job["output"], "path": str(target), "publish": ""}}
     parts = [sha256(encode_json(shard.manifest.files)).hexdigest() for shard in shards]

@@ -25,9 +25,9 @@ from batchgen.run.stdin import stdin_as_file
 
 @dataclass
 class OpenJob:
-    """A job whose ``spec`` is resolved with its ``model``, the ``source`` of its rows, and the digests of both's files.
+    """A job with its ``spec`` resolved, its ``model``, the ``source`` of its rows, and the digests of their files.
 
-    A run opens its source again at another place once standard input is kept.
+    A run opens its source again once standard input has been copied to the run directory.
     """
 
     spec: JobSpec
@@ -55,12 +55,12 @@ class OpenJob:
 
     @contextmanager
     def validator(self, shard: Shard = WHOLE) -> Iterator[RowValidator]:
-        """The validator of a shard's rows, none of which has claimed its id yet."""
+        """A new validator of a shard's rows, without claimed ids."""
         with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
             yield RowValidator(self.spec.input, self.builder, ids, shard)
 
     def check_read(self, note: Callable[[str], object]) -> None:
-        """Name the kept columns whose cells could not all be read. Raises InputError if a file has changed."""
+        """Note the kept columns with unreadable cells. Raises InputError if a file has changed."""
         self.source.check_unchanged()
         for name in kept_columns(self.spec, dict.fromkeys(sorted(self.source.unread))):
             note(f"column {shown(name)} has cells that cannot be read: they are null in the outputs")
@@ -68,7 +68,7 @@ class OpenJob:
 
 @contextmanager
 def open_job(spec: JobSpec, run_dir: RunDir, now: datetime | None = None) -> Iterator[OpenJob]:
-    """Open a job whose run directory stays as it is. See ``read_model`` for ``now``.
+    """Open a job without changing its run directory. See ``read_model`` for ``now``.
 
     Raises UsageError if the model or the input cannot be used, ModelError, and as ``stage_stdin`` does.
     """

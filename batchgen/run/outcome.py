@@ -1,4 +1,4 @@
-"""Outcome of an invocation, and the lines in which its user reads how it begins and ends."""
+"""Outcome of an invocation, and the lines that tell the user how it begins and ends."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MAX_UNREAD = 3  # lines about rows that took others
 class Outcome:
     """End of an invocation: the exit code of the process, lines for the user, the report of a finished run.
 
-    ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect:
-    ``is_finished`` says whether the outputs are there. ``failures`` are the lines about failed rows, which ``--quiet``
-    prints too: cron and systemd pass on what is printed, not the exit code.
+    ``stop_reason`` is why it was asked to stop, such as the name of a signal. A request may come too late:
+    ``is_finished`` says whether the outputs are written. ``failures`` are the lines about failed rows, which
+    ``--quiet`` prints too: cron and systemd pass on what is printed, not the exit code.
     """
 
     exit_code: ExitCode
@@ -83,7 +83,7 @@ def _unread(run_dir: RunDir) -> Iterator[str]:
 
 
 def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str]) -> Outcome:
-    """The outcome of a job whose outputs were there; files of the names ``edited`` have changed since."""
+    """The outcome of a job that was finished before; the files named in ``edited`` have changed since."""
     changed = f"{', '.join(edited)} was edited since; " if edited else ""
     line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite starts again"
     if not has_failed_rows(run_dir):
@@ -113,7 +113,7 @@ def stopped(run_dir: RunDir, progress: Progress) -> Outcome:
 
 
 def short(path: Path) -> str:
-    """A path relative to the working directory, where that is shorter."""
+    """A path, relative to the working directory if that is shorter."""
     try:
         relative = os.path.relpath(path)
     except OSError:  # the working directory is gone

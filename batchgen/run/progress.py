@@ -42,7 +42,7 @@ _BLOCK_BYTES = 512  # the unit of st_blocks, on any file system
 
 
 class Clock:
-    """Wall time per account since ``started_at``: one runs at any moment, ``other`` if no account claims the time."""
+    """Wall time per account since ``started_at``: exactly one account runs at any moment, ``other`` by default."""
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
@@ -55,12 +55,12 @@ class Clock:
 
     @property
     def account(self) -> str:
-        """The one that runs now."""
+        """The account that runs now."""
         return self._running[0]
 
     @contextmanager
     def on(self, account: str) -> Iterator[None]:
-        """Charge the time inside to ``account`` instead of to the one outside."""
+        """Charge the time inside to ``account`` instead of the outer account."""
         outer = self.account
         self._running = (account, *self._now())
         try:
@@ -80,9 +80,9 @@ class Clock:
 class Progress:
     """The counters of one invocation; a context manager that runs the thread.
 
-    ``rows_total`` counts the rows of this shard, None while unknown. ``sink`` is what counts finished rows, None before
-    there is one. Earlier invocations of the run have left their counts in ``progress.json``, which is removed at the
-    end unless there is something to resume.
+    ``rows_total`` counts the rows of this shard, None while unknown. ``sink`` counts finished rows; it is None at the
+    beginning. The counts of the run's earlier invocations are in ``progress.json``, which is removed at the end unless
+    there is something to resume.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
@@ -137,7 +137,7 @@ class Progress:
             self._save(self._content(self.snapshot()))
 
     def begin_anew(self) -> None:
-        """Forget earlier invocations: this run starts from nothing."""
+        """Forget earlier invocations: this run starts from scratch."""
         self._before, self._keeps_file, self.rows_total, self._num_reused = {}, False, None, 0
 
     def go_on(self, journal: str) -> None:
@@ -184,7 +184,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, account: str) -> Iterator[None]:
-        """Show ``name`` as what the run does while inside, and charge the time to an account of the clock."""
+        """Show ``name`` as the run's phase while inside, and charge the time to an account of the clock."""
         outer = self._phase
         self._phase, self._phase_at = name, time.monotonic()
         with self.clock.on(account):
@@ -265,9 +265,9 @@ class Progress:
         return {**snapshot, "workers": list(self._workers()), "spent": self.usage(), "journal": self._journal}
 
     def _save(self, content: dict[str, Any] | bytes) -> None:
-        """Replace ``progress.json``; errors are left to the journal, which meets the same disk.
+        """Replace ``progress.json``; errors are ignored, since the journal reports errors of the same disk.
 
-        On a full disk the new content takes the place of the old, if it fits there: it says why the run has ended.
+        On a full disk the old content is overwritten in place, if the new one fits: it says why the run has ended.
         """
         text = content if isinstance(content, bytes) else json.dumps({**content, "digest": _digest(content)}).encode()
         temporary = temporary_name(self._path)
@@ -289,7 +289,7 @@ class Progress:
         """Tokens still to be computed if the other rows are like those finished so far; None before the first of these.
 
         Cached tokens and copies of identical rows do not count. Tokens of unfinished rows are subtracted, up to half of
-        the total: short rows end first, so others seem ahead.
+        the total: short rows end first, so unfinished rows seem ahead.
         """
         num_done = self.sink.num_done - self.sink.num_done_before if self.sink else 0
         if self.sink is None or not num_done:

@@ -33,7 +33,7 @@ _ANSWERS = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of
 
 
 def _expected(spec: JobSpec) -> Finder | None:
-    """The function that finds the right answer in an output record; None where the job names no column of them."""
+    """The function that finds the right answer in an output record; None if the job has no column for it."""
     name = spec.eval.expected
     return None if name is None else lambda record: columns_of(spec, record).get(name)
 
@@ -44,7 +44,7 @@ def _totals_of(spec: JobSpec) -> RowTotals:
 
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
-    """Totals of the rows in a journal. Raises StorageError if one no longer reads back."""
+    """Totals of the rows in a journal. Raises StorageError if a row cannot be read back."""
     totals = _totals_of(spec)
     for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
@@ -88,7 +88,7 @@ def last_report(run_dir: RunDir) -> dict[str, Any] | None:
 def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
     """Tables of a finished run for a person: rows with wrong answers, the first rows, failed rows, and its job.
 
-    Empty where its files no longer tell them.
+    Empty if the run's files cannot be read.
     """
     with suppress(StorageError, UsageError, KeyError, TypeError):
         if manifest := run_dir.read_manifest():
@@ -116,7 +116,7 @@ def _wrong(run_dir: RunDir, spec: JobSpec, report: Mapping[str, Any]) -> list[di
 
 
 def _prompt(spec: JobSpec, record: Mapping[str, Any]) -> str:
-    """The prompt of a record before the chat template, as far as its columns tell; else ""."""
+    """The prompt of a record before the chat template, if its columns contain it; otherwise ""."""
     columns = columns_of(spec, record)
     if (template := spec.input.prompt) and "{" in template:
         with suppress(RowProblem):
@@ -147,7 +147,7 @@ def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:
 
 
 def changed_rows(now: RunDir, before: RunDir, changed: Mapping[str, Any]) -> Table:
-    """Prompts and answers of both runs, of the first rows whose answers changed (``answer_changes``)."""
+    """Prompts and both runs' answers for the first rows whose answers changed (``answer_changes``)."""
     ids = list(map(str, changed["ids"]))
     rows_of_runs = []
     for run_dir in (before, now):

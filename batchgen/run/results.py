@@ -87,7 +87,7 @@ class ResultSink:
         return self.journal.counts.errors
 
     def finish(self, row: Row, answer: Result | JournalEntry) -> None:
-        """Record what came of a row, which may be an error. Raises StorageError."""
+        """Record the result of a row, which may be an error. Raises StorageError."""
         entry = answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self.record_builder)
         self._append(entry)
         if self._template is not None and entry.kind == "result":
@@ -110,16 +110,16 @@ class ResultSink:
         self.num_computed_tokens += entry.num_computed_tokens
 
     def tick(self) -> None:
-        """Let the journal sync what is due, from another thread: the next row may be long in coming.
+        """Let the journal sync, from another thread: the next row may take long.
 
-        A storage error is not raised here: the journal then refuses the next row with it.
+        A storage error is not raised here: the journal raises it for the next row.
         """
         with self._lock, suppress(StorageError):
             if self._is_open:
                 self.journal.tick()
 
     def close(self) -> None:
-        """End of the rows: from now on ``tick`` leaves the journal alone."""
+        """End the rows: from now on ``tick`` does nothing."""
         with self._lock:
             self._is_open = False
 

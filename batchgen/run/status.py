@@ -1,4 +1,4 @@
-"""``batchgen status``: how far a run is, read from the files of its run directory without taking its lock.
+"""``batchgen status``: a run's progress, read from the files of its run directory without taking its lock.
 
 A running process describes itself in ``progress.json``; for any other run the journal or the report is more accurate.
 """
@@ -79,7 +79,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 def watch_status(folder: Path, interval_s: float = WATCH_S) -> Iterator[dict[str, Any]]:
     """``read_status`` every ``interval_s`` seconds, until a run that was running no longer is.
 
-    One that is to be gone on with may not have begun again yet: it is waited for, ``START_S`` seconds.
+    If the run is not running, it waits up to ``START_S`` seconds for it to start.
     """
     has_run, until = False, time.monotonic() + START_S
     while True:

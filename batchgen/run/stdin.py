@@ -35,10 +35,10 @@ class StdinCopy:
         return self._staged or self._path
 
     def read(self, *, is_resumed: bool) -> Path | None:
-        """The file that holds the rows: a new copy of standard input, or the one that the run was begun with.
+        """The file that holds the rows: a new copy of standard input, or the copy from the run's first start.
 
-        None where a resume is given no rows and the old copy is gone. Raises UsageError if a run is to begin and
-        standard input is a terminal or closed, StorageError.
+        None if a resume gets no rows and the old copy is gone. Raises UsageError if a new run's standard input is a
+        terminal or closed, StorageError.
         """
         if self._lines is not None:
             with _as_they_are(self._lines) as lines, staged_file(self._path) as file:
@@ -71,7 +71,7 @@ class StdinCopy:
 def stdin_as_file(spec: InputSpec, kept: Path | None = None) -> Iterator[InputSpec]:
     """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does.
 
-    On a terminal the copy that an earlier start has ``kept`` stands for it.
+    If standard input is a terminal, the copy that an earlier start has ``kept`` is used.
     """
     if spec.path != ("-",):
         yield spec
@@ -100,7 +100,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def in_temporary_folder() -> Iterator[None]:
-    """A StorageError inside says that nothing is kept, and where space is needed."""
+    """Let a StorageError inside say that nothing is kept, and which disk needs space."""
     try:
         yield
     except StorageError as error:

@@ -1,7 +1,7 @@
 """Reasons to stop an invocation early: signals, a deadline, limits on time and tokens, too many failed rows.
 
-All of them become one flag with one reason, which the loop that generates obeys; ``watchdog`` enforces the time limit
-of the shutdown. Rows and the journal are unknown here.
+All of them become one flag with one reason, which the generating loop obeys; ``watchdog`` enforces the time limit of
+the shutdown. This module does not know rows or the journal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DRAIN_S = 8.0  # limit of a graceful shutdown; 10 s are promised, and the exit i
 
 
 class StopRequested(BaseException):
-    """Ends work that has nothing to drain (loading, counting, writing outputs); not an error."""
+    """Ends work that cannot be drained (loading, counting, writing outputs); not an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Stopper:
     """Collects requests to stop; ``reason`` is None until the first request.
 
     Inside ``drain_with(stop)`` a request calls ``stop``, and work in hand may finish. Elsewhere inside
-    ``interruptible()`` it raises ``StopRequested`` in the main thread. Anywhere else it only sets ``reason``.
-    Unless it ``may_exit``, the process is another program's: no watchdog ends it, however long the work in hand takes.
+    ``interruptible()`` it raises ``StopRequested`` in the main thread. Anywhere else it only sets ``reason``. Unless it
+    ``may_exit``, the process belongs to another program, and a watchdog does not end it, however long the work in hand
+    takes.
     """
 
     def __init__(self, limits: Limits, *, may_exit: bool = True) -> None:
@@ -96,7 +97,7 @@ class Stopper:
     def check_limits(self, num_tokens: int, preparing: str = "") -> None:
         """Ask to stop if a limit is reached; this invocation has computed ``num_tokens``.
 
-        ``preparing`` names what it does before its first row: with the same time it would stop there again.
+        ``preparing`` names the phase before the first row: with the same limit a resume would stop there again.
         """
         limits = self._limits
         if limits.deadline is not None and datetime.now().astimezone() >= limits.deadline:
@@ -134,7 +135,7 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle SIGINT, SIGTERM and SIGHUP while inside, but for those that are ignored: so ``nohup`` has it, a shell
-        for its background jobs, and a caller that does not want to be stopped.
+        for its background jobs, and a caller that must not be stopped.
 
         Does nothing outside the main thread, where Python cannot.
         """
@@ -169,7 +170,7 @@ class Stopper:
 
 @contextmanager
 def signals_afterwards() -> Iterator[None]:
-    """Call the handlers of signals that come while inside once it is left; see ``Stopper.listening`` for which.
+    """Delay handlers of signals until the block is left; see ``Stopper.listening`` for the signals.
 
     An exception raised within the import of torch ends the process by SIGABRT, or becomes an ImportError.
     """

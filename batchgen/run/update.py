@@ -1,4 +1,4 @@
-"""Rows that a folder keeps when its job or its input has changed: each whose result cannot differ, and no other.
+"""Rows that a folder keeps when its job or its input has changed: exactly those whose result cannot differ.
 
 The module decides whether an unfinished job is this one, and whether this one may replace another without ``--update``.
 Its pass over the input takes rows over from earlier results, within a bound, since a start without ``--update`` may
@@ -33,7 +33,7 @@ _MAX_BEGUN = 1 << 21  # tokens of unfinished answers that are continued, all of 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of a pass: rows that are kept, and rows that can run, those that are kept included."""
+    """Counts of a pass: rows that are kept, and rows that can run, including the kept ones."""
 
     num_kept: int
     num_good: int
@@ -44,9 +44,9 @@ class Counts:
         return self.num_good - self.num_kept
 
     def losses(self, num_old: int, begun: Manifest, now: Manifest) -> str:
-        """The reason why ``--update`` is needed, which results of the job ``begun`` would be lost; "" if it is not.
+        """The reason why ``--update`` is needed: lost results of the job ``begun``; "" if it is not needed.
 
-        It has ``num_old`` results. If it was interrupted, it may have more rows that can run.
+        ``begun`` has ``num_old`` results, and possibly more rows that can run if it was interrupted.
         """
         num_before = max(num_old, begun.num_good or 0)
         if num_old and now.num_files < begun.num_files:
@@ -75,7 +75,7 @@ class FolderJobs:
 
     @property
     def current(self) -> Manifest | None:
-        """The job of the outputs, else the one that was begun last; None in a new folder."""
+        """The job of the outputs, or else the last unfinished job; None in a new folder."""
         return self.manifests[0] if self.manifests else None
 
     def digests(self) -> Digests:
@@ -86,7 +86,7 @@ class FolderJobs:
         return Digests(states)
 
     def find(self, now: Manifest, spec: JobSpec) -> Begun | None:
-        """The journal in which this job was begun and is not finished, the newest if there are several."""
+        """The newest journal of this job, if it is unfinished."""
         return next((begun for begun in reversed(self._begun) if is_same(begun.manifest, now, spec)), None)
 
     def find_kept(self, now: Manifest, spec: JobSpec) -> Begun | None:
@@ -111,16 +111,16 @@ class FolderJobs:
         return is_there and forms[0] == forms[1] and self.is_of_outputs(now, spec)
 
     def edited(self, digests: Digests) -> list[str]:
-        """The files of the last finished job that are others now; an ``errors.jsonl`` may be taken away."""
+        """The files of the last finished job that have been changed since; ``errors.jsonl`` may be removed."""
         if self.last is None or is_between(self._run_dir, self.last, digests) or not self._run_dir.has_outputs():
             return []
         changed, errors = self._run_dir.changed_files(self.last, digests), self._run_dir.errors
         return [name for name in changed if name != errors.name or errors.exists()]
 
     def refuse_unasked(self, now: Manifest, digests: Digests) -> None:
-        """Raises ResumeMismatch for what only ``--update`` may do.
+        """Raises ResumeMismatch for a change that needs ``--update``.
 
-        One of the jobs must differ from this in its input alone, and no file may be replaced that was edited.
+        Without it, one of the jobs may only differ from this in its input, and edited files may not be replaced.
         """
         folder, changes = self._run_dir.path, [changes_of_job(manifest, now) for manifest in self.manifests]
         if changes and all(changes):
@@ -137,7 +137,7 @@ class FolderJobs:
             raise ResumeMismatch(f"{what}, and would be replaced: --update continues")
 
     def losses(self, counts: Counts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
-        """Losses by a change of the input, if they are large; a job that is gone back to has not changed.
+        """Losses by a change of the input, if they are large; "" for a return to the job of the outputs.
 
         Only results of this job count: results of a job that ``--update`` gave up are lost already.
         """
@@ -187,9 +187,9 @@ def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
 def take_over(
     earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
 ) -> Counts:
-    """Record the rows that earlier jobs have results of; the others are left in ``rows``.
+    """Record the rows with earlier results; the others are left in ``rows``.
 
-    What was recorded by a pass that was killed counts as kept now. A stop ends it early. Raises StorageError.
+    Rows that a killed pass recorded count as kept. A stop ends it early. Raises StorageError.
     """
     progress.follow(sink)
     journal, num_begun = sink.journal, 0
@@ -215,6 +215,6 @@ def take_over(
 
 
 def _with_numerics(now: Manifest, begun: Manifest) -> Manifest:
-    """The manifest of a job whose weights are not loaded, with the numerics that it has after the one begun."""
+    """The manifest ``now``, whose weights are not loaded, with the numerics that it would have after ``begun``."""
     numerics = begun.numerics
     return now if numerics is None else now.with_numerics(numerics.in_job(begun.job, now.job))

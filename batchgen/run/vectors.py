@@ -1,6 +1,6 @@
 """[embed] of a job with a model: its "auto" resolved, and the pooler that makes the vectors.
 
-A checkpoint that was published to make vectors gives them without [embed] too, unless the job asks for sampled text.
+A checkpoint that was published for vectors makes them without [embed] too, unless the job asks for sampled text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> JobSpec:
-    """The job with [embed] resolved, if it or its model is for vectors. Raises UsageError where that cannot work."""
+    """The job with [embed] resolved, if it or its model is for vectors. Raises UsageError if that cannot work."""
     is_default, path = spec.sampling == SamplingParams(), spec.model.path
     if not spec.embed.is_on and config.has_head and not (files.is_there and is_default):
         return spec
@@ -79,7 +79,7 @@ def _check_side(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path:
 
 
 def side_of(embed: EmbedSpec, files: VectorFiles, tokenizer: Tokenizer | None, longest: int) -> TokenSide | None:
-    """The job's side of late interaction in ids, its texts of at most ``longest`` tokens; None for other models.
+    """The job's side of late interaction with token ids, for texts of up to ``longest`` tokens; None for other models.
 
     Raises UsageError if a token of it is not in the vocabulary.
     """
@@ -96,9 +96,9 @@ def side_of(embed: EmbedSpec, files: VectorFiles, tokenizer: Tokenizer | None, l
 
 
 def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder, tokenizer: Tokenizer | None) -> Callable[..., Pooler]:
-    """Pooler that makes vectors of hidden states in the place of a sampler; imports torch.
+    """A pooler, which makes vectors of hidden states in place of a sampler; imports torch.
 
-    Raises ModelError, also for late interaction that a device does not compute.
+    Raises ModelError, also for late interaction on an unsupported device.
     """
     from batchgen.engine.pooler import Pooler
     from batchgen.model.vectors import VectorHead, VectorSettings

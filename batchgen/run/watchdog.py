@@ -25,7 +25,7 @@ class Watchdog:
     """Runs from construction until ``close``; call both in the main thread.
 
     After the first of ``signals``, or ``alarm``, the process has ``drain_s`` seconds; a second SIGINT ends it at once.
-    ``reason`` returns why the stop was asked for. The exit code is then 75.
+    ``reason`` returns the reason for the stop. The exit code is then 75.
     """
 
     def __init__(self, signals: Sequence[int], drain_s: float, reason: Callable[[], str | None]) -> None:

@@ -1,4 +1,4 @@
-"""Choice of where the engine of a job runs: in this process or on workers, as [cluster] says."""
+"""Chooses where the engine of a job runs: in this process or on workers, as [cluster] says."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class IdentityGate:
         self._context = context
 
     def refusal(self, ready: WorkerReady) -> str:
-        """Reason for which a worker may not take part; "" if it may."""
+        """The reason why a worker may not take part; "" if it may."""
         identity = ready.identity
         if identity.version != __version__:
             return f"it runs batchgen {identity.version}, this process {__version__}"

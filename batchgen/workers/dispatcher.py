@@ -1,4 +1,4 @@
-"""Dispatcher of rows over workers: a queue of leases, and what becomes of the leases of a worker that is lost.
+"""Dispatcher of rows over workers: a queue of leases, which also takes back the leases of a lost worker.
 
 Leases get smaller as fewer rows are left (guided self-scheduling), so that workers end together. A lease that is lost
 twice runs alone in a worker, and is split in two at each loss there, until it is a single row: one that is lost twice
@@ -65,7 +65,7 @@ class RowDispatcher:
 
     @property
     def room(self) -> int:
-        """Number of tasks to put now, so that the backlog is as long as leases of full size need."""
+        """Number of tasks to put now, so that the backlog is long enough for leases of full size."""
         if self._has_ended or self._is_full:
             return 0
         wanted = _AHEAD * sum(worker.max_num_seqs for worker in self._takers())
@@ -73,7 +73,7 @@ class RowDispatcher:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the rows that are not answered take as much memory as they may."""
+        """Whether the unanswered rows take as much memory as they may."""
         return self._num_chars >= _MAX_CHARS * max(len(self.workers), 1)
 
     def put(self, task: Row) -> bool:
@@ -93,7 +93,7 @@ class RowDispatcher:
         return self.is_winding_up and not self._leases
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:
-        """Tokens so far, by key, of the rows that have any and are not answered."""
+        """Tokens so far, by key, of unanswered rows with tokens."""
         in_flight = chain.from_iterable(worker.tasks.values() for worker in self.workers.values())
         tokens = {task.key: task.output_token_ids for task in (*self._backlog(), *in_flight)} | self._tokens
         return {key: so_far for key, so_far in tokens.items() if so_far}
@@ -120,7 +120,7 @@ class RowDispatcher:
         self._to_stop.append(name)
 
     def on_lost(self, name: str) -> list[Row]:
-        """Take back the leases of a worker that is gone; returns the rows that have ended it, which count as answered.
+        """Take back the leases of a lost worker; returns the rows that ended it, which count as answered.
 
         A row has ended its workers if it was lost twice while it ran alone.
         """
@@ -154,7 +154,7 @@ class RowDispatcher:
         return [worker.name for worker in self._takers() if not worker.tasks]
 
     def on_update(self, name: str, update: WorkerUpdate) -> list[Answer]:
-        """Take in what a worker says; returns its answers to rows that had none yet."""
+        """Take in a worker's update; returns its answers to unanswered rows."""
         worker = self.workers.get(name)
         if worker is None:
             return []
@@ -189,7 +189,7 @@ class RowDispatcher:
         return [worker for worker in self.workers.values() if worker.state == "running"]
 
     def _deal(self) -> dict[str, Assignment]:
-        """Leases for all workers in which few rows wait, the emptiest first."""
+        """Leases for all workers with few waiting rows, the emptiest first."""
         leased: dict[str, list[Row]] = {}
         hungry = self._takers()
         while hungry:
@@ -203,7 +203,7 @@ class RowDispatcher:
         return {name: Assignment(tuple(tasks)) for name, tasks in leased.items()}
 
     def _next_lease(self, worker: WorkerState, num_left: int) -> Lease | None:
-        """A lost lease, or fresh rows: half a worker's share of what is left, within bounds. None if too large now."""
+        """A lost lease, or fresh rows: half a worker's share of the rest, within bounds. None if too large now."""
         room = _MAX_CHARS - sum(self._chars[key] for key in worker.tasks)
         if self._lost and (not worker.tasks or sum(self._chars[key] for key in self._lost[0].tasks) <= room):
             return self._lost.popleft()
@@ -233,7 +233,7 @@ class RowDispatcher:
         return replace(task, output_token_ids=tokens) if len(tokens) > len(task.output_token_ids) else task
 
     def _answered(self, worker: WorkerState, key: int) -> bool:
-        """Forget a row that a worker has answered; False if it is not there."""
+        """Forget a row that a worker has answered; False if it is unknown."""
         if key not in worker.tasks:
             return False
         lease = self._leases.pop(key)
@@ -251,7 +251,7 @@ class RowDispatcher:
             self._tokens.pop(key, None)
 
     def _end(self, worker: WorkerState, state: str) -> list[Lease]:
-        """Remove a worker; the leases that it alone had. Unless it is lost, their rows are fresh again."""
+        """Remove a worker; returns the leases that only it had. Unless it is lost, their rows are fresh again."""
         goes_on = state == "lost" or worker.state == "leaving"  # else the run stops: no other gets its rows
         del self.workers[worker.name]
         leases = list(dict.fromkeys(self._leases[key] for key in worker.tasks))

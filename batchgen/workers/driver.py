@@ -1,7 +1,7 @@
-"""An engine that is many workers: to an invocation it is one like any other (``EngineLike``), which takes rows.
+"""An engine made of many workers; an invocation uses it like any other (``EngineLike``) that takes rows.
 
-It carries messages between the dispatcher, which decides who runs what, and the workers. The driver's one thread does
-it all; a handle never makes it wait. How a worker is started and called is the launcher's business.
+It carries messages between the workers and the dispatcher, which assigns rows. The driver has one thread, which handles
+never block. The launcher starts and calls workers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WorkersEngine:
         """Launch the workers; returns when the first is ready.
 
         Raises:
-            BatchgenError: what a single process would have ended with, where no worker can load the model.
+            BatchgenError: no worker can load the model; the same error as in a single process.
             NoWorkers: none could be started.
         """
         while not self._ready:
@@ -102,7 +102,7 @@ class WorkersEngine:
         yield from self._settle()
 
     def stop(self) -> None:
-        """Make ``run`` return as soon as workers have told how far they are; safe to call from a signal handler."""
+        """Make ``run`` return as soon as workers have sent their partial tokens; safe to call from a signal handler."""
         self._stopping = True
 
     def unfinished(self) -> Mapping[int, tuple[int, ...]]:
@@ -134,13 +134,13 @@ class WorkersEngine:
 
     @property
     def _num_useful(self) -> int:
-        """The most workers that are of use."""
+        """The number of workers beyond which more are useless."""
         most = self._launcher.num_wanted[1]
         is_in_vain = self._num_in_vain > max(_MOST_IN_VAIN, 2 * most) or self._num_hung >= max(_MOST_HUNG, 2 * most + 2)
         return 0 if is_in_vain else most - self._num_given_up
 
     def _require_enough(self) -> None:
-        """Raises NoWorkers where fewer workers than wanted are ready for as long as one may load, or can be had."""
+        """Raises NoWorkers if fewer workers than wanted can start, or are ready within the time for loading."""
         least = self._launcher.num_wanted[0]
         if len(self._ready) >= least or self._dispatcher.is_winding_up:
             self._enough_at = time.monotonic()
@@ -159,7 +159,7 @@ class WorkersEngine:
                 self._dispatcher.drain(name)
 
     def _listen(self) -> Iterator[Answer]:
-        """Take in what workers tell; the answers of tasks that had none yet."""
+        """Take in events of workers; the answers of unanswered tasks."""
         for name, handle in list(self._handles.items()):
             for event in handle.poll():
                 yield from self._answers(name, event)
@@ -233,7 +233,7 @@ class WorkersEngine:
             yield Result(task.key, 0, error=RowError(RowErrorCode.INTERNAL, _POISON))
 
     def _tell_losses(self) -> None:
-        """Count in one line the workers that were lost like the last one, before they were ready."""
+        """Print one line with the number of workers that were lost for the same reason before they were ready."""
         if self._num_untold and not self._stopping:
             self._note(f"{counted(self._num_untold, 'more worker')} lost in the same way; {len(self._ready):,} left")
         self._false_start, self._num_untold = "", 0
@@ -244,7 +244,7 @@ class WorkersEngine:
             self.stats.drop(name)
 
     def _is_given_up(self, lost: WorkerLost, *, was_ready: bool) -> bool:
-        """Whether to stop replacing this worker; where memory is short, fewer workers may have enough."""
+        """Whether to stop replacing this worker; if memory is short, fewer workers may have enough."""
         if was_ready:
             return isinstance(lost.error, OutOfMemory)
         self._num_false_starts += 1
@@ -254,7 +254,7 @@ class WorkersEngine:
         return lost.error is not None or self._num_false_starts > _MOST_FALSE_STARTS
 
     def _settle(self) -> Iterator[Answer]:
-        """End the workers' part: their last answers, the tokens of half-done rows, counts and facts."""
+        """Collect the workers' last answers, the tokens of half-done rows, counts and facts."""
         stopped: set[str] = set()
         until = time.monotonic() + _SETTLE_S
         while self._ready and time.monotonic() < until:

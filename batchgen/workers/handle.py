@@ -1,7 +1,7 @@
-"""A worker as the driver sees it, wherever it runs: a process elsewhere with at most one call of its methods under way.
+"""The driver's view of a worker, wherever it runs: a process with at most one call of its methods under way.
 
-Nothing here waits for a worker: whatever one does is a future, also its start. How a process is started and called is
-its launcher's business, of which each kind of workers has one.
+Nothing here blocks on a worker: its calls are futures, and so is its start. Each kind of workers has a launcher that
+starts and calls processes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Remote(Protocol):
 
 
 class WorkerHandle:
-    """One worker: it gets a place, loads the model, and then takes assignments and tells of them.
+    """One worker: it gets a place, loads the model, then takes assignments and returns events.
 
-    No method blocks or raises. ``place`` is the id of its machine, empty where that is of no account, and None until it
-    has one. ``loading_since`` is when it began to load, None before that and afterwards.
+    No method blocks or raises. ``place`` is the id of its machine, "" if that does not matter, and None until it has
+    one. ``loading_since`` is when it began to load, None before and afterwards.
     """
 
     def __init__(self, name: str, launcher: WorkerLauncher) -> None:
@@ -48,12 +48,12 @@ class WorkerHandle:
         return remote
 
     def place_anew(self) -> None:
-        """Ask for another place than the one that it is on its way to."""
+        """Cancel the pending placement and request another."""
         self.remote.kill()
         self.remote = self._placed()
 
     def send(self, assignment: Assignment) -> None:
-        """Pass an assignment on with the next call; of a worker that is gone ``poll`` tells."""
+        """Pass an assignment on with the next call; ``poll`` reports if the worker is gone."""
         self._assignments.append(assignment)
 
     def exchange(self) -> None:
@@ -84,7 +84,7 @@ class WorkerHandle:
         return [event]
 
     def give_up(self, lost: WorkerLost) -> WorkerLost:
-        """End a worker that is lost or as good as that, or may not take part."""
+        """End a worker that is lost, hangs, or may not take part."""
         self.close()
         self._launcher.note(self, lost)
         return lost
@@ -126,7 +126,7 @@ class WorkerLauncher(ABC):
         self._num_launched = 0
 
     def launch(self) -> WorkerHandle | None:
-        """Begin to start another worker; None where no more can be had now."""
+        """Begin to start another worker; None if another cannot be started now."""
         if not self.has_room():
             return None
         self._num_launched += 1
@@ -135,7 +135,7 @@ class WorkerLauncher(ABC):
         return handle
 
     def wait(self, timeout_s: float) -> None:
-        """Call all workers that wait for it, and return when one has answered, or after the timeout."""
+        """Call all workers that are due, and return when one has answered, or after the timeout."""
         for handle in self.handles:
             handle.exchange()
         self.woken.wait(timeout_s)
@@ -152,7 +152,7 @@ class WorkerLauncher(ABC):
 
     @abstractmethod
     def place(self) -> tuple[Remote, Future[str]]:
-        """A new process, and where it will be."""
+        """A new process, and its future place."""
 
     @abstractmethod
     def begin(self, handle: WorkerHandle) -> Future[Any]:
@@ -163,4 +163,4 @@ class WorkerLauncher(ABC):
         return str(error)
 
     def note(self, handle: WorkerHandle, event: WorkerUpdate | WorkerLost) -> None:  # noqa: B027 - one kind learns
-        """Learn from what a worker tells, or that it is lost."""
+        """Take note of a worker's event, such as its loss."""

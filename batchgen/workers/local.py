@@ -1,7 +1,7 @@
 """Workers that are processes of this machine, each with its slice of processors, devices and memory.
 
-A worker is a fresh interpreter: the driver has threads, and no copy of a process with threads can be trusted. A thread
-for each calls it over a socket, in pickles: both ends trust each other.
+A worker is a fresh interpreter, since a forked copy of the driver, which has threads, could deadlock. A thread for each
+worker calls it over a socket with pickles: both ends trust each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkerGone(Exception):
 
 
 class LocalWorker:
-    """A ``Remote`` process; the end of what it writes to its standard output and error is kept, not shown."""
+    """A ``Remote`` process; the end of its standard output and error is kept, not shown."""
 
     def __init__(self, part: MachineSlice) -> None:
         self.part = part
@@ -98,7 +98,7 @@ class LocalWorker:
 
 
 class LocalLauncher(WorkerLauncher):
-    """One process per slice; a slice whose worker is gone goes to the next one."""
+    """One process per slice; the slice of a lost worker goes to the next one."""
 
     def __init__(self, start: Start, slices: Sequence[MachineSlice]) -> None:
         bounds = start.spec.cluster.bounds

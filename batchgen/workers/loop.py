@@ -1,7 +1,7 @@
 """Loop around a worker's engine: steps it in one thread, makes rows into requests in another, and talks to the driver.
 
-Thus neither a message nor a tokenizer delays a step. Every kind of worker has one. It knows no process and no network:
-its owner passes assignments in and carries updates out.
+So neither messages nor the tokenizer delay a step. Every kind of worker has one. Processes and network are its owner's
+business, which passes assignments in and carries updates out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class SteppedEngine(Protocol):
 class RowMaker:
     """A worker's work on a row outside its engine: template, tokenizer, and the output record as JSON.
 
-    It is done where there are as many cores as workers. Rows are built by one thread and finished by another.
+    Workers do it because together they have more cores than the driver. Rows are built by one thread and finished by
+    another.
     """
 
     def __init__(self, builder: RequestBuilder, record_builder: RecordBuilder) -> None:
@@ -68,7 +69,7 @@ class EngineLoop:
     """Runs tasks on an engine until ``close``, or until an assignment says stop.
 
     ``collect`` is called by one thread, ``assign`` by any. An error of the engine or of building a request is raised by
-    the next ``collect`` that has nothing to tell; the loop is of no more use then.
+    the next ``collect`` without news; then the loop cannot be used any more.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         num_launches: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``num_launches`` counts what moves within a step, which on few cores may take minutes."""
+        """``num_launches`` counts progress within a step, which may take minutes on few cores."""
         self._engine = engine
         self._maker = maker
         self._clock = clock
@@ -104,14 +105,14 @@ class EngineLoop:
             thread.start()
 
     def assign(self, assignment: Assignment) -> None:
-        """Take in what the driver says."""
+        """Take in an assignment of the driver."""
         with self._changed:
             self._inbox += assignment.tasks
             self._is_stopping |= assignment.stop
             self._changed.notify_all()
 
     def collect(self, timeout_s: float = HEARTBEAT_S) -> WorkerUpdate:
-        """The news of this worker, as soon as there are any, or after the timeout. Raises what the engine raised."""
+        """The next update of this worker, as soon as there is news, or after the timeout. Raises the engine's error."""
         time.sleep(max(self._took_at + _ROUND_S - self._clock(), 0.0))
         with self._changed:
             self._changed.wait_for(self._has_news, timeout_s)
@@ -151,7 +152,7 @@ class EngineLoop:
                 self._changed.notify_all()
 
     def _builds(self) -> None:
-        """Make requests of the tasks that come in, many at once where that takes little time."""
+        """Make requests of incoming tasks, many at once if that takes little time."""
         size = ChunkSize()
         while True:
             with self._changed:

@@ -1,7 +1,7 @@
 """Messages between the driver and its workers.
 
-A task is a row on its way to a worker, and an answer what comes back for it. Messages are frozen and can be pickled;
-driver and workers trust each other. What a worker runs on is unknown here.
+A task is a row sent to a worker, and an answer its result. Messages are frozen and can be pickled; driver and workers
+trust each other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Answer = JournalEntry | Result  # what came of a row; a result only for one that
 class Assignment:
     """Message of the driver to a worker.
 
-    ``tasks`` are to be run, after those given before. With ``stop``, the worker ends the step under way and gives back
-    all that it has.
+    ``tasks`` are to be run after earlier ones. With ``stop``, the worker ends the step under way and gives back all its
+    tasks.
     """
 
     tasks: tuple[Row, ...] = ()
@@ -30,7 +30,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a worker, equal for all of a run: its rows must not depend on which of them computed a row.
+    """Identity of a worker, equal for all workers of a run, so that rows do not depend on the worker.
 
     ``weights`` are the digests of ``ModelFiles.fingerprint``, for ``numerics`` see ``Backend``.
     """
@@ -71,7 +71,7 @@ class WorkerUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker has gone. An ``error`` is what it ended with, and what a process here would have ended with."""
+    """A worker is gone. ``error`` is what it ended with, which would also have ended a single process."""
 
     reason: str
     error: Exception | None = None

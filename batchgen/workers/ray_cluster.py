@@ -1,6 +1,6 @@
 """A Ray cluster: joining it, the machines that it has, and actors on them. The only module that imports Ray.
 
-It leaves this process as it was: signal handlers are put back, and Ray prints nothing to the user's terminal.
+Signal handlers are restored, and Ray's output does not reach the user's terminal.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class WorkerResources:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, device: str, nodes: Collection[Node]) -> WorkerResources:
-        """Those that a job asks for.
+        """The resources that a job asks for.
 
-        Where it leaves that open, a worker has one GPU, if the job may run on GPUs and there are any. Without GPUs it
-        has as many CPUs as the smallest machine.
+        By default a worker has one GPU, if the job may run on GPUs and the cluster has some; otherwise as many CPUs as
+        the smallest machine.
         """
         has_gpus = device != "cpu" and any(node.resources.get("GPU") for node in nodes)
         gpus = cluster.gpus_per_worker
@@ -95,7 +95,7 @@ class WorkerResources:
 
 
 class Cluster:
-    """This process as a driver on a cluster: ``address`` is HOST:PORT, or "auto" for the one that this machine is of.
+    """This process as a driver on a cluster: ``address`` is HOST:PORT, or "auto" for this machine's cluster.
 
     A thread looks at the machines once a second: ``nodes`` are those alive. Raises UsageError if the cluster
     cannot be reached.
@@ -109,7 +109,7 @@ class Cluster:
         threading.Thread(target=self._watch, name="batchgen-ray", daemon=True).start()
 
     def close(self) -> None:
-        """Leave the cluster, which ends all actors; a session that was there before stays."""
+        """Leave the cluster, which ends all actors; an earlier session of this process stays."""
         import ray
 
         self._is_over.set()
@@ -161,7 +161,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _connect(address: str) -> bool:
-    """Join a cluster; False where this process is on one already. Raises UsageError."""
+    """Join a cluster; False if this process has joined one before. Raises UsageError."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -185,7 +185,7 @@ def _connect(address: str) -> bool:
 
 
 def _job_config() -> Any:
-    """Settings of a driver from whose working folder actors import no module: it may hold data of others.
+    """Settings of a driver that keep actors from importing modules of its working folder, which may hold any data.
 
     Ray would put that folder first on their path, unless the driver is a client's or ``ray job submit`` has sent a
     folder of code along.
@@ -196,7 +196,7 @@ def _job_config() -> Any:
 
 
 def _require_reachable(address: str) -> None:
-    """Raises UsageError where nothing answers; Ray would try for long, and then end the process."""
+    """Raises UsageError if nothing answers; Ray would try for long, and then end the process."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
@@ -206,7 +206,7 @@ def _require_reachable(address: str) -> None:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """Drop what is written to standard error: Ray warns there, each second, of a cluster that turns it away."""
+    """Drop output to standard error: if a cluster refuses the connection, Ray warns there each second."""
     if sys.__stderr__ is None:  # its number may belong to another file
         yield
         return
@@ -222,7 +222,7 @@ def _no_stderr() -> Iterator[None]:
 
 @contextmanager
 def _same_signal_handlers() -> Iterator[None]:
-    """Put back the handlers that Ray replaces; a signal that comes meanwhile is for those too, later."""
+    """Restore the handlers that Ray replaces; a signal that comes meanwhile is passed to them afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

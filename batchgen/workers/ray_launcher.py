@@ -1,6 +1,6 @@
 """Workers on a Ray cluster: each is an actor on one GPU or on a group of cores.
 
-Ray places them, tells when one is lost and asks an autoscaler for machines; rows and messages are ours. Ray is imported
+Ray places them, reports losses and asks an autoscaler for machines; rows and messages are handled here. Ray is imported
 by ``ray_cluster`` alone.
 """
 
@@ -142,7 +142,7 @@ class RayLauncher(WorkerLauncher):
                 self._exclude(node_id)
 
     def _exclude(self, node_id: str) -> None:
-        """Place no more workers on a machine; those that wait for a place may have been on their way to it."""
+        """Place no more workers on a machine; workers that wait for a place are placed again."""
         self._excluded.add(node_id)
         for handle in self.handles:
             if handle.place is None:

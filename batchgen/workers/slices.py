@@ -38,10 +38,10 @@ class MachineSlice:
 def split_machine(
     spec: JobSpec, num_rows: int | None, weight_bytes: int = 0, note: Callable[[str], object] = lambda line: None
 ) -> list[MachineSlice]:
-    """The slices of the most workers that a job may have on this machine; ``num_rows`` are those to run, if known.
+    """The slices of the most workers that a job may have on this machine; ``num_rows`` is the number of rows, if known.
 
-    "auto" is a worker for each GPU that the job may use, or without any for each NUMA node, whose memory its
-    processors reach fastest: at most as many as have rows for some full batches. A number is lowered, with a line for
+    "auto" is a worker for each GPU that the job may use, or without GPUs for each NUMA node, whose memory its
+    processors reach fastest: at most as many workers as get some full batches. A number is lowered, with a line for
     ``note``, to the rows and, without GPUs, to the processors and to the memory, each worker with its ``weight_bytes``.
 
     Raises:
@@ -80,7 +80,7 @@ def useful_workers(places: int, spec: JobSpec, num_rows: int | None, *, is_cuda:
 
 
 def _carried(wanted: int, num_rows: int | None, num_cpus: int, weight_bytes: int, note: Callable[[str], object]) -> int:
-    """The number of workers, of those that are wanted, for which there is work and room."""
+    """The number of workers, up to the wanted one, for which there are rows and memory."""
     limits = {} if num_rows is None else {counted(num_rows, "row"): num_rows}
     if num_cpus:
         in_memory = available_bytes() // (weight_bytes + _PROGRAM_BYTES)

@@ -26,7 +26,7 @@ Numbers = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Entry:
-    """Counts of a worker's engine, as it reported them last, and of its last ``tokens``, with their times."""
+    """The last reported counts of a worker's engine, and its last counts of ``tokens`` with their times."""
 
     worker: WorkerState
     place: str
@@ -47,7 +47,7 @@ class _Entry:
 
 
 class WorkersStats:
-    """The driver's thread calls all but the readers, ``to_dict`` and ``live``.
+    """Counts of all workers. Only the driver's thread may call methods other than ``to_dict`` and ``live``.
 
     ``num_prefill_tokens`` and ``num_output_tokens`` are sums over workers.
     """
@@ -76,7 +76,7 @@ class WorkersStats:
         entry.tell(stats, now)
 
     def drop(self, name: str) -> None:
-        """Add a worker that has ended to the sum of those that are gone."""
+        """Add an ended worker to the sum of ended workers."""
         entry = self._entries.pop(name)
         place = entry.place if self._gone.get("place", entry.place) == entry.place else _SEVERAL
         self._ended_at = max(self._ended_at, entry.worker.ended_at or 0.0)
@@ -107,7 +107,7 @@ class WorkersStats:
         return total | {"workers": workers, "mean_workers": mean_workers}
 
     def live(self) -> list[dict[str, Any]]:
-        """Those that are here: name, place, state, rows, tokens_per_s, in_flight."""
+        """The current workers: name, place, state, rows, tokens_per_s, in_flight."""
         return [
             {
                 "name": entry.worker.name,

@@ -1,6 +1,6 @@
-"""A worker: loads the model as a single process would, and runs the rows that its driver sends.
+"""A worker: loads the model like a single process, and runs the rows that its driver sends.
 
-Every kind of worker starts from one picklable ``Start``. It holds nothing durable: the driver journals what it answers.
+Every kind of worker starts from one picklable ``Start``. It stores nothing: the driver journals its answers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The beginning of a worker: the job, the time that chat templates print, and ``Digests.to_plain`` of the driver.
+    """The parameters of a worker: the job, the time that chat templates print, and ``Digests.to_plain`` of the driver.
 
-    A worker whose files are in the states that the digests tell need not read them for its fingerprint.
+    A worker need not read files for its fingerprint if their states are the same as in the digests.
     """
 
     spec: JobSpec
@@ -58,7 +58,7 @@ class Worker:
             return lost_to(error)
 
     def exchange(self, assignments: tuple[Assignment, ...]) -> WorkerUpdate | WorkerLost:
-        """Take in what the driver says; returns as soon as there is something to tell, or after a heartbeat."""
+        """Take in an assignment; returns an update as soon as there is news, or after a heartbeat."""
         try:
             with memory_errors("running this command"):
                 for assignment in assignments:
@@ -107,8 +107,8 @@ def _portable(error: BaseException) -> Exception:
 def main(handle: int, driver: int) -> NoReturn:
     """Run the methods that the process ``driver`` calls through the socket ``handle``.
 
-    This process lives no longer than its driver: it ends at the end of their socket, and on Linux the system ends it,
-    whatever it does. Signals that reach all processes of a job are not for it: its driver says when to stop.
+    This process ends with its driver: when their socket closes, and on Linux also by the system. It ignores signals
+    that reach all processes of a job: its driver says when to stop.
     """
     _follow(driver)
     connection, worker = Connection(handle), Worker()

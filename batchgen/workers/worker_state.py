@@ -16,7 +16,7 @@ ALONE_AFTER = 2  # losses
 
 @dataclass(slots=True)
 class WorkerState:
-    """Rows that a worker has, and its counters.
+    """The rows of a worker, and its counters.
 
     ``state`` is "running", "isolated" (its one lease must run alone), "leaving" (told to stop), "left" or "lost".
     ``moved_at`` is when it last made progress. ``num_rows`` were answered by it first. ``num_given_back`` were in
@@ -45,7 +45,7 @@ class WorkerState:
         return len(self.tasks) - self.max_num_seqs
 
     def num_ahead(self, num_workers: int) -> int:
-        """Rows that should wait in it: more than it finishes before others can come, and many where workers are few.
+        """Rows that should wait in it: more than it finishes before others can come, and many if workers are few.
 
         An engine fills its steps best from many rows, and the last ones of few workers are quickly run once more.
         """
@@ -63,7 +63,7 @@ class WorkerState:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """Rows that are given to a worker together, and lost together; ``tasks`` are those that are not answered, by key.
+    """Rows that are given to a worker, and lost, together; ``tasks`` are the unanswered ones, by key.
 
     ``holders`` are the workers that run it: none while it waits, two if it has a backup. ``num_losses`` begin with
     ALONE_AFTER in a half; a single row that reaches twice that number has ended its workers.
@@ -108,9 +108,9 @@ class Liveness:
         return sorted(late)
 
     def unresponsive(self, workers: Collection[WorkerState], loading: Mapping[str, float] = {}) -> dict[str, str]:
-        """Workers to be given up, and why; take in first what they have told. ``loading`` are others, as in ``late``.
+        """Workers to be given up, and why; first take in their updates. ``loading`` are other workers, as in ``late``.
 
-        Of those that are ready, these have rows or are to stop.
+        A ready worker is only judged if it has rows or is to stop.
         """
         now = self._clock()
         stood_still, self._asked_at = now - self._asked_at, now
