@@ -1,6 +1,6 @@
 """The continuous batcher. ``Engine`` and ``EngineConfig`` are its whole public surface.
 
-What needs torch is imported when first used: the scheduler and its tests do not.
+Modules that need torch are imported on first use, so that the scheduler and its tests can do without it.
 """
 
 from __future__ import annotations

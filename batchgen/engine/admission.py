@@ -1,6 +1,6 @@
-"""Admission: how far requests are pulled ahead, which can never run, and the order in which they are started.
+"""Admission: pulls requests ahead, refuses those that can never run, and decides the order of starts.
 
-How much KV memory they may take is the matter of ``forecast``.
+``forecast`` decides how much KV memory they may take.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LookAhead:
             yield request
 
     def answered(self, result: Result) -> Result:
-        """Take note that a request has its result, which is returned."""
+        """Note that a request has its result, which is returned."""
         self._num_bytes -= self._bytes_of.pop(result.key, 0)
         return result
 
@@ -65,11 +65,11 @@ class LookAhead:
 
 
 class WaitingQueue:
-    """Queue of requests pulled from the input but not yet admitted, in the order in which they will be.
+    """Queue of requests pulled from the input but not yet admitted, in order of admission.
 
-    Preempted sequences come first, then the longest expected, then by arrival; those that share a prefix stay together.
-    Starting the longest early keeps a handful of stragglers from running the end of a job. The longest expected has the
-    most tokens still allowed. Without ``longest_first`` only the arrival counts.
+    Preempted sequences come first, then those that may get the most tokens, then by arrival; sequences that share a
+    prefix stay together. Starting long sequences early keeps a job from ending with a few stragglers. Without
+    ``longest_first`` only the arrival counts.
     """
 
     def __init__(self, longest_first: bool = True) -> None:
@@ -88,7 +88,7 @@ class WaitingQueue:
         yield from (sequence for _, sequence in self._fresh)
 
     def push(self, sequence: Sequence) -> None:
-        """Add a fresh sequence; its ``block_hashes`` say which others begin as it does."""
+        """Add a fresh sequence; its ``block_hashes`` identify sequences with the same prefix."""
         self._arrivals += 1
         name = _family(sequence)
         family, members = self._families.get(name, (self._arrivals, 0))
@@ -120,11 +120,11 @@ class WaitingQueue:
         return sequence
 
     def defer(self) -> None:
-        """Set the next to be admitted, which is fresh, aside until ``restore``; it does not count as waiting."""
+        """Set the next, fresh sequence aside until ``restore``; it does not count as waiting."""
         self.deferred.append(heapq.heappop(self._fresh))
 
     def restore(self) -> None:
-        """Return those set aside to their places."""
+        """Return deferred sequences to their places."""
         for entry in self.deferred:
             heapq.heappush(self._fresh, entry)
         self.deferred.clear()

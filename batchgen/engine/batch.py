@@ -1,4 +1,4 @@
-"""The tensors of a step, built from its schedule by a pure function: nothing is cached, nothing else is read."""
+"""The tensors of a step, built from its schedule by a pure function without other inputs or caches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def build_input(
 ) -> ModelInput:
     """Tensors on the host for one forward pass; see ``ModelInput`` for shapes, ``build_subset`` for ``tail_reach``.
 
-    The scheduled tokens of a sequence are the first ``count`` it owes.
-    Logits are asked for the last token of each sequence in ``schedule.completing``, then for the token before each in
-    ``schedule.scored``.
+    The scheduled tokens of a sequence are the first ``count`` that it owes. Logits are asked for the last token of each
+    sequence in ``schedule.completing``, then for the token before each in ``schedule.scored``.
     """
     sequences = schedule.sequences
     counts = np.array(schedule.counts, dtype=np.int32)

@@ -1,8 +1,8 @@
-"""Pool of KV blocks: which are free, which are shared, and what the full ones hold. Plain Python, no tensors.
+"""Pool of KV blocks: tracks free and shared blocks, and the content of full ones. Plain Python, no tensors.
 
-A block belongs to the sequences that hold it, several at once if they share a prefix. A full block may be
-registered under a hash, by which other sequences find it. It keeps its content after its last holder frees it, until
-no other block is left: the block unused longest is emptied first.
+A block belongs to the sequences that hold it, several at once if they share a prefix. A full block may be registered
+under a hash, by which other sequences find it. It keeps its content after its last holder frees it, until all other
+blocks are in use: the block unused longest is emptied first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockPool:
         del self._block_of[self._hash_of.pop(block)]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Release one hold on each block; the last block of a prefix will be emptied before those it continues."""
+        """Release one hold on each block; the last blocks of a prefix will be emptied before its first ones."""
         for block in reversed(blocks):
             if not self.num_holders[block]:
                 raise AssertionError(f"block {block} freed twice")
@@ -62,7 +62,7 @@ class BlockPool:
                     self._empty.append(block)
 
     def unregister(self, blocks: Iterable[int]) -> None:
-        """Make the content of ``blocks`` with one holder unknown: once free, these are the first to be used again."""
+        """Forget the content of ``blocks`` with one holder: once free, they are the first to be used again."""
         for block in blocks:
             if block in self._hash_of and self.num_holders[block] == 1:
                 self._forget(block)

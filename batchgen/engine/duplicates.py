@@ -22,7 +22,7 @@ _SCORE_TOKENS = 8  # memory of the log-probability of a label, in tokens
 
 
 class Duplicates:
-    """The requests under way and recent results, by a digest of what was asked.
+    """The requests under way and recent results, by a digest of the request.
 
     ``num_waiting`` requests wait for another's result, ``num_shared`` have been answered with one.
     """
@@ -35,7 +35,7 @@ class Duplicates:
         self._num_remembered_tokens = 0
 
     def answered(self, state: RequestState) -> Result | None:
-        """The result of an identical request that has one, under this request's key."""
+        """The result of an identical finished request, under this request's key."""
         digest = _digest(state)
         finished = self._finished.get(digest) if digest is not None else None
         if finished is None:
@@ -46,7 +46,7 @@ class Duplicates:
         return replace(result, key=state.request.key, samples=(sample,))
 
     def begin(self, state: RequestState) -> bool:
-        """Whether the request is to be computed; if not, ``end`` of an identical one under way will answer it."""
+        """Whether the request must be computed; if not, ``end`` of an identical one under way will answer it."""
         digest = _digest(state)
         leader = self._under_way.setdefault(digest, state) if digest is not None else state
         if leader is state:

@@ -1,6 +1,6 @@
 """The step loop: schedule, forward, sample, update. Pulls requests lazily and yields results as they finish.
 
-Everything happens in the caller's thread; only ``stop`` may be called from outside. Where launches return before their
+Everything happens in the caller's thread; only ``stop`` may be called from another one. If launches return before their
 work is done, steps overlap (``overlap``): the parts of a step are the same.
 """
 
@@ -143,8 +143,8 @@ class Engine:
     def step(self) -> list[Result]:
         """Advance every scheduled sequence; the results that are complete.
 
-        Where steps overlap, these are the results of the step before.
-        Raises UsageError, as ``flush`` does, where Ctrl-C or an error has ended an earlier one midway.
+        If steps overlap, these are the results of the step before. Raises UsageError, as ``flush`` does, if Ctrl-C or
+        an error has interrupted an earlier step.
         """
         with self._unless_torn():
             with self.stats.phase("schedule"):
@@ -221,7 +221,7 @@ class Engine:
 
     @contextmanager
     def _unless_torn(self) -> Iterator[None]:
-        """Guard of a step: one that an error or Ctrl-C ends midway is the last."""
+        """Guard of a step: after an error or Ctrl-C within it, further steps are refused."""
         if self._is_midway:
             raise UsageError(_INTERRUPTED)
         self._is_midway = True

@@ -1,9 +1,9 @@
 """Forecast of KV memory: the most blocks that running sequences will hold at once.
 
-How much a sequence may generate is known (``max_tokens``); how much it will is learned from the sequences that ended,
-since few would fit if each were expected to fill the context. A preemption costs all that it throws away and an idle
-block costs little, so admission looks at the coming peak. Until then sequences advance together, and the shortest leave
-first, which gives their blocks back (cf. Gong et al., Past-Future Scheduler for LLM Serving, arXiv:2507.10150).
+``max_tokens`` limits a sequence, but few sequences would fit if each were expected to reach it, so the expected length
+is learned from ended sequences. A preemption wastes all computed tokens and an idle block costs little, so admission
+looks at the coming peak. Until then sequences advance together, and the shortest leave first and free their blocks (cf.
+Gong et al., Past-Future Scheduler for LLM Serving, arXiv:2507.10150).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNKNOWN = 1024  # tokens that a sequence is expected to reach without an estima
 
 
 class OutputLengths:
-    """Output lengths of the sequences that ended last, and what they say about one that still runs."""
+    """Output lengths of the sequences that ended last, and the expected length of a running one."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
@@ -49,7 +49,7 @@ class OutputLengths:
         return min(most, int(self._expected()[place]) - output)
 
     def expected_ends(self, num_tokens: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
-        """``num_tokens`` that sequences will come to if nothing but their own end tokens ends them, int64."""
+        """The expected final ``num_tokens`` of sequences that only end by their own end tokens, int64."""
         outputs = num_tokens - num_prompt_tokens
         lengths: np.ndarray = np.maximum(2 * outputs, _UNKNOWN)
         if len(self._sorted) >= _ENOUGH:
@@ -146,15 +146,15 @@ class MemoryForecast:
 
 
 def _blocks(sequences: list[Sequence]) -> np.ndarray:
-    """The blocks of all, one sequence after the other, int32."""
+    """The blocks of all sequences, one sequence after the other, int32."""
     return np.frombuffer(b"".join([s.block_table for s in sequences]), dtype=np.int32)
 
 
 def peak_tokens(rows: np.ndarray) -> int:
     """The most tokens of KV memory that sequences will occupy at once.
 
-    A column of ``rows``, int64 [2, num_sequences], is of one sequence: minus the tokens it will add, one per step,
-    ascending, and the tokens it holds now; it gives all of them back with the last.
+    A column of ``rows``, int64 [2, num_sequences], belongs to one sequence: minus the tokens that it will add, one per
+    step, in ascending order, and the tokens it holds now. A sequence frees all tokens with its last one.
     """
     num_alive = np.arange(1, rows.shape[1] + 1)
     return int((rows[1].cumsum() - num_alive * rows[0]).max(initial=0))

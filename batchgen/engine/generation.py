@@ -1,6 +1,6 @@
-"""Generation of one sequence: the tokens that were chosen, what watches them, why they end, and how likely they were.
+"""Generation of one sequence: its tokens, their watchers, its end, and log-probabilities.
 
-The scheduler needs none of it. A new kind of watcher is an observer (see ``observers``), not a field here.
+The scheduler does not need it. A new kind of watcher is an observer (see ``observers``), not a field here.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up the watchers, which get the tokens of an earlier run; returns the number of tokens forced after these.
+        """Set up the watchers, which get an earlier run's tokens; returns the number of tokens forced after them.
 
         ``counts``: whether penalties are counted here, not where tokens are sampled.
         """
@@ -186,10 +186,10 @@ class Generation:
 
     @property
     def _next_forced(self) -> int | None:
-        """The token that is forced next, to be appended without sampling.
+        """The next forced token, to be appended without sampling.
 
-        Where log-probabilities are asked for it is sampled from a mask of one token, which gives its own. So it is
-        while a prompt is to be scored, as the sequence must not end before.
+        If log-probabilities are asked for, it is sampled instead, from a mask of one token, to get its log-probability.
+        It is also sampled while a prompt is scored, since the sequence must not end before.
         """
         is_sampled = self.request.params.logprobs is not None or self.is_scored
         return None if self.is_finished or is_sampled else self._forced
@@ -250,7 +250,7 @@ class Generation:
         self.fail(f"{keys} leave no token to follow {place}, or the logits are not finite", RowErrorCode.BAD_PARAM)
 
     def mark_unwatched(self, until: int) -> None:
-        """Set ``unwatched_until`` where nothing watches the tokens and no given token is left to be scored."""
+        """Set ``unwatched_until`` if nothing watches the tokens and all given tokens are scored."""
         params = self.request.params
         is_asking = self.needs_host or params.has_penalties or self.rules is not None or bool(self.observers)
         if not is_asking and self.num_output_tokens >= params.min_tokens:
@@ -269,7 +269,7 @@ class Generation:
 
     @property
     def needs_host(self) -> bool:
-        """Whether it needs tokens of the step before on the host, or gives more than a token id in the next one."""
+        """Whether it needs tokens of the last step on the host, or gives more than a token id in the next step."""
         has_endings = self.rules is not None and bool(self.rules.endings)
         may_think = self.thoughts is not None and not self.thoughts.is_over
         has_history = has_endings or may_think or self.counts is not None or self.constraint is not None

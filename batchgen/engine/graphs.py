@@ -87,7 +87,7 @@ class CudaRecorder:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory without a claim to it: a pool gives it to the next recording too, as results replace each other.
+    """The same memory, not owned: a pool may give it to the next recording, since results replace each other.
 
     torch's own users of CUDA graphs alias results by the same constructor.
     """
@@ -169,7 +169,7 @@ class CudaGraphs:
         return StepOutput(replay()[:num_seqs], self.last_token_ids[:num_seqs])
 
     def _width(self, num_blocks: int) -> int:
-        """Columns of block tables, those that are not needed included: one width does for most steps."""
+        """Columns of block tables, including unused ones: one width is enough for most steps."""
         num_tokens = _USUAL_TOKENS
         while num_tokens < num_blocks * self.padding.block_size:
             num_tokens *= 4
@@ -187,7 +187,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _prove(self, size: StepSize) -> None:
-        """Replay a recording on the padding, with another token than it was made with, known or fed by turns.
+        """Replay a recording on the padding, with another token than at recording; half of the tokens are fed.
 
         Raises CaptureFailed if logits or likeliest tokens differ from a launched step: by a bit, if the back end is
         batch-invariant.
@@ -229,7 +229,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class PaddingSlot:
-    """A KV block and a convolution slot that no sequence is ever given: those after all others."""
+    """A KV block and a convolution slot that are never given to a sequence: the last ones."""
 
     block: int
     slot: int

@@ -1,4 +1,4 @@
-"""Runs of the same requests in several ways, whose logits must be equal, and the comparison of two runs.
+"""Runs the same requests in several ways, whose logits must be equal, and compares them.
 
 The self-test of kernels runs a small random model, ``batchgen check`` the user's own. Logits are compared, not only
 tokens: equal tokens can hide different logits.
@@ -52,7 +52,7 @@ def made_up_prompts(
 
 
 def texts_for(prompts: Sequence[Prompt]) -> list[Request]:
-    """A request per prompt for the hidden states of all its tokens, from which any vector is made."""
+    """A request per prompt for the hidden states of all its tokens, from which vectors are made."""
     params = SamplingParams(max_tokens=0)
     return [Request(key, prompt, params, pooling="tokens") for key, prompt in enumerate(prompts)]
 
@@ -192,7 +192,7 @@ class Comparison:
 class Runs:
     """Runs of ``requests`` on a ``model``, each in an engine of its own; without a head the requests are texts.
 
-    ``block_size`` is the one of runs whose sizes name no other.
+    ``block_size`` is used by runs whose sizes do not name another.
     """
 
     SIZES: Mapping[str, Mapping[str, Any]] = {  # by the invariant that a run with these sizes proves
@@ -263,10 +263,10 @@ class Runs:
 
 
 class Routing:
-    """Experts that one model chooses, for another one to choose too where its own scores are nearly as high.
+    """Experts that one model chooses; another model chooses them too if its own scores are nearly as high.
 
-    A last bit decides between two experts with nearly the same score, and their outputs have nothing in common. With
-    the same experts the numbers of two models differ by no more than rounding.
+    A last bit may decide between two experts with nearly the same score but different outputs. With the same experts
+    the numbers of two models only differ by rounding.
     """
 
     def __init__(self) -> None:

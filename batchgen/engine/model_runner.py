@@ -1,4 +1,4 @@
-"""Runs the model on the device for one schedule; owns the cached state and nothing else."""
+"""Runs the model on the device for one schedule; owns the cached state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelRunner:
     ``notes`` are for the user.
 
     Attributes:
-        overlaps: whether a step is launched before the last one is waited for, by default where launches return before
+        overlaps: whether a step is launched before the last one is waited for; by default if launches return before
             their work is done.
         fetch: copies token ids to the host.
     """

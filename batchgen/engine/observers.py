@@ -1,9 +1,9 @@
-"""Watchers of the tokens of one sequence: observers take each in turn and may end it, rules restrict what may come.
+"""Watchers of the tokens of one sequence: observers see each token and may end it, rules restrict next tokens.
 
-What observers ask for counts from ``min_tokens`` on. A constraint also says which tokens may come next; the engine
-knows no grammar, only ``Constraints``. Tokens that a constraint forces are part of its definition, not a shortcut,
-since a model may spell the same text in other tokens: they are appended whatever the batch, as soon as they are known,
-and computed with the next step. Rules are made once for all rows that ask for the same, and hold no state.
+Observers can end a sequence from ``min_tokens`` on. A constraint also says which tokens may come next; the engine only
+knows ``Constraints``, not grammars. Forced tokens are part of a constraint's definition, not a shortcut, since a model
+may spell the same text in other tokens: they are appended whatever the batch, as soon as they are known, and computed
+with the next step. Rules are stateless, and made once for all rows with the same values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_KEPT = 64  # rules, each of kilobytes for a list of some thousand tokens
 
 
 class Stop(NamedTuple):
-    """Reason for which an observer ends a sequence, with the stop string that the text has."""
+    """The reason why an observer ends a sequence, with the stop string that it found."""
 
     reason: FinishReason
     stop: str | None = None
@@ -84,7 +84,7 @@ class Constraints(Protocol):
     def fill(self, constraints: Sequence[Any], bits: np.ndarray) -> None:
         """Write which tokens may come next into ``bits`` (int32 [num_constraints, words]), a bit per token.
 
-        All constraints are of ``begin``.
+        All constraints were made by ``begin``.
         """
 
 
@@ -104,8 +104,8 @@ class StopObserver:
 class LoopDetector:
     """Ends a text that repeats one run of up to ``MAX_PERIOD`` tokens ``max_repeats`` times; constant time per token.
 
-    For every period p it counts how many tokens in a row equal the token p places before. A run of p tokens has been
-    repeated k times once that count reaches (k - 1) * p.
+    For every period p it counts how many tokens in a row equal the token p places before. Once that count reaches (k -
+    1) * p, a run of p tokens has been repeated k times.
     """
 
     __slots__ = ("_matches", "_max_repeats", "_recent")
@@ -168,7 +168,7 @@ class TokenRules:
 
     Attributes:
         bits: int32 [ceil(vocab_size / 32)], a bit per token that may come at all; None if all may.
-        endings: of the bad words of several tokens the last ones, by those before; these have ``sizes`` tokens.
+        endings: for bad words of several tokens, the last token by the tokens before it, of which there are ``sizes``.
         biased_ids: int64 [num_biased].
         biases: float32 [num_biased], what is added to their logits.
     """
@@ -186,7 +186,7 @@ class TokenRules:
 
 
 def rules_for(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenRules | None:
-    """The rules of rows that ask for these, None if they ask for nothing; all ids are below ``vocab_size``."""
+    """The rules of rows with these values, None if they are empty; all ids are below ``vocab_size``."""
     rules = params.allowed_token_ids, bad_words, params.logit_bias
     return _made(*rules, vocab_size) if any(rules) else None
 

@@ -1,4 +1,4 @@
-"""Overlapping steps: each is launched while the one before still runs, where launches return before their work is done.
+"""Overlapping steps: each is launched while the last one runs, if launches return before their work is done.
 
 The rest of the engine need not know of it. Until the host learns a token, its sequence ends with a placeholder, so that
 it is scheduled, built and sampled in its later form; the id goes from step to step on the device. An end by length is
@@ -28,9 +28,9 @@ _ROWS = 64  # penalized at a time: what is computed on the way is several times 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that was launched: the ids of its tokens on the device, and ``wait`` for them on their way to the host.
+    """A launched step: the ids of its tokens on the device, and ``wait`` for their copy on the host.
 
-    There is one of each sequence in ``schedule.completing``.
+    There is one token for each sequence in ``schedule.completing``.
     """
 
     schedule: Schedule
@@ -38,7 +38,7 @@ class Launched:
     wait: Callable[[], list[int]]
 
     def pending(self, schedule: Schedule) -> PendingTokens | None:
-        """The tokens of the next ``schedule`` that this step samples, each the only one of its sequence there."""
+        """The tokens of the next ``schedule`` that this step samples, each its sequence's only token there."""
         sequences, sampled = schedule.sequences, self.schedule.completing
         if sampled == sequences:
             return PendingTokens(self.token_ids)
@@ -54,8 +54,9 @@ class Launched:
 class Overlap:
     """The step in flight, and the sequences that end with a placeholder until its tokens are known.
 
-    ``compute`` launches a schedule and gives its token ids on the device, ``fetch`` copies these to the host, ``book``
-    counts the schedule's tokens as cached, ``update`` waits for its token ids and gives the results that end with them.
+    ``compute`` launches a schedule and returns its token ids on the device, ``fetch`` copies them to the host, ``book``
+    counts the schedule's tokens as cached, ``update`` waits for the token ids and returns the results that end with
+    them.
     """
 
     def __init__(
@@ -128,12 +129,12 @@ def penalized_logits(logits: Tensor, times: Tensor, repetition: Tensor, frequenc
 
 
 class DeviceTokenCounts:
-    """Counts of tokens by slot: 0 never seen, 1 in the prompt, and 1 more for each time one was generated.
+    """Counts of tokens by slot: 0 if never seen, 1 if in the prompt, plus 1 for each time it was generated.
 
-    The counts are of penalized sequences, whose newest tokens the host learns too late. A slot of convolution state has
-    a row, which is set from the tokens that the host knows when a sequence is first sampled there; each token is added
-    where it is sampled. Rows are dense: a device passes over a vocabulary faster than the host gathers the distinct
-    tokens, as ``observers.HostTokenCounts`` does for a CPU.
+    They are for penalized sequences, whose newest tokens the host learns too late. Each slot of convolution state has a
+    row, which is set from the tokens on the host when a sequence is first sampled there; each sampled token is added on
+    the device. Rows are dense, since a device passes over a vocabulary faster than the host gathers the distinct
+    tokens; for a CPU ``observers.HostTokenCounts`` does that.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -169,7 +170,7 @@ class DeviceTokenCounts:
         self._times[slots, ids] = times + 1 + (times == 0)
 
     def _counted(self, sequence: Sequence) -> int:
-        """The slot of a sequence that is about to be sampled, once all of its tokens are counted there."""
+        """The slot of a sequence that is about to be sampled, after counting all of its tokens there."""
         slot = sequence.conv_slot
         assert slot is not None
         if self._owners[slot] is not sequence or self._num_known[slot] != sequence.num_tokens:

@@ -1,6 +1,6 @@
 """Pooler: from the hidden states of a text's tokens to its vector; takes the place of the sampler.
 
-All of it is float32 arithmetic on one text in one order, so that no bit of a vector depends on what shared its steps.
+It is float32 arithmetic on one text in a fixed order, so that the bits of a vector do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchgen.model.vectors import VectorHead
 
 
 class Pooler(Sampler):
-    """Pools the hidden states that a model without logits gives for the tokens that ``Request.pooling`` names."""
+    """Pools the hidden states of the tokens that ``Request.pooling`` names, from a model without logits."""
 
     def __init__(
         self,

@@ -2,9 +2,9 @@
 
 A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
 host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording
-is cheap but computes every row it has, so it is made of exactly one size; feed and argmax of token ids stay outside, as
-the recorder repeats nothing but kernels of its own. Kernels of other steps run on other threads while this one launches
-more. A GPU's recordings are in ``graphs``.
+is cheap but computes all of its rows, so it is made for exactly one size; feed and argmax of token ids stay outside,
+since the recorder only repeats its own kernels. Kernels of other steps run on other threads while this thread launches
+more. For GPU recordings see ``graphs``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def runs_behind(device: torch.device) -> bool:
 
 
 def where_drawn(logits: Tensor) -> Tensor:
-    """Logits where tokens are drawn of them: an accelerator whose launches are waited for may lack float64."""
+    """Logits on the device that draws tokens: the host for accelerators that may lack float64."""
     return logits if runs_behind(logits.device) else logits.cpu()
 
 
@@ -64,11 +64,11 @@ class CpuRecordings:
         self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
 
     def record_all(self) -> None:
-        """Do nothing: which sizes there will be is not known."""
+        """Do nothing: the sizes of later steps are not known."""
 
     @staticmethod
     def takes(inputs: ModelInput) -> bool:
-        """Whether ``run`` computes such a step: any but one that torch takes part in."""
+        """Whether ``run`` computes such a step: any step that does not need torch."""
         return inputs.unseen is None
 
     @torch.inference_mode()
@@ -92,7 +92,7 @@ class CpuRecordings:
 
     @staticmethod
     def size_of(inputs: ModelInput) -> StepSize:
-        """The size of the recording for a step, whose block tables may have more columns than are needed."""
+        """The size of the recording for a step; its block tables may have more columns than needed."""
         num_seqs, num_blocks = inputs.block_tables.shape
         return StepSize(num_seqs, max(_MIN_BLOCKS, 1 << (num_blocks - 1).bit_length()), torch.get_num_threads())
 
@@ -108,14 +108,14 @@ class CpuRecordings:
 
 
 def has_graphs(model: Decoder) -> bool:
-    """Whether the model's decode steps can be CUDA graphs: its kernels ask the device nothing."""
+    """Whether the model's decode steps can be CUDA graphs: its kernels do not wait for the device."""
     return model.device.type == "cuda" and model.kernels.name in ("cuda", "plain")
 
 
 def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:
-    """The state of a scheduler of these sizes, and what runs and records steps on it, if there is such.
+    """The state for a scheduler of these sizes, and the recordings that run steps on it, or None.
 
-    CUDA graphs have a block and a slot more, for rows that pad a step.
+    CUDA graphs need one more block and slot, for rows that pad a step.
     """
     num_more = int(has_graphs(model))
     state = allocate(

@@ -1,4 +1,4 @@
-"""Sampler: from logits to the next token of each sequence, and to log-probabilities where they are asked for.
+"""Sampler: from logits to the next token of each sequence, and to log-probabilities if they are asked for.
 
 Randomness is counter-based: one uniform number per (seed, request key, sample, position), so a token never depends on
 batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the raw logits, then the mask of
@@ -42,7 +42,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: ArrayLike) -> np.ndarray:
-    """Numbers in [0, 1), float64 [num_rows], each a function of its row's four integers (int64 [num_rows]) alone.
+    """Numbers in [0, 1), float64 [num_rows], each a function of its row's four integers (int64 [num_rows]).
 
     Positions count output tokens.
     """
@@ -78,7 +78,7 @@ class Sampler:
         mask: TokenMask | None = None,
         best: Tensor | None = None,
     ) -> Tensor:
-        """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite or no token is allowed.
+        """Next token ids, int64 [num_seqs] on the logits' device; -1 if a row is not finite or no token is allowed.
 
         Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. ``best``, if known,
         begins with the result of ``kernels.argmax_or_none`` for these rows; drawn ids are written into it. Books the
@@ -100,7 +100,7 @@ class Sampler:
     def _choose(
         self, logits: Tensor, sequences: Sequence_[Sequence], asking: list[tuple[int, Sequence]], best: Tensor | None
     ) -> Tensor:
-        """``asking`` are those rows that ask for more than a draw; ``best`` is of no use once logits are changed."""
+        """``asking`` are rows that ask for more than a draw; ``best`` is not used once logits are changed."""
         if not sequences:
             return torch.empty(0, dtype=torch.int64)
         if self._forbid(logits, asking):
@@ -149,7 +149,7 @@ class Sampler:
                 sequence.generation.book_score(logprob)
 
     def _logprobs(self, logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprob]:
-        """The log-probability of a token in each row, and of the ``num_top`` likeliest there (equals by id)."""
+        """The log-probability of a token in each row, and of the ``num_top`` likeliest tokens (equal ones by id)."""
         columns = torch.tensor(token_ids, device=logits.device).clamp(min=0)  # -1: a row that is not finite
         norm = self.kernels.logsumexp(logits)
         own = (logits.gather(1, columns[:, None])[:, 0].float() - norm).tolist()
@@ -166,9 +166,9 @@ class Sampler:
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
     def _forbid(self, logits: Tensor, asking: list[tuple[int, Sequence]]) -> bool:
-        """Forbid the end tokens of model and request before ``min_tokens``, and tokens that complete a bad word.
+        """Forbid end tokens of model and request before ``min_tokens``, and tokens that complete a bad word.
 
-        True if there are any.
+        Returns whether any token is forbidden.
         """
         free = [(row, sequence) for row, sequence in asking if sequence.generation.closing is None]
         places = [
@@ -222,9 +222,9 @@ class Sampler:
 
 
 def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float]]]:
-    """(id, logit) of the ``num_top`` largest of each row, largest first, of equals the lowest ids.
+    """(id, logit) of the ``num_top`` largest of each row, largest first, equal ones by ascending id.
 
-    ``topk`` may take any of the tokens that equal the last one, so rows with such ties are searched again.
+    ``topk`` may return any of the tokens that tie with the last one, so rows with such ties are searched again.
     """
     width = logits.shape[1]
     top = logits.topk(min(max(num_top) + 1, width) if any(num_top) else 0, dim=1)
@@ -264,7 +264,7 @@ def penalize(
 def build_mask(
     constraints: Constraints | None, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device
 ) -> TokenMask | None:
-    """The mask of ``sequences`` that are about to be sampled and must leave tokens out; None if none must."""
+    """The mask of ``sequences`` that are about to be sampled under a constraint; None without one."""
     closing = {row: token_id for row, s in enumerate(sequences) if (token_id := s.generation.closing) is not None}
     free = [(row, s.generation) for row, s in enumerate(sequences) if row not in closing]
     guided = {row: c for row, g in free if (c := g.constraint) and c.is_active}

@@ -63,7 +63,7 @@ class Schedule:
         return self.num_tokens == len(self.entries)
 
     def num_attended(self, window: int = 0) -> int:
-        """Positions that the step's tokens attend to: each to itself and all before it, or ``window`` of these.
+        """Number of positions that the step's tokens attend to: itself and all earlier ones, or ``window`` of these.
 
         Ask before booking.
         """
@@ -83,13 +83,13 @@ class Schedule:
 
     @cached_property
     def completing(self) -> list[Sequence]:
-        """The sequences that will owe nothing after the step, so that their next token can be sampled."""
+        """The sequences that do not owe tokens after the step, so that their next token can be sampled."""
         # ``Sequence.completes``, without a call for each
         return [s for s, n in self.entries.items() if s.generates and s.num_computed_tokens + n == len(s.token_ids)]
 
     @property
     def needs_host(self) -> bool:
-        """Whether a sequence needs tokens of the step before on the host, or gives more than a token id."""
+        """Whether a sequence needs tokens of the last step on the host, or gives more than a token id."""
         return any(s.generation.needs_host for s in self.watched)
 
     @property

@@ -63,8 +63,8 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step's work and allocate its blocks and slots.
 
-        Sequences that owe one token come first, then those partly computed, then waiting ones, up to the token budget.
-        While there is work at least one sequence advances, unless all await their last token.
+        Sequences that owe one token come first, then partly computed ones, then waiting ones, up to the token budget.
+        While there is work, at least one sequence advances, unless all wait for their last token.
         """
         budget = self.config.max_num_batched_tokens
         preemptions_before = self.num_preemptions
@@ -145,8 +145,8 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether admitting the sequence after its cached ``prefix`` leaves enough memory for the running ones.
 
-        All it owes must fit, not just this chunk, and each running sequence keeps the block it may need next: otherwise
-        a newcomer would be preempted half prefilled and start over again and again.
+        All owed tokens must fit, not just this chunk, and each running sequence keeps the block that it may need next:
+        otherwise a newcomer would be preempted half prefilled and start over again and again.
         """
         pool = self.pool
         missing = self._blocks_needed(sequence.num_tokens) - len(prefix)
@@ -191,7 +191,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int) -> list[Sequence]:
         """Allocate blocks for ``count`` tokens; returns the sequences preempted for them, last admitted first.
 
-        The sequence itself is among them if no later one is left: then it waits.
+        If no later sequence is left, the sequence itself is preempted, and waits.
         """
         victims: list[Sequence] = []
         missing = self._blocks_missing(sequence, count)

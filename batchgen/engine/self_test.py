@@ -1,9 +1,9 @@
-"""Self-test of kernels at first use: a small model with the shapes of the user's, in the real engine.
+"""Self-test of kernels at first use: runs a small model with the shapes of the user's in the real engine.
 
-It has each kind of layer of the model once, with the model's widths, heads and number formats, and random weights.
-A row must have the same bits alone, among others, in chunks, after a cached prefix and as one text, and the numbers
-must be plain torch's but for rounding. If they are not, plain torch computes everything. The verdict is kept for the
-kernels, shapes, formats and threads of this machine. Plain torch on a device that the authors have not tried is
+It has each kind of layer of the model once, with the model's widths, heads and number formats, and random weights. A
+row must have the same bits alone, among others, in chunks, after a cached prefix and as one text, and the numbers must
+match plain torch except for rounding. If they do not, plain torch computes everything. The verdict is kept for the
+kernels, shapes, formats and threads of this machine. On a device that the authors have not tried, plain torch is
 compared with the CPU at each start.
 """
 
@@ -74,7 +74,7 @@ class SmallTensors(RandomTensors):
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """The model of a self-test, and its requests: those conditions of a verdict that do not follow from kernels."""
+    """The model of a self-test and its requests, on which a verdict depends in addition to the kernels."""
 
     config: ModelConfig
     device: torch.device
@@ -83,7 +83,7 @@ class SmallModel:
 
     @property
     def shape(self) -> ModelConfig:
-        """Each kind of layer once, the last ones as in the model; with a head even if the model's is not used."""
+        """Each kind of layer once, the last layers as in the model; always with a head."""
         layers = tuple(dict.fromkeys(self.config.layers[::-1]))[::-1]
         vocab_size = self.config.vocab_size
         if self.device.type != "cuda":
@@ -130,10 +130,10 @@ def _narrowed(layer: LayerShape) -> LayerShape:
 def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
     """The kernels, or plain torch in their place, with a line for the user, if they fail the self-test.
 
-    It is run unless the verdict is known, or the kernels are plain torch.
+    The test is skipped if the verdict is known, or the kernels are plain torch.
 
     Raises:
-        ModelError: the device is one that the authors have not tried, and it computes something else than the CPU.
+        ModelError: the authors have not tried the device, and its results differ from the CPU's.
     """
     device = small.device
     if device.type in UNTRIED_DEVICES and (why := device_fault(kernels, small)):
@@ -165,7 +165,7 @@ def _verdict(kernels: Kernels, small: SmallModel) -> str:
 
 
 def find_fault(kernels: Kernels, small: SmallModel) -> str:
-    """The first invariant that the kernels break, and where, or their error; empty if they are right."""
+    """The first invariant that the kernels break, and where, or their error; "" if they are correct."""
     rounded = max(_ROUNDED_TOLERANCE[kernels.activations], _ROUNDED_TOLERANCE[small.kv_cache_dtype])
     tolerance = _TOLERANCE[small.dtype] + rounded
     try:
@@ -177,7 +177,7 @@ def find_fault(kernels: Kernels, small: SmallModel) -> str:
 
 
 def device_fault(kernels: Kernels, small: SmallModel) -> str:
-    """Difference of plain torch's numbers on a device from those on the CPU, or its failure; empty if they agree."""
+    """The difference between plain torch on a device and on the CPU, or its failure; "" if they agree."""
     cpu, dtype = torch.device("cpu"), str(small.dtype).removeprefix("torch.")
     small = replace(small, config=replace(small.config, dtype=dtype))  # a CPU would hold other numbers of bfloat16
     try:
@@ -188,9 +188,9 @@ def device_fault(kernels: Kernels, small: SmallModel) -> str:
 
 
 def _fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: torch.device, tolerance: float) -> str:
-    """The first invariant that does not hold; bits must be equal if the kernels promise it, else within ``tolerance``.
+    """The first broken invariant; bits must be equal if the kernels promise that, or else within ``tolerance``.
 
-    ``device`` is where plain torch computes.
+    Plain torch computes on ``device``.
     """
     runs = small.runs(kernels, small.device)
     bits = 0.0 if kernels.batch_invariant else tolerance
@@ -242,7 +242,7 @@ def _choice_fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, devi
 def _draws_agree(
     kernels: Kernels, plain: PlainKernels, logits: Tensor, expected: Tensor, settings: tuple[int, float, float]
 ) -> bool:
-    """Whether all draws are the same, except those that a little more or less of any parameter would change."""
+    """Whether all draws are the same, except draws that a small change of a parameter would change."""
     top_k, top_p, min_p = settings
 
     def drawn(kernels: Kernels, logits: Tensor, by: float = 0.0) -> Tensor:

@@ -89,10 +89,10 @@ class Sequence:
 
 
 class RequestState:
-    """The sequences of one request, and how their outcomes are put together into its one result.
+    """The sequences of one request, whose outcomes it combines into one result.
 
     ``followers`` are identical requests that wait for the same result, by key and instant of submission; ``digest``
-    names what they have in common (see ``Duplicates``; None where none was made). ``refusal`` is why it cannot run.
+    identifies them (see ``Duplicates``; None before it is made). ``refusal`` is why it cannot run.
     """
 
     __slots__ = ("digest", "followers", "refusal", "request", "sequences", "submitted_at")

@@ -1,6 +1,6 @@
-"""Sizes of the engine, and its threads: chooses what the user left open, for the machine and the model at hand.
+"""Sizes of the engine, and its threads: chooses the ones that the user did not set, for this machine and model.
 
-The arithmetic needs no torch, so that a plan can do it too; asking the device for its memory and threads does.
+The arithmetic does not need torch, so that a plan can use it; only queries of memory and threads do.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per bl
 class SchedulerConfig:
     """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
 
-    ``kv_cache_dtype`` is "auto" where keys and values are kept in the type in which they are computed;
+    ``kv_cache_dtype`` is "auto" if keys and values are kept in the type in which they are computed;
     ``admits_in_batches`` is for devices that run single tokens far cheaper than steps with prompts. With
-    ``whole_prompts`` each prompt is computed in one step, one beyond the token budget alone.
+    ``whole_prompts`` each prompt is computed in one step; a prompt beyond the token budget gets a step of its own.
     """
 
     max_num_batched_tokens: int
@@ -75,7 +75,7 @@ def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
 
 
 def cache_dtype(kv_cache_dtype: str, model: Decoder) -> str:
-    """The type that keys and values are rounded to; "auto" where that is the type in which they are computed.
+    """The type that keys and values are rounded to; "auto" if that is the type in which they are computed.
 
     Raises:
         UsageError: the kernels of the model's device do not support it.
@@ -96,7 +96,7 @@ def sizes_for(
     """Every size of the scheduler, with ``free_bytes`` of memory once the weights are loaded.
 
     Raises:
-        UsageError: a value that cannot work, or memory for not even one block.
+        UsageError: a value that cannot work, or too little memory for one block.
     """
     block_size = config.block_size or default_sizes(is_cuda=is_cuda)["block_size"]
     trained = model.max_position_embeddings
@@ -168,7 +168,7 @@ def _activation_bytes(tokens: int, model: ModelConfig, itemsize: int) -> int:
 
 
 def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, total_bytes: int) -> None:
-    """Refuse what could never fit: memory is backed when touched, so too much of it would end the process later."""
+    """Refuse sizes that never fit: memory is allocated on first use, so the process would be killed later."""
     tokens = min(sizes.max_num_batched_tokens, sizes.max_num_tokens)
     block_bytes = model.kv_block_bytes(sizes.block_size, itemsize, sizes.kv_cache_dtype)
     needs = {
@@ -186,9 +186,9 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
 
 
 def _memory(model: Decoder) -> tuple[int, int]:
-    """Bytes that the model's device has left, and has in all.
+    """Free and total bytes of the model's device.
 
-    On a GPU torch keeps freed memory for itself, so what earlier engines had is given back, or counted, first.
+    On a GPU torch keeps freed memory for itself, so memory of earlier engines is first given back, or counted.
     """
     if model.device.type not in ("cuda", "xpu"):  # the memory of "mps" is the processor's
         return available_bytes(), total_bytes()
@@ -213,10 +213,10 @@ def use_threads_beside(model: Decoder, threads: int | None) -> None:
 def use_threads(threads: int | None, config: ModelConfig) -> int:
     """Set the CPU threads of this process, and return how many; loading packs weights with them.
 
-    None means all that torch has, as far as processors may be used, or one for a model too small to share.
+    None means all threads of torch, up to the usable processors, or one for a model too small to share.
 
     Raises:
-        UsageError: more than could be of use here.
+        UsageError: more than could be useful here.
     """
     import torch
 

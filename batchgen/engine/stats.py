@@ -69,19 +69,20 @@ class EngineStats:
 
     Attributes:
         num_prefill_tokens: computed tokens of prompts, of earlier runs and after preemptions.
-        num_decode_tokens: the other computed ones, which this run generated, sampled or forced, those in vain included.
-        num_forced_tokens: of ``num_output_tokens``, those that were not sampled, since a constraint left no choice.
+        num_decode_tokens: the other computed tokens, which this run generated, sampled or forced, including dropped
+            ones.
+        num_forced_tokens: output tokens that were not sampled, because a constraint forced them.
         num_logits: tokens whose logits were computed.
         num_attended: sum over computed tokens of the positions up to their own.
         num_kv_read: sum over steps of their sequences' cached positions, each read at least once.
-        num_window_attended, num_window_read: the same with no more positions per token, or sequence and step, than the
-            model's window has; 0 without one.
-        num_cached_tokens: of ``num_queried_tokens`` of admitted prompts, those taken from the prefix cache.
+        num_window_attended, num_window_read: the same, with at most the model's window of positions per token, or per
+            sequence and step; 0 without a window.
+        num_cached_tokens: tokens from the prefix cache, out of ``num_queried_tokens`` of admitted prompts.
         num_recomputed_tokens: computed again after a preemption.
         num_shared_requests: answered with the result of an identical request.
-        steps_s: seconds of all steps, without the time in which the engine had nothing to do.
-        sequences_s, tokens_s, kv_use_s: the sequences, the tokens and the share of blocks held of each step times its
-            seconds: over ``steps_s`` they are means over time.
+        steps_s: seconds of all steps, without idle time.
+        sequences_s, tokens_s, kv_use_s: sums over steps of sequences, tokens and the share of held blocks, each times
+            the step's seconds; divided by ``steps_s`` they are means over time.
         sum_experts: sum over steps of the share of experts that their tokens are expected to meet.
         forward_prefill_s: part of phase "forward" for prefill tokens, if a step's time is divided evenly by tokens.
         phase_s: seconds per phase of a step.
@@ -174,6 +175,6 @@ class EngineStats:
         return self.counts() | {"series": self.series.to_columns()}
 
     def counts(self) -> dict[str, Any]:
-        """The same without the series, which takes long to copy."""
+        """The totals without the series, which takes long to copy."""
         counts = {f.name: getattr(self, f.name) for f in fields(self) if f.name[0] != "_" and f.name != "series"}
         return counts | {"phase_s": dict(self.phase_s)}

@@ -1,6 +1,6 @@
-"""The tensors of one forward pass over a ragged batch: those that the engine builds for the model, and what it gives.
+"""The tensors of one forward pass over a ragged batch: inputs that the engine builds, and the model's outputs.
 
-All sequences' tokens are concatenated along one axis without padding; the other tensors say which is whose.
+All sequences' tokens are concatenated along one axis without padding; other tensors map them to sequences.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Ids of tokens that the step before sampled, passed on to this step without leaving the device.
+    """Ids of tokens that the last step sampled, passed on to this step without leaving the device.
 
     Attributes:
         token_ids: int64 [num_sampled] on the device, -1 for a row of logits that is not finite.
@@ -212,8 +212,8 @@ class KVCache:
             position lie side by side; on the CPU few, so that neighbouring positions fill a vector.
         values: [num_blocks, num_kv_heads, block_size, width].
         block_size: positions per block; ``lanes`` is this rounded up to 16, ``width`` is head_dim rounded up.
-        scales: of integers, float32 [num_blocks, num_kv_heads, 2, lanes]: what keys and what values of a position are
-            multiplied by; None where keys and values are floating-point numbers.
+        scales: float32 [num_blocks, num_kv_heads, 2, lanes], the factors of a position's integer keys and values; None
+            if keys and values are floating-point numbers.
     """
 
     keys: Tensor

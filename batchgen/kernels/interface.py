@@ -25,7 +25,7 @@ class Linear(Protocol):
 
 
 class GatedLinear(Protocol):
-    """Two matrix products of one input, the first a gate of the second."""
+    """Two matrix products of one input; the first gates the second."""
 
     linear: Linear  # both products side by side, their columns in an order of the back end's own
 
@@ -34,7 +34,7 @@ class GatedLinear(Protocol):
 
 
 class Embedding(Protocol):
-    """A table [vocab_size, width] of which rows are looked up."""
+    """A table [vocab_size, width] for looking up rows."""
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Its rows for int64 ids [num_tokens], which are not checked; [num_tokens, width] in the model's dtype."""
@@ -89,8 +89,8 @@ class Kernels(Protocol):
     def variant(self) -> str:
         """Short text that names what decides the bits of results, apart from inputs and dtype; valid after all linears.
 
-        It is the same in every run on one kind of machine, and another where results may differ in their last bits.
-        The number of threads is not part of it: a result's bits must not depend on that.
+        It is the same in every run on one kind of machine, and differs if results may differ in their last bits. The
+        number of threads is not part of it, since bits must not depend on that.
         """
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -100,7 +100,7 @@ class Kernels(Protocol):
         """The gated product with two weights of one shape, by silu or gelu; the originals may be dropped."""
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
-        """A table with rows in ``dtype``, and the product with it; in memory once where that is possible."""
+        """A table with rows in ``dtype``, and the product with it; stored once if possible."""
 
     def router(self, routing: Routing) -> Router:
         """The choice among experts."""
@@ -109,7 +109,7 @@ class Kernels(Protocol):
         """A feed-forward of experts with these weights (gate, up, down), laid out one after the other."""
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``x[rows]`` for int64 indices [num_rows], which are not checked; in float32 of bfloat16 if ``dtype`` asks."""
+        """``x[rows]`` for int64 indices [num_rows], which are not checked; bfloat16 as float32 if ``dtype`` says so."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """Rows of x [rows, width] over their root mean square, times weight [width], rounded; plus ``residual``."""
@@ -120,7 +120,7 @@ class Kernels(Protocol):
     def add_and_norm(
         self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """``h = linear(x) + residual`` and ``rms_norm(h, weight, eps)``: what ends each half of a layer.
+        """``h = linear(x) + residual`` and ``rms_norm(h, weight, eps)``, at the end of each half of a layer.
 
         With weights ``post`` the product is normed before it is added.
         """
@@ -134,7 +134,7 @@ class Kernels(Protocol):
         """Norm and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
 
         The type int8 represents an integer from -127 to 127 times a scale: a 127th of the largest magnitude of the
-        position's key (or value) in that head, NaN where one is not finite; ``round(x / scale)`` is kept.
+        position's key (or value) in that head, NaN if one is not finite; ``round(x / scale)`` is kept.
 
         If a value has a number that is not finite, the position's key in that head is NaN and its value zero. Tokens
         that attend to the position get NaN. Tokens in the same tile that do not attend to it multiply a finite value by
@@ -157,7 +157,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Attention of every token over cached positions as ``query_blocks`` says, the last ``window`` if not 0.
 
-        Where tokens see their whole text, a window is those fewer than ``window`` positions before or after.
+        If tokens see their whole text, a window has the positions less than ``window`` before or after.
 
         The last num_heads columns of ``gates`` [num_tokens, columns] are logits: a head's output is multiplied by
         their sigmoid. Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.
@@ -203,9 +203,9 @@ class Kernels(Protocol):
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Set forbidden logits [num_rows, vocab_size] to -inf in place, in ``rows`` (int64 [num_masked], no row twice).
 
-        A token is forbidden where its bit in ``bits`` (int32 [num_masked, words], words = ceil(vocab_size / 32) or
-        more) is 0: bit ``token % 32`` of word ``token // 32``. A NaN stays, so that a row that is not finite is still
-        seen as such.
+        A token is forbidden if its bit in ``bits`` (int32 [num_masked, words], words = ceil(vocab_size / 32) or more)
+        is 0: bit ``token % 32`` of word ``token // 32``. A NaN stays, so that the row is still recognized as not
+        finite.
         """
 
     def logsumexp(self, logits: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Kernels(Protocol):
 
 
 class TableEmbedding:
-    """``Embedding`` of a table as it is, or in ``dtype`` if that is smaller."""
+    """``Embedding`` of a table in its own dtype, or in ``dtype`` if that is smaller."""
 
     def __init__(self, kernels: Kernels, table: Tensor, dtype: torch.dtype) -> None:
         self.table = table.to(dtype) if dtype.itemsize < table.itemsize else table
@@ -242,10 +242,10 @@ class PlainLinear:
 class SamplingRows:
     """Parameters of each row's draw, all [rows].
 
-    Probabilities are softmax(logits / temperature). ``min_p`` (float32) drops tokens below that share of the
-    largest; ``top_k`` (int64, 0 = off) keeps the k largest and whatever equals the last of them; ``top_p``
-    (float64) keeps the largest whose sum first reaches that share of what is left, equals included.
-    ``uniform`` (float64, in [0, 1)) picks from the cumulative distribution over token ids.
+    Probabilities are softmax(logits / temperature). ``min_p`` (float32) drops tokens below that share of the largest;
+    ``top_k`` (int64, 0 = off) keeps the k largest and all that equal the last of them; ``top_p`` (float64) keeps the
+    largest ones until their sum reaches that share of the rest, and all that equal the last. ``uniform`` (float64, in
+    [0, 1)) picks from the cumulative distribution over token ids.
     """
 
     temperature: Tensor
@@ -259,8 +259,8 @@ class SamplingRows:
 class Heads:
     """Query heads of attention, and the RMS norm weights [head_dim] of its queries and keys if it norms them.
 
-    A head attends to the last ``window`` positions, if that is not 0. Of a gated one, the last columns of the products
-    ``qkv`` are logits of gates, one per head.
+    A head attends to the last ``window`` positions, if that is not 0. If heads are gated, the last columns of ``qkv``
+    are logits of gates, one per head.
     """
 
     num_heads: int
@@ -277,9 +277,9 @@ class Routing:
     """Choice of the ``num_active`` experts that a row meets, and the weights of their outputs; all of it in float32.
 
     Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The experts with the largest
-    scores plus ``bias`` [num_experts] are chosen, of equals that with the lowest id, one whose score is NaN last; their
-    ids are given in ascending order. Weights are the scores, divided by (their sum + ``normalizer_eps``) if
-    ``is_normalized``, times ``scale``.
+    scores plus ``bias`` [num_experts] are chosen, equal ones by ascending id, NaN last; their ids are given in
+    ascending order. Weights are the scores, divided by (their sum + ``normalizer_eps``) if ``is_normalized``, times
+    ``scale``.
     """
 
     weight: Tensor

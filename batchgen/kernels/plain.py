@@ -1,8 +1,8 @@
 """The kernels in plain torch, vectorized over the sequences of a step: for devices without kernels of their own.
 
-Each call computes all tokens with a few dozen operations of torch, however many sequences there are. Where each
-sequence has one token, all sizes follow from shapes, so that the host never waits for the device and the step can be
-recorded. It promises no order of additions: a row's bits may depend on what shares the batch.
+Each call computes all tokens with a few dozen operations of torch, for any number of sequences. If each sequence has
+one token, all sizes follow from shapes, so that the host never waits for the device and the step can be recorded. The
+order of additions is not fixed: a row's bits may depend on the batch.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class StepLayout:
     Attributes:
         rows: all tokens, each once, as attention takes them.
         reach: int32 [num_seqs], how many positions the tokens of each sequence see, if they are not causal.
-        block_ends: int64, the tokens at the last position of a KV block; None where each sequence has one token, of
-            which the host does not know.
-        num_seen: as in ``ModelInput`` where some tokens are unseen.
+        block_ends: int64, the tokens at the last position of a KV block; None if each sequence has one token, whose
+            position the host does not know.
+        num_seen: as in ``ModelInput`` if some tokens are unseen.
     """
 
     inputs: ModelInput
@@ -68,7 +68,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, inputs: ModelInput, block_size: int, *, may_wait: bool) -> StepLayout:
-        """Layout of a step; with ``may_wait`` the host asks for positions even where shapes tell enough."""
+        """Layout of a step; with ``may_wait`` the host asks for positions even if shapes are sufficient."""
         pieces = inputs.query_blocks
         reach = torch.zeros_like(inputs.conv_slots).index_copy_(0, pieces[:, 0].long(), pieces[:, 5])
         if inputs.num_tokens == inputs.num_seqs and not may_wait and inputs.unseen is None:
@@ -192,7 +192,7 @@ class PlainKernels(ReferenceKernels):
         return c * total.to(bcx.dtype)
 
     def _layout_of(self, inputs: ModelInput, block_size: int) -> StepLayout:
-        """The same in every layer of a step, but for those that compute a subset."""
+        """The layout of a step, the same in all layers except those that compute a subset."""
         layout = self._layout
         if layout is None or layout.inputs is not inputs or layout.block_size != block_size:
             layout = self._layout = StepLayout.of(inputs, block_size, may_wait=self.may_wait)
@@ -264,7 +264,7 @@ def _tap_places(inputs: ModelInput, taps: int) -> Tensor:
 
 
 def _keep_inputs(seen: Tensor, places: Tensor, state: ConvState, layout: StepLayout) -> None:
-    """Write the last inputs of each sequence, and of each KV block that is complete; ``places`` are those per token."""
+    """Write the last inputs of each sequence, and of each KV block that is complete; ``places`` are per token."""
     inputs, ends = layout.inputs, layout.block_ends
     blocks = inputs.slot_mapping // state.block_size
     state.slots[inputs.conv_slots.long()] = seen[places[inputs.cu_seqlens[1:].long() - 1]]

@@ -1,4 +1,4 @@
-"""Instruction sets that kernels are compiled for: one answer for the plan, the loader and the kernels.
+"""Instruction sets that kernels are compiled for, decided once for the plan, the loader and the kernels.
 
 Numba compiles the kernels, so its settings (``NUMBA_CPU_FEATURES``, ``NUMBA_CPU_NAME``, ``NUMBA_ENABLE_AVX``) decide
 here too: with them a run behaves as on an older CPU. Imports neither torch nor numba, so that ``plan`` can use it.
@@ -40,7 +40,7 @@ def target() -> tuple[str, str]:
 
 
 def _numba_settings() -> Any:
-    """Numba's settings, read by its own module of them: importing numba itself takes half a second."""
+    """Numba's settings, read by its module for them, since importing numba itself takes half a second."""
     numba = find_spec("numba")
     assert numba is not None and numba.origin is not None, "batchgen depends on numba"
     config = spec_from_file_location("batchgen_numba_config", Path(numba.origin).parent / "core" / "config.py")
@@ -69,7 +69,7 @@ def has_fast_bfloat16_pairs() -> bool:
 def has_matrix_unit(kind: str) -> bool:
     """Whether this process multiplies "bf16" or "int8" by the tiles of a matrix unit: AMX, if Linux grants its use.
 
-    Asks for the permission, so that it must be called before the first kernel of a process runs.
+    It requests the permission, so it must be called before the first kernel of a process runs.
     """
     if {"amx-tile", f"amx-{kind}"} <= cpu_features():
         return not tiles_obstacle()
@@ -78,10 +78,10 @@ def has_matrix_unit(kind: str) -> bool:
 
 @lru_cache(maxsize=1)
 def tiles_obstacle() -> str:
-    """Ask Linux to let this process use tile registers; "" if it does, else the reason, with a remedy.
+    """Ask Linux for the use of tile registers; "" if granted, otherwise the reason with a remedy.
 
-    Threads have the permission and forks inherit it; a program that is executed asks again. Without it the first tile
-    instruction ends the process.
+    Threads share the permission and forks inherit it; an executed program must ask again. Without it the first tile
+    instruction kills the process.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "only Linux lets programs use it"
@@ -108,7 +108,7 @@ def has_wide_registers() -> bool:
 
 
 def cpu_obstacle(activations: str = "auto") -> str:
-    """Reason for which this processor cannot have compiled kernels, with a remedy; "" if it can."""
+    """The reason why this processor cannot run compiled kernels, with a remedy; "" if it can."""
     is_arm = platform.machine().lower() in ("aarch64", "arm64")  # LLVM does not list its features on every system
     if not is_arm and not {"fma", "avx512f", "neon"} & cpu_features():
         why = "this processor lacks an instruction that multiplies and adds (FMA), which every x86 since 2013 has"
@@ -122,10 +122,10 @@ def cpu_obstacle(activations: str = "auto") -> str:
 
 
 def integer_products() -> tuple[int, int] | None:
-    """(products that a lane adds up, number added to weights) of vector instructions that multiply integers of 8 bits.
+    """(products per lane, shift of weights) of the vector instructions that multiply 8-bit integers; None without any.
 
-    VNNI multiplies bytes, unsigned weights by signed inputs. Without it x86 adds up products of bytes in 16 bits, which
-    do not hold them, so it multiplies integers of 16 bits. None: no instruction does it.
+    VNNI multiplies unsigned weights by signed inputs. Without it, x86 adds products of bytes in 16 bits, which
+    overflow, so 16-bit integers are multiplied instead.
     """
     if {"avx512vnni", "avxvnni"} & cpu_features() or has_matrix_unit("int8"):
         return 4, 128
@@ -142,8 +142,8 @@ def multiplies_bfloat16() -> bool:
 def processor_variant(library: str = "") -> str:
     """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and torch's version if that is ``library``.
 
-    Another version of torch may add in another order. Kernels of our own define each operation and give the same bits
-    under any version.
+    Another version of torch may add in another order. Our own kernels define each operation and give the same bits with
+    any version.
     """
     import torch
 

@@ -22,12 +22,12 @@ MOST = 127  # the largest integer; -128 is not used, so that a weight and its ne
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight [out_features, in_features] of which each value is an integer times the scale of its group.
+    """A weight [out_features, in_features]; each value is an integer times the scale of its group.
 
     Attributes:
         values: int8 [out_features, in_features], from -127 to 127.
-        scales: float16 [out_features, groups]; not finite where the group of the original was not.
-        group: inputs that share a scale, ``in_features = groups * group`` but for the last group, which may be shorter.
+        scales: float16 [out_features, groups]; not finite if the original group was not.
+        group: inputs that share a scale; the last group may be shorter.
     """
 
     values: Tensor
@@ -41,10 +41,10 @@ class Int8Weight:
 
 
 def quantize_weight(weight: Tensor, group: int = GROUP) -> Int8Weight:
-    """The nearest integers to a weight over its scales, which are as small as float16 allows.
+    """The nearest integers to a weight divided by its scales, which are as small as float16 allows.
 
-    With them a value is off by at most half a scale: 0.4 % of the largest of its group. Blocks of GGUF's Q8_0, whose
-    scales are of float16 too, give their own integers and scales.
+    The error of a value is at most half a scale: 0.4 % of the largest value of its group. Blocks of GGUF's Q8_0, which
+    also have float16 scales, keep their integers and scales.
     """
     return _joined([_quantized(rows, group) for rows in torch.split(weight, _ROWS_AT_ONCE)])
 
@@ -55,7 +55,7 @@ def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """The product of the last axis of x, float32, with a matrix of ones and minus ones, in this order of additions.
+    """The product of the last axis of x, float32, with a matrix of ones and minus ones, in a fixed order of additions.
 
     The matrix is Sylvester's: H(2n) = [[H(n), H(n)], [H(n), -H(n)]]. Its product with itself is 2n times the identity.
     """
@@ -116,7 +116,7 @@ def _quantized(rows: Tensor, group: int) -> Int8Weight:
 
 
 def _joined(parts: list[Int8Weight]) -> Int8Weight:
-    """A weight of which these are the rows."""
+    """A weight made of these rows."""
     if len(parts) == 1:
         return parts[0]
     return Int8Weight(

@@ -1,4 +1,4 @@
-"""Reference implementation of the kernels in plain torch: the fast ones are tested against it.
+"""Reference implementation of the kernels in plain torch, against which fast kernels are tested.
 
 It is written to be read: sequences are treated one after the other. ``plain`` is for devices without other kernels.
 """
@@ -27,8 +27,8 @@ def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
 class Int8Linear:
     """``Linear`` of integers by integers: exact within a group of inputs, whatever the order of additions.
 
-    The weight is from ``quantize_rotated``. Group by group, product of both scales times integer sum is added to the
-    total; then the bias, then the residual: each operation rounds once to float32, and the result to the type of x.
+    The weight is from ``quantize_rotated``. Group by group, the integer sum times both scales is added to the total;
+    then the bias, then the residual. Each operation rounds once to float32, and the result to the type of x.
     """
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
@@ -82,7 +82,7 @@ def choose(logits: Tensor, routing: interface.Routing) -> tuple[Tensor, Tensor]:
 
 
 def rank(logits: Tensor, routing: interface.Routing) -> tuple[Tensor, Tensor]:
-    """The scores of experts, and the numbers without NaN of which the largest decide, both [rows, num_experts]."""
+    """The scores of experts, and numbers without NaN whose largest decide the choice, both [rows, num_experts]."""
     scores = logits.softmax(-1) if routing.is_softmax else logits.sigmoid()
     ranks = scores if routing.bias is None else scores + routing.bias
     return scores, ranks.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -97,7 +97,7 @@ def weigh(scores: Tensor, ids: Tensor, routing: interface.Routing) -> Tensor:
 
 
 class ExpertLoop:
-    """``SparseFeedForward`` by the linears of one expert after the other; the host looks up whose rows are whose."""
+    """``SparseFeedForward`` by the linears of one expert after the other; the host looks up the rows of each."""
 
     def __init__(self, experts: list[tuple[interface.GatedLinear, interface.Linear]]) -> None:
         self._experts = experts

@@ -22,7 +22,7 @@ def select(
     activations: str = "auto",
     is_causal: bool = True,
 ) -> Kernels:
-    """The fastest back end for a device and dtype; on CUDA the one whose rows are independent if ``batch_invariant``.
+    """The fastest back end for a device and dtype; on CUDA, with ``batch_invariant``, the one with independent rows.
 
     Without it CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both are the same. Plain
     torch is for models that are not causal on CUDA, for GPUs with a ``triton_obstacle`` and for all other devices. For
@@ -47,7 +47,7 @@ def select(
 
 @lru_cache
 def triton_obstacle(device: torch.device) -> str:
-    """Reason for which the Triton kernels cannot run on a GPU, with a remedy; "" if they can. Cached per device."""
+    """The reason why the Triton kernels cannot run on a GPU, with a remedy; "" if they can. Cached per device."""
     if torch.version.hip is not None:
         return "the Triton kernels are written for NVIDIA's GPUs"
     if find_spec("triton") is None:

@@ -1,7 +1,7 @@
 """Shape of a decoder-only language model of any family, and the sizes and costs that follow from it.
 
-The module of a family makes it from the checkpoint's ``config.json``: what families differ in are values here. Imports
-no torch, so that planning can use it.
+The module of a family makes it from the checkpoint's ``config.json``: families differ only in its values. Does not
+import torch, so that planning can use it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _KV_BYTES = {"bfloat16": (2, 0), "int8": (1, 4)}  # of a cached number, and of t
 class Rope:
     """Rotary embedding of some layers; ``model.rope`` has the formula of each ``kind``.
 
-    ``theta`` is the base. "linear" stretches all wavelengths by ``factor``, "llama3" the wavelengths of a context of
-    ``original_positions`` by ``factor``, those beyond it over ``low_freq_factor`` wholly, those below it over
-    ``high_freq_factor`` not at all; "yarn" does the same by the index of a pair. "proportional" rotates only
-    ``rotated_share`` of the head, from its first pair on. Queries and keys are multiplied by ``scale``, so scores by
-    its square: where a model divides them by something else than the root of ``head_dim``.
+    ``theta`` is the base. "linear" stretches all wavelengths by ``factor``, "llama3" stretches wavelengths above
+    ``original_positions / low_freq_factor`` by ``factor`` and leaves those below ``original_positions /
+    high_freq_factor`` unchanged; "yarn" does the same by the index of a pair. "proportional" rotates only
+    ``rotated_share`` of the head, from its first pair on. Queries and keys are multiplied by ``scale``, and so scores
+    by its square, for models that do not divide scores by the root of ``head_dim``.
     """
 
     theta: float
@@ -38,12 +38,12 @@ class Rope:
     scale: float = 1.0
 
     def scaled(self, by: float) -> Rope:
-        """The same rotation of queries and keys that are multiplied by ``by`` too."""
+        """The same rotation, with queries and keys also multiplied by ``by``."""
         return replace(self, scale=self.scale * by)
 
     @property
     def num_positions(self) -> int:
-        """Positions that "yarn" stretches a context to; 0 for the other kinds, whose files give them elsewhere."""
+        """Positions to which "yarn" stretches a context; 0 for the other kinds, whose files give them elsewhere."""
         return round(self.factor * self.original_positions) if self.kind == "yarn" else 0
 
 
@@ -54,9 +54,9 @@ NO_ROPE = Rope(1.0, "proportional", rotated_share=0.0)  # all cosines 1, all sin
 class Experts:
     """A feed-forward of ``num_experts``, of which each token meets the ``num_active`` with the highest scores.
 
-    Scores are ``sigmoid`` or ``softmax`` of the router's logits, in float32; where ``has_bias``, a float32 bias is
-    added to choose by, not to weigh by. Weights of the chosen are their scores, divided by (their sum +
-    ``normalizer_eps``) where ``is_normalized``, times ``scale``. ``ff_dim`` is the width of one expert.
+    Scores are ``sigmoid`` or ``softmax`` of the router's logits, in float32; with ``has_bias``, a float32 bias is added
+    for the choice, but not for the weights. The weights of chosen experts are their scores times ``scale``, with
+    ``is_normalized`` divided by (their sum + ``normalizer_eps``). ``ff_dim`` is the width of one expert.
     """
 
     num_experts: int
@@ -148,7 +148,7 @@ class ModelConfig:
 
     @property
     def feed_forward(self) -> str:
-        """The kind of the feed-forwards of all layers but the first ones: "dense" or "experts"."""
+        """The kind of the feed-forwards, except in the first layers: "dense" or "experts"."""
         return "experts" if any(layer.experts for layer in self.layers) else "dense"
 
     @property
@@ -172,7 +172,7 @@ class ModelConfig:
 
     @property
     def ff_dim(self) -> int:
-        """The feed-forward width that a token meets in one layer, at most."""
+        """The largest feed-forward width that a token meets in one layer."""
         return max(map(_active_width, self.layers))
 
     @property
@@ -197,14 +197,14 @@ class ModelConfig:
     def tail_reach(self) -> int | None:
         """Number of earlier tokens that the layers after the last attention read; None without attention.
 
-        A model that is not causal reads as many later ones.
+        A model that is not causal also reads as many later tokens.
         """
         reach = self.conv_l_cache - 1 if self.is_causal else self.conv_l_cache // 2
         return None if self.num_tail_layers is None else self.num_tail_layers * reach
 
     @property
     def linear_params_per_token(self) -> int:
-        """Weights of the linears that one token meets, but the output projection; each costs it 2 FLOP."""
+        """Weights of the linears that one token meets, except the output projection; each costs 2 FLOP."""
         return sum(map(self._params_per_token, self.layers))
 
     @property
@@ -250,9 +250,9 @@ class ModelConfig:
         return self.hidden_size * (mixer + 3 * _active_width(layer) + num_experts)
 
     def kv_block_bytes(self, block_size: int, itemsize: int, kv_cache_dtype: str = "auto") -> int:
-        """Bytes of one block over all layers, its padding and the convolution state at its end included.
+        """Bytes of one block over all layers, including its padding and the convolution state at its end.
 
-        Values have ``itemsize`` bytes; keys and values too where ``kv_cache_dtype`` is "auto".
+        Numbers have ``itemsize`` bytes, also keys and values if ``kv_cache_dtype`` is "auto".
         """
         lanes, (kv_itemsize, scale_bytes) = padded(block_size), _KV_BYTES.get(kv_cache_dtype, (itemsize, 0))
         per_head = padded(self.head_dim) * (lanes + block_size) * kv_itemsize + 2 * lanes * scale_bytes
@@ -270,8 +270,8 @@ class ModelConfig:
     def weight_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> float:
         """Bytes of memory per weight of the linears of a model that computes in ``dtype``.
 
-        Integers have a scale of 2 bytes per 32 of them, or of 4 per 128 where activations are integers too. Only
-        CPUs keep integers, and bfloat16 weights under float32; GPUs get them widened.
+        Integers have a scale of 2 bytes per 32 of them, or of 4 bytes per 128 if activations are integers too. Only
+        CPUs keep integers, and bfloat16 weights in a float32 model; for GPUs they are widened.
         """
         if not is_cpu:
             return item_bytes(dtype)
@@ -282,7 +282,7 @@ class ModelConfig:
     def model_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> int:
         """Bytes of all weights in memory. A tied table counts as the output projection, and again if its form differs.
 
-        The CPU looks up no rows in integers, so it keeps the table as numbers too.
+        The CPU cannot look up rows in integers, so it also keeps the table as floating-point numbers.
         """
         params = self.linear_params + self.logits_params_per_token
         is_shared = self.tie_embedding and self.has_head and not (is_cpu and weights == "int8")

@@ -42,7 +42,7 @@ class ConfigValues:
         return default
 
     def _agreed(self, names: tuple[str, ...], default: Any) -> Any:
-        """The value under any of the names; where two disagree an error, since families differ in which one counts."""
+        """The value under any of the names; an error if two disagree, since families differ in which one counts."""
         values = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
         (first, value), *others = values.items() or [(names[0], self.get(names[0], default=default))]
         for name, other in others:
@@ -73,7 +73,7 @@ class ConfigValues:
         return self._typed("a string", names, default)
 
     def _typed(self, kind: str, names: tuple[str, ...], default: T) -> T:
-        """A value of the type of ``default``, which ``kind`` names in errors; of texts the newest name counts."""
+        """A value of the type of ``default``, which ``kind`` names in errors; for texts the newest name counts."""
         value = self.get(*names, default=default) if isinstance(default, str) else self._agreed(names, default)
         if not isinstance(value, type(default)):
             raise self.error(f"{self._name(names)} must be {kind}, not {shown(value)}")
@@ -131,7 +131,7 @@ class ConfigValues:
         return Rope(theta)
 
     def _yarn(self, theta: float, positions: int) -> Rope:
-        """YaRN (arXiv:2309.00071), whose cosines and sines have a factor: given, or of ``factor`` as in the paper."""
+        """YaRN (arXiv:2309.00071); cosines and sines have a factor, given or from ``factor`` as in the paper."""
         self.expect("truncate", True, "it is not computed here")
         factor, fast, slow = self.number("factor"), *(self.number(f"beta_{n}", default=d) for n, d in _YARN_BETAS)
         if theta == 1 or fast < slow or not 1 <= factor <= _MAX_INT / positions:
@@ -144,7 +144,7 @@ class ConfigValues:
         return Rope(theta, "yarn", factor, slow, fast, positions, scale=scale)
 
     def experts(self, scores: str, *, is_normalized: bool, **more: Any) -> Experts:
-        """Experts whose scores are ``scores``; ``is_normalized`` where the config says nothing; ``more`` are fields."""
+        """Experts with scores by ``scores``; ``is_normalized`` is the config's default; ``more`` are further fields."""
         for name in ("num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"):
             self.expect(name, 0, "experts that every token meets are not supported")
         num_experts = self.integer("num_experts", "num_local_experts")
@@ -161,19 +161,19 @@ class ConfigValues:
         return tuple(listed)
 
     def section(self, name: str, *, is_needed: bool = True) -> ConfigValues:
-        """A nested object, whose errors name it; without one an empty one, unless it ``is_needed``."""
+        """A nested object, named in its errors; an empty one if it is missing, unless it ``is_needed``."""
         empty: dict[str, Any] = {}
         if is_needed:
             self.get(name)
         return ConfigValues(self._typed("an object", (name,), empty), f"{self.where}: {shown(name)[1:-1]}")
 
     def expect(self, name: str, value: object, why: str) -> None:
-        """Refuse any other value than the one that is computed here, which is the default; ``why`` says so."""
+        """Refuse any value except the supported one, which is the default; ``why`` says so."""
         if (other := self.get(name, default=value)) != value:
             raise self.error(f"{name} is {shown(other)}; {why}")
 
     def refuse_window(self, default: int | None = None) -> None:
-        """Refuse a window of positions that a text could exceed; ``default`` holds where the config says nothing."""
+        """Refuse a window of positions that a text could exceed; ``default`` is used if the config does not say."""
         if self.raw.get("sliding_window", default) is None:
             return
         window = self.integer("sliding_window", default=default)
@@ -183,7 +183,7 @@ class ConfigValues:
             raise self.error(f"sliding_window {verb} {window}, which is {remedy}")
 
     def refuse(self, *names: str) -> None:
-        """Refuse what a flag switches on."""
+        """Refuse a flag that is switched on."""
         for name in names:
             if self.flag(name, default=False):
                 raise self.error(f"{name} true is not computed here")
@@ -200,8 +200,8 @@ class ConfigValues:
     ) -> ModelConfig:
         """The shape of a model with these layers; ``more`` are further fields.
 
-        ``norm_eps`` and ``is_tied`` hold where the config says nothing, and so does ``head_dim``, by default the heads'
-        share of the width.
+        ``norm_eps``, ``is_tied`` and ``head_dim`` (by default the heads' share of the width) are used if the config
+        does not say.
         """
         num_heads, hidden_size = (
             self.integer("num_attention_heads", "num_heads"),

@@ -2,9 +2,8 @@
 
     h += mix(norm(h));  h += feed_forward(norm(h))   per layer, then the last norm and the output projection
 
-where ``mix`` is attention or a short convolution, ``feed_forward`` is dense or of experts, and what is added may be
-normed once more. Families differ only in data, ``ModelConfig`` and tensor names; ``families`` lists the parts that
-there are.
+``mix`` is attention or a short convolution, ``feed_forward`` is dense or of experts, and their outputs may be normed
+once more. Families differ only in data, ``ModelConfig`` and tensor names; ``families`` lists the available parts.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Decoder:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """``dtype``, ``device``, ``kernels``' variant, and what is not usual; others would give other tokens."""
+        """``dtype``, ``device``, ``kernels``' variant, and unusual settings; with others the tokens would differ."""
         dtype = str(self.dtype).removeprefix("torch.")
         integers = {"weights": self.kernels.weights, "activations": self.kernels.activations}
         named = {name: value for name, value in integers.items() if value != "auto"}
@@ -113,7 +112,7 @@ class Decoder:
         return self._scaled(x, self.config.logits_scale if self.config.has_head else 1.0)
 
     def _scaled(self, x: Tensor, by: float) -> Tensor:
-        """New numbers times one, where the family has one."""
+        """Numbers times a factor, if the family has one."""
         if by != 1:
             self.kernels.scale(x, by)
         return x

@@ -65,7 +65,7 @@ class ModelFiles:
 
 
 def file_states(folder: Path, patterns: Iterable[str] = TOKENIZER_FILES) -> dict[Path, FileState]:
-    """The states of the config and tokenizer files, or others. Raises UsageError if one cannot be read."""
+    """The states of the config and tokenizer files, or of other patterns. Raises UsageError if one cannot be read."""
     files = model_files(folder, patterns)
     try:
         return {path: FileState.of(path) for path in files}

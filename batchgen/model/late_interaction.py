@@ -1,6 +1,6 @@
-"""Late interaction: a vector for each token of a text, where queries and documents are made into tokens differently.
+"""Late interaction: a vector for each token of a text; queries and documents are tokenized differently.
 
-The settings are those that PyLate writes (``config_sentence_transformers.json``) and sentence-transformers from 6 on
+The settings are written by PyLate (``config_sentence_transformers.json``) and by sentence-transformers from 6 on
 (``sentence_bert_config.json`` and the config of the module ``MultiVectorMask``). Formulas: arXiv:2004.12832.
 """
 
@@ -45,7 +45,7 @@ class Side:
 
 
 def read_sides(folder: Path, mask: Path | None) -> Mapping[str, Side]:
-    """The sides of a checkpoint, by name; none if it is not one of late interaction. Raises ModelError.
+    """The sides of a checkpoint for late interaction, by name; empty for other checkpoints. Raises ModelError.
 
     ``mask`` is the folder of the module ``MultiVectorMask``, if there is one.
     """
@@ -112,7 +112,7 @@ def _words(values: ConfigValues, name: str, default: list[str]) -> tuple[str, ..
 
 
 def _filler(folder: Path) -> str:
-    """The token that lengthens queries: the tokenizer's mask, else its end. Raises ModelError."""
+    """The token that fills up queries: the tokenizer's mask token, or else its end token. Raises ModelError."""
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (path := folder / name).exists():

@@ -1,8 +1,8 @@
 """Parts of a decoder layer: attention, short convolution, feed-forward.
 
-Each part takes its weights by role and calls kernels; state comes in as an argument, and no batch is remembered. All
-activations are [num_tokens, hidden_size]. ``linears`` lists the linears of a part that a token meets (of experts as
-many as it meets), each with the width of its input.
+Each part takes its weights by role and calls kernels; state is an argument, so parts do not remember a batch. All
+activations are [num_tokens, hidden_size]. ``linears`` lists the linears that a token meets in a part (only active
+experts), each with the width of its input.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ExpertFeedForward:
 
 
 def _expert_weights(tensors: NamedTensors, experts: Experts, width: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Gate, up and down of each expert, which checkpoints hold one by one, or all together, gates before ups."""
+    """Gate, up and down of each expert; checkpoints store them one by one, or in one tensor, gates before ups."""
     count, inner = experts.num_experts, experts.ff_dim
     if tensors.holds("experts_gate_up", part=""):
         gates_and_ups = tensors.take("experts_gate_up", count, 2 * inner, width, part="")

@@ -93,7 +93,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
 
 
 def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:
-    """The shape with the tensor names of a checkpoint whose layers are in another module."""
+    """The shape with the tensor names of a checkpoint that has its layers in another module."""
     name = config.tensor_names["embedding"]
     bare = name.removeprefix(_TRUNK)
     trunk = next((trunk for trunk in _OTHER_TRUNKS if source.holds(f"{trunk}{bare}.weight")), None)
@@ -118,7 +118,7 @@ def _open(
 
 
 def _forms_of(quantization: str, device: torch.device) -> tuple[str, str]:
-    """Types of weights and activations. Raises ModelError for an unknown name, and where no kernels compute them."""
+    """Types of weights and activations. Raises ModelError for an unknown name, and if kernels do not support them."""
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"quantization {shown(quantization)} is not one of {', '.join(QUANTIZATIONS)}")
     if quantization == "w8a8" and device.type != "cpu":

@@ -68,7 +68,7 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device, confi
 
 
 def _times_s(work: Callable[[], object], device: torch.device, repeats: int, least_s: float) -> list[float]:
-    """Durations of at least ``repeats`` calls that took at least ``least_s`` together, after one that warms up."""
+    """Durations of at least ``repeats`` calls, which take at least ``least_s`` together, after a warm-up call."""
     work()
     time_once = _device_s if device.type == "cuda" else partial(_host_s, device)
     times: list[float] = []
@@ -86,7 +86,7 @@ def _host_s(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _device_s(work: Callable[[], object]) -> float:
-    """Seconds between two events on the GPU, which leaves the host's part out."""
+    """Seconds between two events on the GPU, without the host's part."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     work()

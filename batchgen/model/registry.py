@@ -1,4 +1,4 @@
-"""The shape of any model that one of the families can read.
+"""The shape of a model of any supported family.
 
 A model is a folder, a GGUF file, a Hub id, or the name of a published shape with random weights (``dummy:LFM2-350M``).
 """
@@ -142,7 +142,7 @@ def _scores(values: ConfigValues, num_labels: int) -> str:
 
 
 def read_config(model: Path) -> ModelConfig:
-    """The shape of the model in a folder or GGUF file; to a folder's are added the end tokens of the generation config.
+    """The shape of the model in a folder or GGUF file; for a folder with the end tokens of its generation config.
 
     Raises ModelError for a missing or broken file, or anything that ``parse_config`` refuses.
     """
@@ -162,7 +162,7 @@ def is_dummy(path: str) -> bool:
 
 
 def dummy_config(path: str) -> ModelConfig:
-    """The shape that ``dummy:NAME`` stands for. Raises ModelError if no published shape has that name."""
+    """The shape that ``dummy:NAME`` names. Raises ModelError if there is no such published shape."""
     name = path.removeprefix(_PREFIX)
     shapes = {name: shape for family in FAMILIES.values() for name, shape in family.SHAPES.items()}
     if name not in shapes:

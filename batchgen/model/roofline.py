@@ -65,7 +65,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_cache_dtype: str = "auto") -> Costs:
-        """Costs of a model whose cache has values of ``itemsize`` bytes, but for another ``kv_cache_dtype``.
+        """Costs of a model whose cache has values of ``itemsize`` bytes, unless ``kv_cache_dtype`` is another type.
 
         A weight takes ``weight_bytes``.
         """
@@ -90,7 +90,7 @@ class Costs:
         )
 
     def work(self, counts: Mapping[str, Any]) -> Work:
-        """The work that the counts of ``EngineStats`` stand for."""
+        """The work done, from the counts of ``EngineStats``."""
         tokens = counts["num_prefill_tokens"] + counts["num_decode_tokens"]
         flops = (
             self.flops_per_token * tokens
@@ -110,6 +110,6 @@ class Costs:
 
 
 def excess_reason(share: float | None) -> str:
-    """Reason for a share of the roofline above one, in words; "" where it is not."""
+    """The reason for a share of the roofline above one; "" if it is below."""
     over = "above 100%: weights were in the processor's cache, or rates measured under load"
     return over if share is not None and share > 1 else ""

@@ -15,12 +15,12 @@ from batchgen.model.config import ModelConfig, Rope
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Angle per position of each pair (i, i + head_dim / 2), float32 [head_dim / 2]; in the reference's order.
 
-    default: ``theta ** (-2i / head_dim)``. "linear": that over ``factor``. "llama3" (Llama 3.1): a frequency whose
-    wavelength 2 pi / f exceeds ``original_positions / low_freq_factor`` is divided by ``factor``, one below
-    ``original_positions / high_freq_factor`` stays, those between are blended. "proportional" (LFM3): 0 from the share
-    of pairs on that are not rotated. "yarn": pairs up to the one that turns ``high_freq_factor`` times within
-    ``original_positions`` stay, those from the one that turns ``low_freq_factor`` times are divided, those between are
-    blended by their index.
+    default: ``theta ** (-2i / head_dim)``. "linear": the same divided by ``factor``. "llama3" (Llama 3.1): a frequency
+    is divided by ``factor`` if its wavelength 2 pi / f exceeds ``original_positions / low_freq_factor``, unchanged if
+    it is below ``original_positions / high_freq_factor``, and blended in between. "proportional" (LFM3): 0 for pairs
+    beyond the rotated share. "yarn": pairs that turn at least ``high_freq_factor`` times within ``original_positions``
+    are unchanged, pairs that turn at most ``low_freq_factor`` times are divided, and pairs in between are blended by
+    their index.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
@@ -53,10 +53,10 @@ def _yarn_share(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary:
-    """Per rope the scaled cosines and sines of the positions needed so far, float32 [2, positions, head_dim / 2].
+    """For each rope the scaled cosines and sines of the positions needed so far, float32 [2, positions, head_dim / 2].
 
-    Angles are float32 (position times frequency), as in the reference; their cosine is taken in float64, so that an
-    entry never depends on how many were computed with it.
+    Angles are float32 (position times frequency), as in the reference; cosines are computed in float64, so that an
+    entry never depends on how many are computed at once.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class Rotary:
     def upto(self, num_positions: int) -> Sequence[Tensor]:
         """The tables with at least ``num_positions`` positions, in the order of ``ModelConfig.ropes``.
 
-        Safe in several threads, whose engines may share a model: no call returns tables shorter than asked for.
+        Thread-safe, since engines in several threads may share a model: tables are never shorter than asked for.
         """
         length, tables = self._longest
         if num_positions > length:

@@ -1,8 +1,8 @@
-"""Settings with which a checkpoint makes vectors of hidden states, in the files that sentence-transformers writes.
+"""Settings of a checkpoint for vectors of hidden states, from the files that sentence-transformers writes.
 
-Read are ``modules.json`` with the configs of pooling and dense layers, ``config_sentence_transformers.json`` with the
-prompts, and ``sentence_bert_config.json`` with the longest text. No class that they name is ever imported: a module is
-known by the last part of its name, or refused. A GGUF file says how tokens are pooled.
+It reads ``modules.json`` with the configs of pooling and dense layers, ``config_sentence_transformers.json`` with the
+prompts, and ``sentence_bert_config.json`` with the longest text. Classes named there are never imported: a module is
+recognized by the last part of its name, or refused. A GGUF file only says how tokens are pooled.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _modules(path: Path) -> list[dict[str, Any]]:
 
 
 def _folder_of(path: Path, module: Mapping[str, Any]) -> str:
-    """The folder of a module, which lies in the model's own."""
+    """The folder of a module, inside the model's folder."""
     name = module.get("path", "")
     if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ModelError(f"{path}: the module's path {shown(name)} leaves the model's folder")
@@ -145,7 +145,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 
 def _max_tokens(folder: Path) -> int | None:
-    """The longest text, which newer releases write into the tokenizer's settings alone; None where none is named."""
+    """The longest text, which newer releases only write into the tokenizer's settings; None if it is not given."""
     for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
         path = folder / name
         values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))

@@ -22,10 +22,10 @@ _LEAST_NORM = np.float32(1e-12)  # torch's functional.normalize
 
 @dataclass(frozen=True, slots=True)
 class VectorSettings:
-    """Settings of the vector or the scores made of pooled hidden states.
+    """Settings that turn pooled hidden states into a vector or scores.
 
     ``dimensions`` is how many numbers of a vector are kept, None for all. ``scores`` names the function of a
-    classifier's logits of labels, see ``ModelConfig``; "" for vectors. Numbers are rounded to ``dtype``.
+    classifier's logits, see ``ModelConfig``; "" for vectors. Numbers are rounded to ``dtype``.
     """
 
     dense: tuple[Dense, ...] = ()

@@ -1,7 +1,7 @@
 """Sources of a model's weights: a safetensors checkpoint, or a random generator of the same shapes.
 
 A model takes each tensor by name and shape exactly once and then finishes the source, which can thus name a missing,
-misshapen or left-over tensor. Loading runs no code. ``gguf`` has the source of GGUF files.
+misshapen or left-over tensor. Loading never runs code. ``gguf`` has the source of GGUF files.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  #
 
 
 def stored_dtype(saved: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Type that holds a checkpoint's tensor for a model of ``dtype``.
+    """The type in which a checkpoint's tensor is kept for a model of ``dtype``.
 
-    A CPU multiplies float32 by bfloat16 as it is, so there half the memory holds the same numbers.
+    A CPU can multiply float32 by bfloat16, so it keeps bfloat16 weights in half the memory.
     """
     is_kept = saved == torch.bfloat16 and dtype == torch.float32 and device.type == "cpu"
     return saved if is_kept else dtype
@@ -56,7 +56,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 class Init(NamedTuple):
-    """Normal distribution of the random weights that stand in for a tensor."""
+    """Normal distribution of random weights in place of a tensor."""
 
     mean: float
     std: float
@@ -72,7 +72,7 @@ class TensorSource(Protocol):
     dtype: torch.dtype
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that name, which not every checkpoint has."""
+        """Whether there is a tensor of that name."""
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name, in ``dtype`` if not the model's.
@@ -81,7 +81,7 @@ class TensorSource(Protocol):
         """
 
     def finish(self, optional: str = "") -> None:
-        """Raises ModelError if a tensor but ``optional`` is left over: what is not used may matter."""
+        """Raises ModelError if a tensor except ``optional`` is left over: an unused tensor may matter."""
 
 
 def open_weights(path: Path) -> Any:
@@ -97,7 +97,7 @@ def open_weights(path: Path) -> Any:
 
 
 class StoredTensors(Generic[Place]):
-    """Tensors at ``path``, a file or folder, whose ``places`` in it are known by name; those left over are refused."""
+    """Tensors at ``path``, a file or folder, with their ``places`` by name; left-over tensors are refused."""
 
     unread: tuple[str, ...] = ()  # beginnings of the names of tensors that the model leaves alone
 
@@ -119,7 +119,7 @@ class StoredTensors(Generic[Place]):
 
 
 class Checkpoint(StoredTensors[str]):
-    """Tensors of a checkpoint folder, memory-mapped: only what is taken is read.
+    """Tensors of a checkpoint folder, memory-mapped: only the taken ones are read.
 
     One file is mapped at a time, and mapped again after every ``_MOST_MAPPED`` bytes: most devices need another layout
     of the weights, and a single mapping would keep both copies in memory until the last tensor. A mapping per tensor
@@ -171,7 +171,7 @@ class Checkpoint(StoredTensors[str]):
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name on the source's device, in its dtype or as ``stored_dtype`` says.
 
-        Raises ModelError: as ``read``, or it holds no plain floating-point numbers.
+        Raises ModelError: as ``read``, or its numbers are not floating-point.
         """
         tensor = self.read(name, shape)
         if tensor.dtype not in WEIGHT_DTYPES:
@@ -260,7 +260,7 @@ class NamedTensors:
         return (weight.float() + offset).to(self.dtype, copy=True)
 
     def biases(self, *parts: tuple[str, int]) -> Tensor | None:
-        """Biases of modules end to end, given the role and width of each; zeros for one without, None if none has one.
+        """Biases of modules end to end, given the role and width of each; zeros for a module without, None if all are.
 
         They have memory of their own and the model's dtype.
         """
@@ -273,10 +273,10 @@ class NamedTensors:
 
 
 def untied(config: ModelConfig, tensors: NamedTensors) -> ModelConfig:
-    """The shape with an output projection of its own where the checkpoint holds one that differs from the embedding.
+    """The shape with its own output projection, if the checkpoint's differs from the embedding.
 
-    Fine-tunes are saved with such a head under a config that still says tied. As in transformers, both are compared in
-    the dtype of the model.
+    Some fine-tunes are saved with such a head, although their config says that it is tied. As in transformers, both are
+    compared in the dtype of the model.
     """
     if not (config.tie_embedding and config.has_head and tensors.holds("head")):
         return config

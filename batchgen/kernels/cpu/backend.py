@@ -183,7 +183,7 @@ class CpuKernels(interface.Kernels):
         gates: Tensor | None = None,
         alone: Alone | None = None,
     ) -> Tensor:
-        """As in ``Kernels``; of the first ``inputs.num_alone`` tokens not ``q`` but ``alone`` is read, if given."""
+        """As in ``Kernels``; if ``alone`` is given, it replaces ``q`` for the first ``inputs.num_alone`` tokens."""
         num_heads, num_kv_heads, width = q.shape[1], cache.keys.shape[1], cache.width
         out = empty((inputs.num_tokens, num_heads * head_dim), dtype)
         if window and not inputs.is_causal:
@@ -219,7 +219,7 @@ class CpuKernels(interface.Kernels):
         *,
         subset: LogitsSubset | None = None,
     ) -> Tensor:
-        """As in ``Kernels``: attention makes keys of sequences with one token, since it reads their blocks anyway."""
+        """As in ``Kernels``; attention makes keys of sequences with one token, since it reads their blocks anyway."""
         q = self.rope_and_cache(qkv, heads, rotary, inputs, cache, inputs.num_alone)
         gates, alone = qkv if heads.is_gated else None, Alone(qkv, heads, rotary)
         if subset is not None:

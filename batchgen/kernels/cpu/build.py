@@ -1,4 +1,4 @@
-"""Machine code of kernels for this process, from files, from processes that compile meanwhile, or compiled here.
+"""Machine code of kernels for this process: from files, from parallel compiling processes, or compiled here.
 
 Compiling takes seconds, and numba compiles in one thread only. So ``start`` starts another process for it, which
 divides the work with copies of itself, as soon as a run knows its dtype: while torch is imported and weights are read.
@@ -37,7 +37,7 @@ _plainly_compiled: set[str] = set()  # the names of those that numba has compile
 
 
 def start(*model: str) -> None:
-    """Begin to compile what a model may need and is not on disk; ``model`` are arguments of ``needed``."""
+    """Begin to compile the kernels that a model may need and that are not on disk; ``model`` as for ``needed``."""
     with _LOCK:
         _models.add(model)
         missing = _missing(model)
@@ -65,13 +65,13 @@ def is_started() -> bool:
 
 
 def finish(*model: str) -> None:
-    """Wait until every kernel is there that each step of a model needs."""
+    """Wait until every kernel that each step of a model needs is compiled."""
     for spec, kind in needed(*model):
         address(spec, kind)
 
 
 def not_kept(*model: str) -> str:
-    """Reason for which the next process compiles a model's kernels again, once ``finish`` has returned; "" if none."""
+    """The reason why the next process compiles a model's kernels again; "" if it does not. Call after ``finish``."""
     if not _not_on_disk(needed(*model)):
         return ""
     if _plainly_compiled:
@@ -86,7 +86,7 @@ def not_kept(*model: str) -> str:
 
 
 def address(spec: KernelSpec, kind: str) -> int:
-    """The address of a kernel's function, which is compiled if need be."""
+    """The address of a kernel's function, which is compiled if necessary."""
     name = object_cache.file_name(spec, kind)
     with _LOCK:
         if name not in _addresses:
@@ -104,9 +104,9 @@ def _not_on_disk(wanted: Wanted) -> Wanted:
 
 
 def _awaited(spec: KernelSpec, kind: str, name: str) -> bytes | None:
-    """The object from a process that compiles it; None if none does or it takes too long.
+    """The object from a process that compiles it; None without such a process, or if it takes too long.
 
-    Then all such processes are ended: the next kernel would be waited for in vain too.
+    After too long all such processes are ended, since other kernels would take too long as well.
     """
     builders = [process for process, wanted in _builders.values() if (spec, kind) in wanted]
     give_up_at = time.monotonic() + _LONGEST_WAIT_S
@@ -134,7 +134,7 @@ def _compiled(spec: KernelSpec, kind: str, name: str) -> int:
 
 @atexit.register
 def stop() -> None:
-    """End the processes that compile. If this one is killed they end too: their standard input is a pipe from it."""
+    """End the compiling processes. They also end if this process is killed: their standard input is a pipe from it."""
     for process, _ in _builders.values():
         assert process.stdin is not None, "it was started with a pipe"
         process.stdin.close()

@@ -2,9 +2,9 @@
 
 A kernel is a chain of small functions. Numba treats each as if Python were to call it: it optimizes it, wraps it twice,
 makes machine code of it, links it into its callers and does all of that again with them. Here the inner functions are
-only translated; what they make up is optimized and becomes machine code once, as a whole. The operations are the same,
-so the results are equal to the bit. The parts of numba replaced for that are internal to it, so ``compile_plainly``
-stands in where a release has changed them; its code lives in this process only.
+only translated, and the complete kernel is optimized and turned into machine code once. The operations are the same, so
+the results are equal to the bit. This replaces internal parts of numba; if a release has changed them,
+``compile_plainly`` is used, whose code is not kept for other processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Translation(JITCodeLibrary):
         return 0  # as numba returns for a function without such a wrapper
 
     def machine_code(self) -> bytes:
-        """The object of the whole. Raises NotImplementedError if it calls what only a process with numba has."""
+        """The object of the kernel. Raises NotImplementedError if it calls functions that only numba's process has."""
         self.finalize()
         super()._optimize_final_module()
         module, process = self._final_module, ctypes.CDLL(None)
@@ -56,7 +56,7 @@ class _Translation(JITCodeLibrary):
 
 
 class _Codegen(JITCPUCodegen):
-    """Numba's own, with its target, for translations."""
+    """Numba's own code generator, with its target, for translations."""
 
     _library_class = _Translation
 
@@ -65,7 +65,7 @@ class _Codegen(JITCPUCodegen):
 
 
 def prepare(modules: Iterable[str]) -> None:
-    """Do what all kernels of these modules have in common, so that copies of this process need not do it again."""
+    """Import and translate what all kernels of these modules share, so that forks of this process need not do it."""
     registry.cpu_target.typing_context.refresh()
     registry.cpu_target.target_context.refresh()
     for module in modules:
@@ -75,7 +75,7 @@ def prepare(modules: Iterable[str]) -> None:
 def machine_code(spec: KernelSpec, kind: str) -> bytes:
     """The object of a kernel: ``ENTRY`` in it is a C function of the words.
 
-    Raises any error where numba is not as this module knows it.
+    Raises any error if numba differs from what this module expects.
     """
     typing, context = registry.cpu_target.typing_context, registry.cpu_target.target_context
     context.refresh()
@@ -106,7 +106,7 @@ def _translating(context: Any) -> Iterator[None]:
 
 
 def _add_entry(context: Any, library: Any, kernel: Any) -> None:
-    """Add the C function ``ENTRY`` that calls a kernel, which has numba's own calling convention and cannot fail."""
+    """Add the C function ``ENTRY``, which calls a kernel by numba's calling convention and cannot fail."""
     module, convention = context.create_module(ENTRY), context.call_conv
     called = ir.Function(module, convention.get_function_type(types.void, (_WORDS,)), kernel.llvm_func_name)
     entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [context.get_value_type(_WORDS)]), ENTRY)

@@ -76,9 +76,9 @@ class PackedExperts:
 
 
 def _joined(parts: list[PackedLinear]) -> Tensor:
-    """The addresses, int64 [num_experts], of panels that are moved into one tensor.
+    """Move panels into one tensor; their addresses, int64 [num_experts].
 
-    Among the memory of what is freed meanwhile, pieces of their size leave holes that add up to a third of a model.
+    Otherwise memory that is freed between them would leave holes of up to a third of the model.
     """
     for part, strips in zip(parts, torch.stack([part.packed.strips for part in parts]), strict=True):
         part.move_to(strips)

@@ -1,7 +1,7 @@
-"""The compiled kernels: where the source of each is, the kinds it comes in, and which of them a run needs.
+"""The compiled kernels: the source of each, its kinds, and the choice of kernels that a run needs.
 
-Imports neither torch nor numba, so that kernels can be looked up, and compiled in another process, before either is
-there.
+Imports neither torch nor numba, so that kernels can be looked up, and compiled in another process, before they are
+imported.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ MATMUL_INT8 = KernelSpec(f"{COMPILED}.amx_int8", "matmul_int8", _BYTES)
 
 
 def paired_kind(dtype: str) -> str:
-    """The kind for a model in this dtype of a kernel that multiplies pairs of bfloat16 where the processor does."""
+    """The kind, for a model in this dtype, of a kernel that multiplies pairs of bfloat16 if the processor can."""
     return "bf16_pairs" if dtype == "bfloat16" and has_bfloat16_pairs() else dtype
 
 
@@ -138,7 +138,7 @@ def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[t
 
 
 def needed_by_some(dtype: str, *_: str) -> list[tuple[KernelSpec, str]]:
-    """The kernels that only rows need which are drawn, scored, constrained or penalized (in float32)."""
+    """The kernels that are only needed by rows that are drawn, scored, constrained or penalized (in float32)."""
     if dtype not in ELEMENTS:
         return []
     kernels = [(spec, dtype) for spec in (SAMPLE, LOGSUMEXP, MASK)]

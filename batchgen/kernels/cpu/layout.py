@@ -1,4 +1,4 @@
-"""Sizes and places that the compiled kernels and the Python that launches them agree on. Imports nothing.
+"""Sizes and places shared by the compiled kernels and the Python that launches them. Imports nothing.
 
 A kernel is a C function of one pointer to int64 words; the first of them are the same for all kernels.
 """
@@ -73,7 +73,7 @@ BINS = 4096  # of the histograms that find a sampling threshold
 
 
 def rotated_length(count: int) -> int:
-    """Numbers that ``count`` inputs of a group become where they are rotated: a power of two, whole vectors."""
+    """The number of rotated inputs for ``count`` inputs of a group: a power of two, in complete vectors."""
     return max(LANES, 1 << (count - 1).bit_length())
 
 
@@ -100,7 +100,7 @@ def attention_scratch_floats(width: int, most_rows: int) -> int:
 
 
 def heads_scratch_floats(width: int, num_keys: int) -> int:
-    """Float32 words one worker needs for a head, keys that wait, and one that is spread over ``LANES``."""
+    """Float32 words one worker needs for a head, for waiting keys, and for a key that is spread over ``LANES``."""
     return (1 + num_keys + LANES) * width
 
 

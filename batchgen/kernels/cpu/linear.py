@@ -1,8 +1,8 @@
 """Linears of the CPU: weights in panels, in the order in which kernels read them.
 
-They are read as they are stored (float32, bfloat16 under either dtype, 8 bits), from four places at once, which a
-single core needs to fill its share of the memory's bandwidth, and the next panel is fetched while one is multiplied.
-SwiGLU's two products are one, and its gate is applied before anything is written.
+They are read in their stored type (float32, bfloat16 for either dtype, 8 bits), from four places at once, which a
+single core needs to use its share of the memory bandwidth, and the next panel is fetched while one is multiplied.
+SwiGLU's two products are one, and its gate is applied before results are written.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ _ROWS_AT_ONCE = 32 * TILE_COLUMNS  # that are laid out, so that no second copy o
 class PackedWeight:
     """A weight in panels of 64 outputs, each of four strips of 16: strips [strips, ...], contiguous.
 
-    Within a strip, what a vector holds lies side by side and the inputs follow each other: [pairs, 16, 2] of bfloat16,
-    [inputs, 16] of float32, or groups of bytes as in ``compiled.int8``. Rows of zeros fill the last panel.
+    A strip has the numbers of one vector side by side, and one vector per input or pair of inputs: [pairs, 16, 2] of
+    bfloat16, [inputs, 16] of float32, or groups of bytes as in ``compiled.int8``. Rows of zeros fill the last panel.
 
-    ``kind`` is "bf16", "f32", "int8" (bytes that are read as numbers) or "integers" (that are multiplied as such).
+    ``kind`` is "bf16", "f32", "int8" (bytes that are read as numbers) or "integers" (bytes that are multiplied as
+    integers).
     """
 
     strips: Tensor
@@ -115,7 +116,7 @@ def pack_int8(weight: Tensor) -> PackedWeight:
 
 
 def pack_integers(weight: Tensor, together: int, shift: int) -> PackedWeight:
-    """A weight in integers, to be multiplied as such, ``together`` inputs in a lane, once ``shift`` is added."""
+    """A weight in integers, to be multiplied as integers, ``together`` inputs in a lane, with ``shift`` added."""
 
     def laid_out(rows: Tensor) -> Tensor:
         packed = quantize_rotated(rows)
@@ -148,9 +149,9 @@ def _in_slices(weight: Tensor, laid_out: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def pack(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> PackedWeight:
-    """A weight in panels for products in ``dtype``, in 8 bits where ``weights`` or ``activations`` are "int8".
+    """A weight in panels for products in ``dtype``, in 8 bits if ``weights`` or ``activations`` are "int8".
 
-    Where the last group of inputs is not whole, panels hold the numbers that the integers stand for.
+    If the last group of inputs is not complete, panels hold the dequantized numbers.
     """
     if activations == "int8":
         assert _INTEGER_PRODUCTS is not None, "``processor.cpu_obstacle`` names it"
@@ -164,7 +165,7 @@ class Experts(NamedTuple):
     """Assignment of a product's rows to several weights of one shape and kind.
 
     ``weights`` int64 [num_experts] are the addresses of the weights' strips. ``segments`` int64 has the number of
-    experts that are met, then for each its id, its first row and where they end.
+    experts that rows meet, then for each its id, its first row and the end of its rows.
     """
 
     num_experts: int
@@ -199,7 +200,7 @@ class PackedLinear:
         self._most_shares = self._num_panels if self.packed.panel_bytes <= _MOST_SHARED_BYTES else 1
 
     def move_to(self, strips: Tensor) -> None:
-        """Read the panels from another place, where they have been copied."""
+        """Read the panels from ``strips``, to which they have been copied."""
         self.packed, self.weight_at = replace(self.packed, strips=strips), strips.data_ptr()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -268,7 +269,7 @@ class PackedLinear:
 
 
 def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers of x [rows, groups * 128] with their scales and what the shift of the weights takes off, [rows, groups].
+    """Integers of x [rows, groups * 128] with scales and corrections for the weights' shift, [rows, groups].
 
     The integers are the same as from ``quantize.quantize_rows``, in the type that this machine multiplies.
     """
@@ -285,7 +286,7 @@ def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class PackedGatedLinear:
-    """``GatedLinear`` in panels, of which each holds 32 gates and their 32 ups."""
+    """``GatedLinear`` in panels; each panel holds 32 gates and their 32 ups."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Machine code of kernels, kept on disk from one process to the next.
 
 A kernel's object is looked up by everything that decides its machine code, and loaded by llvmlite alone: numba, which
-takes a second to import and to prepare, is needed only where an object is missing. A file that is torn, foreign or not
-of this user counts as missing: LLVM would end the process on garbage, and run what another user has written.
+takes a second to import and to prepare, is only needed if an object is missing. A file that is torn, foreign or not
+owned by this user counts as missing: LLVM would crash on garbage, and run code of another user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENGINES: list[binding.ExecutionEngine] = []  # what they have loaded lives as l
 
 
 def file_name(spec: KernelSpec, kind: str) -> str:
-    """The name of a kernel's file: a digest of its source, its compiler and what it is compiled for."""
+    """The name of a kernel's file: a digest of its source, its compiler and the target."""
     settings = sorted(item for item in os.environ.items() if item[0].startswith(("NUMBA_", "BATCHGEN_TILES")))
     identity = (spec.module, _sources(spec.module), processor.target(), settings, spec.kinds[kind])
     return f"{spec.name}-{kind}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.o"
@@ -63,7 +63,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, code: bytes) -> bool:
-    """Keep an object for later processes; False where that fails, as on a full disk, which must not stop a run."""
+    """Keep an object for later processes; False if that fails, as on a full disk, which must not stop a run."""
     folder = _folder()
     if folder is None:
         return False
@@ -91,9 +91,9 @@ def is_writable() -> bool:
 
 
 def lock() -> bool:
-    """Whether this process is the one that compiles now, with its forks and until it ends; true where none can tell.
+    """Whether this process may compile, with its forks and until it ends; True if it cannot be determined.
 
-    Processes that begin together, such as the workers of a run, need the same kernels: one makes them for all.
+    Processes that begin together, such as the workers of a run, need the same kernels: one compiles them for all.
     """
     folder = _folder()
     if folder is not None:

@@ -1,20 +1,19 @@
-"""Launches kernels on threads, or has a ``CaptureHook`` record their launches.
+"""Launches kernels on threads, or lets a ``CaptureHook`` record their launches.
 
-The threads of ``Pool`` take part as they come, and a launch needs none of them. OpenMP's launches end only when all
-threads have come: next to a process that takes one of two cores that is many times as slow.
+The threads of ``Pool`` take part when they can, and a launch can do without them. OpenMP's launches only end when all
+threads have taken part: next to a process that uses one of two cores, that is many times slower.
 
 A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on they are
-addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own: where
-items are rows, or in their order, that is the same part of them in one kernel after the other, and what a worker wrote
-is in its own cache. Then it helps the others.
-Work is taken item by item, so no result may depend on which worker computes it.
+addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own range:
+if items are rows, or in the order of rows, it gets the same rows in each kernel, and finds them in its own cache. Then
+it helps the others. Work is taken item by item, so results must not depend on the worker.
 
-Between two kernels that stream weights through every cache, each launch costs Python some 20 microseconds, over a
-hundred times per step: a seventh of the time of a single sequence. So a ``Recorder`` takes down the launches of a step
-one after the other, which takes half as long with the interpreter in the caches; the other threads run them meanwhile,
-and this one joins them then. Where a step does what an earlier one did (every sequence has one token, and there are as
-many), they are repeated on the same memory without Python. Launches run in order, so memory that one no longer needs
-serves a later one at once, as Python's references tell while recording; replays then do the same.
+Kernels stream weights through every cache, so each launch costs Python some 20 microseconds, over a hundred times per
+step: a seventh of the time of a single sequence. So a ``Recorder`` records the launches of a step one after the other,
+which takes half as long with the interpreter in the caches; the other threads run them meanwhile, and this thread joins
+them at the end. If a step repeats an earlier one (the same number of sequences, with one token each), its launches are
+repeated on the same memory without Python. Launches run in order, so memory that a launch frees, by Python's references
+while recording, is used by a later one at once; replays use it in the same way.
 """
 
 from __future__ import annotations
@@ -72,7 +71,8 @@ _SCRATCH: dict[int, torch.Tensor] = {}
 def scratch(floats: int) -> tuple[int, int]:
     """Scratch memory for each worker, in float32: its address, and the bytes of a worker's part (``entry.Own``).
 
-    Parts begin at multiples of 64 bytes if ``floats`` is one of 16. It is never freed (kernels run one at a time).
+    Parts begin at multiples of 64 bytes if ``floats`` is a multiple of 16. It is never freed (kernels run one at a
+    time).
     """
     num_floats = floats * torch.get_num_threads()
     memory = _SCRATCH.get(num_floats)
@@ -93,9 +93,10 @@ class Allocator(Protocol):
 
 
 class CaptureHook(threading.local):
-    """Takes the calling thread's launches and allocates their results while a step is recorded, or run in one go.
+    """Collects the calling thread's launches and allocates their results while a step is recorded, or run in one go.
 
-    Per thread, not an argument: the model is called between the recorder and a launch, and knows of neither.
+    It is a thread's variable, not an argument, because the model, which runs between recorder and launches, does not
+    know it.
     """
 
     launches: list[Launched] | GrowingProgram | None = None  # None: launches run at once
@@ -125,10 +126,10 @@ class Kernel:
         return self._addresses[kind]
 
     def launch(self, kind: Kind, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
-        """Run all items, on torch's number of threads; returns when the last is done (or ``CaptureHook`` has them).
+        """Run all items, on torch's number of threads; returns when they are done, or recorded by ``CaptureHook``.
 
-        Items are cut into as many ranges as there are workers, or ``num_ranges``. A step launches a hundred times,
-        with the interpreter out of all caches: every line here counts.
+        Items are cut into as many ranges as there are workers, or ``num_ranges``. A step launches a hundred kernels,
+        each time with the interpreter out of all caches: every line here counts.
         """
         if not num_items:
             return
@@ -168,7 +169,7 @@ class GrowingProgram:
             self._pool.publish(self._at)
 
     def end(self) -> None:
-        """Take part in what has been added and has not ended; returns when the last is done."""
+        """Take part in the unfinished launches; returns when the last one is done."""
         if self._added:
             self._words[NUM_LAUNCHES], self._words[IS_GROWING] = len(self._added), 0
             self._pool.run_all(self._at)
@@ -197,7 +198,7 @@ class Pool:
         self.publish = _function(kernel_specs.RUN_ALL, ctypes.PYFUNCTYPE)  # of what grows: no time to give away the GIL
 
     def program(self, launches: Launches, num_workers: int) -> array[int]:
-        """The words, as in ``layout``, by which ``run`` knows launches."""
+        """The words of a program for ``run``, as in ``layout``."""
         words = array("q", (self.at, len(launches), num_workers, 0, 0, 0, *chain.from_iterable(launches)))
         words[LAUNCHES] = words.buffer_info()[0] + PROGRAM_WORDS * words.itemsize
         return words
@@ -209,9 +210,9 @@ class Pool:
             self.run_all(program.buffer_info()[0])
 
     def run_growing(self, work: Callable[[GrowingProgram], torch.Tensor]) -> torch.Tensor:
-        """The result of ``work``, whose launches the other threads run meanwhile; this one joins them at the end.
+        """The result of ``work``, whose launches other threads run meanwhile; this thread joins them at the end.
 
-        No context manager: Ctrl-C can come between it and its caller, where neither would end the program.
+        It is not a context manager: after a Ctrl-C between the manager and its caller, neither would end the program.
         """
         with LAUNCHING:
             num_workers = torch.get_num_threads()
@@ -276,12 +277,12 @@ def pool() -> Pool:
 
 
 def num_launches() -> int:
-    """Launches that this process's pool has ended: what moves while one long step computes."""
+    """Launches that this process's pool has ended, which shows progress within a long step."""
     return _POOL[None].num_launches if None in _POOL else 0
 
 
 def _begin_copy() -> None:
-    """A copy of the process has one thread: none of the pool's, and none that holds the lock of a launch."""
+    """Begin in a fork of the process, which lacks the pool's threads and any holder of the launch lock."""
     global LAUNCHING  # noqa: PLW0603 - the lock may be held for ever by a thread that was not copied
     LAUNCHING = threading.RLock()
     for copied in _POOL.values():
@@ -289,7 +290,7 @@ def _begin_copy() -> None:
 
 
 def _end() -> None:
-    """The process ends: the program under way does too; none begins in daemon threads, which outlive what is freed."""
+    """End the program under way and refuse new ones: daemon threads would use memory that is freed at exit."""
     LAUNCHING.acquire()  # this thread may still launch, from other callbacks
 
 

@@ -16,7 +16,7 @@ _LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buf
 
 
 class Memory:
-    """Buffers for results; each belongs to a tensor until that is dropped."""
+    """Buffers for results; each belongs to a tensor until the tensor is dropped."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[int, torch.Tensor, Callable[[], object]]] = []  # with a weak reference to its tensor
@@ -63,7 +63,7 @@ class Program:
 class Recorder:
     """``interface.Recorder`` of CPU kernels, which also runs launches while later ones are prepared.
 
-    ``run`` is for work that is done once: its kernels are run by other threads while it launches more.
+    ``run`` is for work that is done once: other threads run its kernels while it launches more.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Recorder:
 def _recorded(
     work: Callable[[], torch.Tensor], memory: Memory, launches: list[Launched] | GrowingProgram
 ) -> torch.Tensor:
-    """The result of ``work``, in ``memory``; what is to compute it is added to ``launches``."""
+    """The result of ``work``, in ``memory``; its kernels are added to ``launches``."""
     CAPTURE.launches, CAPTURE.memory = launches, memory
     try:
         return work()

@@ -1,17 +1,17 @@
 """Ragged paged attention with an online softmax: single tokens split over their context, prompts in tiles.
 
-A sequence's positions fall into spans of ``SPAN``, whatever the batch. Each span is summed by itself and the spans
-are then merged in order; a token in decode has one program per span and KV head, a tile of a prompt walks over its
-spans in one program. Both call the same two functions below, so with tiles of the same height they sum in the same
-order, and nothing that shares the batch takes part in a row's arithmetic. With a window, spans and steps of the loop
-that no row sees are left out; those that some row does not see add nothing to it.
+A sequence's positions fall into spans of ``SPAN``, whatever the batch. Each span is summed by itself and the spans are
+then merged in order; a token in decode has one program per span and KV head, a tile of a prompt walks over its spans in
+one program. Both call the same two functions below, so with tiles of the same height they sum in the same order, and
+other rows of the batch do not affect a row's arithmetic. With a window, spans and steps of the loop that no row sees
+are skipped; the others add zero to rows that do not see them.
 
 Rows of a tile are (token, head of the group that shares a KV head), so that grouped heads read keys once and a single
 token still fills part of a matrix instruction. Scratch of split decode is float32 [num_seqs, num_heads, num_spans,
 head_dim], num_spans being the spans of the longest sequence.
 
-Keys and values in int8 are multiplied as the integers that they are, which 16 bits hold: a score is then multiplied by
-its key's scale, a weight by its value's.
+Keys and values in int8 are multiplied as integers, which 16-bit types hold exactly; then a score is multiplied by its
+key's scale, a weight by its value's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTH_AT, BLOCK_SIZE_AT, LANES_AT, WINDOW_AT = (tl.constexpr(i) for i in range(5
 
 @triton.jit
 def _lowest(position, LAYOUT: tl.constexpr):
-    """The first position that the one at ``position`` attends to."""
+    """The first position that the token at ``position`` attends to."""
     WINDOW: tl.constexpr = LAYOUT[WINDOW_AT]
     return tl.maximum(position + 1 - WINDOW, 0) if WINDOW else position * 0
 
@@ -62,12 +62,12 @@ def _merge(best, total, mixed, best2, total2, mixed2):
 
 @triton.jit
 def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAYOUT: tl.constexpr):
-    """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end): see ``_merge`` for what returns.
+    """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end); returns values as for ``_merge``.
 
-    ``cache`` is (keys, values, scales, num_kv_heads). A step that lies in one block looks up that alone. Keys past
-    ``end`` may hold anything: their scores are replaced. Values are multiplied by a weight of zero, which does not
-    silence an infinity, so those past ``end`` are not read. A weight times the scale of a value may be too small for
-    float16: it is rounded to bfloat16, also in a float16 model.
+    ``cache`` is (keys, values, scales, num_kv_heads). A step within one block only looks up that block. Keys past
+    ``end`` may hold anything: their scores are replaced. Values past ``end`` are not read: their weights are zero, but
+    zero times infinity is NaN. A weight times the scale of a value may be too small for float16: it is rounded to
+    bfloat16, also in a float16 model.
     """
     keys, values, scales, num_kv_heads = cache
     TILE: tl.constexpr = LAYOUT[TILE_AT]
@@ -160,8 +160,8 @@ def attend_one_token(
 ):
     """One program per sequence, KV head and span with visible positions, for sequences with one token in this step.
 
-    The last to arrive merges the spans, in order, and sets the counter in ``counters`` [num_seqs, num_kv_heads] back to
-    zero for the next launch.
+    The last program to arrive merges the spans, in order, and resets the counter in ``counters`` [num_seqs,
+    num_kv_heads] to zero for the next launch.
     """
     q, keys, values, scales, tables, positions, cu_seqlens = tensors
     best_out, total_out, mixed_out = spans
@@ -259,11 +259,11 @@ def attend(
     counters: SplitCounters,
     one_order: bool,
 ) -> None:
-    """Write the attention of queries q [num_tokens, num_heads, width] to ``out``, in whose type they are rounded.
+    """Write the attention of queries q [num_tokens, num_heads, width] to ``out``, rounded to its type.
 
     ``out`` is [num_tokens, num_heads * head_dim]; ``window`` and ``gates`` are as in ``Kernels.attention``. With
-    ``one_order`` prompts have tiles as high as a single token's, and no rounding is left to the compiler's choice, so
-    that a token's bits do not depend on whether it is computed by itself.
+    ``one_order`` prompts have tiles as high as a single token's, and the compiler cannot choose how to round, so that a
+    token's bits do not depend on whether it is computed by itself.
     """
     num_tokens, num_heads, width = q.shape
     head_dim, num_kv_heads = out.shape[1] // num_heads, cache.keys.shape[1]

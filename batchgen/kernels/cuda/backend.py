@@ -1,7 +1,7 @@
 """The CUDA back end: torch tensors in, Triton kernels on their memory, torch tensors out.
 
-Nothing here waits for the device or reads from it: every grid follows from shapes that the host knows, so a
-step can be captured in a CUDA graph. Kernels are compiled when first launched and kept in Triton's cache on disk.
+It never waits for the device or reads from it: every grid follows from shapes that the host knows, so a step can be
+captured in a CUDA graph. Kernels are compiled when first launched and kept in Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 wa
 
 
 class CudaKernels(ReferenceKernels):
-    """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32; operations that are not here are the reference's.
+    """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32; other operations come from the reference.
 
     With ``batch_invariant`` a token's bits depend on its own sequence alone: products add up in an order that their
     weight fixes. Without it cuBLAS may round a row
@@ -39,9 +39,9 @@ class CudaKernels(ReferenceKernels):
     def __init__(
         self, device: torch.device | None = None, *, batch_invariant: bool = True, weights: str = "auto"
     ) -> None:
-        """``device``, if given, becomes the current one, which is where Triton launches: one process, one device.
+        """``device``, if given, becomes the current device, on which Triton launches: one device per process.
 
-        Products of this process are summed in float32 from here on: partial sums of torch's default may be rounded.
+        From here on, products in this process are summed in float32: by default torch may round partial sums.
         """
         if device is not None and device.index is not None:  # without one it is the current one already
             torch.cuda.set_device(device)
@@ -53,7 +53,7 @@ class CudaKernels(ReferenceKernels):
 
     @property
     def variant(self) -> str:
-        """The GPU is named where cuBLAS picks its kernels by it; Triton compiles for the architecture alone."""
+        """The variant names the GPU if cuBLAS chooses kernels by it; Triton only compiles for the architecture."""
         if not torch.cuda.is_available():
             return "cuda-interpreted" if self.batch_invariant else "cuda-interpreted-cublas"
         major, minor = torch.cuda.get_device_capability(self._device)

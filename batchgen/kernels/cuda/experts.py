@@ -1,6 +1,6 @@
-"""Experts on a GPU: the rows of each are sorted to lie together, and one kernel multiplies every tile of them.
+"""Experts on a GPU: rows are sorted by expert, and one kernel multiplies every tile of them.
 
-A tile never spans two experts, and finds its own on the device: the host knows only how many tiles there can be.
+A tile never spans two experts, and finds its expert on the device: the host only knows the largest number of tiles.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def grouped_product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
 
 @triton.jit
 def grouped_matmul(x, weight, starts, out, num_experts, out_features, width, BLOCK_K: tl.constexpr):
-    """One program per tile of ``out``, added up in one order as in ``linear.matmul``."""
+    """One program per tile of ``out``, added up in a fixed order as in ``linear.matmul``."""
     expert, first, end = tile_of(tl.program_id(0), starts, num_experts, BLOCK_M, False)
     if first < end:
         m = first + tl.arange(0, BLOCK_M)

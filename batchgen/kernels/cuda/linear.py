@@ -1,10 +1,10 @@
-"""Matrix products with a fixed weight: kernels that sum in one order whatever the number of rows, or cuBLAS.
+"""Matrix products with a fixed weight: by kernels that sum in the same order for any number of rows, or by cuBLAS.
 
-cuBLAS picks its kernel by shape and may split the inner dimension when rows are few, so a row's last bits can
-differ with how many rows share the product. ``FixedOrderLinear`` adds along the inner dimension in steps and parts
-that the weight alone fixes; only the height and width of tiles, and whether a part has a program of its own, follow
-the number of rows, so a row's bits are its own. That holds as long as a GPU's matrix instructions of one family round
-alike at every width.
+cuBLAS picks its kernel by shape and may split the inner dimension when rows are few, so a row's last bits can differ
+with how many rows share the product. ``FixedOrderLinear`` adds along the inner dimension in steps and parts that only
+depend on the weight; the number of rows only decides the height and width of tiles, and whether a part has its own
+program, so a row's bits do not depend on other rows. That holds as long as a GPU's matrix instructions of one family
+round alike at every width.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FixedOrderLinear:
         return out if residual is None else out + residual
 
     def _launch_parts(self, x: Tensor, out: Tensor) -> None:
-        """Rows whose tiles would leave most of a GPU idle: the parts of a sum have programs of their own."""
+        """Launch for rows whose tiles would leave most of a GPU idle: each part of a sum has its own program."""
         (rows, width), out_features = x.shape, len(self.weight)
         options = tiles_of(x, tuning.PART_TILE)
         tile_m, tile_n = options["TILE"]
@@ -68,16 +68,16 @@ class CublasLinear:
 
 
 def parts_of(out_features: int, width: int) -> int:
-    """Into how many parts the sums of a product fall, each added up by itself and then to those before it.
+    """The number of parts of a product's sums; each is added up by itself, then to the earlier parts.
 
-    Several for a weight with few rows, such as those that end half a layer: one program per tile would leave most of a
-    GPU idle. Where parts begin is up to width and dtype alone, so that both kernels give the same bits.
+    A weight with few rows, as at the end of a mixer or feed-forward, has several: one program per tile would leave most
+    of a GPU idle. Width and dtype decide where parts begin, so that both kernels give the same bits.
     """
     return tuning.NUM_PARTS if out_features <= width else 1
 
 
 def tiles_of(x: Tensor, few: tuple[int, int] = tuning.FEW_TILE) -> dict[str, Any]:
-    """Launch options of a product of x: ``few`` rows have small tiles, many ones that read less, along the same K."""
+    """Launch options of a product of x: ``few`` rows have small tiles, many rows larger ones, with the same K steps."""
     if len(x) <= tuning.FEW_ROWS or x.element_size() == 4:  # no matrix instruction to feed: tall tiles spill registers
         return {"TILE": few, **block_sizes(x)}
     return {"TILE": tuning.TALL_TILE, **block_sizes(x), **tuning.TALL_OPTIONS}
@@ -94,8 +94,8 @@ def block_sizes(x: Tensor) -> dict[str, Any]:
 def product(x, weight, m, n, rows, out_features, width, part, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Products of rows m of x with rows n of ``weight``, added up over one part of ``width``, in steps of ``BLOCK_K``.
 
-    Float32 [len(m), len(n)]. The sum of all parts, in order, is the product: the bits of each element are up to
-    ``NUM_PARTS`` and ``BLOCK_K`` alone.
+    Float32 [len(m), len(n)]. The sum of all parts, in order, is the product: the bits of each element only depend on
+    ``NUM_PARTS`` and ``BLOCK_K``.
     """
     extent = tl.cdiv(width, NUM_PARTS * BLOCK_K) * BLOCK_K
     row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
@@ -151,7 +151,7 @@ def matmul_in_parts(
 ):
     """``matmul`` with one program per tile of ``out`` and part of ``width``; the bits are the same.
 
-    The last to arrive adds up the parts, in order, and sets the counter in ``counters`` back to zero.
+    The last program to arrive adds up the parts, in order, and resets the counter in ``counters`` to zero.
     """
     x, weight, bias, parts, counters, out = tensors
     tile, part = tl.program_id(0), tl.program_id(1)

@@ -27,7 +27,7 @@ def _halves(x, head, num_heads, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
 def _normed_and_rotated(a, b, weight, eps, cosine, sine, HALF: tl.constexpr, dtype: tl.constexpr):
     """RMS norm, if there is a ``weight``, and half-split rotation of heads in halves a, b [rows, HALF_BLOCK].
 
-    All in float32, norms rounded to ``dtype``; ``cosine`` and ``sine`` [1] are where the position has them.
+    In float32, with norms rounded to ``dtype``; ``cosine`` and ``sine`` [1] are the places of the position's values.
     """
     i = tl.arange(0, a.shape[1])
     if weight is not None:
@@ -52,7 +52,7 @@ def _store_halves(to, a, b, inside, HALF: tl.constexpr):
 def _to_int8(a, b):
     """Float32 halves of heads [num_heads, HALF_BLOCK] as int8 and their scales [num_heads]: ``reference.to_int8``.
 
-    Every quotient is rounded as IEEE 754 has it, so that the integers of the same numbers are the reference's.
+    Every quotient is rounded as in IEEE 754, so that the integers are the same as the reference's.
     """
     largest = tl.maximum(tl.abs(a), tl.abs(b))
     is_finite = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))  # no maximum keeps a NaN
@@ -70,7 +70,7 @@ def _rounded(x, scale):
 
 @triton.jit
 def _cache_halves(to, scales, at, a, b, inside, HALF: tl.constexpr):
-    """``_store_halves`` of keys or values; where these are integers, their scales go to ``scales[at]`` [rows]."""
+    """``_store_halves`` of keys or values; if these are integers, their scales go to ``scales[at]`` [rows]."""
     if scales is not None:
         a, b, scale = _to_int8(a.to(tl.float32), b.to(tl.float32))
         tl.store(scales + at, scale, mask=inside)
@@ -81,7 +81,7 @@ def _cache_halves(to, scales, at, a, b, inside, HALF: tl.constexpr):
 def rope_and_cache(qkv, columns, tensors, sizes, LAYOUT: tl.constexpr, POWERS: tl.constexpr):
     """One program per token. POWERS: of two, holding num_heads and num_kv_heads.
 
-    LAYOUT: width, block_size and lanes of ``KVCache``, half of head_dim, and the power of two that holds that.
+    LAYOUT: width, block_size and lanes of ``KVCache``, half of head_dim, and the next power of two.
     """
     WIDTH: tl.constexpr = LAYOUT[0]
     BLOCK_SIZE: tl.constexpr = LAYOUT[1]
@@ -135,8 +135,8 @@ def _conv_input(bcx, past, token, first, is_started, width, channel, TAPS: tl.co
 def _store_conv_state(to, bcx, past, token, first, is_started, width, channel, TAPS: tl.constexpr):
     """Write the inputs up to ``token`` as the state that follows it.
 
-    ``to`` may be ``past`` itself: reads stay ahead of writes. The barrier is there because threads may hold other
-    channels when they write than when they read.
+    ``to`` may be ``past`` itself: reads stay ahead of writes. A barrier is needed because a thread may write other
+    channels than it has read.
     """
     for row in range(TAPS - 1):
         u = _conv_input(bcx, past, token - (TAPS - 2) + row, first, is_started, width, channel, TAPS)
@@ -156,7 +156,7 @@ def short_conv(
 ):
     """One program per tile of ``TOKENS`` tokens of a sequence and ``CONV_CHANNELS`` channels.
 
-    Only a sequence's first tile reads its state, so it is also the one that writes the next: no program waits.
+    Only a sequence's first tile reads its state, so it also writes the next state: programs do not wait for each other.
     """
     bcx, weight, bias, slots, blocks, cu_seqlens, conv_slots, positions, slot_mapping, out = tensors
     sequence, token, end = tile_of(tl.program_id(0), cu_seqlens, num_seqs, TOKENS, ONE_EACH)

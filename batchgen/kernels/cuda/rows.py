@@ -1,7 +1,7 @@
 """Kernels that treat each row by itself: RMS norm, alone and after a sum; SwiGLU.
 
-The width alone fixes the order in which a row is summed, so its bits never depend on the other rows. Norms are launched
-with ``WRITTEN_OUT``, as they would be fused with the residual that is added to them.
+Only the width decides the order in which a row is summed, so its bits never depend on other rows. Norms are launched
+with ``WRITTEN_OUT``, since otherwise the compiler would fuse them with the residual.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _normed(v, weight, width, eps, dtype: tl.constexpr):
 
 @triton.jit
 def rms_norm(x, weight, residual, out, width, eps, BLOCK: tl.constexpr):
-    """One program per row; ``residual``, if there is one, is added to what is normed."""
+    """One program per row; ``residual``, if there is one, is added to the normed row."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width

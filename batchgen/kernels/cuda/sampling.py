@@ -38,7 +38,7 @@ def _total(logits, width, peak, temperature):
 
 @triton.jit
 def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.constexpr):
-    """Weight of the tokens from each of ``candidates`` (bits) upward, those below ``floor`` left out.
+    """Weight of the tokens from each of ``candidates`` (bits) upward, without tokens below ``floor``.
 
     A token weighs its probability if ``BY_MASS``, else one. All sums have one shape: a subset never weighs more.
     """
@@ -54,9 +54,9 @@ def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.co
 
 @triton.jit
 def _threshold(logits, width, peak, temperature, floor, target, BY_MASS: tl.constexpr):
-    """Largest value (as bits) at which the tokens from it upward weigh at least ``target``.
+    """The largest probability (as bits) such that the tokens from it upward weigh at least ``target``.
 
-    Where all together weigh less, ``floor`` itself.
+    If all together weigh less, it is ``floor``.
     """
     digit = tl.arange(0, NUM_CANDIDATES)
     threshold = floor * 0
@@ -78,7 +78,7 @@ def _mass(logits, width, peak, temperature, floor):
 
 @triton.jit
 def _cumulative(logits, start, width, peak, temperature, floor, reached):
-    """(which tokens are kept, cumulative probability in float64) of ``BLOCK`` tokens, ``reached`` being that before."""
+    """(kept tokens, cumulative probability in float64) of ``BLOCK`` tokens; ``reached`` is the probability before."""
     p = _probabilities(logits, start, width, peak, temperature)
     kept = p.to(tl.int32, bitcast=True) >= floor
     return kept, reached + tl.cumsum(tl.where(kept, p, 0.0).to(tl.float64), 0)
@@ -86,7 +86,7 @@ def _cumulative(logits, start, width, peak, temperature, floor, reached):
 
 @triton.jit
 def _draw(logits, width, peak, temperature, floor, uniform):
-    """First token at which the sum of those from ``floor`` upward exceeds ``uniform`` of the whole."""
+    """First token at which the sum of probabilities, from ``floor`` upward, exceeds ``uniform`` of the total."""
     whole = uniform * 0.0
     last = floor * 0
     for start in range(0, width, BLOCK):
@@ -147,7 +147,7 @@ def logsumexp(logits, out, width):
 
 @triton.jit
 def mask(logits, rows, bits, width, num_words):
-    """One program per row to mask and ``BLOCK`` of its tokens; those allowed are not read."""
+    """One program per row to mask and ``BLOCK`` of its tokens; allowed tokens are not read."""
     item = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(bits + item * num_words + column // 32, mask=column < width, other=-1)

@@ -1,10 +1,10 @@
-"""Sequence that a program works for, derived on the device: no work list is built or copied by the host.
+"""The sequence that a program works for, derived on the device, so that the host need not copy a work list.
 
 A ragged batch is cut into tiles of T tokens that never span two sequences. Sequence i owns the tiles from
 ``cu_seqlens[i] // T + i`` on; that leaves it ``cu_seqlens[i + 1] // T - cu_seqlens[i] // T + 1`` of them, never
 fewer than it needs, so ``num_tokens // T + num_seqs`` programs cover every batch and a few find nothing to do.
 
-Where several programs compute parts of one result, they count their counters, and the last adds the parts up.
+If several programs compute parts of one result, each increments a counter, and the last one adds the parts up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def num_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below n; what Triton's ranges must be."""
+    """The smallest power of two >= n; Triton's ranges must be powers of two."""
     return 1 << (n - 1).bit_length()
 
 

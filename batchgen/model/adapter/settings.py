@@ -1,7 +1,7 @@
-"""Settings of a LoRA adapter, from its ``adapter_config.json``; torch-free, so that a plan refuses what a run would.
+"""Settings of a LoRA adapter, from its ``adapter_config.json``; without torch, so that a plan can check them.
 
-Keys have the meaning that peft gives them. A key that makes an adapter more than products added to linears, or a new
-embedding or head, is refused by name, and so is an unknown one.
+Keys have the same meaning as in peft. An adapter may add products to linears, or replace embedding or head; a key that
+asks for more is refused by name, and so is an unknown key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ USE_MERGED = "only a plain LoRA is added here: merge it by what it was trained w
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A LoRA: to the weight of each of its modules is added ``scale * B A``, of matrices with ``rank`` inner numbers.
+    """A LoRA, which adds ``scale * B A``, a product of rank ``rank``, to the weight of each of its modules.
 
     The scale is alpha over the rank, or over its root if the adapter is rank-stabilized (rsLoRA). ``alphas`` has the
     alpha of the modules whose names end with a match of each pattern; the last pattern matches all.
@@ -56,7 +56,7 @@ class Lora:
         return str(self.folder / ADAPTER_CONFIG)
 
     def is_for(self, model: str) -> bool:
-        """Whether ``model``, a path or Hub id, may be what the adapter was trained on: by its last part."""
+        """Whether the adapter may have been trained on ``model``, a path or Hub id, judging by the last part."""
         return not self.base or Path(self.base).name.casefold() == Path(model).name.casefold()
 
     def added_to(self, config: ModelConfig) -> ModelConfig:

@@ -1,8 +1,8 @@
 """Weights of a model with a LoRA adapter added, as a source of plain weights.
 
-``W + scale * B A`` is rounded to float32 and once to the dtype of the model. Products of float32 are exact in float64,
-where they are added rank by rank: no number of threads, processor or fused operation changes a bit. An embedding or
-head that the adapter holds (``modules_to_save``) replaces the model's.
+``W + scale * B A`` is rounded to float32, then to the dtype of the model. Products of float32 are exact in float64,
+where they are added rank by rank: threads, processor and fused operations do not change a bit. An embedding or head
+that the adapter holds (``modules_to_save``) replaces the model's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch
 class LoraTensors:
     """The tensors of a model, with an adapter's matrices added to the weights of its modules.
 
-    All come in the dtype of the model, or in a wider one that the model's own source gives them in.
+    All have the dtype of the model, or a wider dtype if the model's own source gives it.
     """
 
     def __init__(self, plain: TensorSource, lora: Lora, config: ModelConfig) -> None:
@@ -63,7 +63,7 @@ class LoraTensors:
         self._added: set[str] = set()
 
     def holds(self, name: str) -> bool:
-        """Whether there is a weight of that name. A tied model has a head if the adapter replaces one of both."""
+        """Whether there is a weight of that name. A tied model has a head if the adapter replaces embedding or head."""
         is_untied = self._is_tied and any(None in self._parts.get(own, ()) for own in (self._embedding, self._head))
         return (is_untied and name == self._head) or self._plain.holds(name)
 
@@ -100,7 +100,7 @@ class LoraTensors:
         self._plain.finish(optional)
 
     def _matrices(self, name: str, shape: Shape) -> tuple[Tensor, Tensor, float]:
-        """A [rank, in], B [out, rank], and what their product is multiplied by."""
+        """A [rank, in], B [out, rank], and the scale of their product."""
         module, parts = self._modules[name], self._parts[name]
         if len(shape) != 2 or name == self._embedding:
             raise self._error(f"changes {module!r}, which is not a linear", "train the adapter without it")

@@ -98,7 +98,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
 
 
 def _window(values: ConfigValues, *, looks_ahead: bool) -> int:
-    """Positions from a token to the last that it sees; the window of a file counts those to both sides as one."""
+    """Positions that a token sees to one side, with itself; with ``looks_ahead`` the file counts both sides."""
     window = values.integer("sliding_window")
     return window // 2 + 1 if looks_ahead else window
 

@@ -2,9 +2,9 @@
 
 Facts of the architecture: the published checkpoints' ``config.json`` and transformers' model of it.
 
-The reference multiplies what each half of a layer adds to the residual stream by ``residual_multiplier``. Here the
-stream is divided by it instead, from the embedding on: norms give the same of it if their epsilon is divided by its
-square. So no weight and no kernel knows of it, and adapters and quantized weights are as they are saved.
+The reference multiplies the outputs of mixers and feed-forwards by ``residual_multiplier``. Here the residual stream is
+divided by it instead, from the embedding on: norms give the same result if their epsilon is divided by its square. So
+weights and kernels need not know it, and adapters and quantized weights stay as they were saved.
 """
 
 from __future__ import annotations

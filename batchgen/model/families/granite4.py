@@ -1,4 +1,4 @@
-"""Granite 4 whose layers are all attention and dense: Granite 3 with one tensor of gates and ups.
+"""Granite 4 with attention and dense feed-forwards only: Granite 3 with gates and ups in one tensor.
 
 Facts of the architecture: the published checkpoints' ``config.json`` and transformers' model of it. Layers of Mamba and
 mixtures of experts, which the other models of this ``model_type`` have, are not computed here.

@@ -1,4 +1,4 @@
-"""Llama 3, and SmolLM2, which has its layers.
+"""Llama 3, and SmolLM2, which has the same layers.
 
 Facts of the architecture: arXiv:2407.21783, arXiv:2502.02737 and the published checkpoints' ``config.json``.
 """

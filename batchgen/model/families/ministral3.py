@@ -1,8 +1,7 @@
-"""Ministral 3: Mistral's layers with YaRN, up to the positions from which on its queries are scaled.
+"""Ministral 3: Mistral's layers with YaRN, for contexts in which its queries are not scaled.
 
 Facts of the architecture: the published checkpoints' ``config.json`` and transformers' model of it. Queries beyond the
-positions of the old context are multiplied by a number that grows with them, which is not computed here: the context
-ends there.
+original context are multiplied by a number that grows with the position. This is not supported: the context ends there.
 """
 
 from __future__ import annotations

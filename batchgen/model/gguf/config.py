@@ -1,4 +1,4 @@
-"""Config of the model in a GGUF file: per architecture, which metadata are which keys of ``config.json``.
+"""Config of the model in a GGUF file: maps the metadata of each architecture to keys of ``config.json``.
 
 The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what converters write: llama.cpp's
 ``convert_hf_to_gguf.py``. Imports no torch, so that a plan can read it.
@@ -66,7 +66,7 @@ _GEMMA_NAMES = {
 
 
 class _Architecture(NamedTuple):
-    """A model_type, the keys that its files must and may have, what all its models say, and its other tensors."""
+    """A model_type, the required and optional keys of its files, fixed values, and further tensors."""
 
     model_type: str
     keys: Mapping[str, str]
@@ -122,7 +122,7 @@ _LLAMA3_POSITIONS = 8192
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
     """The ``config.json`` of the model in a GGUF file, and the names of its tensors by role.
 
-    Raises ModelError for an unusable file, another architecture, missing metadata, or what is not computed here.
+    Raises ModelError for an unusable file, another architecture, or missing or unsupported metadata.
     """
     header = read_header(path, [f"{name}.attention.head_count_kv" for name in _ARCHITECTURES])
     metadata, tensors = header
@@ -173,7 +173,7 @@ def _quotient(total: Any, parts: Any) -> int | None:
 
 
 def _refuse_others(path: Path, name: str, metadata: Mapping[str, Any]) -> None:
-    """Raises ModelError for metadata that ask for what is not computed here."""
+    """Raises ModelError for unsupported metadata."""
     taken = _ARCHITECTURES[name].all_keys.values()
     wrong = {behind: metadata.get(f"{name}.{behind}") for behind in _NOT_COMPUTED if behind not in taken}
     wrong = {behind: value for behind, value in wrong.items() if value}
@@ -187,7 +187,7 @@ def _refuse_others(path: Path, name: str, metadata: Mapping[str, Any]) -> None:
 
 
 def _lfm2_layers(path: Path, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The kind of each layer, which the number of its KV heads tells: 0 for a convolution."""
+    """The kind of each layer, by the number of its KV heads: 0 for a convolution."""
     kv_heads = raw["num_key_value_heads"]
     if not isinstance(kv_heads, list):
         raise ModelError(f"{path}: {name}.attention.head_count_kv must be a list, not {shown(kv_heads)}")
@@ -213,7 +213,7 @@ def _rope_scaling(path: Path, name: str, header: GgufHeader, raw: Mapping[str, A
 
 
 def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Llama 3's scaling whose divisors of the frequencies are those in the file. Raises ModelError if none has them.
+    """Llama 3's scaling that gives the file's divisors of frequencies. Raises ModelError if there is none.
 
     The formula is the same as in ``model.rope``.
     """
@@ -246,7 +246,7 @@ def holds_float16(model: Path | None) -> bool:
 
 
 def read_gguf_pooling(path: Path) -> str:
-    """The pooling that a file names for its vectors, "" if it names none. Raises ModelError."""
+    """The pooling that a file names for its vectors, or "". Raises ModelError."""
     metadata = read_header(path).metadata
     key = f"{metadata.get('general.architecture')}.pooling_type"
     value = metadata.get(key)

@@ -1,12 +1,12 @@
 """Linears of bfloat16 by the tiles of a matrix unit: 16 rows by two strips of a panel at a time.
 
-16 pairs of inputs in a strip, [16, 16 outputs, 2], are a tile as they lie in memory. A row's sums are made of 32 inputs
-at once, in the order of the inputs, whatever the number of rows: see ``tiles.emit_dot_bf16``.
+16 pairs of inputs in a strip, [16, 16 outputs, 2], have the layout of a tile in memory. A row's sums take in 32 inputs
+at once, in order, whatever the number of rows: see ``tiles.emit_dot_bf16``.
 
-A part of the inputs is multiplied with all rows of a block before the next, so that its weights stay in the first
-cache; sums wait in memory meanwhile, as they are. Up to 16 rows take all four strips side by side, since their time
-goes into reading weights. Four tiles are in use at a time, and made zero after that: on a core whose other thread is
-busy, tiles that hold numbers leave too few registers to rename, and the loop takes twice as long.
+A part of the inputs is multiplied with all rows of a block before the next part, so that its weights stay in the first
+cache; sums wait in memory meanwhile. Up to 16 rows take all four strips side by side, since their time goes into
+reading weights. Four tiles are in use at a time, and set to zero afterwards: on a core whose other thread is busy,
+tiles with numbers leave too few registers to rename, and the loop takes twice as long.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def matmul_bf16(item, product):
 
 @kernel(product=PRODUCT)
 def matmul_bf16_unpacked(item, product):
-    """The product with weights of 8 bits, whose numbers are unpacked for a block of rows, part by part of a panel."""
+    """The product with 8-bit weights, unpacked to numbers for a block of rows, a part of a panel at a time."""
     first_row, end_row, weight = group_of(product, item // product.num_panels)
     if first_row == end_row:
         return

@@ -43,7 +43,7 @@ _STATE = TILE_SCRATCH - TILE_STATE
 def _emit_scaled(builder, x, sums, group_sums, strips, group, rows):
     """Add a group's sums, each with its shift and times both scales, to ``sums``; from zero in the first group.
 
-    ``x`` are the group's scale and shift of the first row, and how far apart the rows' are.
+    ``x`` are the group's scale and shift of the first row, and their distance from row to row.
     """
     scales, shifts, stride = x
     at = builder.mul(group, emit.number(DOT_GROUP_BYTES))
@@ -137,7 +137,7 @@ def _add_part(product, first_row, rows, weights, group, count, ahead, lines):
 
 @kernel(product=PRODUCT)
 def matmul_int8(item, product):
-    """The product of integers; a few rows are multiplied by vectors, which wait less for their sums."""
+    """The product of integers; few rows are multiplied by vector instructions, which have less latency."""
     first_row, end_row, weight = group_of(product, item // product.num_panels)
     if end_row - first_row <= MAX_ROWS:
         multiply_integers(item, product)

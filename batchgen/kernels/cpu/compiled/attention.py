@@ -10,18 +10,18 @@ reference model rounds them. The element type of the pointers to both decides. I
 is multiplied by the scale of its key, and a probability, once it has been added to the total, by the scale of its
 value.
 
-Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
-softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
-probabilities per lane = position mod 16, and adds values two positions at a time, in turn from each of four chunks of
-32 positions. Rows that share an item share loads, never a sum. With a window, what no row of an item sees is left out
-by whole tiles, groups and chunks, and what is left out would have added zeros.
+Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the softmax
+runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds probabilities per lane
+= position mod 16, and adds values two positions at a time, in turn from each of four chunks of 32 positions. Rows that
+share an item share loads, never a sum. With a window, complete tiles, groups and chunks that no row of an item sees are
+skipped: they would have added zeros.
 
-Memory is the bound where contexts are long, and the processor fetches ahead by itself only what is read in long runs,
-from few places. The keys of a block are one run over all heads, and its values another; so an item walks the heads of
-four blocks side by side: with one head to an item, runs of a few kilobytes gave two thirds of what memory has to give.
-Where few rows meet a key, the processor waits for memory all the same, since a run ends before fetching ahead has got
-under way. So while keys are read, the values of the same positions are asked for, which lie at the same distance
-everywhere, and while those are read, the keys that come next: of the next tile, or of the next query block.
+For long contexts memory is the bound, and the processor only prefetches long runs from few places by itself. The keys
+of a block are one run over all heads, and its values another; so an item walks the heads of four blocks side by side:
+with one head per item, runs of a few kilobytes reached two thirds of the memory bandwidth. If few rows meet a key, the
+processor still waits for memory, since a run ends before its prefetching has started. So while keys are read, the
+values of the same positions are prefetched, which are always at the same distance, and while values are read, the next
+keys: of the next tile, or of the next query block.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch
     """Scores of ``tall`` query rows of each head against the positions from ``begin`` to ``tile_end``.
 
     ``begin`` is a chunk's start. Few rows take a group of chunks at once, to read from several places of memory, and
-    ask for their values meanwhile; for a chunk outside these positions the nearest is scored, and masked later.
+    prefetch their values meanwhile; in place of a chunk outside these positions the nearest one is scored, and masked
+    later.
     """
     keys, _, _, _, width, block_size, lanes, pack = cache
     head, num_heads = heads
@@ -106,8 +107,8 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch
 def _values_of(position, begin, tile_end, table, head, upcoming, cache, copies):
     """Pointer to the values of the chunk at ``position``, and bytes from there to keys that will be read soon.
 
-    Those beyond ``tile_end`` are zero: where other data follows them, or a block ends, they are copied first. Of a
-    chunk outside the positions from ``begin`` to ``tile_end`` nothing may be read.
+    Values beyond ``tile_end`` are zero: if other data follows them, or a block ends, the values are copied first. A
+    chunk outside the positions from ``begin`` to ``tile_end`` must not be read.
     """
     values, width, block_size = cache.values, cache.width, cache.block_size
     if position < begin or position >= tile_end:
@@ -210,7 +211,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
 
 @simd.jit
 def _take_alone(token, position, number, waiting, group, heads, rotary, alone, cache, scratch):
-    """The only token of a sequence: its query rows of KV head ``number`` to scratch memory, its value to the cache.
+    """For the only token of a sequence, write the query rows of KV head ``number`` to scratch, its value to the cache.
 
     Its key waits in scratch memory, as number ``waiting``.
     """
@@ -226,7 +227,8 @@ def _take_alone(token, position, number, waiting, group, heads, rotary, alone, c
 def _own_keys(place, tall, apart, heads, newest, cache, scratch):
     """Score a sequence's only token against its own key, at ``place`` of the scores, and write the key to the cache.
 
-    By then the other scores have fetched the lines that a key is spread over, whose own fetch took most of the time.
+    The other scores have fetched the cache lines that the key is spread over; fetching them only for it would take
+    long.
     """
     (head, num_heads), own, waiting = heads, newest.own, newest.waiting
     cleared = simd.shifted(own, cache.width * (1 + layout.MOST_WAITING))
@@ -244,9 +246,9 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
 def _attend_together(
     block, members, num_blocks, kv_heads, queries, q, heads, rotary, alone, window, cache, scratch, gates, out
 ):
-    """All rows of ``members`` query blocks, from ``block`` on, of some KV heads: the first and how many.
+    """Attend for all rows of ``members`` query blocks, from ``block`` on; ``heads``: the first KV head and how many.
 
-    They meet the tiles that their sequences share side by side, then each block its own by itself.
+    First all blocks meet the tiles that their sequences share, then each block its own tiles.
     """
     num_heads, head_dim, group = heads.num_heads, heads.head_dim, heads.num_heads // cache.num_kv_heads
     kv_head, num_kv_heads = kv_heads

@@ -1,10 +1,10 @@
 """The two inner products of attention, as tiles of accumulators that stay in vector registers.
 
-Numba would spill them, so they are emitted as LLVM IR, one function for each number of query rows. The element type
-of the pointers to queries and probabilities decides how they multiply: ``float32`` one by one, bfloat16 in pairs.
-Keys and values that are integers count as such: the caller knows their scales. Where registers hold only some of a
-tile's sums (AVX2, NEON), parts of it take turns; each sum is added up in the same order.
-It knows blocks of memory, no sequences and no softmax.
+Numba would spill them, so they are emitted as LLVM IR, one function for each number of query rows. The element type of
+the pointers to queries and probabilities decides how they multiply: ``float32`` one by one, bfloat16 in pairs. Integer
+keys and values are taken without scales, which the caller applies. If registers only hold some of a tile's sums (AVX2,
+NEON), parts of it take turns; each sum is added up in the same order. This module only knows blocks of memory, not
+sequences or softmax.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _multiply(builder, paired, a, b, total):
 
 
 def _factors(builder, q, keys, places, d):
-    """Keys of dimension ``d`` (or the pair from it on) at ``places`` and, for each, what dimension of q they meet."""
+    """Keys of dimension ``d`` (or of the pair from it on) at ``places``, each with the dimension of q that it meets."""
     if not emit.is_bf16(keys):
         return [([emit.load(builder, keys, place) for place in places], d)]
     pairs = [emit.load_whole_pairs(builder, keys, place, align=4) for place in places]
@@ -58,7 +58,7 @@ def _factors(builder, q, keys, places, d):
 def _turns(rows, columns, base):
     """A tile's rows and columns in parts whose sums fit the registers.
 
-    One or two rows wait for memory anyway, unless ``base``, what they meet, is integers: those stay together.
+    One or two rows wait for memory anyway, unless ``base`` points to integers: those stay together.
     """
     if has_wide_registers() or (rows <= 2 and not emit.is_int8(base)):
         return [(range(rows), range(columns))]
@@ -73,7 +73,7 @@ def _turns(rows, columns, base):
 
 @contextmanager
 def _part_of_tile(builder, turn, places):
-    """The sums of a part of a tile as variables, which stay in registers; they lie at ``places`` before and after."""
+    """The sums of a part of a tile as variables in registers; before and after they are at ``places`` in memory."""
     rows, columns = turn
     sums = {(r, v): cgutils.alloca_once(builder, emit.VECTOR) for r in rows for v in columns}
     for at, total in sums.items():
@@ -157,9 +157,9 @@ def _scores(vectors, row_counts):
 def _emit_values(builder, rows, vectors, weights, weight_index, chunks, some, width, out, out_index):
     """Add the weighted values of some of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
-    ``some`` are the first and the last. A chunk is a pointer to its values [CHUNK, width] from the first of these
-    vectors on, and how many bytes from there on few rows ask for what is read next. Two neighbours of each chunk are
-    added in turn, then the next two of each. Parts of a tile take turns every few positions.
+    ``some`` are the first and the last chunk. A chunk is a pointer to its values [CHUNK, width] from the first of these
+    vectors on, and the distance in bytes at which few rows prefetch. Two positions of each chunk are added in turn,
+    then the next two of each. Parts of a tile take turns every few positions.
     """
     some = cgutils.unpack_tuple(builder, some)
     chunks = [cgutils.unpack_tuple(builder, chunk) for chunk in cgutils.unpack_tuple(builder, chunks)]
@@ -246,7 +246,8 @@ _values_wide = _values({rows: _wide_vectors.py_func(rows, 4) for rows in ROW_COU
 def score_chunks(rows, last, q, width, keys, starts, stride, ahead, out, to):
     """Scores of up to ``MOST_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions up to ``last``.
 
-    ``starts`` is a tuple of as many. Three or four queries meet two chunks at a time: the registers hold the sums.
+    ``starts`` has the start of each chunk. Three or four queries meet two chunks at a time: the registers hold the
+    sums.
     """
     if rows <= 2:
         _scores_of_four_chunks(rows, q, width, keys, starts, stride, ahead, out, to)

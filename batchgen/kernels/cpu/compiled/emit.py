@@ -3,7 +3,7 @@
 LLVM lowers 16 lanes to the machine's registers (one of AVX-512, two of AVX2, four of NEON). ``simd`` makes these
 operations callable from numba functions; the matrix products, which keep a tile of accumulators in registers, emit
 loops of them. The element type of a pointer decides whether an operation converts: 16-bit integers are bfloat16 bits,
-8-bit integers are the numbers that they are, float32 is taken as it is.
+8-bit integers are converted to float32, float32 is used unchanged.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _memory_form(pointer: ir.Value) -> tuple[ir.VectorType, str, int]:
 
 
 def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """Float32 of bfloat16 bits, which are its upper half."""
+    """Float32 numbers whose upper halves are these bfloat16 bits."""
     return builder.bitcast(builder.shl(builder.zext(halves, INT_VECTOR), int_splat(16)), VECTOR)
 
 
@@ -107,7 +107,7 @@ def narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def round_to_byte(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The nearest integers from -127 to 127, to even where two are as near; 127 for NaN."""
+    """The nearest integers from -127 to 127, ties to even; 127 for NaN."""
     most, least = (splat(builder, ir.Constant(FLOAT, bound)) for bound in (_MOST, -_MOST))
     value = call(builder, "llvm.minnum.v16f32", [value, most])
     value = call(builder, "llvm.rint.v16f32", [call(builder, "llvm.maxnum.v16f32", [value, least])])
@@ -174,7 +174,7 @@ def store_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir
 def forbid(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, allowed: ir.Value, count: ir.Value) -> None:
     """Set -inf in the first ``count`` elements from ``base[index]`` on if their bit in ``allowed`` is 0; NaN stays.
 
-    The others keep their bits: a conversion to float32 and back would not leave the smallest numbers as they are.
+    The others keep their bits: a conversion to float32 and back would change the smallest numbers.
     """
     shape, _, _ = _memory_form(base)
     lowest = ir.Constant(shape, [ir.Constant(shape.element, 0xFF80 if is_bf16(base) else -float("inf"))] * LANES)
@@ -228,7 +228,7 @@ _POWERS_OF_2 = (
 
 
 def exp2(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
-    """2**x, to about one unit in the last place of float32, or of bfloat16 where ``base`` points to such.
+    """2**x, to about one unit in the last place of float32, or of bfloat16 if ``base`` points to bfloat16.
 
     0 below -126 (denormal numbers would make products thirty times slower), 2**127 above 127; NaN stays NaN. x = n + f
     with |f| <= 1/2, then a polynomial in f.
@@ -255,7 +255,7 @@ def exp(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def silu_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, up: ir.Value) -> ir.Value:
-    """``gate * sigmoid(gate) * up``, as good as the element type of ``out`` can tell."""
+    """``gate * sigmoid(gate) * up``, to the precision of the element type of ``out``."""
     return sigmoid_mul(builder, out, gate, gate, up)
 
 
@@ -336,7 +336,7 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) -> No
 
 
 def switch(builder: ir.IRBuilder, choice: ir.Value, cases: Sequence[int], write: Callable[[int], None]) -> None:
-    """Branch on ``choice``: ``write(case)`` for each of ``cases``, the last of which serves all other values."""
+    """Branch on ``choice``: ``write(case)`` for each of ``cases``; the last case is the default."""
     if len(cases) == 1:
         write(cases[0])
         return

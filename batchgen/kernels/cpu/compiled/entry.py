@@ -1,4 +1,4 @@
-"""The C function that a launch calls: it takes items, and calls a kernel's function with each and the launch's words.
+"""The C function that a launch calls: it takes items, and calls a kernel's function for each of them.
 
 A kernel is a function of an item and of its own arguments by name; ``kernel`` declares the types of those that are not
 integers.

@@ -1,7 +1,7 @@
-"""Experts: which of them each token meets, whose rows each multiplies, and the weighted sum of what they give.
+"""Experts: the routing of tokens, the sorting of rows by expert, and the weighted sum of outputs.
 
-The number of rows that an expert multiplies is known only in memory, where ``matmul`` reads it: launches are the same
-for every batch of as many rows, so that they can be repeated. A row's result depends on that row alone.
+The number of rows of each expert is only in memory, where ``matmul`` reads it: launches are the same for every batch of
+the same number of rows, so that they can be repeated. A row's result depends on that row alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUTING = Group("Routing", "is_softmax is_normalized eps scale", eps=FLOAT, scal
 
 @kernel(x=DTYPE, bias=F32, ids=np.int32, weights=F32, sums=Own(F32), routing=ROUTING)
 def route(item, x, packed, strip_size, bias, ids, weights, sums, rows, width, experts, active, routing):
-    """Ids and weights [rows, active] of x [rows, width]; an item is as many rows as a tile has.
+    """Ids and weights [rows, active] of x [rows, width]; an item is a tile's number of rows.
 
     ``packed`` is the address of a float32 ``linear.PackedWeight``, ``bias`` [experts] may be missing, ``sums`` begin
     ``layout.routing_scratch_floats``. See ``interface.Routing``.
@@ -51,7 +51,7 @@ def _load_logits(logits, expert):
 
 @simd.jit
 def _score(logits, num_experts, is_softmax, scores):
-    """Scores of one row, softmax or sigmoid, whose logits lie in tiles of sums."""
+    """Scores of one row, softmax or sigmoid, from logits in tiles of sums."""
     zero, one, lowest = simd.splat(F32(0.0)), simd.splat(F32(1.0)), simd.splat(F32(-np.inf))
     best, total = lowest, zero
     if is_softmax:
@@ -96,9 +96,9 @@ def _choose(scores, bias, num_experts, num_active, ids, weights):
 
 @kernel(ids=np.int32, segments=np.int64, source=np.int64, place=np.int64, counts=np.int64)
 def sort(_, ids, segments, source, place, counts, rows, num_active, num_experts):
-    """Sort the pairs of a row and one of its experts, of ids [rows, active], by expert; all is one item.
+    """Sort the (row, expert) pairs of ids [rows, active] by expert; all of it is one item.
 
-    ``source`` [pairs] is the row of each, in that order, ``place`` [rows, active] where a row's lie. ``counts``
+    ``source`` [pairs] is the row of each sorted pair, ``place`` [rows, active] the place of each pair. ``counts``
     [experts] is scratch memory. For what ``segments`` are, see ``linear.Experts``.
     """
     for expert in range(num_experts):

@@ -1,8 +1,8 @@
 """Queries, keys and values of a token, head by head: normed, rotated, and written where attention reads them.
 
-Two kernels do so: ``rope_and_cache`` for the tokens of prompts, and ``attention`` for the only token of a sequence,
-whose block it reads anyway. Keys lie in a block by dimension, so a single one is spread over as many cache lines as it
-has dimensions: to fetch them from memory just for that took ten times as long as the arithmetic.
+Two kernels use it: ``rope_and_cache`` for the tokens of prompts, and ``attention`` for the only token of a sequence,
+whose block it reads anyway. Keys are stored in a block by dimension, so a single key is spread over one cache line per
+dimension: fetching them just for that took ten times as long as the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROTARY = Group("Rotary", "cosines sines", cosines=F32, sines=F32)
 
 @simd.inline
 def _normed(x, at, count, weight, i, scale):
-    """A vector of a head from ``x[at]`` on: as it is, or times ``scale`` and ``weight[i:]`` if there are weights."""
+    """A vector of a head from ``x[at]`` on: unchanged, or times ``scale`` and ``weight[i:]`` if there are weights."""
     v = simd.load_some(x, at, count)
     if simd.address(weight):
         v = simd.round_like(x, simd.mul(v, scale))
@@ -74,9 +74,9 @@ def _scale_of(x, count):
 
 @simd.inline
 def _keep(head, head_dim, out, start, scales, place):
-    """Round one head's float32 values to the element type of ``out``, over a scale where there are ``scales``.
+    """Round one head's float32 values to the element type of ``out``, divided by a scale if there are ``scales``.
 
-    Returns whether what is kept is finite.
+    Returns whether the rounded values are finite.
     """
     by, zero = simd.splat(F32(1.0)), simd.splat(F32(0.0))
     odd = zero
@@ -150,7 +150,7 @@ def scatter_keys(own, waiting, count, slots, number, head_dim, cache):
 
 @simd.inline
 def spread_key(own, waiting, head_dim, cache, out):
-    """A key from scratch memory as the first position of ``out``, of ``LANES``; all else keeps what it is."""
+    """Write a key from scratch memory to the first of ``LANES`` positions of ``out``; the others stay unchanged."""
     units, targets, size = simd.units(_rounded_keys(own, cache)), simd.units(out), cache.width // cache.pack
     for i in range(head_dim // cache.pack):
         targets[i * LANES] = units[waiting * size + i]

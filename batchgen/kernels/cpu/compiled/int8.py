@@ -1,12 +1,12 @@
-"""Weights of 8 bits in a tile: read as numbers, or multiplied as the integers that they are. Emitted as LLVM IR.
+"""Weights of 8 bits in a tile: read as numbers, or multiplied as integers. Emitted as LLVM IR.
 
 Numbers: a strip is, for each group of 32 inputs, 16 float16 scales and [16 pairs, 16 outputs, 2 inputs] of bytes. A
 number is the integer times its scale, rounded to the type in which the product is computed.
 
 Integers: a strip is, for each group of 128 rotated inputs, 16 float32 scales and [16 outputs, 4 inputs] of bytes for
-every four inputs, which are shifted to be positive where the machine multiplies unsigned by signed bytes; or [16, 2]
-for every two, which are widened to 16 bits where it multiplies bytes in no exact way. Products within a group add up
-exactly.
+every four inputs, which are shifted to be positive if the machine multiplies unsigned by signed bytes; or [16, 2] for
+every two inputs, which are widened to 16 bits if the machine cannot multiply bytes exactly. Products within a group add
+up exactly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def emit_scales(builder, strip, group):
 def emit_numbers(builder, strip, group, pair, scales, x):
     """Weights of a pair of inputs for 16 outputs: a vector of pairs of bfloat16, or two of float32.
 
-    ``x`` is the pointer to what they are multiplied with, in the type to which they are rounded.
+    ``x`` points to the inputs that they are multiplied with, in the type to which they are rounded.
     """
     start = builder.add(builder.mul(group, emit.number(GROUP_BYTES)), emit.number(_SCALE_BYTES))
     at = builder.add(start, builder.mul(pair, emit.number(_PAIR_BYTES)))
@@ -87,7 +87,7 @@ def adds_up():
 
 
 def integer_type():
-    """The type in which inputs are kept to be multiplied: as many as fill 32 bits add up in a lane."""
+    """The integer type of inputs to be multiplied: the products of 32 bits of them add up in a lane."""
     return _BYTE if adds_up() else ir.IntType(16)
 
 
@@ -96,9 +96,9 @@ def _in_a_lane():
 
 
 def emit_dot(builder, weights, inputs, total):
-    """``total`` plus, for 16 outputs, the sum of the products of what lies in a lane: integers of ``integer_type``.
+    """``total`` plus, for 16 outputs, the sum of the products in a lane: integers of ``integer_type``.
 
-    Both factors are vectors of 64 bytes; ``inputs`` are signed bytes where ``weights`` are not.
+    Both factors are vectors of 64 bytes; if ``weights`` are unsigned, ``inputs`` are signed.
     """
     features = cpu_features()
     if not adds_up():
@@ -132,7 +132,7 @@ def emit_byte_products(builder, weights, inputs, total):
 
 
 def _in_parts(builder, parts, name, vectors):
-    """An instruction of smaller registers for each part of ``vectors``; the int32 that it gives, side by side."""
+    """An instruction of smaller registers for each part of ``vectors``; the int32 results side by side."""
     sums = []
     for part in range(parts):
         taken = []
@@ -195,10 +195,10 @@ def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, pre
 def emit_integer_sums(builder, totals, x, first_row, strip, groups, num_steps, prefetch):
     """Add the products of rows with strips to ``totals`` {(row, strip): vector}, group by group in float32.
 
-    There are ``num_steps`` of 8 inputs: what fills the last group is left out.
+    There are ``num_steps`` of 8 inputs: padding of the last group is left out.
 
-    ``x`` is (integers [rows, groups * 128], their float32 scales [rows, groups], what the shift of the weights adds to
-    each sum, negated, int32 [rows, groups]). ``prefetch`` takes the number of a step of 8 inputs.
+    ``x`` is (integers [rows, groups * 128], their float32 scales [rows, groups], int32 [rows, groups] that cancel the
+    contribution of the weights' shift). ``prefetch`` takes the number of a step of 8 inputs.
     """
     values, scales, shifts = x
     rows = 1 + max(r for r, _ in totals)

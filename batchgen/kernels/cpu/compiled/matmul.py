@@ -1,4 +1,4 @@
-"""Linears in panels of weights: tiles of rows by four strips of outputs, and what is done with their sums."""
+"""Linears in panels of weights: tiles of rows by four strips of outputs, and the use of their sums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRODUCT = Group(
 def _finish_gated(product, sums, rows, first, column):
     """``silu(gate) * up`` of a panel of 32 gates and their 32 ups into ``out[first + r, column : column + 32]``.
 
-    With gelu for silu where the product says so.
+    With gelu in place of silu if the product says so.
     """
     out, width = product.out, product.width
     for r in range(rows):
@@ -70,9 +70,9 @@ def finish_tile(product, sums, rows, first, column):
 def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
     """(address, bytes per step) from which a tile of ``steps`` steps prefetches.
 
-    The last ``num_fetching`` tiles, of which this is number ``turn``, bring the weights that this thread most likely
-    multiplies next into its cache, late, so that they are still there. Earlier tiles (and one tile alone, which waits
-    for its own weights) prefetch what the cache holds, which is free.
+    The last ``num_fetching`` tiles, of which this is number ``turn``, prefetch the weights that this thread most likely
+    multiplies next, late, so that they are still in the cache then. Earlier tiles (and a single tile, which waits for
+    its own weights) prefetch lines that are already in the cache, which is free.
     """
     if turn < 0 or num_fetching == 0:
         return here, 0
@@ -111,7 +111,7 @@ def following_panel(product, item):
 
 @simd.jit
 def _multiply_panel(item, product, x):
-    """A group of rows by one panel; x is what ``tiles.multiply`` takes."""
+    """Multiply a group of rows by one panel; x as in ``tiles.multiply``."""
     first_row, end_row, weight = group_of(product, item // product.num_panels)
     panel, num_rows, width = item % product.num_panels, end_row - first_row, product.width
     columns = HALF if product.is_gated else layout.TILE_COLUMNS
@@ -136,13 +136,13 @@ def _multiply_panel(item, product, x):
 
 @kernel(product=PRODUCT)
 def matmul(item, product):
-    """The product with weights of type ``STORED`` as the numbers that they are; of bytes, of one or two rows."""
+    """The product with weights of type ``STORED``, read as numbers; with bytes, for one or two rows only."""
     _multiply_panel(item, product, product.x)
 
 
 @simd.jit
 def multiply_integers(item, product):
-    """A group of rows of integers by one panel; what x consists of is in ``emit_integer_sums``."""
+    """Multiply a group of rows of integers by one panel; x as in ``emit_integer_sums``."""
     values = simd.pointer(simd.address(product.x), BYTES)
     _multiply_panel(item, product, (values, product.scales, product.shifts))
 
@@ -155,9 +155,9 @@ def matmul_integers(item, product):
 
 @kernel(product=PRODUCT)
 def matmul_unpacked(item, product):
-    """The product of more than two rows with weights of 8 bits, whose numbers (of type ``STORED``) are unpacked first.
+    """The product of more than two rows with 8-bit weights, which are first unpacked to numbers of type ``STORED``.
 
-    That costs as much as to multiply them with a few rows, so it is done once for many, part by part of a panel.
+    Unpacking costs as much as multiplying a few rows, so it is done once for many rows, a part of a panel at a time.
     """
     x, inputs, mine = product.x, product.inputs, simd.address(product.sums)
     numbers = simd.pointer(mine + 4 * SUMS * layout.UNPACKED_TILES, product.weights)

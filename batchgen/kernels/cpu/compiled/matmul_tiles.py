@@ -1,8 +1,8 @@
 """The inner product of a linear: a tile of accumulators that stays in vector registers, emitted as LLVM IR.
 
-It multiplies pairs of bfloat16 where the machine has an instruction for that, else float32, to which it widens both
-factors as it loads them. It adds in float32, in order of the inputs, whatever the number of rows: so a row's sums have
-the same bits in every product. It knows memory and strides, no layers. The element types of the pointers to inputs and
+It multiplies pairs of bfloat16 if the machine has an instruction for that; otherwise it widens both factors to float32
+as it loads them. It adds in float32, in order of the inputs, whatever the number of rows: so a row's sums have the same
+bits in every product. It only knows memory and strides, not layers. The element types of the pointers to inputs and
 weights decide how they are read.
 """
 
@@ -69,7 +69,7 @@ def _is_bytes(weight):
 
 
 def _emit_factors(builder, x, weight, row, strip, pair, group):
-    """Two functions that load what a pair of inputs multiplies, as lists of one or two vectors, to be added in order.
+    """Two functions that load the factors of a pair of inputs, as lists of one or two vectors to be added in order.
 
     The first takes a row, the second a strip.
     """
@@ -97,10 +97,10 @@ def _emit_factors(builder, x, weight, row, strip, pair, group):
 def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, step):
     """Prefetch weights into the second cache, in step ``index`` of a tile, which reads ``step_bytes`` of each strip.
 
-    One or two rows, which never share a panel with another tile and wait for its weights alone, prefetch each strip's a
-    little ahead. More rows prefetch neighbouring lines from the address ``ahead`` on, ``step`` bytes further with each
-    step (one for each strip would take too many registers); where that is less than they are, some are prefetched
-    again, which is cheaper than choosing.
+    One or two rows, which never share a panel with another tile and only wait for its weights, prefetch each strip's
+    weights a little ahead. More rows prefetch neighbouring lines from the address ``ahead`` on, ``step`` bytes further
+    with each step (an address for each strip would take too many registers); if ``step`` is smaller than these lines,
+    some are prefetched again, which is cheaper than choosing.
     """
     if rows <= 2:
         lead = builder.add(builder.mul(index, emit.number(step_bytes)), emit.number(_LEAD))

@@ -1,7 +1,7 @@
-"""Inputs of products as 8-bit integers, once they are rotated: ``quantize.quantize_rows`` to the bit.
+"""Rotated inputs of products as 8-bit integers: the same bits as ``quantize.quantize_rows``.
 
-A group of 128 inputs stays in registers from its loading to its integers. Where lanes of one vector are added, each
-vector is multiplied by ones and minus ones and added to a copy whose lanes have changed places, in one operation.
+A group of 128 inputs stays in registers from its loading to its integers. To add lanes within a vector, one operation
+multiplies it by ones and minus ones and adds a copy with permuted lanes.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _quantize_group(builder, x, start, count, out, scales, shifts, place, shift)
 def quantize_rows(item, x, out, scales, shifts, rows, width, groups, shift):
     """``out`` [rows, groups * DOT_GROUP], scales and shifts [rows, groups] of x [rows, width].
 
-    ``shift`` is what weights are shifted by: what that adds to a product is the shift times the sum of the integers.
+    ``shift`` is the shift of the weights: it adds the shift times the sum of the integers to a product.
     """
     for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
         for group in range(groups):

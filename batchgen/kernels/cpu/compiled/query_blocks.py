@@ -1,4 +1,4 @@
-"""Query blocks: a few tokens of one sequence each, and which of them one item of attention takes together."""
+"""Query blocks: a few tokens of one sequence each, and the grouping of blocks into items of attention."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32
 
 @simd.inline
 def piece(queries, block, window):
-    """The block table of a query block, its first token and number of tokens; up to which position the first sees.
+    """The block table of a query block, its first token, number of tokens, and how far the first token sees.
 
-    And the end of what all see. Where all see all, that is the position too. A window of a token that sees later ones
-    is centred on it.
+    Also the end of the positions that all see; if all tokens see the whole text, both are equal. The window of a token
+    that sees later ones is centred on it.
     """
     at = block * layout.QUERY_BLOCK_FIELDS
     table, token = simd.shifted(queries.tables, queries.blocks[at] * queries.max_blocks), queries.blocks[at + 1]

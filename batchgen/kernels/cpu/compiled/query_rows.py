@@ -1,7 +1,7 @@
 """Query rows of attention in the scratch memory of a worker: gathered, weighed and written.
 
 Row r of a query block is query head ``r % group`` of its token ``r // group``. The rows of blocks that are attended
-together follow each other, each block's from a row on that ``stride`` leaves room for.
+together follow each other, spaced by ``stride``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def of_head(scratch, number, apart, tall, width):
 
 @simd.jit
 def divide_scratch(rows_q, num_rows, width, values):
-    """The parts of one worker's memory for ``num_rows``, which begins with ``rows_q``; ``values`` points to such."""
+    """The parts of one worker's memory for ``num_rows``, which begins with ``rows_q``; ``values`` gives a type."""
     sums = simd.address(rows_q) + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
     weights = scores + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
@@ -102,7 +102,7 @@ def gather_queries(num_rows, group, q, source, num_heads, width, scratch):
 
 @simd.inline
 def _weigh(scores, weights, at, offset, hidden, visible):
-    """Probabilities of one vector of scores, zero but for the lanes from ``hidden`` to ``visible``."""
+    """Probabilities of one vector of scores, zero except in the lanes from ``hidden`` to ``visible``."""
     zero = simd.splat(F32(0.0))
     p = simd.exp2(weights, simd.sub(simd.load(scores, at), offset))
     p = simd.keep_lanes(zero, simd.keep_lanes(p, zero, visible), hidden)
@@ -154,13 +154,13 @@ def softmax_row(scores, weights, start, first, seen, visible, count, peak):
 
 @simd.inline
 def lowest(position, window):
-    """The first position that the one at ``position`` attends to."""
+    """The first position that the token at ``position`` attends to."""
     return max(position + 1 - window, 0) if window else 0
 
 
 @simd.jit
 def weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, scratch, has_scales):
-    """Turn the scores of ``rows`` query rows from ``first`` on into probabilities, and shrink their sums as is due."""
+    """Turn the scores of ``rows`` query rows from ``first`` on into probabilities, and rescale their sums."""
     sums, scores, weights, scales = scratch.sums, scratch.scores, scratch.weights, scratch.scales
     peak, total = scratch.peak, scratch.total
     weighted = -(-(tile_end - tile) // layout.CHUNK) * layout.CHUNK

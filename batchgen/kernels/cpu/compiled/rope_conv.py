@@ -21,8 +21,8 @@ from batchgen.kernels.cpu.layout import LANES, ROPE_TOKENS, SEGMENT
 def rope_and_cache(item, qkv, columns, heads, rotary, positions, slots, q_out, own, first, num_tokens, cache):
     """Queries, keys and values of tokens from ``first`` on, as in ``Kernels.rope_and_cache``.
 
-    One item is one KV head of ``ROPE_TOKENS`` tokens: neighbours write to the same lines of memory, which a key of its
-    own would fetch one by one. ``columns`` is how wide ``qkv`` is.
+    One item is one KV head of ``ROPE_TOKENS`` tokens: neighbours write to the same cache lines, which single keys would
+    fetch one by one. ``columns`` is the width of ``qkv``.
     """
     group, begin = heads.num_heads // cache.num_kv_heads, first + item // cache.num_kv_heads * ROPE_TOKENS
     head, count = item % cache.num_kv_heads, min(ROPE_TOKENS, num_tokens - begin)

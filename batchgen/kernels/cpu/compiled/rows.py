@@ -92,7 +92,7 @@ def swiglu(item, gate_up, out, rows, width, is_gelu):
 
 @simd.jit
 def row_max(x, start, width):
-    """Largest of ``x[start : start + width]``; NaN where one is NaN."""
+    """Largest of ``x[start : start + width]``; NaN if one is NaN."""
     lowest = simd.splat(F32(-np.inf))
     best, odd = lowest, lowest
     whole = width - width % LANES
@@ -131,9 +131,9 @@ def argmax(row, x, out, width):
 
 @kernel(x=DTYPE, masked=np.int64, bits=np.uint16)
 def mask(item, x, masked, bits, width, words):
-    """-inf in the rows ``masked`` of x [rows, width] where a bit is 0 of bits [masked, 2 * words].
+    """Set -inf in the rows ``masked`` of x [rows, width] where the bit in bits [masked, 2 * words] is 0.
 
-    One item is a row to mask; 16 tokens that are all allowed are not read.
+    One item is a row; groups of 16 allowed tokens are not read.
     """
     start = masked[item] * width
     for i in range(0, width, LANES):

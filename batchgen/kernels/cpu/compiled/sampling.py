@@ -23,10 +23,10 @@ LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller 
 
 @simd.jit
 def _threshold(bits, p, width, floor, target, by_mass, bins):
-    """Largest value (as bits) at which the tokens from it upward weigh at least ``target``.
+    """The largest probability (as bits) such that the tokens from it upward weigh at least ``target``.
 
-    A token weighs its probability if ``by_mass``, else one. Tokens below ``floor`` (bits) do not count.
-    Where all together weigh less, ``floor`` itself.
+    A token weighs its probability if ``by_mass``, else one. Tokens below ``floor`` (bits) do not count. If all together
+    weigh less, it is ``floor``.
     """
     prefix, low = np.int64(0), 32
     above = 0.0
@@ -79,7 +79,7 @@ def _mass(bits, p, width, floor):
 
 @simd.jit
 def _draw(bits, p, width, floor, u):
-    """First token at which the cumulative probability of those from ``floor`` upward exceeds ``u`` of the whole."""
+    """First token at which the cumulative probability, of tokens from ``floor`` upward, exceeds ``u`` of the total."""
     target, reached, last = u * _mass(bits, p, width, floor), 0.0, -1
     for i in range(width):
         if bits[i] >= floor:

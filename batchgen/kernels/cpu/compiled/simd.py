@@ -137,7 +137,7 @@ def shifted(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
 
 @intrinsic
 def units(_context: Any, keys: Any) -> Any:
-    """``keys`` as what is copied at once of a cached key: a byte of integers, else four bytes."""
+    """``keys`` as a pointer to the unit in which a cached key is copied: a byte for integers, otherwise four bytes."""
     kind = keys if keys.dtype == types.int8 else types.CPointer(types.uint32)
 
     def generate(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> ir.Value:
@@ -190,7 +190,7 @@ def bits_of_float(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def call(  # numba wants to see the parameters
     builder: ir.IRBuilder, code: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
 ) -> ir.Value:
-    """Call a C function of up to five integers or addresses by its address; what it returns as an int."""
+    """Call a C function of up to five integers or addresses by its address; returns its result as an int."""
     kind = ir.FunctionType(emit.INT, [a.type] * 5)
     called = builder.call(builder.inttoptr(code, kind.as_pointer()), [a, b, c, d, e])
     return builder.sext(called, ir.IntType(64))

@@ -1,14 +1,14 @@
 """Sharing of items among compiled kernels, and the threads of a pool, which run programs: launches of kernels in order.
 
 If another process takes a core, a thread of the pool is suspended for milliseconds. The others only wait for the items
-that it holds. A thread that has taken the last item of a launch and finds no other in it begins the next one; a thread
-that comes late joins whatever launch is current, or none. A thread that waits spins for as long as launches usually
-leave it without work, then sleeps: the system moves a thread that was ready to the core that falls free.
+that it holds. A thread that has finished the last item of a launch begins the next launch; a thread that comes late
+joins the current launch, if there is one. A waiting thread spins for as long as gaps between launches usually last,
+then sleeps: a ready thread would be moved to another core as soon as one is free.
 
 ``PROGRESS`` holds the number of the current launch, counted over all programs, above the number of threads in it.
-``END`` holds the first launch that no program has, above the most workers of the newest program. A thread joins a
-launch below it; ``BASE`` and ``TABLE`` were written before, and cannot change while it is in the launch. A program may
-grow while the other threads run it: then ``END`` rises, once what is new stands in the table.
+``END`` holds the number after the last launch, above the most workers of the newest program. A thread joins launches
+below it; ``BASE`` and ``TABLE`` were written before, and cannot change while it is in the launch. A program may grow
+while other threads run it: then ``END`` rises after the new launches are in the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FUTEX_BITS, _WORKERS, _NEXT = (1 << 32) - 1, (1 << layout.WORKER_BITS) - 1, 1 <
 
 @jit
 def next_item(args, worker):
-    """Take the next work item, from the worker's own range while there are any; ``NUM_ITEMS`` when none is left."""
+    """Take the next work item, first from the worker's own range; ``NUM_ITEMS`` if none is left."""
     num_items, num_ranges = args[layout.NUM_ITEMS], args[layout.NUM_RANGES]
     taken = pointer(args[layout.RANGES], np.int64)
     for other in range(num_ranges):
@@ -71,7 +71,7 @@ def wait_while(pool, place, shift, value):
 
 @jit
 def wake(pool, place):
-    """Let those who wait for a change of ``pool[place]`` look again."""
+    """Wake the threads that wait for a change of ``pool[place]``."""
     if fetch(pool, place + layout.NUM_SLEEPERS):
         fetch_add(pool, place + layout.EVENT, 1)
         call(pool[layout.WAKE], pool[layout.FUTEX], pool[layout.SELF] + 8 * (place + layout.EVENT), _WAKE, _ALL, 0)
@@ -99,7 +99,7 @@ def take_part(pool, number):
 def run_all(args):
     """Compiled: run a program, whose words are as in ``layout``; returns when its last launch is done.
 
-    While it grows, this lets the other threads begin what has been added, and returns at once.
+    If the program is still growing, it lets the other threads begin the added launches, and returns at once.
     """
     pool, num_workers = pointer(args[layout.POOL], np.int64), args[layout.MOST_WORKERS]
     if not args[layout.IS_BEGUN]:
@@ -116,7 +116,7 @@ def run_all(args):
 
 @jit
 def serve(args):
-    """Compiled: work in all programs to come, on a thread of its own; arguments are a pool and the worker's number."""
+    """Compiled: work in all later programs, on a thread of its own; arguments are a pool and the worker's number."""
     pool, number = pointer(args[0], np.int64), args[1]
     while True:
         end = fetch(pool, layout.END)

@@ -2,11 +2,11 @@
 
 There are eight tiles of up to 16 rows of 64 bytes. An instruction names its tiles by immediate numbers, so ``emit_*``
 take them as Python integers, never as values. A kernel configures the tiles before it uses them and releases them at
-its end: nothing depends on what another library left, and no switch of threads has to save them.
+its end, so that it does not depend on other libraries, and switches of threads need not save them.
 
-Where the instruction sets to compile for do not name AMX, tiles lie in ``state``, a part of the worker's scratch
-memory. Each operation has the same bits there, on any processor, so kernels made of it can be tested without AMX; on
-processors other than x86 they differ for denormal numbers.
+If the instruction sets to compile for do not include AMX, tiles are in ``state``, a part of the worker's scratch
+memory. Each operation gives the same bits there, so kernels can be tested without AMX; on processors other than x86 the
+bits differ for denormal numbers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def emit_zero(builder, state, tile):
 
 
 def emit_load(builder, state, tile, at, stride):
-    """Load a tile whose rows lie ``stride`` bytes apart, from the pointer to bytes ``at`` on."""
+    """Load a tile with rows ``stride`` bytes apart, from the pointer to bytes ``at`` on."""
     if not IN_MEMORY:
         _call(builder, "tileloadd64", _tile(tile), at, stride)
         return
@@ -156,7 +156,7 @@ def _add_int8(builder, held, words, weights):
 def _flushing_denormals(builder) -> Iterator[None]:
     """Context whose operations take denormal numbers as zeros, as AMX does whatever MXCSR says.
 
-    No load or store of a tile moves across its ends, where empty assembly claims to change all memory.
+    Loads and stores of tiles cannot move across its ends, since empty assembly there claims to change all memory.
     """
     if not _SETS_MXCSR:
         yield
