@@ -20,11 +20,10 @@ import tokenizers
 from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import MORE_TEMPLATES, generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
-from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
+from batchgen.text.added_tokens import CONFIG, SpecialTokens, add_tokens, named_tokens, read_settings
 from batchgen.text.answer_facts import AnswerFacts
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.probes import Probes
-from batchgen.text.special_tokens import SpecialTokens
 
 Templates = tuple[str, Mapping[str, str]]  # the place that errors name, and the texts by name
 
