@@ -86,7 +86,7 @@ CONCEPTS = {
     "[model]": "adapter device dtype path quantization revision tokenizer",
     "[input]": """
         chat_template chat_template_kwargs columns continue_final_message delimiter encoding format id limit messages
-        path prompt prompt_token_ids special_tokens system
+        path prompt prompt_token_ids regenerate special_tokens system
     """,
     "[sampling]": """
         allowed_token_ids bad_words frequency_penalty generation_config ignore_eos logit_bias logprobs max_repeats

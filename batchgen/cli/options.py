@@ -89,7 +89,8 @@ without_option = run_option("--without", multiple=True, hidden=True, type=click.
 
 _EXPERT_KEYS = {  # shown by --help-all alone
     "model": "revision",
-    "input": "prompt_token_ids delimiter encoding chat_template_kwargs continue_final_message special_tokens",
+    "input": "prompt_token_ids delimiter encoding chat_template_kwargs continue_final_message regenerate "
+    "special_tokens",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words",
     "classify": "by",

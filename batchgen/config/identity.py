@@ -32,6 +32,13 @@ def draw_of(row_id: str | int | None, index: int) -> int:
     return int.from_bytes(blake2b(json.dumps(row_id).encode(), digest_size=8).digest()) >> 1
 
 
+def draw_of_turn(draw: int, number: int) -> int:
+    """Key of the randomness of a row's turn, counted from 0: the first turn draws as a row with one answer does."""
+    if not number:
+        return draw
+    return int.from_bytes(blake2b(b"%d turn %d" % (draw, number), digest_size=8).digest()) >> 1
+
+
 def limit_of(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
     """The most tokens that a sample may have: ``max_tokens``, or what the context has room for."""
     return min(params.max_tokens, max(max_model_len - num_prompt_tokens, 0))
@@ -60,9 +67,10 @@ def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -
     """Whether a record with the row's fingerprint can be reused under ``limit``, in tokens.
 
     An answer that ended by itself can be reused under any limit that it fits in; an answer that was cut off, only under
-    the same limit. Raises KeyError or TypeError for a record that was not written by a run.
+    the same limit. The fingerprint of a chat includes the limits of its turns. Raises KeyError or TypeError for a
+    record that was not written by a run.
     """
-    if params.n > 1 or params.labels or "finish_reason" not in record:
+    if params.n > 1 or params.labels or "finish_reason" not in record or "finish_reasons" in record:
         return True
     count = record["usage"]["completion_tokens"]
     return bool(count == limit if record["finish_reason"] == FinishReason.LENGTH else count <= limit)

@@ -146,6 +146,7 @@ class InputSpec:
         keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
     )
     continue_final_message: bool = key(BOOL, "Continue the last message of chats, the assistant's", False)
+    regenerate: str | None = key(one_of("assistant"), "Generate the assistant's turns of chats again, in order", None)
     special_tokens: str = key(
         one_of("allow", "refuse"), "Special tokens that a row's text writes: allow them, or refuse the row", "allow"
     )

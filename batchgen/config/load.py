@@ -14,6 +14,7 @@ from typing import Any
 from batchgen.config.job import KEYS, SECTIONS, JobSpec
 from batchgen.config.sampling import CLASSIFY_KEYS, ParamError, merge_params, values_of
 from batchgen.config.settings import MAIN_SECTIONS, RawSettings, check_names, read_settings
+from batchgen.config.turns import check_turns
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
 from batchgen.core.records import SamplingParams
@@ -202,6 +203,7 @@ def _check_together(spec: JobSpec) -> None:
     if spec.input.encoding and spec.input.format in ("parquet", "hf"):
         raise UsageError(f'input.encoding applies to text only, but input.format is "{spec.input.format}"')
     spec.check_kind()
+    check_turns(spec)
     spec.check_destination()
     folder = Path(spec.output.path)
     if folder.is_file():

@@ -13,7 +13,7 @@ from batchgen.config.job import JobSpec
 
 RECORD_KEYS = frozenset(
     {"id", "index", "fingerprint", "text", "reasoning", "finish_reason", "usage", "timings"}
-    | {"token_ids", "logprobs", "samples"}
+    | {"token_ids", "logprobs", "samples", "finish_reasons"}
     | {"prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text
@@ -27,6 +27,8 @@ _PREFIXES = re.compile(f"^(?:{_PREFIX})+")
 
 def record_keys(spec: JobSpec) -> frozenset[str]:
     """The fields that an output record of this job may have in addition to kept columns."""
+    if spec.input.regenerate:
+        return RECORD_KEYS | {"messages"}
     return RECORD_KEYS if spec.generates else WITHOUT_TEXT
 
 

@@ -186,7 +186,8 @@ class Request:
     in memory until there is a result. ``pooling`` names the tokens of the prompt whose hidden states make up its vector
     (``POOLINGS``), or is "" for a request without a vector; a request with one generates nothing. ``text_lengths`` are
     the lengths of texts that get a vector each. No token attends to the last ``num_unseen`` tokens of a text; they
-    attend to the tokens before them.
+    attend to the tokens before them. If a row has several requests, one after the other, this is request ``turn`` (from
+    0) of ``num_turns``.
     """
 
     key: int
@@ -200,6 +201,13 @@ class Request:
     text_lengths: tuple[int, ...] = ()
     draw: int | None = None
     num_unseen: int = 0
+    turn: int = 0
+    num_turns: int = 1
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the prompt of another request begins with this one's and its answer."""
+        return self.turn + 1 < self.num_turns
 
     @property
     def named_tokens(self) -> tuple[int, ...]:

@@ -78,6 +78,10 @@ _TABLE: dict[Synonym, str] = {
     ): "add-generation-prompt, assistant-prefill, prefill-response, response-prefix, continue-final, "
     "prefix-completion, assistant-prefix, half sentence",
     Synonym(
+        "input.regenerate", "each turn of the assistant is generated again, and sees the new ones before it"
+    ): "multi-turn, multiturn, turns, on-policy, response-regeneration, regeneration, "
+    "regenerate-responses, self-play, speculators, eagle, specforge, draft model, rewrite chats",
+    Synonym(
         "input.special_tokens", "rows write special tokens unless it says refuse; text is gone"
     ): "split-special-tokens, prompt injection, injection, control-tokens, sanitize, untrusted",
     Synonym("input.columns"): "column, keep-columns, keep, remove-columns, passthrough, metadata",

@@ -17,6 +17,7 @@ from batchgen.engine.sizes import SchedulerConfig
 _MAX_FOLLOWERS = 1 << 14
 _MAX_AHEAD_BYTES = 1 << 29
 _ROW_BYTES, _TOKEN_BYTES = 1000, 40  # of a request and its row in addition to the row's text, and for each prompt token
+_FIRST = 1 << 62
 _Order = tuple[int, int, int]
 
 
@@ -29,8 +30,13 @@ class LookAhead:
     """
 
     def __init__(
-        self, requests: Iterable[Request], max_waiting: int, waiting: WaitingQueue, num_followers: Callable[[], int]
+        self,
+        requests: Iterable[Request | None],
+        max_waiting: int,
+        waiting: WaitingQueue,
+        num_followers: Callable[[], int],
     ) -> None:
+        """A request that is None is not there yet: it may follow from a result, so the source is asked again later."""
         self.is_exhausted = False
         self._source, self._max_waiting = iter(requests), max_waiting
         self._waiting, self._num_followers = waiting, num_followers
@@ -42,9 +48,12 @@ class LookAhead:
         for _ in range(self._max_waiting):
             if not self._has_room:
                 return
-            request = next(self._source, None)
-            if request is None:
+            try:
+                request = next(self._source)
+            except StopIteration:
                 self.is_exhausted = True
+                return
+            if request is None:
                 return
             size = request.num_row_chars + _ROW_BYTES + _TOKEN_BYTES * len(request.prompt_token_ids)
             self._bytes_of[request.key] = size
@@ -67,9 +76,9 @@ class LookAhead:
 class WaitingQueue:
     """Queue of requests pulled from the input but not yet admitted, in order of admission.
 
-    Preempted sequences come first, then those that may get the most tokens, then by arrival; sequences that share a
-    prefix stay together. Starting long sequences early keeps a job from ending with a few stragglers. Without
-    ``longest_first`` only the arrival counts.
+    Preempted sequences come first, then later turns of a row, whose prefix is still cached, then those that may get the
+    most tokens in all turns that are left, then by arrival; sequences that share a prefix stay together. Starting long
+    sequences early keeps a job from ending with a few stragglers. Without ``longest_first`` only the arrival counts.
     """
 
     def __init__(self, longest_first: bool = True) -> None:
@@ -96,7 +105,9 @@ class WaitingQueue:
             self._families[name] = (family, members + 1)
         order: _Order = (0, 0, self._arrivals)
         if self._longest_first:
-            order = (-max(sequence.max_new_tokens, 0), family, self._arrivals)
+            request = sequence.request
+            num_tokens = max(sequence.max_new_tokens, 0) * (request.num_turns - request.turn)
+            order = (-_FIRST if request.turn else -num_tokens, family, self._arrivals)
         heapq.heappush(self._fresh, (order, sequence))
 
     def push_preempted(self, sequence: Sequence) -> None:

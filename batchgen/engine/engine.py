@@ -98,10 +98,11 @@ class Engine:
         """Whether ``step`` would advance anything."""
         return self.scheduler.has_work
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Result]:
         """Results in order of completion; every request gets exactly one, unless ``stop`` is called.
 
-        Requests are pulled lazily, see ``LookAhead``. A step in flight when the run ends or is stopped still counts.
+        Requests are pulled lazily, see ``LookAhead``; None stands for one that follows from a result to come. A step in
+        flight when the run ends or is stopped still counts.
         """
         ahead = LookAhead(requests, self.look_ahead, self.scheduler.waiting, lambda: self.duplicates.num_waiting)
         while not self._stopping and (self.has_work or not ahead.is_exhausted):

@@ -140,6 +140,8 @@ class Generation:
             self.constraint = text.constraints.begin(params.structured_outputs, request.prompt_token_ids)
         del self.token_ids[len(self.token_ids) - len(request.output_token_ids) :]
         for token_id in request.output_token_ids:
+            if self.is_finished:  # the rest is of the row's next turn
+                break
             self.token_ids.append(token_id)
             self._judge()
         num_forced = self._append_forced()

@@ -264,7 +264,8 @@ class Scheduler:
         else:
             self._num_finished_since += 1
             # An answer is rarely the prefix of another prompt: its blocks, likely still in cache, are reused first.
-            self.pool.unregister(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
+            if not sequence.request.has_next:
+                self.pool.unregister(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
             self._release(sequence)
 
     def unfinished(self) -> Iterable[Sequence]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import in_object
+from batchgen.core.chat_rows import system_before
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
@@ -216,8 +217,7 @@ class ContentFinder:
         if (size := num_chars(messages)) > MAX_CHARS:
             message = f"the messages have {size:,} characters; no context takes more than {MAX_CHARS:,}"
             raise RowProblem(RowErrorCode.TOO_LONG, message)
-        has_system = messages[0]["role"] in ("system", "developer")  # one name for it, or the other
-        added = [{"role": "system", "content": self._spec.system}] if self._spec.system and not has_system else []
+        added = system_before(messages, self._spec.system)
         tools = checked_tools(columns.get("tools"))
         choice = columns.get("tool_choice") if tools else None
         if not (is_null(choice) or choice in ("", "auto", "none")):

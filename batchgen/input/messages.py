@@ -22,6 +22,8 @@ _ABOUT = frozenset({"role", "content", "refusal", "annotations", "finish_reason"
 _ABOUT |= {"phase", "status", "tool_call_id", "type"}
 _ABOUT_CALLS = frozenset({"name", "arguments", "call_id", "description", "function", "id", "status", "type"})
 _REASONING_LISTS = ("reasoning_details", "thinking_blocks")  # of OpenRouter and LiteLLM; no template reads them
+_SHAREGPT_KEYS = {"from", "value"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _NO_ARGUMENTS = (None, "", "null")
 Message = dict[str, Any]
 
@@ -34,8 +36,8 @@ def checked_messages(name: str, value: object) -> list[Message]:
     "text": ...}``, with any of OpenAI's names for their type. A turn of the assistant may lack it if it has calls,
     reasoning or a refusal, whose text becomes the content. ``function_call``, the older form of one call, is a call.
     Arguments that are JSON text or empty become objects, as in vLLM: a template would quote them twice. Earlier
-    reasoning may have any of its names, as in transformers; several must agree. Other fields are untouched. Raises
-    RowProblem, bad_type or empty_prompt.
+    reasoning may have any of its names, as in transformers; several must agree. ``from`` and ``value`` of ShareGPT
+    are a role and a content. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
     """
     value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
@@ -78,6 +80,8 @@ def _has_text(content: str | list[dict[str, Any]]) -> bool:
 
 def _checked_message(where: str, message: object) -> Message:
     message = {key: value for key, value in _object(where, message).items() if value is not None}
+    if message.keys() == _SHAREGPT_KEYS and isinstance(speaker := message["from"], str):
+        message = {"role": _SHAREGPT_ROLES.get(speaker, speaker), "content": message["value"]}
     role = message.get("role")
     if not isinstance(role, str):
         raise wrong_type(f"{where}.role", role, "a string")

@@ -144,11 +144,16 @@ class Journal:
         self.partials.pop(entry.index, None)
         self.tick()
 
+    def add_partial(self, index: int, token_ids: tuple[int, ...]) -> None:
+        """Store the tokens of a half-done row for the next run, in place of earlier ones; they survive as rows do."""
+        self._append(encode_line(PARTIAL, index, None, encode_json(token_ids)))
+        self.partials[index] = token_ids
+        self.tick()
+
     def save_partials(self, tokens: Mapping[int, tuple[int, ...]]) -> None:
-        """Store the tokens of half-done rows for the next run, in place of earlier ones, and commit."""
+        """Store the tokens of half-done rows, see ``add_partial``, and commit."""
         for index, token_ids in tokens.items():
-            self._append(encode_line(PARTIAL, index, None, encode_json(token_ids)))
-        self.partials.update(tokens)
+            self.add_partial(index, token_ids)
         self.commit()
 
     def tick(self) -> None:

@@ -27,7 +27,7 @@ from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
 from batchgen.core.version import RESULTS, build
 
-RECORD_VERSION = 8  # of job.json, a job's keys, the fields of a record and the journal's lines
+RECORD_VERSION = 9  # of job.json, a job's keys, the fields of a record and the journal's lines
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60

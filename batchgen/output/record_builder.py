@@ -16,6 +16,7 @@ from batchgen.config.record_fields import VECTOR_KEYS, kept_columns
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
+from batchgen.core.chat_rows import ASSISTANT, ChatRow, system_before
 from batchgen.core.keys import INT32_MAX
 from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
 from batchgen.output.scores import perplexity, scored_fields, token_fields, vector_fields
@@ -29,6 +30,7 @@ _TIMINGS = tuple(item.name for item in fields(Timings))
 # Before usage and timings.
 _OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason", "complete")
 _VECTOR = ("label", "score", "scores", "embedding", "embeddings")  # in the order of ``vector_fields``
+_OF_CHAT = ("messages", "text", "finish_reason", "finish_reasons", "usage")
 _NULLABLE = ("reasoning", "parsed")  # null is a value of these
 _DIGITS = 6  # of times
 
@@ -63,8 +65,9 @@ class RecordBuilder:
         all samples if there are several. ``complete`` is whether the text fits its structured outputs and its tool
         calls are complete. ``parsed`` is its JSON value, null if the text has none or is not complete, and
         ``extracted`` what ``eval.extract`` finds in it. With [embed] the fields of ``vector_fields`` replace the text
-        and the fields made from it, with [classify] the fields of ``scored_fields`` do. A kept column with the name of
-        a field of the record is written as ``input_<name>``.
+        and the fields made from it, with [classify] the fields of ``scored_fields`` do. A chat that was generated again
+        has ``messages`` and ``finish_reasons``; its text is the last answer. A kept column with the name of a field of
+        the record is written as ``input_<name>``.
         """
         params, fingerprint = row.params, self.fingerprint(row)
         if result.vector or params.labels:
@@ -75,6 +78,8 @@ class RecordBuilder:
             )
             fields = _head(row, fingerprint) | vector
             return self._of_vector(row, fields, result.num_prompt_tokens, _timings(result.timings))
+        if isinstance(row, ChatRow):
+            return self._of_chat(row, result, fingerprint)
         offered = self._offered(row)
         samples = [self._sample(sample, row, offered) for sample in result.samples]
         first = samples[0]
@@ -95,8 +100,11 @@ class RecordBuilder:
 
     def fingerprint(self, row: Row) -> str:
         """See ``config.identity.fingerprint``."""
-        limit = limit_of(row.params, len(row.prompt_token_ids), self.max_model_len)
-        return fingerprint(draw_of(row.id, row.index), row.params, row.prompt_token_ids, limit, self._facts_of(row))
+        limit, tokens = limit_of(row.params, len(row.prompt_token_ids), self.max_model_len), row.prompt_token_ids
+        facts = self._facts_of(row)
+        if isinstance(row, ChatRow):  # whose prompts hold its answers
+            facts, tokens = f"{facts} {row.digest} {row.params.max_tokens} {self.max_model_len}", ()
+        return fingerprint(draw_of(row.id, row.index), row.params, tokens, limit, facts)
 
     def _facts_of(self, row: Row) -> str:
         """Facts that decide the result of a row in addition to its prompt, sampling values and the model's files."""
@@ -119,6 +127,10 @@ class RecordBuilder:
         if ``earlier`` was not written by a run.
         """
         params = row.params
+        if isinstance(row, ChatRow):
+            taken = {name: earlier[name] for name in _OF_CHAT}
+            taken |= self._answer(taken) | {"timings": {**_timings(Timings()), "reused": True}}
+            return {**_head(row, fingerprint), **taken, **self._kept(row.columns)}
         if not self._spec.generates:
             vector = {name: earlier[name] for name in _VECTOR if name in earlier}
             tokens, timings = earlier["usage"]["prompt_tokens"], {**_timings(Timings()), "reused": True}
@@ -139,6 +151,28 @@ class RecordBuilder:
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         payload |= {"samples": samples} if samples else {}
         return payload | {name: earlier.get(name) for name in names} | self._kept(row.columns)
+
+    def _of_chat(self, row: ChatRow, result: Result, fingerprint: str) -> dict[str, Any]:
+        """The record of a row whose chat was generated again: what was said, and why each turn ended."""
+        said = [turn.message | ({"reasoning_content": turn.reasoning} if turn.reasoning else {}) for turn in row.turns]
+        messages = row.messages_before(said)
+        while messages[-1]["role"] != ASSISTANT:  # of turns that were not reached
+            messages.pop()
+        last = {"text": row.turns[-1].text}
+        usage = {"prompt_tokens": result.num_prompt_tokens, "completion_tokens": result.num_generated_tokens}
+        if row.params.thinking_token_budget is not None:
+            usage["reasoning_tokens"] = sum(turn.num_thoughts for turn in row.turns)
+        return {
+            **_head(row, fingerprint),
+            "messages": [*system_before(messages, self._spec.input.system), *messages],
+            **last,
+            **self._answer(last),
+            "finish_reason": str(row.turns[-1].finish_reason),
+            "finish_reasons": [str(turn.finish_reason) for turn in row.turns],
+            "usage": usage,
+            "timings": _timings(result.timings),
+            **self._kept(row.columns),
+        }
 
     def _thought(self, row: Row, result: Result) -> dict[str, int]:
         """The tokens of thought of all samples, if the row has a thinking budget."""

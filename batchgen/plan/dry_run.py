@@ -140,6 +140,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             for row in survey.bad_rows
             if row.error is not None
         ],
+        "turns": _turns(survey),
         "prompt_tokens": _prompt_tokens(survey),
         "output_tokens": {
             "at_most": ExpectedLengths("").total(survey),
@@ -152,6 +153,12 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "no_estimate": no_estimate,
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},
     }
+
+
+def _turns(survey: Survey) -> dict[str, int] | None:
+    """Turns to be generated, and the most of one chat; None if rows have one answer."""
+    total = sum(count * chats for count, chats in survey.turns.items())
+    return {"total": total, "max": max(survey.turns)} if survey.turns else None
 
 
 def _prompt_tokens(survey: Survey) -> dict[str, Any]:

@@ -132,11 +132,12 @@ def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool
 def forecast_from_report(report: Mapping[str, Any], survey: Survey, lengths: ExpectedLengths | None) -> Forecast:
     """The job at an earlier run's rate: all tokens, prompt and output, per second of generating.
 
-    If ``lengths`` is None, the mean length of that run is used.
+    If ``lengths`` is None, the mean answer of that run is used. The turns of a chat repeat its tokens, so that only
+    computed tokens count there.
     """
-    mean = report["tokens"]["completion"] / report["rows"]["done"]
+    mean = report["tokens"]["completion"] / max(sum(report["finish_reasons"].values()), 1)
     lengths = lengths or ExpectedLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
-    rate = report["tokens"]["total"] / report["generate_s"]
+    rate = (report["computed_tokens"] if survey.turns else report["tokens"]["total"]) / report["generate_s"]
     engine_s = (survey.prompt_tokens + lengths.total(survey)) / rate
     load_s = report["seconds"].get("load", 0.0) / report["sessions"]
     estimate = Estimate("the last run's rate", load_s + survey.read_s + engine_s, engine_s)

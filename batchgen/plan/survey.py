@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
+from batchgen.core.chat_rows import ChatRow
 from batchgen.core.records import Request, Row
 from batchgen.input.ids import RowValidator
 from batchgen.input.rows import prepared
@@ -43,7 +44,9 @@ class Survey:
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
     ``label_tokens`` counts the tokens of labels to be scored; ``read_s`` is the time of reading and tokenizing. Rows
-    that are taken over from an earlier run (``is_reused``) only count in ``num_reused``.
+    that are taken over from an earlier run (``is_reused``) only count in ``num_reused``. A chat that is generated turn
+    by turn has the tokens of its last prompt, with answers of one letter, and an output in each turn; ``turns`` counts
+    the chats by their number of turns.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Survey:
         self.bad_rows: list[Row] = []
         self.prompt_lengths: Counter[int] = Counter()
         self.outputs: Counter[tuple[int, bool]] = Counter()
+        self.turns: Counter[int] = Counter()
         self.label_tokens = 0
         self.sampled: Reservoir[Request] = Reservoir(_NUM_SAMPLED)
         self.read_s = 0.0
@@ -88,12 +92,16 @@ class Survey:
 
     def _add(self, row: Row, request: Request) -> None:
         length, params = len(request.prompt_token_ids), request.params
+        num_outputs = 1 if params.is_greedy else params.n
+        if isinstance(row, ChatRow):
+            length, num_outputs = row.num_tokens, row.num_turns
+            self.turns[num_outputs] += 1
         is_scored = bool(request.labels)
         is_fixed = params.has_fixed_length or is_scored
         max_output = 0 if is_scored else min(params.max_tokens, max(self._max_model_len - length, 0))
         if template := self._validator.builder.finder.template:
             self.empty_fields.update(template.empty_fields(row.columns))
         self.prompt_lengths[length] += 1
-        self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
+        self.outputs[max_output, is_fixed] += num_outputs
         self.label_tokens += sum(map(len, request.labels))
         self.sampled.add(request)

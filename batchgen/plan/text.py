@@ -43,7 +43,9 @@ def _rows(plan: Plan) -> Lines:
 
 
 def _tokens(plan: Plan) -> Lines:
-    prompts, outputs = plan["prompt_tokens"], plan["output_tokens"]
+    prompts, outputs, turns = plan["prompt_tokens"], plan["output_tokens"], plan["turns"]
+    if turns:
+        yield "turns", f"{turns['total']:,} to generate, {turns['max']:,} at most in a chat"
     spread = f"p50 {prompts['p50']:,}, p90 {prompts['p90']:,}, p99 {prompts['p99']:,}, max {prompts['max']:,} a row"
     yield "tokens in", f"{prompts['total']:,}; {spread}"
     most = max(bucket["rows"] for bucket in prompts["histogram"])

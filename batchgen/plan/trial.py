@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
+from batchgen.core.chat_rows import ChatRow
 from batchgen.core.errors import UsageError
 from batchgen.core.units import counted
 from batchgen.input.rows import prepared
@@ -22,6 +23,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.run.loader import EngineFactory, load_engine
 from batchgen.run.opened import open_job
 from batchgen.run.results import entry_of, failed_entry
+from batchgen.run.turns import Turns
 
 _MAX_RECORD_CHARS = 500  # of a record without a text, such as a vector
 
@@ -40,7 +42,8 @@ class Tried:
         where = f"row {self.record['index']} (line {self.line})"
         if "code" in self.record:
             return f"{where}: {self.record['code']}: {self.record['message']}"
-        sent = f"{where}, {counted(self.num_prompt_tokens, 'prompt token')}:\n{_indented(self.prompt)}"
+        turns = f", turn {len(self.record['finish_reasons'])}" if "finish_reasons" in self.record else ""
+        sent = f"{where}{turns}, {counted(self.num_prompt_tokens, 'prompt token')}:\n{_indented(self.prompt)}"
         num_tokens = counted(self.record["usage"].get("completion_tokens", 0), "token")
         if samples := self.record.get("samples"):
             answers = [
@@ -76,16 +79,20 @@ def try_job(
     if requests:  # else no weights are loaded
         with closing((engine_factory or load_engine)(job.spec, job.model)) as backend:
             backend.prepare()
-            results = {result.key: result for result in backend.engine.run(requests)}
+            pending = {row.key: row for row, request in answers if request is not None}
+            turns = Turns(job.builder, pending)
+            ended = [*filter(None, map(turns.take, backend.engine.run(turns.requests(requests))))]
+            results = {row.key: (row, result) for row, result in ended}
             for line in backend.notes:
                 note(line)
     for row, request in answers:
         if request is None:
             yield Tried(row.line, 0, "", _fields(failed_entry(row, job.records).payload))
             continue
-        ids, tokenizer = request.prompt_token_ids, job.model.tokenizer
+        (ended, result), tokenizer = results[row.key], job.model.tokenizer
+        ids = ended.prompt_token_ids if isinstance(ended, ChatRow) else request.prompt_token_ids  # of the last turn
         prompt = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else str([*ids])
-        entry = entry_of(row, results[row.key], job.records)
+        entry = entry_of(ended, result, job.records)
         yield Tried(row.line, len(ids), prompt, _fields(entry.payload))
 
 

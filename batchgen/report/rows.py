@@ -133,8 +133,10 @@ class RowTotals:
             row |= lengths | {name: timings[name] for name in _SLOW_TIMINGS}
             self.slowest = sorted([*self.slowest, row], key=itemgetter("total_s"), reverse=True)[:_NUM_SLOWEST]
         samples = record.get("samples") or [record]
-        self.finish_reasons.update(sample["finish_reason"] for sample in samples if "finish_reason" in sample)
-        is_cut = samples == [record] and record.get("finish_reason") == "length" and record.get("complete") is None
+        reasons = [sample["finish_reason"] for sample in samples if "finish_reason" in sample]
+        turns = record.get("finish_reasons")
+        self.finish_reasons.update(turns or reasons)
+        is_cut = samples == [record] and not turns and reasons == ["length"] and record.get("complete") is None
         self.num_cut_by_job += is_cut and lengths["completion_tokens"] == self.max_tokens
         complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
         self.completeness.update(complete)

@@ -28,7 +28,10 @@ class EngineLike(Protocol):
     def stats(self) -> Stats: ...
 
     def run(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Results in order of completion, pulling requests lazily; see ``Backend.takes_rows`` for others."""
+        """Results in order of completion, pulling requests lazily, None where one follows from a result to come.
+
+        See ``Backend.takes_rows`` for others than requests.
+        """
 
     def stop(self) -> None:
         """Make ``run`` return after the step under way."""

@@ -31,6 +31,7 @@ from batchgen.run.outcome import Outcome
 from batchgen.run.progress import Progress
 from batchgen.run.results import Charge, ResultSink
 from batchgen.run.stop import Limits, Stopper
+from batchgen.run.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +143,24 @@ class Invocation:
             if backend.takes_rows:
                 stream.gives_rows = True
                 first = stream.pending[first.key]
+            turns = Turns(None if backend.takes_rows else validator.builder, stream.pending, sink.save_turns)
             try:
                 with self.progress.generating(backend), self.stopper.drain_with(engine.stop):
-                    for result in engine.run(chain([first], tasks)):
-                        sink.finish(stream.pending.pop(result.key), result)
+                    for result in engine.run(turns.requests(chain([first], tasks))):
+                        if (ended := turns.take(result)) is not None:
+                            sink.finish(*ended)
                         self.stopper.check_limits(self.progress.computed_tokens)
                         sink.check_error_rate(self.stopper)
             except BatchgenError as error:
                 if error.exit_code == ExitCode.STOPPED:  # the last worker is lost: a resume continues from there
-                    journal.save_partials(engine.unfinished())
+                    journal.save_partials(turns.unfinished(engine.unfinished()))
                     journal.commit()
                 raise
             finally:
                 self._tell_notes(backend)
                 sink.close()
             if stream.pending:
-                journal.save_partials(engine.unfinished())
+                journal.save_partials(turns.unfinished(engine.unfinished()))
         journal.commit()
         return stream.is_exhausted and not stream.pending
 

@@ -22,6 +22,7 @@ from batchgen.core.model_location import resolve_model
 from batchgen.core.records import SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import Embedded
+from batchgen.input.turns import TurnBuilder
 from batchgen.model.adapter.settings import Lora, doubts, read_lora, resolve_adapter
 from batchgen.model.config import ModelConfig
 from batchgen.model.files import ModelFiles, file_states
@@ -121,7 +122,8 @@ class ModelInfo:
             ids = side_of(embed, self.vectors, self.tokenizer, longest)
             settings = Embedded(embed.pooling or "", prefix, embed.truncate, kept, takes_lists, ids)
             where = replace(where, chat_template="none")
-        return RequestBuilder(
+        make = partial(TurnBuilder, parse=spec.output.parse) if where.regenerate else RequestBuilder
+        return make(
             where,
             settings,
             self.tokenizer,

@@ -118,6 +118,8 @@ def _wrong(run_dir: RunDir, spec: JobSpec, report: Mapping[str, Any]) -> list[di
 def _prompt(spec: JobSpec, record: Mapping[str, Any]) -> str:
     """The prompt of a record before the chat template, if its columns contain it; otherwise ""."""
     columns = columns_of(spec, record)
+    if spec.input.regenerate and spec.input.messages:
+        columns = {spec.input.messages: record["messages"][:-1]}
     if (template := spec.input.prompt) and "{" in template:
         with suppress(RowProblem):
             return Template.parse(template).render(columns)

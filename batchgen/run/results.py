@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+from batchgen.core.chat_rows import ChatRow
 from batchgen.core.errors import BatchgenError, RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Result, Row
@@ -92,6 +93,12 @@ class ResultSink:
         self._append(entry)
         if self._template is not None and entry.kind == "result":
             self.empty_fields.update(self._template.empty_fields(row.columns))
+
+    def save_turns(self, row: ChatRow) -> None:
+        """Keep the turns of a row that has another one. Raises StorageError."""
+        if not row.output_token_ids:  # else the journal has them
+            with self._charge("write"), self._lock:
+                self.journal.add_partial(row.index, row.generated_token_ids)
 
     def keep(self, row: Row, record: Mapping[str, Any]) -> None:
         """Record the result of an earlier job. Raises StorageError."""

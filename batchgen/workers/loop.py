@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from batchgen.core.chat_rows import ChatRow
 from batchgen.core.records import Request, Result, Row
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import ChunkSize
+from batchgen.input.turns import TurnBuilder
 from batchgen.output.journal import JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.results import entry_of, failed_entry
@@ -60,9 +62,21 @@ class RowMaker:
                 self._rows[request.key] = row
                 yield request
 
-    def finish(self, result: Result) -> JournalEntry:
-        """The row of a result, ready for the journal."""
-        return entry_of(self._rows.pop(result.key), result, self._record_builder)
+    def finish(self, result: Result) -> JournalEntry | ChatRow:
+        """The row of a result, ready for the journal, or to be built again since it has another turn."""
+        row = self._rows.pop(result.key)
+        if isinstance(row, ChatRow) and isinstance(self._builder, TurnBuilder):
+            row, whole = self._builder.after(row, result)
+            if whole is None:
+                return row
+            result = whole
+        return entry_of(row, result, self._record_builder)
+
+    def with_turns(self, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        """``tokens`` of unfinished requests, by key, after those of the turns before them."""
+        rows = {key: self._rows[key] for key in tokens}
+        chats = {key: row for key, row in rows.items() if isinstance(row, ChatRow)}
+        return {**tokens, **{key: row.token_ids_with(tokens[key]) for key, row in chats.items()}}
 
 
 class EngineLoop:
@@ -123,9 +137,17 @@ class EngineLoop:
             partials, self._partials = self._partials, None
             stopped, progress = self._is_stopped, self._progress + self._num_launches()
         self._took_at = self._clock()
-        finished = (*answers, *map(self._maker.finish, results))
+        tokens = None if partials is None else self._maker.with_turns(partials)  # before their turns end
+        made = [*map(self._maker.finish, results)]
+        begun = [row for row in made if isinstance(row, ChatRow)]
+        if begun:
+            tokens = {**(tokens or {}), **{row.key: row.token_ids_with() for row in begun}}
+            with self._changed:
+                self._inbox = begun + self._inbox
+                self._changed.notify_all()
+        finished = (*answers, *(entry for entry in made if not isinstance(entry, ChatRow)))
         stats = self._stats(is_last=stopped)
-        return WorkerUpdate(finished, partials, stats, stopped=stopped, progress=progress)
+        return WorkerUpdate(finished, tokens, stats, stopped=stopped, progress=progress)
 
     def close(self) -> None:
         """End the threads after the step and the row under way."""

@@ -46,6 +46,17 @@ def test_preempted_sequences_come_before_fresh_ones_the_first_admitted_first() -
     assert drained(queue) == [1, 2, 3, 0]
 
 
+def turn(key: int, number: int, count: int) -> Sequence:
+    return RequestState(Request(key, (1, 2), SamplingParams(max_tokens=10), turn=number, num_turns=count)).sequences[0]
+
+
+def test_later_turns_of_a_row_come_first_and_rows_with_more_turns_before_others() -> None:
+    queue = WaitingQueue()
+    for made in (sequence(0), turn(1, 0, 2), turn(2, 0, 3), turn(3, 2, 3), turn(4, 1, 4)):
+        queue.push(made)
+    assert drained(queue) == [3, 4, 2, 1, 0]
+
+
 @given(st.lists(st.integers(1, 4), max_size=30))
 def test_no_sequence_is_lost(lengths: list[int]) -> None:
     queue = WaitingQueue()

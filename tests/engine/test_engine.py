@@ -231,6 +231,37 @@ def test_a_request_can_be_answered_from_within_the_source() -> None:
     assert sorted(seen) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["single", "overlapping"])
+def test_a_request_may_follow_from_a_result_when_the_source_has_no_other(overlaps: bool) -> None:
+    answers: list[Result] = []
+
+    def source() -> Iterator[Request | None]:
+        prompt = PROMPT
+        for key in range(3):
+            yield Request(key, prompt, GREEDY, turn=key, num_turns=3)
+            while len(answers) == key:
+                yield None
+            prompt = (*prompt, *answers[key].first.token_ids, 8)
+
+    engine = engine_for(MODEL, num_blocks=100, block_size=4, parts={"overlaps": overlaps})
+    for result in engine.run(source()):
+        answers.append(result)
+    for result in answers[1:]:
+        before = answers[result.key - 1]
+        assert result.num_prompt_tokens == before.num_prompt_tokens + len(before.first.token_ids) + 1
+        cached = before.num_prompt_tokens + len(before.first.token_ids) - 1
+        assert result.timings.cached_tokens == cached // 4 * 4
+
+
+def test_tokens_behind_the_end_of_an_answer_are_left_to_the_next_turn(undisturbed: tuple[int, ...]) -> None:
+    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20))
+    params = replace(GREEDY, stop_token_ids=(undisturbed[2],))
+    first = undisturbed.index(undisturbed[2])
+    done = engine.submit(Request(0, PROMPT, params, undisturbed))
+    assert done is not None
+    assert (done.first.token_ids, done.first.finish_reason) == (undisturbed[: first + 1], FinishReason.STOP)
+
+
 def test_times_are_consistent() -> None:
     engine = engine_for(MODEL, num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=9)
     results = list(engine.run(random_requests(15, seed=2, prompt=(1, 20))))

@@ -103,6 +103,16 @@ def test_what_was_generated_is_not_kept_and_its_memory_is_used_again_before_any_
     assert set(second.block_table) <= set(table)
 
 
+def test_an_answer_that_another_turn_follows_is_kept() -> None:
+    scheduler = make()
+    first = RequestState(Request(0, STEM, SamplingParams(max_tokens=10), turn=0, num_turns=2)).sequences[0]
+    scheduler.add(first)
+    while scheduler.has_work:
+        step(scheduler)
+    add(scheduler, 1, (*first.token_ids, 50))
+    assert step(scheduler) == {1: 3}, "of 23 tokens, 20 are in full blocks"
+
+
 def test_a_promise_ends_with_a_sequence_that_is_let_go() -> None:
     """Its owner finished half way through its prompt, as when a job stops a row: the next one computes the block."""
     scheduler = make(budget=5)

@@ -83,6 +83,24 @@ def batch_rows(count: int) -> list[dict[str, Any] | str]:
     return rows
 
 
+def chat_rows(count: int) -> list[dict[str, Any] | str]:
+    """Chats of one to four turns, one of them too long from its third turn on."""
+    texts = [[f"Hi {i}, {number}" for number in range(1 + i % 4)] for i in range(count)]
+    texts[6][2] = "x" * 9000
+    return [
+        {
+            "id": f"c{i}",
+            "chat": [message for text in said for message in _turn(text)],
+            "sampling": {"max_tokens": 12 + 6 * (i % 3)},
+        }
+        for i, said in enumerate(texts)
+    ]
+
+
+def _turn(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "so"}]
+
+
 Stub = Mapping[str, Any] | None  # options of the stub engine; None stands for the model's own
 NO_STUB: Stub = MappingProxyType({})
 
@@ -119,6 +137,11 @@ _OPENAI: dict[str, Any] = {
     "output": 'format = "openai-batch"',
 }
 
+_TURNS: dict[str, Any] = {
+    "input": "chats.jsonl",
+    "keys": 'id = "id"\nmessages = "chat"\nregenerate = "assistant"',
+}
+
 _EARLIER: Any = (((*RUN, "--input", "first/input.jsonl"), {}),)
 
 SCENARIOS = {
@@ -126,6 +149,8 @@ SCENARIOS = {
     "run-parquet": Scenario(RUN, **_PARQUET),
     "run-workers": Scenario((*RUN, "--workers", "2")),
     "run-openai": Scenario(RUN, **_OPENAI),
+    "run-turns": Scenario(RUN, **_TURNS),
+    "run-turns-workers": Scenario((*RUN, "--workers", "2"), **_TURNS),
     "run-gz-completion": Scenario(
         RUN,
         input="input.jsonl.gz",
@@ -229,6 +254,8 @@ class Stage:
         pq.write_table(pa.Table.from_pylist(flat), self.work / "input.parquet", row_group_size=5)
         batch = "".join(json.dumps(row) + "\n" for row in batch_rows(self._num_rows * 2 // 3))
         (self.work / "batch.jsonl").write_text(batch, encoding="utf-8")
+        chats = "".join(json.dumps(row) + "\n" for row in chat_rows(self._num_rows))
+        (self.work / "chats.jsonl").write_text(chats, encoding="utf-8")
         scenario = self.scenario
         text = JOB.replace("{keys}", scenario.keys).replace("{sampling}", scenario.sampling)
         text = text.replace("{output}", scenario.output).replace("{input}", scenario.input)

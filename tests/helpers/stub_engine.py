@@ -132,14 +132,17 @@ class StubEngine:
     finished: dict[int, Result] = field(default_factory=dict)
     is_stopping: bool = False
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+    def run(self, requests: Iterable[Request | None]) -> Iterator[Result]:
         source = iter(requests)
         more = True
         while not self.is_stopping:
             while more and len(self.waiting) < self.look_ahead:
-                request = next(source, None)
-                if request is None:
+                try:
+                    request = next(source)
+                except StopIteration:
                     more = False
+                    break
+                if request is None:  # it follows from a result
                     break
                 self.submit(request)
             if not self.has_work:
@@ -168,7 +171,8 @@ class StubEngine:
             # Not in order, as the real one, and as there no row waits for ever.
             request = self.waiting.pop(0 if self.num_started % 3 == 0 else len(self.waiting) // 2)
             self.num_started += 1
-            self.running[request.key] = (request, list(request.output_token_ids), time.monotonic())
+            known = request.output_token_ids[: min(stub_length(request), request.params.max_tokens)]
+            self.running[request.key] = (request, list(known), time.monotonic())
             self.stats.num_prefill_tokens += len(request.prompt_token_ids)
         if self.step_s:
             time.sleep(self.step_s)

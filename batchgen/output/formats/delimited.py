@@ -17,10 +17,10 @@ from batchgen.output.formats.jsonl import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
 _ANSWER = (  # what the model gave, in this order, after the columns of the input
-    *("text", "extracted", "label", "score", "parsed", "reasoning"),
+    *("messages", "text", "extracted", "label", "score", "parsed", "reasoning"),
     *("tool_calls", "scores", "samples", "perplexity"),
-    *("embedding", "embeddings", "complete", "finish_reason", "token_ids"),
-    *("logprobs", "prompt_logprobs"),
+    *("embedding", "embeddings", "complete", "finish_reason", "finish_reasons"),
+    *("token_ids", "logprobs", "prompt_logprobs"),
 )
 _BUFFER_CHARS = 1 << 20
 
