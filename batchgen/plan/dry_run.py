@@ -63,13 +63,14 @@ def make_plan(
     earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).current
     at = earlier.rendered_at if earlier else rendered_at(spec)
     with open_job(spec, run_dir, at) as job:
-        job.check_columns()
+        notes = [line for line in (job.model.recommended_hint(spec), *job.check_columns()) if line]
         spec, model = job.spec, job.model
         with job.validator(shard) as validator, closing(_earlier_results(job, run_dir, earlier, at)) as results:
             survey = Survey(validator, model.max_model_len, lambda row: results.find(row)[0] is not None)
             survey.take(job.rows(shard).read())
     lengths = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     plan = _content(spec, model, survey, _forecast(spec, model, survey, lengths, calibrates=calibrates))
+    plan["notes"] = notes
     if spec.output.reuse or earlier:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
         plan["reuse"] = results.lines

@@ -39,6 +39,7 @@ def _rows(plan: Plan) -> Lines:
         yield "", "all of them: --json, bad_rows"
     for name, count in plan["empty_fields"].items():
         yield "empty", f"{name} in {counted(count, 'row')}, whose prompts are made without it"
+    yield from (("note", line) for line in plan["notes"])
     yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 

@@ -42,6 +42,15 @@ def test_a_plan_says_what_an_update_would_keep_and_compute(job: JobMaker) -> Non
     assert make_plan(job.spec(sampling={"stop": ["x"]}))["rows"]["reused"] == 0
 
 
+def test_a_plan_says_which_columns_of_a_request_are_not_read_as_the_run_does(job: JobMaker) -> None:
+    messages = [{"role": "user", "content": "Name a color as JSON."}]
+    job.write([{"id": 1, "messages": messages, "response_format": {"type": "json_object"}, "max_tokens": 3}])
+    plan = plan_of(job, input={"prompt": None, "messages": "messages"})
+    (note,) = plan["notes"]
+    assert note.startswith("columns of a request next to 'messages' are copied and not read: 'response_format'")
+    assert "column 'sampling'" in " ".join(render_plan(plan).split())
+
+
 def plan_of_ids(job: JobMaker, **sections: Any) -> dict[str, Any]:
     """The plan of rows that bring their token ids."""
     spec = job.spec(**sections)
