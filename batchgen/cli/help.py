@@ -107,7 +107,7 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
     rows = answers(topic, pages["faq"])
     if distance(best) < ((1, 0) if rows else (3, 0)):
         return best
-    if lines := [*_of_message(topic, rows)] or [*_places(topic, all_sections)]:
+    if lines := [*_of_message(topic, rows)] or [*_places(topic, all_sections)] or [*_meant(topic)]:
         return Section(topic, 1, lines)
     hint = resembling(topic, [*pages, *commands, *(section.name for section in all_sections)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
@@ -139,6 +139,14 @@ def _places(topic: str, all_sections: Iterable[Section]) -> Iterator[str]:
     if any(listed):
         title = f"# {' and '.join(topic.split())} {'are' if ' ' in topic else 'is'} found in"
         yield from (title, "", *listed[0], *listed[1])
+
+
+def _meant(topic: str) -> Iterator[str]:
+    """The pages that words of a topic mean, if other tools use these words."""
+    found = dict.fromkeys(synonym.topic for word in topic.split() if (synonym := synonym_of(word)))
+    if found:
+        yield from (f"# {topic}: pages on its words", "")
+        yield from (f"* `batchgen help {shlex.quote(name)}`" for name in found)
 
 
 def _stands_in(topic: str, section: Section) -> bool:

@@ -171,7 +171,8 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "slow", "speculative decoding is not done"
     ): "speculative decoding, speculate, speculative-config, draft-model, spec-decode, mtp, eagle",
-    Synonym("slow"): "throughput, performance tuning, faster, slowness, speed up, optimize",
+    Synonym("slow"): "throughput, performance tuning, fast, faster, slowness, speed, speed up, optimize",
+    Synonym("Quantization", "report --compare shows what it costs in rows of your own"): "quality, quality loss",
     # Several processes
     Synonym(
         "cluster.workers", "copies of a model share the rows, and none is split over devices"

@@ -82,6 +82,8 @@ TOPICS = {  # what the answer must say
     "date32": "dates and times become text",
     "timestamp": "dates and times become text",
     "parquet": "first the fields of the record",
+    "twice as fast": "batchgen help slow",
+    "quality": "Count the changes on rows of your own",
 }
 
 
