@@ -104,7 +104,7 @@ KEYS = {
     "found, and both (correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
 _OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "perplexity", "reused", "structured", "workers"}
-_OPTIONAL_KEYS |= {"compared", "empty_fields"}  # reports that are kept as a baseline may lack them
+_OPTIONAL_KEYS |= {"compared", "cut_by_job", "empty_fields"}  # reports of earlier versions may lack them
 
 
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:

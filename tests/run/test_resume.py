@@ -253,8 +253,20 @@ def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
         job.run(spec)
 
 
+OF_0_1 = """
+advice bound_by compared computed_tokens copied_tokens created_at device_hours_per_million_output_tokens
+device_hours_per_million_prompt_tokens device_s duplicates empty_fields engine errors finish_reasons finished_at
+generate_s histograms input latency_s machine max_rss_bytes model numerics occupancy preemptions prefix_cache
+recomputed_tokens rows seconds series sessions shard sizes slowest tail_s threads tokens tokens_per_s version versions
+wall_s
+"""  # what each report of version 0.1.0 has
+
+
 def of_an_earlier_version(output: Path) -> None:
     """Make a folder one that an earlier version wrote: other keys, and a progress.json of another kind."""
+    if (report := output / "report.json").exists():
+        content = json.loads(report.read_bytes())
+        report.write_text(json.dumps({name: content[name] for name in OF_0_1.split()} | {"gone": 1}))
     for path in (*output.glob("job.json"), *output.glob("journal/*/job.json")):
         content = json.loads(path.read_bytes())
         del content["batchgen"], content["num_good"]
