@@ -143,10 +143,10 @@ def _places(topic: str, all_sections: Iterable[Section]) -> Iterator[str]:
 
 def _meant(topic: str) -> Iterator[str]:
     """The pages that words of a topic mean, if other tools use these words."""
-    found = dict.fromkeys(synonym.topic for word in topic.split() if (synonym := synonym_of(word)))
-    if found:
+    topics = dict.fromkeys(synonym.topic for word in topic.split() if (synonym := synonym_of(word)))
+    if topics:
         yield from (f"# {topic}: pages on its words", "")
-        yield from (f"* `batchgen help {shlex.quote(name)}`" for name in found)
+        yield from (f"* `batchgen help {shlex.quote(name)}`" for name in topics)
 
 
 def _stands_in(topic: str, section: Section) -> bool:
