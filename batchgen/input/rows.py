@@ -130,15 +130,9 @@ def chunked(rows: Iterable[Row], most: Callable[[], int] = lambda: CHUNK_ROWS) -
     return bounded(rows, row_chars, CHUNK_CHARS, most)
 
 
-class ChunkSize:
-    """Number of rows to prepare at once: it doubles from 1 to ``CHUNK_ROWS``, and is 1 again after a slow chunk."""
-
-    def __init__(self) -> None:
-        self.num_rows = 1
-
-    def adapt(self, took_s: float) -> None:
-        """Choose the size of the next chunk by the seconds that the last one has taken."""
-        self.num_rows = min(2 * self.num_rows, CHUNK_ROWS) if took_s < SLOW_CHUNK_S else 1
+def next_size(size: int, took_s: float) -> int:
+    """Number of rows to prepare at once, after ``size`` rows took ``took_s``: twice as many, but 1 if that was slow."""
+    return min(2 * size, CHUNK_ROWS) if took_s < SLOW_CHUNK_S else 1
 
 
 def prepared(rows: Iterable[Row], build: Callable[[list[Row]], Iterator[Prepared]]) -> Iterator[Prepared]:
@@ -146,13 +140,12 @@ def prepared(rows: Iterable[Row], build: Callable[[list[Row]], Iterator[Prepared
 
     The first answer to a chunk takes longest, since a chunk is read and tokenized as a whole.
     """
-    size = ChunkSize()
-    chunks = chunked(rows, lambda: size.num_rows)
-    began_at = time.monotonic()
+    size, began_at = 1, time.monotonic()
+    chunks = chunked(rows, lambda: size)
     while chunk := next(chunks, []):
         answers = build(chunk)
         first = [*islice(answers, 1)]
-        size.adapt(time.monotonic() - began_at)
+        size = next_size(size, time.monotonic() - began_at)
         yield from chain(first, answers)
         began_at = time.monotonic()
 

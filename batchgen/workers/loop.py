@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from batchgen.core.chat_rows import ChatRow
 from batchgen.core.records import Request, Result, Row
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.rows import ChunkSize
+from batchgen.input.rows import next_size
 from batchgen.input.turns import TurnBuilder
 from batchgen.output.journal import JournalEntry
 from batchgen.output.record_builder import RecordBuilder
@@ -175,13 +175,13 @@ class EngineLoop:
 
     def _builds(self) -> None:
         """Make requests of incoming tasks, many at once if that takes little time."""
-        size = ChunkSize()
+        size = 1
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._inbox or self._is_stopping)
                 if self._is_stopping:
                     return
-                tasks, self._inbox = self._inbox[: size.num_rows], self._inbox[size.num_rows :]
+                tasks, self._inbox = self._inbox[:size], self._inbox[size:]
             began_at = self._clock()
             for made in self._maker.build(tasks):
                 with self._changed:
@@ -190,7 +190,7 @@ class EngineLoop:
                     waiting.append(made)
                     if len(waiting) == 1:  # else who waits for it is on its way
                         self._changed.notify_all()
-            size.adapt(self._clock() - began_at)
+            size = next_size(size, self._clock() - began_at)
 
     def _steps(self) -> None:
         """Step the engine while it has work."""
