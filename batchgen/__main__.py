@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave at once where a module is being imported: what is raised there may end as any other error, or as none."""
+    """Leave at once where a module is being imported: an exception there may change, or be lost."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             _say_interrupted()

@@ -293,7 +293,7 @@ def _spec(path: str | None, sections: Mapping[str, Any]) -> JobSpec:
 
 
 def _pass_on_signal(outcome: Outcome) -> None:
-    """Let a signal that stopped the run, or came too late to, have the effect that it has outside of it."""
+    """Give a signal that stopped the run, or came too late to stop it, its usual effect."""
     if outcome.stop_reason and outcome.stop_reason in signal.Signals.__members__:
         number = signal.Signals[outcome.stop_reason]
         if signal.getsignal(number) is signal.default_int_handler:

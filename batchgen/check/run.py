@@ -36,8 +36,8 @@ from batchgen.run.stdin import stdin_as_file
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-3, torch.float16: 2**-6}
-# More of it where a last bit decides between two neighbouring numbers that a key or value, or an input, is rounded to:
-# then most rows are as near as ever, and a few are 5 % apart in float32.
+# More of it if a last bit decides to which of two neighbouring numbers a key, value or input is rounded: then most rows
+# are as near as ever, and a few are 5 % apart in float32.
 KV_TOLERANCE = {"auto": 0.0, "bfloat16": 2**-6, "int8": 2**-6}
 ACTIVATIONS_TOLERANCE = {"auto": 0.0, "int8": 2**-3}
 LENGTHS = (1, 5, 40, 100, 520)  # of made-up prompts: below a KV block, above one, above a CPU's step

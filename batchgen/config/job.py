@@ -264,7 +264,7 @@ class JobSpec:
     embed: EmbedSpec = EmbedSpec()
     eval: EvalSpec = EvalSpec()
     own_sampling: tuple[str, ...] | None = None  # keys given over the model's generation_config, until it is found
-    fills_context: bool = False  # OpenAI's requests without max_tokens of their own: the job gives none either
+    fills_context: bool = False  # OpenAI's requests may fill the context if neither they nor the job give max_tokens
     template_place: str = field(default="input.chat_template", compare=False)  # of its text, as errors name it
 
     def without(self, policies: Collection[str]) -> JobSpec:
@@ -289,7 +289,7 @@ class JobSpec:
 
     @property
     def generates(self) -> bool:
-        """Whether rows become text: neither vectors nor the scores of labels."""
+        """Whether rows become text, and not vectors or scores of labels."""
         return not (self.embed.is_on or self.sampling.labels)
 
     def check_kind(self) -> None:

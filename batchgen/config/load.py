@@ -158,7 +158,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
             if section == "embed" and section in origin.values and origin.base is not None:  # job.json names it
                 values = {"pooling": "auto"} | values
             if section == "input" and any(key in values for key in _PROMPT_KEYS):
-                for key in _PROMPT_KEYS:  # a flag that says what the prompt is replaces all that the file says of it
+                for key in _PROMPT_KEYS:  # a flag for the prompt replaces all keys of the file for it
                     merged[section].pop(key, None)
             merged[section] |= values
     sampling = SamplingParams()

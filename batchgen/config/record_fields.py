@@ -18,8 +18,8 @@ RECORD_KEYS = frozenset(
 )
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text
 WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # of such a job: the text that becomes a vector keeps its name
-_REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request, of which only what is named is kept
-# What a response in OpenAI's form says of its request, where RecordBuilder keeps it.
+_REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request; kept only if named
+# Fields of its request in a response in OpenAI's form, under the names of RecordBuilder.
 OF_REQUEST = ("url", "encoding_format", "model")
 _PREFIX = "input_"
 _PREFIXES = re.compile(f"^(?:{_PREFIX})+")

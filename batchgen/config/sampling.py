@@ -21,7 +21,7 @@ from batchgen.core.structured import OLD_NAMES, canonical, from_response_format,
 from batchgen.core.units import shown
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
-# Keys of it that would change the answer and are not done here, with the values that change nothing.
+# Unsupported keys of it that would change the answer, with the values that do not.
 _ALWAYS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (None, 1)),
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)),
@@ -53,7 +53,7 @@ SAMPLING_KEYS = {
         "same",
     ),
 }
-# What asks for structured outputs in a row, and how it says so in the words of the first.
+# Ways to ask for structured outputs in a row, with their translations to the first one.
 _WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "structured_outputs": object_of,
     "response_format": from_response_format,

@@ -31,7 +31,7 @@ _MAX_BYTES = 16 << 20  # of a job file
 _HOMES = [(name, section) for section, keys in KEYS.items() for name in keys]
 _NUM_HOMES = Counter(name for name, _ in _HOMES)
 MAIN_SECTIONS = {"prompt": "input", "dtype": "model"}  # of keys that several sections have: the one that a user means
-# Keys that may stand in no section: those that one section alone has, and these.
+# Keys that may be outside sections: keys of a single section, and these.
 _SHORT = {name: (section, name) for name, section in _HOMES if _NUM_HOMES[name] == 1}
 _SHORT |= {name: (name, "path") for name in ("model", "input", "output")}
 _SHORT |= {name: (section, name) for name, section in MAIN_SECTIONS.items()}

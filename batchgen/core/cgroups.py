@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
-_FILES = {  # by version: the limit, what is used, and of that the line of memory.stat for what the kernel can take back
+_FILES = {  # by version: the limit, the usage, and the line of memory.stat with the part that the kernel can reclaim
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }

@@ -231,7 +231,7 @@ def _at_most(limit: int) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
 
 
 def _labels(texts: tuple[str, ...]) -> tuple[str, ...]:
-    if len(texts) == 1:  # as one flag may list them, since one label alone means nothing
+    if len(texts) == 1:  # a single flag may list them, since a single label is useless
         texts = tuple(filter(None, map(str.strip, texts[0].split(","))))
     more = "; give --labels A,B, or --labels once per label" if len(texts) == 1 else ""
     if texts and not 2 <= len(texts) <= MAX_LABELS:

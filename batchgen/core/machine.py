@@ -29,7 +29,7 @@ _MORE_THREADS = "raise the limit on processes and threads (ulimit -u, or --pids-
 _REMEDIES = "end other processes, or raise the limit"
 _AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d.]+ [kKMGTPE]?i?B(?:ytes)?\b)", re.I)
 _CPUINFO = Path("/proc/cpuinfo")
-_FALLBACK_SHARE = 0.5  # of what is built in: free for use where the system does not tell (not Linux)
+_FALLBACK_SHARE = 0.5  # of built-in memory: assumed free on systems that do not report it (not Linux)
 
 
 def physical_bytes() -> int:

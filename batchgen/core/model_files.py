@@ -24,7 +24,7 @@ WEIGHTS_FILES = ("*.safetensors", *TOKENIZER_FILES)
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of files, each named after what its template is for
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of files, each named after its template's purpose
 _DATA_NAMES = frozenset(
     (
         *(_CONFIG, GENERATION_CONFIG, INDEX),

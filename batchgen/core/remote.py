@@ -23,9 +23,9 @@ from batchgen.core.units import printable, shortened
 T = TypeVar("T")
 READABLE = ("s3", "gs", "hf", "https", "http")
 WRITABLE = ("s3", "gs", "hf")
-WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0)  # before each further try of what may pass
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0)  # before each retry after a transient error
 PATIENCE_S = 60.0  # after which it is not tried again
-STILL_S = 15.0  # for which a server may send nothing
+STILL_S = 15.0  # how long a server may be silent
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 401, 403})
@@ -38,7 +38,7 @@ _NO_CREDENTIALS |= {"SSOError", "LoginError", "ProfileNotFound", "DefaultCredent
 _FORBIDDEN = {"PermissionError", "GatedRepoError"}
 _MISSING = {"FileNotFoundError", "EntryNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError"}
 _BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout"}
-# These print tracebacks of what is explained.
+# These print tracebacks of errors that are explained here.
 _NOISY = ("aiobotocore", "asyncio", "botocore", "fsspec", "gcsfs", "huggingface_hub", "s3fs")
 
 
@@ -177,7 +177,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _code(error: BaseException) -> str:
-    """The code in words that S3 gives, such as "NoSuchBucket"."""
+    """The error code of S3, such as "NoSuchBucket"."""
     response: Any = getattr(error, "response", None)
     return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
 

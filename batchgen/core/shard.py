@@ -1,4 +1,4 @@
-"""Shards: parts of one input that several runs compute apart, and ``merge`` joins."""
+"""Shards: parts of one input, which separate runs compute and ``merge`` joins."""
 
 from __future__ import annotations
 

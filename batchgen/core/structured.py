@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-MAX_BYTES = 1 << 16  # of the canonical text; llguidance's own limits bound what it may cost to compile
+MAX_BYTES = 1 << 16  # of the canonical text; llguidance's own limits bound the cost of compiling it
 FORMS = ("json", "json_object", "regex", "choice", "grammar")  # exactly one of them
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "after")
 _OF_JSON = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")

@@ -262,12 +262,12 @@ _COMMANDS = {
     "Ctrl-C or SIGTERM, and the same run resumes": "stop, kill, cancel, abort, pause",
     "no server: see batchgen help compare": "serve, server, api",
 }
-_VALUES = {  # by key, what others call its values
+_VALUES = {  # by key, other names of its values
     "model.device": {"gpu": "cuda", "nvidia": "cuda", "cuda:all": "cuda", "mac": "mps", "metal": "mps", "intel": "xpu"},
     "model.dtype": {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     | {"f32": "float32", "float": "float32", "float64": "float32", "fp64": "float32", "double": "float32"},
 }
-# Arguments of other tools that ask for what happens anyway, with the values that do.
+# Arguments of other tools, with values that ask for something that batchgen does anyway.
 _ANYWAY: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
     **dict.fromkeys(("enforce_eager", "disable_log_stats", "disable_log_requests"), (False, True)),

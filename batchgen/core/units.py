@@ -49,7 +49,7 @@ def format_amount(amount: float) -> str:
 
 
 def parse_share(text: str) -> float:
-    """The share of one that ``5%`` or ``0.05`` means, between 0 and 1."""
+    """The share, from 0 to 1, that ``5%`` or ``0.05`` means."""
     message = 'must be a share such as "5%" or 0.05'
     body, percent, rest = text.strip().partition("%")
     try:

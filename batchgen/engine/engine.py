@@ -134,7 +134,7 @@ class Engine:
             self.stats.num_output_tokens += num_forced
             self.stats.num_forced_tokens += num_forced
         for sequence in state.sequences:
-            if sequence.generation.is_finished:  # by what an earlier run generated, or by forced tokens alone
+            if sequence.generation.is_finished:  # by an earlier run's tokens, or by forced tokens
                 answers += self._end(sequence)
             else:
                 self.scheduler.add(sequence)

@@ -100,7 +100,7 @@ class MemoryForecast:
         if self._rows is None:
             return
         holders = [self._pool.num_holders[block] for block in prefix]
-        if 2 in holders:  # a sequence that held such a block alone does so no more
+        if 2 in holders:  # blocks that one sequence held are now shared
             holder = self._holders_before()
             slots = holder[[block for block, count in zip(prefix, holders, strict=True) if count == 2]]
             self._rows[1] -= self._size * np.bincount(slots, minlength=self._bounds.shape[1])[self._rows[2]]

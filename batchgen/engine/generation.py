@@ -283,7 +283,7 @@ class Generation:
         self.next_scored = 1 if params.prompt_logprobs is not None else prompt
         self.end_scored = prompt if params.logprobs is None else len(self.token_ids)
         self.next_scored = min(self.next_scored, self.end_scored)
-        if self.request.pooling:  # hidden states come from where the next token would be scored
+        if self.request.pooling:  # hidden states come from the positions that score the next token
             self.next_scored = prompt if self.request.pooling == "last" else 1
             self.end_scored = 2 if self.request.pooling == "cls" else prompt + 1
 

@@ -84,7 +84,7 @@ class LogitsRecorder(Sampler):
         for sequence, positions in scored:
             for position in positions:
                 self._keep(sequence, position, next(rows))
-            if sequence.request.pooling:  # nothing is made of hidden states
+            if sequence.request.pooling:  # vectors are not computed
                 sequence.generation.next_scored += len(positions)
         super().score(logits, [part for part in scored if not part[0].request.pooling])
 

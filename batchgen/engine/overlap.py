@@ -23,7 +23,7 @@ from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import PendingTokens, upload
 
 _PLACEHOLDER = 0  # a token id of every model
-_ROWS = 64  # penalized at a time: what is computed on the way is several times as large as their logits
+_ROWS = 64  # penalized at a time: intermediate results are several times as large as their logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def runs_behind(device: torch.device) -> bool:
 
 
 def where_drawn(logits: Tensor) -> Tensor:
-    """Logits on the device that draws tokens: the host for accelerators that may lack float64."""
+    """The logits where tokens are drawn: on the host if launches are synchronous, since the device may lack float64."""
     return logits if runs_behind(logits.device) else logits.cpu()
 
 

@@ -48,7 +48,7 @@ _GREEDY = SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True, logprobs=1)
 _DRAWN = replace(_GREEDY, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=1, logprobs=None)
 _PENALIZED = replace(_DRAWN, repetition_penalty=1.05, presence_penalty=0.2)
 _NUM_ALLOWED = 50
-# Largest gap of a logit as a share of the row's largest one: some four times what rounding makes of it.
+# Largest gap of a logit as a share of the row's largest one: some four times the effect of rounding.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-4}
 # More of it if a last bit decides to which number of a type an input of a linear, or a key or value, is rounded.
 _ROUNDED_TOLERANCE = {"auto": 0.0, "bfloat16": 2**-8, "int8": 2**-4}
@@ -224,7 +224,7 @@ def _choice_fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, devi
         got, wanted = kernels.argmax_or_none(logits).cpu(), plain.argmax_or_none(expected).cpu()
         if not torch.equal(got, wanted):
             return "argmax differs from plain torch"
-        if dtype is small.dtype:  # what else is penalized has been widened
+        if dtype is small.dtype:  # other logits have been widened before penalties
             ours, theirs = kernels.logsumexp(logits).cpu(), plain.logsumexp(expected).cpu()
             ours, theirs = (sums.masked_fill(~sums.isfinite(), torch.inf) for sums in (ours, theirs))
             if ours.dtype != theirs.dtype or not torch.allclose(ours, theirs, 1e-5, 1e-5):

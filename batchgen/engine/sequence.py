@@ -40,7 +40,7 @@ class Sequence:
     decoded_from: int = field(init=False)  # the first token neither given nor computed before a preemption
     num_cached_tokens: int = 0  # taken over from the prefix cache
     num_preemptions: int = 0
-    block_table: array[int] = field(default_factory=partial(array, "i"))  # memory that a step copies as it is
+    block_table: array[int] = field(default_factory=partial(array, "i"))  # memory that a step copies unchanged
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks in order, as far as asked for
     conv_slot: int | None = None
     max_state_tokens: int = 0  # most tokens whose state it will hold while it runs

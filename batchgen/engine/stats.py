@@ -32,7 +32,7 @@ class Point(NamedTuple):
     kv_use: float
 
     def joined(self, after: Point) -> Point:
-        """This point and the next as one."""
+        """This point and the next one, joined."""
         return Point(self.at, *(mine + more for mine, more in zip(self[1:], after[1:], strict=True)))  # type: ignore[arg-type]  # columns keep their types
 
 

@@ -172,7 +172,7 @@ class ContentFinder:
         if self.template is not None:
             template = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
             text = self.template.render(columns, self._checked)
-            if self._special:  # also one of which only a part is the row's
+            if self._special:  # also a token of which only a part comes from the row
                 own = Counter(self._special.written(self.template.render(columns, lambda _: "")))
                 self._refuse(next(iter(Counter(self._special.written(text)) - own), ""))
             empty = self.template.empty_fields(columns)

@@ -15,9 +15,9 @@ from batchgen.input.rows import RowProblem, is_null, parse_json, type_name, wron
 from batchgen.text.marks import REASONING
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
-_MEDIA = ("audio", "image", "images", "video", "videos")  # of a message: what its turn says, and no text
+_MEDIA = ("audio", "image", "images", "video", "videos")  # of a message: content that is not text
 _SAYS = (str, list, dict)
-# Keys of a turn and of a call that say nothing in place of a content or arguments.
+# Keys of a turn and of a call that do not replace its content or arguments.
 _ABOUT = frozenset({"role", "content", "refusal", "annotations", "finish_reason", "id", "metadata", "model", "name"})
 _ABOUT |= {"phase", "status", "tool_call_id", "type"}
 _ABOUT_CALLS = frozenset({"name", "arguments", "call_id", "description", "function", "id", "status", "type"})

@@ -44,7 +44,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _VARIABLES = ("chat_template_kwargs", "tools", "tool_choice", "continue_final_message")
 _PREDICTION = "prediction"  # it saves OpenAI's time alone
 _OF_CHATS = ("chat_template_kwargs", "continue_final_message", "tools", "top_logprobs", "reasoning_effort", _PREDICTION)
-# Fields of a request that decide its answer, and that are read in a body and in ``sampling`` alone.
+# Fields of a request that decide its answer, and are only read in a body and in ``sampling``.
 REQUEST_FIELDS = frozenset(
     {*ROW_KEYS, *OLD_NAMES, *_NEUTRAL, "max_completion_tokens", "reasoning_effort", "extra_body"}
 )

@@ -69,7 +69,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     if where.type == "cpu" and kernels is None and (why := cpu_obstacle(activations)):
         raise ModelError(f"device 'cpu': {why}")
     if where.type == "cuda":
-        torch.cuda.set_device(where)  # what names no device, such as an event, then means this one
+        torch.cuda.set_device(where)  # the default device, for example of events
     source: TensorSource
     if model is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
@@ -81,7 +81,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     if where.type == "cpu":
         name = str(kind).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
-        if not build.is_started():  # by who knows the engine's settings too
+        if not build.is_started():  # by a caller that also knows the engine's settings
             # While the weights are read.
             build.start(name, config.saved_dtype, weights, activations, "auto", config.parts)
     with torch.inference_mode():

@@ -21,7 +21,7 @@ from batchgen.model.gguf.config import read_gguf_config
 
 _PREFIX = "dummy:"
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # transformers; the same once; MLX
-_TRUNKS = {"llama_bidirec": "llama"}  # the family of a model_type that only says what the model is for
+_TRUNKS = {"llama_bidirec": "llama"}  # the family of a model_type that only states a purpose
 _TEXT_PARTS: Mapping[str, Mapping[str, Any]] = {  # of models that see pictures too: what a file may leave out of it
     "gemma3": {
         "model_type": "gemma3_text",

@@ -99,7 +99,7 @@ def open_weights(path: Path) -> Any:
 class StoredTensors(Generic[Place]):
     """Tensors at ``path``, a file or folder, with their ``places`` by name; left-over tensors are refused."""
 
-    unread: tuple[str, ...] = ()  # beginnings of the names of tensors that the model leaves alone
+    unread: tuple[str, ...] = ()  # prefixes of the names of tensors that the model ignores
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, places: Mapping[str, Place]) -> None:
         self.path = path
@@ -236,7 +236,7 @@ class NamedTensors:
         return NamedTensors(self._source, self._config, **self._indices, **indices)
 
     def name(self, role: str, part: str = "weight") -> str:
-        """The name of a tensor of a module, or of a module that is itself a tensor if ``part`` is empty."""
+        """The name of a module's tensor; with an empty ``part``, of a module that is itself a tensor."""
         module = self._names[role].format(**self._indices)
         return f"{module}.{part}" if part else module
 
@@ -260,7 +260,7 @@ class NamedTensors:
         return (weight.float() + offset).to(self.dtype, copy=True)
 
     def biases(self, *parts: tuple[str, int]) -> Tensor | None:
-        """Biases of modules end to end, given the role and width of each; zeros for a module without, None if all are.
+        """Biases of modules end to end, given the role and width of each; zeros for a module without, None without any.
 
         They have memory of their own and the model's dtype.
         """

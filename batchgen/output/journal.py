@@ -40,7 +40,7 @@ from batchgen.output.segments import (
     segments,
 )
 
-SEGMENT_BYTES = 8 << 20  # what is copied while it grows, as by jobs/sync_to_s3.sh, is copied whole each time
+SEGMENT_BYTES = 8 << 20  # a growing file is copied from its start each time, as by jobs/sync_to_s3.sh
 SYNC_SECONDS = 0.5
 MAX_SYNC_SECONDS = 30.0
 SYNC_COST_FACTOR = 100

@@ -14,7 +14,7 @@ _ENGINE_ACCOUNTS = ("prefill", "decode", "mask", "sample", "host")
 _MEANS = ("sequences", "kv_use")  # columns of a series that are means over steps; the others but at_s are sums
 
 Numbers = Mapping[str, Any]
-# What comes of reading numbers from a file in which there are others than this package writes.
+# Errors of reading a file that holds other values than this package writes.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -138,7 +138,7 @@ def since(engine: Numbers, started_at: float) -> dict[str, Any]:
 
 
 def tail_s(series: Numbers) -> float | None:
-    """Seconds from the last time at which half of the most sequences ran to the end; None without a series."""
+    """Seconds from the end back to the last time when at least half of the maximum ran; None without a series."""
     sequences = series.get("sequences")
     if not sequences:
         return None

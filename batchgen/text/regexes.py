@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Of each kind of character: what every dialect takes for one of it, and what any of them does.
+# For each class of characters: the members in every dialect, and the members in any dialect.
 _SURE = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 _ANY = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}\p{M}\p{Pc}\u{200c}\u{200d}", "s": r"\s\x1c-\x1f\u{feff}"}
 _MAX_LENGTH = 4096  # characters: what a regex may cost grows with the square of its length

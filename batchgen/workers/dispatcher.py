@@ -56,7 +56,7 @@ class RowDispatcher:
         self._num_chars = 0  # their sum
         self._fresh: deque[Row] = deque()  # in no lease yet
         self._lost: deque[Lease] = deque()
-        self._alone: deque[Lease] = deque()  # that must run alone
+        self._alone: deque[Lease] = deque()  # leases that must run alone
         self._leases: dict[int, Lease] = {}  # in flight, by the keys of their rows, the oldest first
         self._tokens: dict[int, tuple[int, ...]] = {}  # so far, of rows that are not answered
         self._to_stop: list[str] = []
@@ -252,7 +252,7 @@ class RowDispatcher:
 
     def _end(self, worker: WorkerState, state: str) -> list[Lease]:
         """Remove a worker; returns the leases that only it had. Unless it is lost, their rows are fresh again."""
-        goes_on = state == "lost" or worker.state == "leaving"  # else the run stops: no other gets its rows
+        goes_on = state == "lost" or worker.state == "leaving"  # otherwise the run stops, and its rows stay
         del self.workers[worker.name]
         leases = list(dict.fromkeys(self._leases[key] for key in worker.tasks))
         for lease in leases:

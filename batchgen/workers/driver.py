@@ -153,7 +153,7 @@ class WorkersEngine:
             )
 
     def _let_go(self) -> None:
-        """Give back machines that no row is left for: others may want them."""
+        """Give back machines for which no rows are left, so that others can use them."""
         if not self._launcher.is_local:
             for name in self._dispatcher.idle():
                 self._dispatcher.drain(name)

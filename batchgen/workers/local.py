@@ -108,7 +108,7 @@ class LocalLauncher(WorkerLauncher):
         self._slices = slices
 
     def has_room(self) -> bool:
-        if not self.handles:  # without a worker the driver can but wait: those that were killed end in a moment
+        if not self.handles:  # without a worker the driver only waits: killed workers end in a moment
             for worker in filter(None, self._workers):
                 with suppress(subprocess.TimeoutExpired):
                     worker.process.wait(_REAPED_S)

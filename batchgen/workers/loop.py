@@ -21,7 +21,7 @@ from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.results import entry_of, failed_entry
 from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, WorkerUpdate
 
-PARTIALS_S = 5.0  # between two reports of half-done rows: what a lost worker's rows have to generate again
+PARTIALS_S = 5.0  # between two reports of half-done rows, which bounds the work lost with a worker
 STATS_S = 1.0
 _ROUND_S = 0.02  # least time between two answers: a message for each row would cost more than the row
 

@@ -13,7 +13,7 @@ from typing import Any
 from batchgen.core.records import Result, Row
 from batchgen.output.journal import JournalEntry
 
-Answer = JournalEntry | Result  # what came of a row; a result only for one that no worker could run
+Answer = JournalEntry | Result  # the result of a row; a ``Result`` only for a row that workers could not run
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,13 @@ from batchgen.core.units import one_line, shown
 from batchgen.input.formats import InputFile, Rows, Wanted
 from batchgen.input.rows import RowProblem, parse_json
 
-_MAX_BATCH_ROWS = 64  # what repeats is stored once, so that rows may be larger than their file says
+_MAX_BATCH_ROWS = 64  # repeated values are stored once, so rows may be larger than their file suggests
 _BATCH_BYTES = 4 << 20
 _VALUE_ERRORS = (ValueError, ArithmeticError, LookupError, pa.ArrowException)  # bad UTF-8, dates out of range, ...
-RowValues = tuple[dict[str, Any], RowError | None]  # the values that can be read, and what is wrong with the others
+RowValues = tuple[dict[str, Any], RowError | None]  # the readable values, and the error of the others
 _Convert = Callable[[Any], Any]  # of a value as ``to_pylist`` gives it; never asked of null
 _JSON = "arrow.json"
-_EXTENSION = b"ARROW:extension:name"  # of a field whose type's name was not known when it was read
+_EXTENSION = b"ARROW:extension:name"  # of a field whose type name was unknown when it was read
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from batchgen.core.machine import fresh_python
 from batchgen.kernels.cpu import object_cache
 from batchgen.kernels.cpu.kernel_specs import KernelSpec, needed, needed_by_some
 
-Numbers = tuple[str, ...]  # what a model stores and computes, as ``needed`` takes it
+Numbers = tuple[str, ...]  # types that a model stores and computes with, as arguments of ``needed``
 Wanted = list[tuple[KernelSpec, str]]
 _MOST_WORKERS = 4  # the longest of the kernels takes as long as all others on three
 _LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
@@ -31,9 +31,9 @@ work_on(*json.loads(sys.argv[2]))
 """
 _LOCK = threading.RLock()
 _models: set[Numbers] = set()  # models for which ``start`` was called
-_builders: dict[Numbers, tuple[subprocess.Popen[bytes], Wanted]] = {}  # processes that compile, and what
+_builders: dict[Numbers, tuple[subprocess.Popen[bytes], Wanted]] = {}  # compiling processes, and their kernels
 _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
-_plainly_compiled: set[str] = set()  # the names of those that numba has compiled by itself, which are not kept
+_plainly_compiled: set[str] = set()  # names of kernels that numba has compiled by itself, which are not kept
 
 
 def start(*model: str) -> None:

@@ -24,7 +24,7 @@ from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import ENTRY
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_ENGINES: list[binding.ExecutionEngine] = []  # what they have loaded lives as long as they do
+_ENGINES: list[binding.ExecutionEngine] = []  # they own the loaded code
 
 
 def file_name(spec: KernelSpec, kind: str) -> str:
@@ -36,7 +36,7 @@ def file_name(spec: KernelSpec, kind: str) -> str:
 
 @lru_cache
 def _sources(module: str) -> str:
-    """Digest of all that a kernel of this module may be made of and with."""
+    """Digest of everything that a kernel of this module may depend on."""
     here, spec = Path(__file__).parent, find_spec(module)
     assert spec is not None and spec.origin is not None, f"{module} is a file"
     around = {*(here / f"{name}.py" for name in ("layout", "kernel_specs", "compiler")), Path(processor.__file__)}

@@ -180,7 +180,7 @@ class Pool:
     """Threads of this process for programs of launches, started when first asked for; they end with the process."""
 
     def __init__(self) -> None:
-        self._words = array("q", [0] * (POOL_WORDS + 7))  # 7 more: what it holds begins with a cache line
+        self._words = array("q", [0] * (POOL_WORDS + 7))  # 7 more, so that the words can begin with a cache line
         self._start = (-self._words.buffer_info()[0] % 64) // 8
         self.at = self._words.buffer_info()[0] + 8 * self._start
         library, key = ctypes.CDLL(None), ctypes.c_ulong()  # as wide as macOS has it; Linux writes the low half

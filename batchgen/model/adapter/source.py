@@ -22,7 +22,7 @@ from batchgen.model.config import ModelConfig
 from batchgen.model.weights import Init, Shape, TensorSource, fill_rows, is_finite, open_weights
 
 _NAME = re.compile(r"base_model\.model\.(.{1,500}?)(?:\.lora_([AB])(?:\.default)?)?\.weight", re.DOTALL)
-_NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # whose products float64 holds
+_NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # whose products are exact in float64
 _CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch to wake its threads
 
 

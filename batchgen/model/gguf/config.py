@@ -107,7 +107,7 @@ _ARCHITECTURES = {
     ),
 }
 ROTATED = ("llama", "granite")  # architectures whose converters reorder queries and keys
-_NOT_COMPUTED = (  # what other models of these architectures add, unless it is a key of theirs
+_NOT_COMPUTED = (  # unsupported additions in some models of these architectures
     *("expert_count", "expert_shared_count", "expert_weights_scale", "attention.sliding_window", "attention.scale"),
     *("embedding_scale", "residual_scale", "logit_scale", "attn_logit_softcapping", "final_logit_softcapping"),
 )
