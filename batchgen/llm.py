@@ -209,7 +209,7 @@ class LLM:
     def _with(self, params: SamplingParams | None, over: Mapping[str, Any]) -> JobSpec:
         """The job with other sampling values. Raises UsageError."""
         if self._spec.embed.is_on:
-            raise UsageError(f"LLM: {self._spec.model.path} gives embeddings, no text: use embed or classify")
+            raise UsageError(f"LLM: {self._spec.model.path} gives embeddings, not text: use embed or classify")
         if not isinstance(params, SamplingParams | None):
             what = f"sampling_params is of type {type(params).__name__}, not SamplingParams"
             raise UsageError(f"LLM: {what}: a row's own values go into its column sampling")

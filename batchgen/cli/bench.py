@@ -81,7 +81,7 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(where)
     config = load_config(where.path, where.revision)
     if not (config.has_head or pooling):
-        raise UsageError(f"{where.path} gives embeddings, no text: add --texts")
+        raise UsageError(f"{where.path} gives embeddings, not text: add --texts")
     if pooling and values["num_requests"] is not None:
         values["output_len"] = values["output_len"] or "1"
     requests = _requests(values, config.vocab_size, tokenizer)

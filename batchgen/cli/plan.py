@@ -29,7 +29,7 @@ from batchgen.run.argument import load_spec
 @click.option("--fail-if-over", type=DURATION, help="Exit 4 if the job would take longer.")
 @click.option("--expect-output", type=COUNT, help="Expected tokens per answer [as in the last run].")
 @click.option("--shard", type=SHARD, help="Plan the I-th of N parts of the rows [1/1].")
-@run_option("--overwrite", is_flag=True, hidden=True, help="As for run: no result that is there is kept.")
+@run_option("--overwrite", is_flag=True, hidden=True, help="As for run: earlier results are dropped.")
 @json_option()
 @job_options("model", "input", "sampling", "classify", "embed", "engine", "output", "eval", "cluster")
 def plan(job: str | None, as_json: bool, **values: Any) -> int:

@@ -71,7 +71,7 @@ class ClusterSpec:
         Kind(_resources, "JSON"), "Per worker, such as '{\"spot\": 0.01}'", None, flag="ray-resources", resume="free"
     )
     step_timeout: str = key(
-        Kind(_duration, "DURATION"), "Give up a worker that has ended no step for this long", "60s", resume="free"
+        Kind(_duration, "DURATION"), "Give up a worker that has not finished a step for this long", "60s", resume="free"
     )
     load_timeout: str = key(
         Kind(_duration, "DURATION"), "Give up a worker that takes longer to load the model", "30m", resume="free"

@@ -41,7 +41,7 @@ def _column_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _delimiter(text: str) -> str:
     if len(text) > 1 or text in '"\r\n\0':
-        raise ValueError('must be one character, such as ";", and no quote or end of a line')
+        raise ValueError('must be one character, such as ";", but not a quote or a line end')
     return text
 
 

@@ -54,7 +54,7 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
             header = _parse(_Cursor(data, min(size, _MAX_HEADER_BYTES)), arrays)
     except (OSError, ValueError, struct.error) as error:
         why = "its header is cut short" if isinstance(error, struct.error) else one_line(error)
-        raise ModelError(f"{path}: no usable GGUF file ({why}); download it again") from None
+        raise ModelError(f"{path}: not a usable GGUF file ({why}); download it again") from None
     if header.metadata.get("split.count", 0) not in (0, 1):
         raise ModelError(f"{path}: is one piece of several; join them with llama-gguf-split --merge")
     return header

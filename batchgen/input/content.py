@@ -123,7 +123,7 @@ class ContentFinder:
             kwargs |= _checked_kwargs(request.variables["chat_template_kwargs"])
             variables = {**request.variables, "chat_template_kwargs": kwargs}
             if request.offers_tools and "tools" in self._names and not self._tells_calls:
-                why = "it is not known how this model writes calls, so they could not be told from its text"
+                why = "this model's format of tool calls is unknown, so calls could not be found in its text"
                 raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'tools': {why}")
             continues = request.variables[CONTINUES]
             return Content(self._from_messages("body.messages", request.content, variables, continues), overrides)

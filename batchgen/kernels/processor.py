@@ -116,7 +116,7 @@ def cpu_obstacle(activations: str = "auto") -> str:
         return f"{why}; " + (f"unset {' and '.join(narrowed)}" if narrowed else "use another machine, or a GPU")
     if activations == "int8" and integer_products() is None:
         return (
-            "this processor multiplies no bytes (AVX2 or Arm's dot products), which --quantization w8a8 needs; omit it"
+            "this processor cannot multiply bytes (AVX2, Arm's dot products), which --quantization w8a8 needs; omit it"
         )
     return ""
 

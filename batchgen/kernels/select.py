@@ -35,7 +35,7 @@ def select(
         return CpuKernels(dtype, weights=weights, activations=activations)
     why = _UNTRIED
     if device.type == "cuda":
-        why = triton_obstacle(device) if is_causal else "its kernels let no token see its whole text"
+        why = triton_obstacle(device) if is_causal else "its kernels do not let tokens see their whole text"
         if not why:
             from batchgen.kernels.cuda.backend import CudaKernels
 
@@ -60,7 +60,7 @@ def triton_obstacle(device: torch.device) -> str:
         raise
     except Exception as error:  # Triton's errors lack a common base class; a missing libcuda is an AssertionError
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        return f"Triton launches no kernel ({why}); it needs a C compiler and Python's headers (gcc, python3-dev)"
+        return f"Triton cannot launch a kernel ({why}); it needs a C compiler and Python's headers (gcc, python3-dev)"
     return ""
 
 

@@ -75,7 +75,7 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{answers} ended before {whole}: {remedy}"
     accuracy = report.get("accuracy")
     if accuracy and not accuracy["total"]:
-        yield "nothing was compared: no row that is done has a value in the column that [eval] expected names"
+        yield "nothing was compared: the column of [eval] expected is empty in all finished rows"
     elif accuracy and not accuracy["correct"]:
         remedy = "get bare answers by [classify] labels, structured_outputs or a system prompt, or set [eval] extract"
         if "without_answer" in accuracy or "num_labels" in accuracy or "structured" in report:  # one of these is set
@@ -90,7 +90,7 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
         if report.get("cut_by_job", 0) < num_cut:  # by limits of rows, by the context, or one of several samples
             yield f"{cut}: raise max_tokens where it is set, in the job or in rows; --update computes what that changes"
         else:
-            yield f"{cut}: raise max_tokens in the job and run it with --update, which computes no others"
+            yield f"{cut}: raise max_tokens in the job and run it with --update, which computes only these"
 
 
 def _lacks_kv_cache_memory(report: Mapping[str, Any]) -> bool:

@@ -218,7 +218,7 @@ def read_report_file(path: Path) -> dict[str, Any]:
         was = f"is a report of version {version}" if isinstance(version, int) else "is not a report"
         raise UsageError(f"{path} {was}; this batchgen reads version {REPORT_VERSION}")
     if missing := sorted(KEYS.keys() - _OPTIONAL_KEYS - report.keys()):
-        raise UsageError(f"{path} is not whole: it lacks {', '.join(missing[:3])}")
+        raise UsageError(f"{path} is incomplete: it lacks {', '.join(missing[:3])}")
     try:  # each reader of a report does one or the other
         render_report(report)
         sum(report["rows"][name] for name in ("total", "done", "failed"))

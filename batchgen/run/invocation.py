@@ -61,7 +61,7 @@ class RunOptions:
         if not isinstance(self.shard, Shard):
             object.__setattr__(self, "shard", Shard(*self.shard))
         if self.overwrite and self.update:
-            raise UsageError("--overwrite and --update exclude each other: one drops what is there, the other keeps it")
+            raise UsageError("--overwrite and --update exclude each other: only --update keeps earlier results")
 
 
 class OtherNumerics(ResumeMismatch):

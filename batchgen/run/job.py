@@ -39,8 +39,8 @@ from batchgen.run.stop import StopRequested
 from batchgen.run.update import FolderJobs, inherited_numerics, take_over
 
 _SHARDS_DATE = (
-    "the chat template may print a date, here that on which this shard was begun: begin all shards on one day, or fix "
-    "the date where the template takes one, such as by chat_template_kwargs = { date_string = '1 May 2026' }"
+    "the chat template may print a date, here the day on which this shard was begun: begin all shards on the same "
+    "day, or fix the date if the template takes one, such as by chat_template_kwargs = { date_string = '1 May 2026' }"
 )
 
 
@@ -107,7 +107,7 @@ class _Job:
                     return self._already_done(self.jobs.last)
                 mine = self.jobs.find_kept(self.manifest, self.spec)
             if source is None:
-                raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
+                raise UsageError(f"{self.run_dir.spool} is gone; pipe the same rows in again, or --overwrite")
             if mine is None and not self.options.update:
                 self.jobs.refuse_unasked(self.manifest, self.digests)
             self.invocation.claim(self.manifest)

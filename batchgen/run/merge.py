@@ -99,7 +99,7 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
                 raise UsageError(f"{target} holds a run already, not finished; merge into a new folder")
             is_same_job = last is not None and last.created_at == manifest.created_at and last.version == RECORD_VERSION
             if last is not None and not (last.parts and is_same_job):
-                since = " that went on after the merge" if is_same_job else ""
+                since = " that continued after the merge" if is_same_job else ""
                 raise UsageError(f"{target} holds a run already{since}; merge into a new folder")
             if last is not None and last.parts == manifest.parts and not run_dir.changed_files(last, Digests()):
                 return Merged(None)

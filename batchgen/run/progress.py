@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # slow to import, and ``status`` needs neither
     from batchgen.run.backend import Backend
     from batchgen.run.results import ResultSink
 
-GENERATING, KEEPING = "generating", "keeping results that are there"
+GENERATING, KEEPING = "generating", "keeping earlier results"
 NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 _TICK_S = 0.5
 _SAVE_EVERY_S = 2.0

@@ -71,7 +71,7 @@ def read_report(run_dir: RunDir) -> dict[str, Any]:
     if not run_dir.report.exists():
         hint = "not a run directory"
         if run_dir.is_complete():
-            hint = "its outputs are there: the command that made them writes it when run again"
+            hint = "its outputs are complete: run the same command again to write it"
         elif run_dir.is_begun():
             hint = "the run is not finished: see batchgen status"
         raise UsageError(f"no report.json in {run_dir.path} ({hint})")

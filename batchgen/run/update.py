@@ -55,7 +55,7 @@ class Counts:
             what = "results" if num_before == num_old else "rows before"
             why = f"the input has {counted(self.num_good, 'row')} that can run, and there are {num_before:,} {what}"
         elif num_old >= FEW_ROWS and self.num_kept < LEAST_KEPT * num_old:
-            why = "most rows are others now"
+            why = "most rows have changed"
         else:
             return ""
         return f"{why}; {min(self.num_kept, num_old):,} of {num_old:,} results would be left"

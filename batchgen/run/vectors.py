@@ -31,7 +31,7 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
     if not spec.embed.is_on and config.has_head and not (files.is_there and is_default):
         return spec
     if not is_default:
-        raise UsageError(f"{path} gives embeddings, no text: write [embed] instead of [sampling]")
+        raise UsageError(f"{path} gives embeddings, not text: write [embed] instead of [sampling]")
     if spec.eval.expected and len(config.labels) < 2:
         raise UsageError("eval.expected compares texts or labels, and this job gives neither: leave it out")
     spec = replace(spec, embed=_resolved(spec.embed, config, files, path))
@@ -68,7 +68,7 @@ def _check_side(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path:
     side = files.sides.get(embed.prompt or "")
     if side is None:
         raise UsageError(
-            f"{path} makes other vectors of queries than of documents: choose with --embed-prompt query or "
+            f"{path} makes different vectors for queries and documents: choose with --embed-prompt query or "
             "--embed-prompt document (embed.prompt)"
         )
     if embed.pooling != "tokens":

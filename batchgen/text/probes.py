@@ -24,7 +24,7 @@ _ROLE = "zqroleqz"  # known to no template
 _MAX_SHAPES = 4096  # shapes, of some hundred bytes each
 _REMEDY = "leave it out, or name in model.tokenizer a folder whose template shows it"
 _HIDDEN = f"the model's chat template never shows it; {_REMEDY}"
-_NO_ROLE = f"the model's chat template does not know this role, and shows the turn as one of another; {_REMEDY}"
+_NO_ROLE = f"the model's chat template does not know this role, and shows the turn under another one; {_REMEDY}"
 _UNCHECKED = "the model's chat template fails on them with other words, so whether it shows them cannot be known"
 
 

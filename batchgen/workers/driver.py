@@ -194,7 +194,7 @@ class WorkersEngine:
 
     def _on_ready(self, name: str, ready: WorkerReady) -> None:
         if reason := self._refuse(ready):
-            self._note(f"worker {name} on {ready.place} takes no part: {reason}")
+            self._note(f"worker {name} on {ready.place} is not used: {reason}")
             self._num_given_up += self._launcher.is_local
             self._error = UsageError(f"no worker can be used: on {ready.place} {reason}")
             self._handles.pop(name).give_up(WorkerLost(reason, self._error))

@@ -27,7 +27,7 @@ _MOST_LOSSES = 3  # of workers on one machine, none of which finished a row
 _MOST_UNPLACED = 12  # losses in a row before a worker had a place
 _NO_ROOM_S = 600.0
 _NO_ROOM = "no worker within 10 minutes: the cluster has no room for {needs}"
-_NO_MACHINE = "no machine of the cluster is left that workers could run on"
+_NO_MACHINE = "no machine is left in the cluster for workers"
 
 
 class NoRoom(BatchgenError):

@@ -119,7 +119,7 @@ class Liveness:
                 worker.moved_at = min(now, worker.moved_at + stood_still)
         owing = [worker for worker in workers if worker.tasks or worker.state == "leaving"]
         silent = {
-            worker.name: f"no step of it has ended in {format_duration(self.step_timeout_s)} (--step-timeout)"
+            worker.name: f"it has not finished a step in {format_duration(self.step_timeout_s)} (--step-timeout)"
             for worker in owing
             if now - worker.moved_at > self.step_timeout_s
         }

@@ -222,7 +222,7 @@ def test_a_job_over_requests_names_no_prompt_of_its_own(tmp_path: Path, key: str
 def test_calls_that_could_not_be_told_from_text_are_not_asked_for(tmp_path: Path) -> None:
     made = Made(tmp_path / "a", "{% if tools %}T{% endif %}{{ messages[0].content }}")
     said = made.prompt(line(tools=[TOOL]))
-    assert said.startswith("bad_param: body field 'tools': it is not known how this model writes calls")
+    assert said.startswith("bad_param: body field 'tools': this model's format of tool calls is unknown")
     assert made.prompt(line(tools=[TOOL], tool_choice="none")) == "Hi"
     known = Made(tmp_path / "b", "{% if tools %}<tool_call>{{ tools }}{% endif %}{{ messages[0].content }}")
     assert known.prompt(line(tools=[TOOL])).startswith("<tool_call>[")

@@ -161,7 +161,7 @@ def tar_of(content: bytes) -> bytes:
         ("東京,b\n1,大阪\n".encode("utf-32-le"), "UTF-32 text: give input.encoding = .utf-32le. .--encoding utf-32le"),
         ("東京,b\n1,大阪\n".encode("utf-32-be"), "UTF-32 text: give input.encoding = .utf-32be. .--encoding utf-32be"),
         ("a,b\n1,2\n".encode("utf-32"), "UTF-32 text: give input.encoding = .utf-32."),
-        (b"a,b\r1,2\r3,4\r", "end with CR alone; convert it: tr '.r' '.n'|a carriage return stands in a cell"),
+        (b"a,b\r1,2\r3,4\r", "end with CR alone; convert it: tr '.r' '.n'|a cell without quotes has a carriage return"),
         (tar_of(b"a\nb\n"), "is a tar archive, which cannot be read; unpack it"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n", "pointer of Git LFS.*git lfs pull"),
     ],

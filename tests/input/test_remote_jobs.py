@@ -69,7 +69,7 @@ def test_another_version_is_no_resume_and_the_version_of_before_is_one(place: Re
     spec = job.spec(input={"path": [place.put("job/other.jsonl", content)]})
     assert job.run(spec, quiet(max_total_tokens=3000)).exit_code == ExitCode.STOPPED
     place.put("job/other.jsonl", content.replace(b"What is", b"Who was"))
-    with pytest.raises(UsageError, match=r"most rows are others now; 0 of .* results would be left") as caught:
+    with pytest.raises(UsageError, match=r"most rows have changed; 0 of .* results would be left") as caught:
         job.run(spec)
     assert caught.value.exit_code == ExitCode.USAGE
     place.put("job/other.jsonl", content)

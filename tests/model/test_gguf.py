@@ -396,7 +396,7 @@ def entry(name: bytes, *shape: int, kind: int = 0, offset: int = 0, dimensions: 
 
 HUGE = 2**64 - 1
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "no usable GGUF file"),
+    "empty": (b"", "not a usable GGUF file"),
     "a safetensors file": (struct.pack("<Q", 2) + b"{}" + bytes(50), "it does not begin with GGUF"),
     "another version": (header(0, 0, version=1), "version 1; 2 and 3 are read"),
     "the other byte order": (b"GGUF" + struct.pack(">I", 3), "version 50331648"),
@@ -408,7 +408,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "an array of texts without end": (header(0, 1, value(9, struct.pack("<IQ", 8, HUGE))), "its header is cut short"),
     "an array of arrays": (header(0, 1, value(9, struct.pack("<IQ", 9, 1))), "an array of type 9"),
     "a value of no type": (header(0, 1, value(13, b"")), "metadata of unknown type 13"),
-    "a key that is no UTF-8": (header(0, 1, value(0, b"\0", b"\xff")), "no usable GGUF file"),
+    "a key that is no UTF-8": (header(0, 1, value(0, b"\0", b"\xff")), "not a usable GGUF file"),
     "dimensions without end": (header(1, 0, entry(b"t", dimensions=2**31)), "more than 4 dimensions"),
     "a tensor twice": (header(2, 0, entry(b"t", 1) + entry(b"t", 1)), "'t' is there twice"),
     "no metadata": (header(0, 0), "general.architecture is None"),

@@ -138,7 +138,7 @@ def test_a_shard_says_that_its_prompts_hold_its_own_date(
 ) -> None:
     job.write(rows_of(4))
     job.run(spec_with(job, template), RunOptions(shard=Shard(1, 2), heartbeat_s=1e9))
-    assert ("begin all shards on one day" in " ".join(capsys.readouterr().err.split())) == says
+    assert ("begin all shards on the same day" in " ".join(capsys.readouterr().err.split())) == says
 
 
 # ---------------------------------------------------------------- variables

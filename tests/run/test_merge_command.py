@@ -96,7 +96,7 @@ def test_a_shard_without_a_report_to_be_read_leaves_the_whole_without_one(
     assert "part2" in said
     assert read_status(job.output)["rows"] == {"total": 12, "done": 10, "failed": 2, "left": 0}
     assert call(["report", str(job.output)]) == 2
-    assert "its outputs are there" in capsys.readouterr().err
+    assert "its outputs are complete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -110,7 +110,7 @@ def test_a_merged_run_can_be_updated_and_is_no_merge_then(
     assert job.engines[0].num_started == 2
     assert len(without_timings(next(job.output.glob("outputs.*")))) == 12
     assert merge(job, folders) == 2
-    assert "holds a run already that went on after the merge; merge into a new folder" in capsys.readouterr().err
+    assert "holds a run already that continued after the merge; merge into a new folder" in capsys.readouterr().err
 
 
 def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,7 +178,7 @@ def test_a_copy_that_has_gone_is_asked_for_again(job: JobMaker, stdin: Stdin) ->
     interrupt(job)
     (job.output / "input.spool").unlink()
     stdin.give([])
-    with pytest.raises(UsageError, match=r"input\.spool has gone; pipe the same rows in again"):
+    with pytest.raises(UsageError, match=r"input\.spool is gone; pipe the same rows in again"):
         run(job)
     stdin.give(ROWS)
     interrupt(job)

@@ -208,7 +208,7 @@ def test_answers_that_were_cut_off_run_with_more(folder: Folder, token_ids: bool
 @pytest.mark.parametrize(
     ("own", "sampling", "advice"),
     [
-        ({}, {}, "raise max_tokens in the job and run it with --update, which computes no others"),
+        ({}, {}, "raise max_tokens in the job and run it with --update, which computes only these"),
         ({"max_tokens": 2}, {}, "raise max_tokens where it is set, in the job or in rows"),
         ({}, {"n": 2, "temperature": 1.0}, "raise max_tokens where it is set, in the job or in rows"),
     ],
@@ -459,7 +459,7 @@ ACCIDENTS: dict[Callable[[Folder], None], str] = {
     emptied_column: "the input has 0 rows that can run, and there are 40 results; 0 of 40 results would be left",
     renamed_column: "question",
     empty_input: "the input has 0 rows that can run, and there are 40 results; 0 of 40 results would be left",
-    another_glob: "most rows are others now; 0 of 40 results would be left",
+    another_glob: "most rows have changed; 0 of 40 results would be left",
     lower_limit: "input.limit: was (not set), now 39",
 }
 

@@ -305,7 +305,7 @@ def test_a_worker_that_tells_of_no_step_for_too_long_is_silent_however_often_it_
         dispatcher.on_update("a", WorkerUpdate(progress=min(second, 18), stats={"num_output_tokens": 1}))
         assert bool(liveness.unresponsive(dispatcher.workers.values())) == (second > 28)
     assert liveness.unresponsive(dispatcher.workers.values()) == {
-        "a": "no step of it has ended in 10.0 s (--step-timeout)"
+        "a": "it has not finished a step in 10.0 s (--step-timeout)"
     }
 
 

@@ -154,7 +154,7 @@ def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
     alone = outputs(jobs, "alone", stub_factory(), **sections)
     jobs.output = jobs.folder / "dispatcher"
     factory = workers(2, engine=hanging(math.inf), step_timeout_s=0.3)
-    said = r"no worker is left \(no step of it has ended in 0\.3 s \(--step-timeout\)\); run again"
+    said = r"no worker is left \(it has not finished a step in 0\.3 s \(--step-timeout\)\); run again"
     with pytest.raises(NoWorkers, match=said):
         run_job(jobs.spec(**sections), quiet(), engine_factory=factory)
     assert not jobs.errors()

@@ -196,7 +196,7 @@ def _broken(reason: str, lines: _Lines, number: int, dialect: Any) -> RowProblem
     if reason.startswith("unexpected end"):
         return RowProblem(RowErrorCode.BAD_TYPE, f"line {at:,}: a quote is never closed{unread}")
     if reason.startswith("new-line"):
-        return RowProblem(RowErrorCode.BAD_TYPE, f"a carriage return stands in a cell without quotes, in line {last}")
+        return RowProblem(RowErrorCode.BAD_TYPE, f"a cell without quotes has a carriage return, in line {last}")
     what = f"a cell continues after its closing quote (a quote in a cell is written twice), in line {last}"
     begun = f"; it begins in line {at:,}{unread}" if unread else ""
     return RowProblem(RowErrorCode.BAD_TYPE, what + begun)

@@ -160,7 +160,7 @@ def _refuse_other_encoding(name: str, head: bytes) -> None:
     if is_single or not all(signs for _, signs in others) or 20 * len(others) < len(lines):
         return
     (number, signs), remedy = others[0], 'input.encoding = "cp1252" (--encoding cp1252)'
-    raise UsageError(f"{name}, line {number}, is not UTF-8: give {remedy} if {signs[0]!r} stands there, or its own")
+    raise UsageError(f"{name}, line {number}, is not UTF-8: give {remedy} if it has {signs[0]!r} there, or another one")
 
 
 def _signs_of_cp1252(line: bytes) -> str:
