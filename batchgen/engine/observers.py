@@ -168,7 +168,7 @@ class TokenRules:
 
     Attributes:
         bits: int32 [ceil(vocab_size / 32)], a bit per token that may come at all; None if all may.
-        endings: for bad words of several tokens, the last token by the tokens before it, of which there are ``sizes``.
+        endings: the last tokens of bad words by the tokens before them, whose numbers are in ``sizes``.
         biased_ids: int64 [num_biased].
         biases: float32 [num_biased], what is added to their logits.
     """

@@ -120,7 +120,7 @@ class FolderJobs:
     def refuse_unasked(self, now: Manifest, digests: Digests) -> None:
         """Raises ResumeMismatch for a change that needs ``--update``.
 
-        Without it, one of the jobs may only differ from this in its input, and edited files may not be replaced.
+        Without it, one of the folder's jobs must be the same except for its input, and edited files are not replaced.
         """
         folder, changes = self._run_dir.path, [changes_of_job(manifest, now) for manifest in self.manifests]
         if changes and all(changes):

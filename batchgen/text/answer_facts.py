@@ -47,7 +47,7 @@ class AnswerFacts:
 
     @classmethod
     def of(cls, source: str, token_id: Callable[[str], int | None]) -> AnswerFacts:
-        """The facts of a template's text; ``vocabulary`` gives the id of a token or None."""
+        """The facts of a template's text; ``token_id`` gives the id of a token or None."""
         match = None if _USUAL in source else _CLOSING.search(source)
         closing = match[0] if match else _USUAL
         return cls(closing, closing in source or token_id(closing) is not None, _family(source, token_id))
