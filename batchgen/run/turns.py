@@ -1,4 +1,4 @@
-"""Turns of chats on their way through an engine, which knows requests alone: a next turn follows from a result."""
+"""Turns of chats on their way through an engine, which only knows requests: a result leads to the next turn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Turns:
         self._next: deque[Request] = deque()
 
     def requests(self, first: Iterable[_Task]) -> Iterator[_Task | Request | None]:
-        """Requests of rows in ``pending``: their first ones in order, and before these the next turns of others.
+        """Requests of rows in ``pending``: next turns first, then the first turns of further rows in order.
 
         None says that all rows are with the engine and that more turns may follow.
         """
@@ -63,6 +63,6 @@ class Turns:
         return None
 
     def unfinished(self, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-        """``tokens`` of unfinished requests, by key, with those of the turns before them."""
+        """``tokens`` of unfinished requests, by key, preceded by the tokens of earlier turns."""
         rows = {key: row for key, row in self._pending.items() if isinstance(row, ChatRow) and row.turns}
         return {**tokens, **{key: row.token_ids_with(tokens.get(key)) for key, row in rows.items()}}

@@ -73,7 +73,7 @@ class RowMaker:
         return entry_of(row, result, self._record_builder)
 
     def with_turns(self, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-        """``tokens`` of unfinished requests, by key, after those of the turns before them."""
+        """``tokens`` of unfinished requests, by key, preceded by the tokens of earlier turns."""
         rows = {key: self._rows[key] for key in tokens}
         chats = {key: row for key, row in rows.items() if isinstance(row, ChatRow)}
         return {**tokens, **{key: row.token_ids_with(tokens[key]) for key, row in chats.items()}}
