@@ -22,6 +22,7 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values, sections_of
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
+from batchgen.core.packed import unpacked
 from batchgen.core.records import Record
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_share, shown
@@ -78,13 +79,18 @@ class Run:
         return (
             iter(self.rows)
             if self.path is None
-            else (Record(row) for _, row in read_records(self._run_dir, self._spec))
+            else (Record(unpacked(row)) for _, row in read_records(self._run_dir, self._spec))
         )
 
     @cached_property
-    def rows(self) -> list[dict[str, Any]]:
+    def _records(self) -> list[dict[str, Any]]:
+        """The records as they were journalled, in the order of the input."""
         records = read_records(self._run_dir, self._spec)
-        return [Record(record) for _, record in sorted(records, key=lambda item: item[0])]
+        return [record for _, record in sorted(records, key=lambda item: item[0])]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        return [Record(unpacked(record)) for record in self._records]
 
     def read(self) -> None:
         """Read ``rows`` and ``errors`` now, before the run directory is removed with its copy of rows in memory."""
@@ -102,7 +108,7 @@ class Run:
         """``rows`` as a ``pyarrow.Table``, with the columns and types of ``outputs.parquet``."""
         from batchgen.output.formats.parquet import fixed_types, table_of
 
-        return table_of([encode_json(row) for row in self.rows], fixed_types(self._spec))
+        return table_of([encode_json(record) for record in self._records], fixed_types(self._spec))
 
     def to_pandas(self) -> Any:
         """``to_arrow`` as a ``pandas.DataFrame`` whose index is the number of each row in the input.

@@ -40,7 +40,7 @@ _NEEDS_ID = 'draws at random need an id in tables: name a column of unique value
 _PLACES = ("id", "index", "fingerprint")  # by which a run finds a record: they mean nothing in a table
 _OF_JOBS = {  # keys of a job that say nothing of how a request is answered
     "input": ("path", "format", "delimiter", "encoding", "limit", "regenerate"),
-    "output": ("path", "format", "reuse", "publish"),
+    "output": ("path", "format", "logprobs_dtype", "reuse", "publish"),
     "eval": ("expected",),
 }
 

@@ -100,7 +100,7 @@ CONCEPTS = {
         block_size kv_cache_dtype kv_cache_memory max_model_len max_num_batched_tokens max_num_seqs threads
     """,
     "[output]": """
-        format parse path publish reuse token_ids
+        format logprobs_dtype parse path publish reuse token_ids
     """,
     "[cluster]": "cpus_per_worker gpus_per_worker load_timeout ray resources step_timeout workers",
 }

@@ -33,6 +33,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
       batchgen cat runs/questions --format csv --columns id,text > answers.csv
     """
     from batchgen.core.json_line import encode_json
+    from batchgen.core.packed import unpacked
     from batchgen.output.finalize import Rows, read_records
     from batchgen.output.formats import csv_format
     from batchgen.output.formats.jsonl import write_lines
@@ -51,7 +52,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
 
     def rows() -> Iterator[tuple[int, bytes]]:
         for index, record in read_records(run_dir, spec):
-            yield index, encode_json(record if form == "csv" else _chosen(record, names))
+            yield index, encode_json(unpacked(record if form == "csv" else _chosen(record, names)))
 
     with io.BufferedWriter(_Stdout(), _BUFFER_BYTES) as file:
         if form == "csv":

@@ -292,6 +292,11 @@ class JobSpec:
         """Whether rows become text, and not vectors or scores of labels."""
         return not (self.embed.is_on or self.sampling.labels)
 
+    @property
+    def packs_logprobs(self) -> bool:
+        """Whether log-probabilities are columns of numbers: in Parquet, if the job itself asks for any."""
+        return self.output.format == "parquet" and self.sampling.has_logprobs
+
     def check_kind(self) -> None:
         """Refuse keys that only apply to text in a job for vectors or labels. Raises ``UsageError``."""
         if self.generates:
@@ -306,10 +311,8 @@ class JobSpec:
             raise UsageError(
                 'output.format = "openai-batch" has no place for scores of labels: choose jsonl or parquet'
             )
-        settings: dict[str, Any] = {
-            "input.continue_final_message": self.embed.is_on and self.input.continue_final_message
-        }
-        settings |= {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
+        settings: dict[str, Any] = {"output.parse": self.output.parse, "output.token_ids": self.output.token_ids}
+        settings["input.continue_final_message"] = self.embed.is_on and self.input.continue_final_message
         for name in [name for name, value in (settings | {"eval.extract": self.eval.extract}).items() if value]:
             gives = "[embed] gives embeddings" if self.embed.is_on else "[classify] gives labels"
             raise UsageError(f"{name} is for text, and {gives}: leave it out")
@@ -336,12 +339,12 @@ class JobSpec:
     def output_keys(self) -> dict[str, Any]:
         """The dotted keys whose values change outputs: a resume requires them unchanged.
 
-        An object is written as JSON text, because a template may print the order of its keys, and 1 differs from true
-        there.
+        An object is written as JSON text: a template may print the order of its keys, and there 1 differs from true.
         """
-        return {
+        keys = {
             f"{section}.{name}": json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
             for section, values in self.to_dict().items()
             for name, value in values.items()
             if KEYS[section][name].resume == "same"
         }
+        return keys | ({"output.format": self.output.format} if self.packs_logprobs else {})

@@ -63,6 +63,9 @@ class OutputSpec:
         flag="output-format",
         resume="free",
     )
+    logprobs_dtype: str = key(
+        one_of("float32", "float16"), "Number type of log-probabilities in Parquet", "float32", resume="free"
+    )
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
     parse: tuple[str, ...] = key(_PARTS, "What is taken out of the text: reasoning, tool_calls, json", ())
     reuse: tuple[str, ...] = key(

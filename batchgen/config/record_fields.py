@@ -17,6 +17,9 @@ RECORD_KEYS = frozenset(
     | {"prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text
+PACKED_KEYS = frozenset(  # of a job whose log-probabilities are columns of numbers
+    {"top_ids", "top_logprobs", "prompt_token_ids", "prompt_top_ids", "prompt_top_logprobs", "assistant_mask"}
+)
 WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # of such a job: the text that becomes a vector keeps its name
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request; kept only if named
 # Fields of its request in a response in OpenAI's form, under the names of RecordBuilder.
@@ -29,6 +32,8 @@ def record_keys(spec: JobSpec) -> frozenset[str]:
     """The fields that an output record of this job may have in addition to kept columns."""
     if spec.input.regenerate:
         return RECORD_KEYS | {"messages"}
+    if spec.packs_logprobs:
+        return RECORD_KEYS | PACKED_KEYS
     return RECORD_KEYS if spec.generates else WITHOUT_TEXT
 
 

@@ -23,7 +23,6 @@ INT64_MAX = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_SAMPLES = 128
-MAX_LOGPROBS = 20  # the limit of OpenAI's API and vLLM's default
 MAX_LABELS = 1000
 MAX_BAD_WORDS = 1000
 # Variables of a chat template that something else sets, in addition to all that end in "_token".
@@ -200,7 +199,7 @@ def _template_kwargs(value: object) -> dict[str, Any] | None:
 BOOL = Kind(_bool)
 TEMPLATE_KWARGS = Kind(_template_kwargs, "JSON")
 STRINGS = Kind(_strings, "TEXT", repeats=True)  # a list of strings that are not empty, or one such string
-_up_to_max_logprobs = integer(0, MAX_LOGPROBS).parse
+_num_likeliest = integer(0, INT32_MAX).parse
 _bias = number(-100, 100).parse
 _token_id = integer(0, INT32_MAX, "a list of token ids, each").parse
 
@@ -208,7 +207,7 @@ _token_id = integer(0, INT32_MAX, "a list of token ids, each").parse
 def _num_logprobs(value: object) -> object:
     if isinstance(value, bool):
         return 0 if value else None  # OpenAI's chats say true for "the chosen token's"
-    return _up_to_max_logprobs(value)
+    return _num_likeliest(value)
 
 
 def _max_repeats(value: int) -> int:

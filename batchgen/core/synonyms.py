@@ -124,6 +124,9 @@ _TABLE: dict[Synonym, str] = {
         "sampling.generation_config", "auto takes the model's sampling values"
     ): "preset, sampling-preset, default-sampling, recommended, override-generation-config",
     Synonym("sampling.max_repeats"): "repetition-detection, loop, loops, no-repeat-ngram-size, repetition, ngram",
+    Synonym("Distillation"): "teacher, student, distill, knowledge distillation, kd, soft labels, top-k logprobs, "
+    "topk logprobs, assistant-mask, logits, kl",
+    Synonym("output.logprobs_dtype"): "output-dtype, logprob-dtype",
     Synonym("sampling.logprobs"): "top-logprobs, probabilities, return-logprobs, max-logprobs, logprob-token-ids",
     Synonym("sampling.prompt_logprobs"): "perplexity, loglikelihood, echo, ppl, logits-all",
     Synonym(

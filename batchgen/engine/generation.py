@@ -5,7 +5,7 @@ The scheduler does not need it. A new kind of watcher is an observer (see ``obse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.keys import INT32_MAX
-from batchgen.core.records import FinishReason, Request, Sample, SamplingParams, TokenLogprob
+from batchgen.core.logprobs import Logprobs
+from batchgen.core.records import FinishReason, Request, Sample, SamplingParams
 from batchgen.engine.observers import (
     Constraint,
     Constraints,
@@ -90,7 +91,7 @@ class Generation:
             budget.
         unwatched_until: with fewer tokens, only ``end_ids`` (with -1) end it, and it only asks the sampler for its
             draw; 0 until that is known.
-        logprobs: log-probabilities of generated tokens; ``scores`` are the same for given tokens. Tokens from
+        logprobs: log-probabilities of generated tokens, in parts; ``scores`` are the same for given tokens. Tokens from
             ``next_scored`` up to ``end_scored`` (indexes into ``token_ids``) are still to be scored, from the position
             before each.
     """
@@ -112,8 +113,8 @@ class Generation:
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None
     error: RowError | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    scores: list[Logprobs] = field(default_factory=list)
     next_scored: int = 0
     end_scored: int = 0
     vector: bytes = b""
@@ -235,7 +236,7 @@ class Generation:
 
     def check_scores(self) -> None:
         """Fail it if a log-probability is not finite; to be called once no other follows."""
-        if not all(isfinite(score.logprob) for score in (*self.scores, *self.logprobs)):
+        if not all(isfinite(value) for part in (*self.scores, *self.logprobs) for value in part.own):
             self.fail("the model's logits over the given tokens are not finite")
 
     def fail(self, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
@@ -296,22 +297,30 @@ class Generation:
         """Whether a given token is still to be scored."""
         return self.next_scored < self.end_scored
 
-    def num_top(self, index: int) -> int:
-        """Number of the likeliest tokens to report with the token at ``index``."""
-        params = self.request.params
-        return (params.logprobs if self._is_output(index) else params.prompt_logprobs) or 0
+    def scored_parts(self, indexes: range) -> Iterator[tuple[int, int]]:
+        """The tokens at ``indexes`` as parts of the prompt or the output: how many, and how many likeliest for each."""
+        end = min(max(self.num_given, indexes.start), indexes.stop)
+        for count, num_top in (
+            (end - indexes.start, self.request.params.prompt_logprobs),
+            (indexes.stop - end, self.request.params.logprobs),
+        ):
+            if count:
+                yield count, num_top or 0
 
-    def book_score(self, logprob: TokenLogprob) -> None:
-        """Add the log-probability of the token ``next_scored``."""
-        (self.logprobs if self._is_output(self.next_scored) else self.scores).append(logprob)
-        self.next_scored += 1
+    def book_scores(self, logprobs: Logprobs) -> None:
+        """Add the log-probabilities of the tokens from ``next_scored`` on, which are one of ``scored_parts``."""
+        (self.logprobs if self.next_scored >= self.num_given else self.scores).append(logprobs)
+        self.next_scored += len(logprobs)
 
-    def _is_output(self, index: int) -> bool:
-        return self.generates and index >= len(self.request.prompt_token_ids)
+    @property
+    def num_given(self) -> int:
+        """Tokens that are not generated."""
+        return len(self.request.prompt_token_ids) if self.generates else len(self.token_ids)
 
     def to_sample(self) -> Sample:
         """The generated tokens and why they ended, once they have."""
-        logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
+        num_top = self.request.params.logprobs
+        logprobs = None if num_top is None else Logprobs.joined(self.logprobs, num_top)
         tokens = tuple(self.token_ids[len(self.request.prompt_token_ids) :])
         is_complete = self.matched_stop is None and self.constraint.is_complete if self.constraint else None
         return Sample(tokens, self.finish_reason, self.matched_stop, logprobs, is_complete)

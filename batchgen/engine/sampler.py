@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -21,14 +20,17 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from batchgen.core.records import SamplingParams, TokenLogprob
+from batchgen.core.logprobs import Logprobs
+from batchgen.core.records import SamplingParams
 from batchgen.engine.observers import Constraints, HostTokenCounts, TokenRules
 from batchgen.engine.overlap import DeviceTokenCounts, penalized_logits
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
+from batchgen.kernels.likeliest import likeliest
 
 _STEP, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_MOST_LOGITS = 1 << 24  # scored together: what is computed on the way is about as large
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -51,6 +53,42 @@ def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: A
         bits = _mix(bits ^ np.asarray(column, dtype=np.int64).view(np.uint64))
     drawn: np.ndarray = (bits >> 11) * 2.0**-53
     return drawn
+
+
+class StepLogprobs(NamedTuple):
+    """Arrays with a row per token: ``token_ids``, ``values`` [num_tokens]; ``top_ids``, ``top_values`` [num_tokens, k].
+
+    Their types are those of ``Logprobs``.
+    """
+
+    token_ids: np.ndarray
+    values: np.ndarray
+    top_ids: np.ndarray
+    top_values: np.ndarray
+
+    def part(self, start: int, count: int, num_top: int) -> Logprobs:
+        """Those of some tokens, with the ``num_top`` likeliest of each."""
+        rows = slice(start, start + count)
+        own, top_ids, top = self.values[rows], self.top_ids[rows, :num_top], self.top_values[rows, :num_top]
+        ids = self.token_ids[rows].tobytes()
+        return Logprobs(ids, own.tobytes(), top_ids.tobytes(), top.tobytes(), top_ids.shape[1])
+
+
+def step_logprobs(kernels: Kernels, logits: Tensor, token_ids: Sequence_[int], num_top: int) -> StepLogprobs:
+    """The log-probability of a token in each row of logits [num_tokens, vocab_size], and the likeliest tokens there.
+
+    The id -1 says that a row is not finite. Memory beside the result does not grow with the rows.
+    """
+    most = max(1, _MOST_LOGITS // logits.shape[1])
+    parts = []
+    for start in range(0, len(logits), most):
+        rows = logits[start : start + most]
+        columns = torch.tensor(token_ids[start : start + most], device=logits.device).clamp(min=0)
+        norm = kernels.logsumexp(rows)[:, None]
+        own = rows.gather(1, columns[:, None]).float() - norm
+        ids, top = likeliest(rows, num_top)
+        parts.append([part.cpu().numpy() for part in (own[:, 0], ids.int(), top - norm)])
+    return StepLogprobs(np.array(token_ids, np.int32), *map(np.concatenate, zip(*parts, strict=True)))
 
 
 class TokenMask(NamedTuple):
@@ -92,9 +130,9 @@ class Sampler:
         token_ids = self._choose(logits, sequences, asking, best if mask is None else None)
         if raw is not None:
             wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
-            logprobs = self._logprobs(raw, token_ids[reported].tolist(), wanted)
-            for i, logprob in zip(reported, logprobs, strict=True):
-                sequences[i].generation.logprobs.append(logprob)
+            logprobs = step_logprobs(self.kernels, raw, token_ids[reported].tolist(), max(wanted))
+            for row, (i, num_top) in enumerate(zip(reported, wanted, strict=True)):
+                sequences[i].generation.logprobs.append(logprobs.part(row, 1, num_top))
         return token_ids
 
     def _choose(
@@ -142,22 +180,11 @@ class Sampler:
         if not scored:
             return
         tokens = [s.token_ids[i] for s, indexes in scored for i in indexes]
-        wanted = [s.generation.num_top(i) for s, indexes in scored for i in indexes]
-        logprobs = iter(self._logprobs(logits, tokens, wanted))
-        for sequence, indexes in scored:
-            for logprob in islice(logprobs, len(indexes)):
-                sequence.generation.book_score(logprob)
-
-    def _logprobs(self, logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprob]:
-        """The log-probability of a token in each row, and of the ``num_top`` likeliest tokens (equal ones by id)."""
-        columns = torch.tensor(token_ids, device=logits.device).clamp(min=0)  # -1: a row that is not finite
-        norm = self.kernels.logsumexp(logits)
-        own = (logits.gather(1, columns[:, None])[:, 0].float() - norm).tolist()
-        rows = zip(token_ids, own, norm.tolist(), _likeliest(logits, num_top), strict=True)
-        return [
-            TokenLogprob(token, value, tuple((i, float(np.float32(v) - np.float32(by))) for i, v in likeliest))
-            for token, value, by, likeliest in rows
-        ]
+        parts = [(s.generation, *part) for s, indexes in scored for part in s.generation.scored_parts(indexes)]
+        logprobs, start = step_logprobs(self.kernels, logits, tokens, max(num_top for *_, num_top in parts)), 0
+        for generation, count, num_top in parts:
+            generation.book_scores(logprobs.part(start, count, num_top))
+            start += count
 
     def _widened(self, logits: Tensor) -> Tensor:
         """A float32 copy, overwritten by the next one."""
@@ -219,22 +246,6 @@ class Sampler:
             top_p=uploaded((p.top_p for p in kinds.values()), np.float64),
             uniform=upload(torch.from_numpy(drawn), device),
         )
-
-
-def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float]]]:
-    """(id, logit) of the ``num_top`` largest of each row, largest first, equal ones by ascending id.
-
-    ``topk`` may return any of the tokens that tie with the last one, so rows with such ties are searched again.
-    """
-    width = logits.shape[1]
-    top = logits.topk(min(max(num_top) + 1, width) if any(num_top) else 0, dim=1)
-    likeliest = []
-    for row, (k, values, ids) in enumerate(zip(num_top, top.values.tolist(), top.indices.tolist(), strict=True)):
-        if 0 < k < len(values) and values[k - 1] == values[k]:
-            tied = (logits[row] >= values[k - 1]).nonzero()[:, 0]
-            values, ids = logits[row, tied].tolist(), tied.tolist()  # noqa: PLW2901 - a better answer for this row
-        likeliest.append(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:k])
-    return likeliest
 
 
 def add_biases(logits: Tensor, rows: Sequence_[int], rules: Sequence_[TokenRules]) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from operator import truediv
 
 from batchgen.core.errors import RowError
+from batchgen.core.logprobs import Logprobs
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings
 from batchgen.engine.generation import Generation
 
@@ -143,7 +144,7 @@ class RequestState:
         if self.error is not None:
             return base
         if self.request.labels:
-            sums = tuple(sum(score.logprob for score in s.generation.scores) for s in self.sequences)
+            sums = tuple(sum(value for part in s.generation.scores for value in part.own) for s in self.sequences)
             means = tuple(map(truediv, sums, map(len, self.request.labels)))
             scored = replace(base, label_logprobs=sums, label_means=means)
             scores = scored.label_scores(params)
@@ -155,7 +156,8 @@ class RequestState:
             return replace(base, samples=(Sample((), FinishReason.STOP),), vector=vector, num_vectors=num_vectors)
         samples = [s.generation.to_sample() for s in self.sequences]
         samples += samples[:1] * (params.n - len(samples))
-        prompt_logprobs = tuple(first.generation.scores) if params.prompt_logprobs is not None else None
+        num_top = params.prompt_logprobs
+        prompt_logprobs = None if num_top is None else Logprobs.joined(first.generation.scores, num_top)
         return replace(base, samples=tuple(samples), prompt_logprobs=prompt_logprobs)
 
     def _timings(self) -> Timings:

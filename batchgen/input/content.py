@@ -20,8 +20,8 @@ from batchgen.input.messages import Message, checked_messages, checked_tools
 from batchgen.input.openai_batch import check_purpose, effort_kwargs, inputs_of, parse_batch_line
 from batchgen.input.rows import Embedded, RowProblem, is_null, num_chars, wrong_type
 from batchgen.input.template import Template
-from batchgen.text.added_tokens import SpecialTokens
 from batchgen.text.chat import CONTINUES, MAX_CHARS
+from batchgen.text.special_tokens import SpecialTokens
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import tool_format
 

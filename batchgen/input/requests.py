@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from batchgen.config.identity import draw_of
+from batchgen.config.identity import draw_of, limit_of
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
+from batchgen.core.logprobs import MAX_RECORD_BYTES, record_bytes
 from batchgen.core.records import Request, Row, SamplingParams
 from batchgen.core.units import shown
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
@@ -41,12 +42,13 @@ Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
 class _Draft:
     """A row whose prompts are texts to be tokenized, or token ids that the row brought.
 
-    There are several only if a row asks for several vectors.
+    There are several only if a row asks for several vectors. ``answers`` are the same as in ``Row``.
     """
 
     row: Row
     params: SamplingParams
     prompts: Sequence[PlainText | list[int]]
+    answers: tuple[tuple[int, int], ...] | None = None
 
     @property
     def texts(self) -> list[PlainText]:
@@ -66,8 +68,9 @@ class RequestBuilder:
     ``max_model_len - 1`` tokens, which leaves room to generate one; a row with labels needs room for the longest label
     instead, and a row that does not generate may fill the context. With ``fills_context``, a request in OpenAI's form
     without ``max_tokens`` may fill the context, as at OpenAI and in vLLM. Ids that rows bring must be below
-    ``vocab_size``. If ``settings`` are ``Embedded``, rows become vectors and sampling values do not count. Raises
-    UsageError if [input] or [sampling] cannot work with this tokenizer.
+    ``vocab_size``. If ``settings`` are ``Embedded``, rows become vectors and sampling values do not count.
+    ``packs_logprobs`` is the job's: rows then have the turns of a chat that is scored. Raises UsageError if [input] or
+    [sampling] cannot work with this tokenizer.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class RequestBuilder:
         vocab_size: int,
         grammars: Grammars | None = None,
         fills_context: bool = False,
+        packs_logprobs: bool = False,
     ) -> None:
         self._spec = spec
+        self.packs_logprobs = packs_logprobs
         self._fills_context = fills_context
         self._embedded = settings if isinstance(settings, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
@@ -122,16 +127,25 @@ class RequestBuilder:
 
     def _drafts(self, rows: Sequence[Row]) -> Iterator[_Draft | Row]:
         contents = [_attempt(row, self.finder.find, row.columns) if row.error is None else row for row in rows]
+        contents = [self._closed(item) if isinstance(item, Content) else item for item in contents]
         prompts = [item.prompt for item in contents if isinstance(item, Content)]
         chats = [prompt.variables for prompt in prompts if isinstance(prompt, Chat)]
         rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
         for row, content in zip(rows, contents, strict=True):
             yield content if isinstance(content, Row) else _attempt(row, self._draft, row, content, rendered)
 
-    def _draft(self, row: Row, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
+    def _closed(self, content: Content) -> Content:
+        """The content, where a chat that ends with an answer gets no header of another one if none is generated."""
         prompt = content.prompt
+        is_scored = content.overrides.get("max_tokens", self._sampling.max_tokens) == 0
+        if not isinstance(prompt, Chat) or not is_scored or prompt.variables["messages"][-1]["role"] != "assistant":
+            return content
+        return replace(content, prompt=replace(prompt, variables={**prompt.variables, "add_generation_prompt": False}))
+
+    def _draft(self, row: Row, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
+        prompt, chat = content.prompt, None
         if isinstance(prompt, Chat):
-            text = next(rendered)
+            text, chat = next(rendered), prompt.variables
             if isinstance(text, ChatTemplateError):
                 what = text.describe(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)
@@ -152,7 +166,19 @@ class RequestBuilder:
         draft = _Draft(row, params, [prompt])
         longest = self._min_tokens(max(params.labels, key=len, default=""))
         self._check_estimate(draft, longest)
-        return draft
+        return draft if chat is None else replace(draft, answers=self._answers_in(chat, prompt, params))
+
+    def _answers_in(
+        self, chat: Mapping[str, Any], prompt: PlainText | list[int], params: SamplingParams
+    ) -> tuple[tuple[int, int], ...] | None:
+        """The turns of the assistant, where the record has a column for them."""
+        wanted = self.packs_logprobs and params.prompt_logprobs is not None
+        if not wanted or not isinstance(prompt, PlainText) or self._tokenizer is None:
+            return None
+        try:
+            return self._tokenizer.turns(chat, prompt.text)
+        except ChatTemplateError as error:
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(error)) from None
 
     def _embedded_draft(self, row: Row, prompts: Sequence[PlainText | list[int]], embedded: Embedded) -> _Draft:
         made = [PlainText(embedded.whole(p.text), True) if isinstance(p, PlainText) else p for p in prompts]
@@ -194,6 +220,9 @@ class RequestBuilder:
         for key, ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", dict(params.logit_bias))):
             if max(ids, default=0) >= self._vocab_size:
                 return f"{key} holds the token id {max(ids)}, and the model has {self._vocab_size} tokens"
+        for key, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if (number or 0) > self._vocab_size:
+                return f"{key} = {number}: the model has {self._vocab_size} tokens"
         return ""
 
     @cached_property
@@ -243,6 +272,7 @@ class RequestBuilder:
         labels, bad_words = others[: len(draft.params.labels)], others[len(draft.params.labels) :]
         for prompt in prompts:
             self._check_length(draft, len(prompt), max(map(len, labels), default=0))
+        self._check_logprobs(draft.params, len(prompts[0]))
         if not all(prompts):  # a tokenizer without bos may drop all of a text
             raise RowProblem(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
         for key, lists in (("labels", labels), ("bad_words", bad_words)):
@@ -257,7 +287,23 @@ class RequestBuilder:
         lengths = tuple(map(len, prompts)) if len(prompts) > 1 else ()
         rest = (tuple(labels), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index), num_unseen)
         request = Request(row.index, tuple(chain(*prompts)), draft.params, row.output_token_ids, *rest)
-        return replace(row, params=draft.params, prompt_token_ids=request.named_tokens), request
+        return replace(row, params=draft.params, prompt_token_ids=request.named_tokens, answers=draft.answers), request
+
+    def logprob_bytes(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """About the most bytes that log-probabilities of a row take in its record."""
+        most = params.n * limit_of(params, num_prompt_tokens, self._max_model_len)
+        nums_top = params.prompt_logprobs, params.logprobs
+        return record_bytes(nums_top, (num_prompt_tokens, most), is_packed=self.packs_logprobs)
+
+    def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Raises RowProblem for a row whose log-probabilities take more memory than those of a record may."""
+        if (size := self.logprob_bytes(params, num_prompt_tokens)) > MAX_RECORD_BYTES:
+            keys = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]
+            what = ", ".join(f"{name} = {getattr(params, name)}" for name in keys)
+            why = (
+                f"the record would have up to {size >> 20:,} MiB of them, and the most is {MAX_RECORD_BYTES >> 20} MiB"
+            )
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: {why}; lower it, or max_tokens")
 
     def _check_length(
         self, draft: _Draft, num_tokens: int, longest_label: int, *, is_estimate: bool = False, is_counted: bool = True

@@ -24,9 +24,10 @@ from batchgen.output.formats import OutputFormat, output_format
 from batchgen.output.formats.jsonl import read_lines, write_lines
 from batchgen.output.journal import Counts, Journal
 from batchgen.output.record_builder import check_record
-from batchgen.output.rundir import EXACT_FORMAT, Begun, RunDir
+from batchgen.output.rundir import Begun, RunDir
 
 IndexedRow = tuple[int, bytes]
+EXACT_FORMAT = "jsonl"  # the outputs are the journal's records
 
 
 class Rows:

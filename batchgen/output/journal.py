@@ -26,13 +26,13 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FastPickle
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.storage import make_folder, storage_errors, sync_file, sync_folder
+from batchgen.output.row_index import RowIndex
 from batchgen.output.segments import (
     ERROR,
     PARTIAL,
     RESULT,
     Damage,
     Line,
-    RowIndex,
     SegmentReader,
     encode_line,
     next_segment,

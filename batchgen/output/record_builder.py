@@ -5,6 +5,7 @@ Pure functions from a row and its result to plain data, without any file.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -18,8 +19,10 @@ from batchgen.core.answers import find_answer
 from batchgen.core.batch_lines import url_of
 from batchgen.core.chat_rows import ASSISTANT, ChatRow, system_before
 from batchgen.core.keys import INT32_MAX
+from batchgen.core.logprobs import Logprobs
+from batchgen.core.packed import is_packed, packed
 from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
-from batchgen.output.scores import perplexity, scored_fields, token_fields, vector_fields
+from batchgen.output.scores import packed_fields, perplexity, scored_fields, token_fields, vector_fields
 from batchgen.text.answer import AnswerReader
 from batchgen.text.call_notation import Offered
 from batchgen.text.grammar_source import library
@@ -31,6 +34,8 @@ _TIMINGS = tuple(item.name for item in fields(Timings))
 _OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason", "complete")
 _VECTOR = ("label", "score", "scores", "embedding", "embeddings")  # in the order of ``vector_fields``
 _OF_CHAT = ("messages", "text", "finish_reason", "finish_reasons", "usage")
+_OF_TOKENS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # of a sample, after timings
+_OF_PROMPT = ("prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs", "perplexity")
 _NULLABLE = ("reasoning", "parsed")  # null is a value of these
 _DIGITS = 6  # of times
 
@@ -60,14 +65,16 @@ class RecordBuilder:
         """The output record of a row that has its prompt; the index is the id of a row without one.
 
         The order is fixed and fields that were not asked for are left out: id, index, fingerprint, text, reasoning,
-        tool_calls, parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, samples,
-        prompt_logprobs, perplexity, kept columns. Fields of a sample are taken from the first one; ``samples`` holds
-        all samples if there are several. ``complete`` is whether the text fits its structured outputs and its tool
-        calls are complete. ``parsed`` is its JSON value, null if the text has none or is not complete, and
-        ``extracted`` what ``eval.extract`` finds in it. With [embed] the fields of ``vector_fields`` replace the text
-        and the fields made from it, with [classify] the fields of ``scored_fields`` do. A chat that was generated again
-        has ``messages`` and ``finish_reasons``; its text is the last answer. A kept column with the name of a field of
-        the record is written as ``input_<name>``.
+        tool_calls, parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, top_ids,
+        top_logprobs, samples, prompt_token_ids, assistant_mask, prompt_logprobs, prompt_top_ids, prompt_top_logprobs,
+        perplexity, kept columns. Fields of a sample are taken from the first one; ``samples`` holds all samples if
+        there are several. ``JobSpec.packs_logprobs`` makes log-probabilities packed arrays, with the ids of their
+        tokens. ``complete`` is whether the text fits its structured outputs and its tool calls are complete.
+        ``parsed`` is its JSON value, null if the text has none or is not complete, and ``extracted`` what
+        ``eval.extract`` finds in it. With [embed] the fields of ``vector_fields`` replace the text and the fields made
+        from it, with [classify] the fields of ``scored_fields`` do. A chat that was generated again has ``messages``
+        and ``finish_reasons``; its text is the last answer. A kept column with the name of a field of the record is
+        written as ``input_<name>``.
         """
         params, fingerprint = row.params, self.fingerprint(row)
         if result.vector or params.labels:
@@ -90,13 +97,32 @@ class RecordBuilder:
             **self._thought(row, result),
         }
         payload["timings"] = _timings(result.timings)
-        payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
+        payload |= {name: first[name] for name in _OF_TOKENS if name in first}
         if len(samples) > 1:
             payload["samples"] = samples
         if result.prompt_logprobs is not None:
-            payload["prompt_logprobs"] = token_fields(result.prompt_logprobs, self._tokenizer)
+            payload |= self._prompt_of(row) | self._logprobs(result.prompt_logprobs, "prompt_")
             payload["perplexity"] = perplexity(result.prompt_logprobs)
         return payload | self._kept(row.columns)
+
+    def _logprobs(self, tokens: Logprobs, prefix: str = "") -> dict[str, Any]:
+        """Log-probabilities in the form of this job."""
+        if self._spec.packs_logprobs:
+            return packed_fields(tokens, prefix)
+        return {f"{prefix}logprobs": token_fields(tokens, self._tokenizer)}
+
+    def _prompt_of(self, row: Row) -> dict[str, Any]:
+        """The tokens that packed log-probabilities of a prompt are of, and which of them the assistant wrote."""
+        if not self._spec.packs_logprobs:
+            return {}
+        count = len(row.prompt_token_ids)
+        fields = {"prompt_token_ids": packed("int32", array("i", row.prompt_token_ids).tobytes(), count)}
+        if row.answers is not None:
+            mask = bytearray(count)
+            for start, end in row.answers:
+                mask[start:end] = b"\1" * (end - start)
+            fields["assistant_mask"] = packed("bool", bytes(mask), count)
+        return fields
 
     def fingerprint(self, row: Row) -> str:
         """See ``config.identity.fingerprint``."""
@@ -138,9 +164,8 @@ class RecordBuilder:
         has_tools = self._finds_calls(row)
         first, several = self._taken(earlier, params, has_tools), earlier.get("samples") or ()
         samples = [self._taken(sample, params, has_tools) for sample in several]
-        names = ("prompt_logprobs", "perplexity") if params.prompt_logprobs is not None else ()
-        is_whole = all(earlier.get(name) is not None for name in names if name != "perplexity")
-        if first is None or None in samples or not is_whole:
+        prompt = self._taken_of_prompt(earlier, row)
+        if first is None or None in samples or prompt is None:
             return None
         usage = earlier["usage"]
         payload = _head(row, fingerprint) | {name: first[name] for name in _OF_SAMPLE if name in first}
@@ -148,9 +173,18 @@ class RecordBuilder:
         counts += [] if params.thinking_token_budget is None else ["reasoning_tokens"]
         payload["usage"] = {name: usage[name] for name in counts}
         payload["timings"] = {**_timings(Timings()), "reused": True}
-        payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
+        payload |= {name: first[name] for name in _OF_TOKENS if name in first}
         payload |= {"samples": samples} if samples else {}
-        return payload | {name: earlier.get(name) for name in names} | self._kept(row.columns)
+        return payload | prompt | self._kept(row.columns)
+
+    def _taken_of_prompt(self, earlier: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
+        """The log-probabilities of the prompt, if the row asks for them; None where ``earlier`` has no such form."""
+        if row.params.prompt_logprobs is None:
+            return {}
+        logprobs = earlier.get("prompt_logprobs")
+        if logprobs is None or is_packed(logprobs) != self._spec.packs_logprobs:
+            return None
+        return self._prompt_of(row) | {name: earlier[name] for name in _OF_PROMPT if name in earlier}
 
     def _of_chat(self, row: ChatRow, result: Result, fingerprint: str) -> dict[str, Any]:
         """The record of a row whose chat was generated again: what was said, and why each turn ended."""
@@ -195,6 +229,7 @@ class RecordBuilder:
     def _taken(self, sample: Mapping[str, Any], params: SamplingParams, has_tools: bool) -> dict[str, Any] | None:
         """The fields of a sample that this job asks for; None if one is missing."""
         output, has_text = self._spec.output, self._tokenizer is not None
+        packs = self._spec.packs_logprobs and params.logprobs is not None
         wanted = {
             "text": has_text,
             "reasoning": has_text and "reasoning" in output.parse,
@@ -202,9 +237,13 @@ class RecordBuilder:
             "parsed": has_text and "json" in output.parse,
             "finish_reason": True,
             "complete": bool(params.structured_outputs) or (has_tools and sample.get("complete") is not None),
-            "token_ids": output.token_ids or not has_text,
+            "token_ids": output.token_ids or not has_text or packs,
             "logprobs": params.logprobs is not None,
+            "top_ids": packs and bool(params.logprobs),
+            "top_logprobs": packs and bool(params.logprobs),
         }
+        if params.logprobs is not None and is_packed(sample.get("logprobs")) != packs:
+            return None
         names = [name for name, is_wanted in wanted.items() if is_wanted]
         is_whole = all(sample.get(name) is not None or (name in _NULLABLE and name in sample) for name in names)
         if not has_tools and sample.get("tool_calls") is not None:
@@ -259,10 +298,11 @@ class RecordBuilder:
         shaped["finish_reason"] = str(sample.finish_reason)
         if is_complete is not None:
             shaped["complete"] = is_complete
-        if self._spec.output.token_ids or self._tokenizer is None:
+        packs = self._spec.packs_logprobs and sample.logprobs is not None
+        if self._spec.output.token_ids or self._tokenizer is None or packs:
             shaped["token_ids"] = list(sample.token_ids)
         if sample.logprobs is not None:
-            shaped["logprobs"] = token_fields(sample.logprobs, self._tokenizer)
+            shaped |= self._logprobs(sample.logprobs)
         return shaped | self._answer(shaped)
 
 

@@ -34,7 +34,6 @@ from batchgen.core.storage import (
 from batchgen.output.lock import Holder, RunLock, lock_holder
 from batchgen.output.manifest import Manifest
 
-EXACT_FORMAT = "jsonl"  # these outputs are the journal's records, which are kept only with other formats
 JOURNALS_NAME = "journal"  # a folder in it for each job that is begun and not finished
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
 _PROGRESS_HEAD = b'{"version": 1, "state": "'
@@ -206,9 +205,7 @@ class RunDir:
     def kept_job(self) -> Begun | None:
         """The job of the outputs with its rows, which are kept if the outputs are not JSON Lines."""
         last = self.read_manifest()
-        if last is None or last.job["output"]["format"] == EXACT_FORMAT:
-            return None
-        return next((begun for begun in self.begun_jobs() if begun.folder.name == last.journal), None)
+        return next((begun for begun in self.begun_jobs() if last and begun.folder.name == last.journal), None)
 
     def begin(self, manifest: Manifest) -> Begun:
         """Make the folder of a new job, with its ``job.json``. Raises StorageError."""
@@ -240,17 +237,17 @@ class RunDir:
             if manifest.files.get(path.name) != (_named(path, digests) if path.is_file() else None)
         ]
 
-    def finish(self, begun: Begun, digests: Digests) -> Manifest:
+    def finish(self, begun: Begun, digests: Digests, *, keeps_rows: bool) -> Manifest:
         """Write the ``job.json`` of a finished job, which names its outputs; then delete the folders of all jobs.
 
-        Its own folder stays if the outputs are not in ``EXACT_FORMAT``. Raises UsageError, StorageError.
+        Its own folder stays if it ``keeps_rows``. Raises UsageError, StorageError.
         """
         fresh = Digests()  # the earlier digests may be of files that these have replaced
         files = {path.name: _named(path, fresh) for path in (*self._outputs, self.errors) if path.is_file()}
         states = digests.to_plain() | fresh.to_plain()
         finished = replace(begun.manifest, files=files, journal=begun.folder.name, file_states=states)
         self.write_manifest(finished)
-        self._remove_finished()
+        self._remove_finished(keeps_rows=keeps_rows)
         return finished
 
     def remove_other_outputs(self, output_format: str) -> None:
@@ -273,7 +270,8 @@ class RunDir:
             if _number(path) and path.is_dir() and not (path / self.manifest.name).exists():
                 shutil.rmtree(path, ignore_errors=True)  # its job.json would have been its first file
         with suppress(UsageError, StorageError):
-            self._remove_finished()
+            last = self.read_manifest()
+            self._remove_finished(keeps_rows=last is None or last.job["output"]["format"] != "jsonl")
 
     def clear(self) -> None:
         """Remove all files of a run, the manifest last: after a crash in between the run starts from scratch.
@@ -293,8 +291,8 @@ class RunDir:
         manifest = self.read_manifest()
         return _number(Path(manifest.journal)) if manifest else 0
 
-    def _remove_finished(self) -> None:
-        last, kept = self._num_finished(), self.kept_job()
+    def _remove_finished(self, *, keeps_rows: bool) -> None:
+        last, kept = self._num_finished(), self.kept_job() if keeps_rows else None
         for path in [*self.journals.glob("*")]:
             if 0 < _number(path) <= last and not (kept and path == kept.folder):
                 remove_folder(path)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from batchgen.core.records import Result, TokenLogprob
+from batchgen.core.logprobs import Logprobs
+from batchgen.core.packed import packed
+from batchgen.core.records import Result
 from batchgen.text.tokenizer import Tokenizer
 
 _DIGITS = 6
 _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
 
 
-def token_fields(tokens: Iterable[TokenLogprob], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+def token_fields(tokens: Logprobs, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
     """An object per token: token_id, token, logprob, and in top_logprobs the same fields for the likeliest tokens.
 
     ``bytes`` is added for a token that is a part of a character, since its text does not determine them.
@@ -31,6 +33,19 @@ def token_fields(tokens: Iterable[TokenLogprob], tokenizer: Tokenizer | None) ->
     ]
 
 
+def packed_fields(tokens: Logprobs, prefix: str = "") -> dict[str, Any]:
+    """The numbers of ``token_fields`` as packed arrays: ``logprobs``, and ``top_ids`` and ``top_logprobs`` if any.
+
+    The names follow ``prefix``; log-probabilities are not rounded.
+    """
+    count, num_top = len(tokens), tokens.num_top
+    fields = {"logprobs": packed("float32", tokens.values, count)}
+    if num_top:
+        fields["top_ids"] = packed("int32", tokens.top_ids, count, num_top)
+        fields["top_logprobs"] = packed("float32", tokens.top_values, count, num_top)
+    return {f"{prefix}{name}": value for name, value in fields.items()}
+
+
 def rounded(logprob: float) -> float:
     """A log-probability as it is written, never -0.0."""
     return round(logprob, _DIGITS) + 0.0
@@ -43,11 +58,11 @@ def softmax(scores: Sequence[float]) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
+def perplexity(tokens: Logprobs) -> float | None:
     """exp(-mean log-probability); None without tokens, or if it exceeds the largest float."""
-    if not tokens:
+    if not len(tokens):
         return None
-    mean = math.fsum(token.logprob for token in tokens) / len(tokens)
+    mean = math.fsum(tokens.own) / len(tokens)
     return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
 
 

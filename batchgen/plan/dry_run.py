@@ -16,7 +16,8 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.machine import processor_name
+from batchgen.core.logprobs import JSON_BYTES, PACKED_BYTES
+from batchgen.core.machine import available_bytes, processor_name
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import format_duration
 from batchgen.core.version import RESULTS
@@ -148,6 +149,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             "expected": output_tokens,
             "basis": lengths.basis,
         },
+        "logprobs": _logprobs(spec, survey, kv["max_num_seqs"]),
         "kv": kv,
         "workers": workers and asdict(workers),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
@@ -175,6 +177,24 @@ def _prompt_tokens(survey: Survey) -> dict[str, Any]:
         **{f"p{percent}": percentile(lengths, survey.num_good, percent) for percent in PERCENTS},
         "max": lengths[-1][0] if lengths else None,
         "histogram": [{"from": low, "to": 2 * low - 1, "rows": count} for low, count in bins.items()],
+    }
+
+
+def _logprobs(spec: JobSpec, survey: Survey, max_num_seqs: int) -> dict[str, Any] | None:
+    """Bytes of log-probabilities, at most: of records before compression, and of rows that run at once.
+
+    None where no row asks for any.
+    """
+    if not survey.logprob_bytes:
+        return None
+    longest = survey.max_logprob_bytes // (1 if spec.packs_logprobs else JSON_BYTES // PACKED_BYTES)
+    running = longest * min(max_num_seqs, survey.num_good)
+    return {
+        "mean_row_bytes": survey.logprob_bytes // survey.num_good,
+        "max_row_bytes": survey.max_logprob_bytes,
+        "total_bytes": survey.logprob_bytes,
+        "running_bytes": running,
+        "fits": running <= available_bytes() // 2,
     }
 
 

@@ -62,6 +62,7 @@ class Survey:
         self.outputs: Counter[tuple[int, bool]] = Counter()
         self.turns: Counter[int] = Counter()
         self.label_tokens = 0
+        self.logprob_bytes = self.max_logprob_bytes = 0  # in all records, and in the largest
         self.sampled: Reservoir[Request] = Reservoir(_NUM_SAMPLED)
         self.read_s = 0.0
         self.empty_fields: Counter[str] = Counter()  # of the prompt's template: rows that can run without them
@@ -104,4 +105,8 @@ class Survey:
         self.prompt_lengths[length] += 1
         self.outputs[max_output, is_fixed] += num_outputs
         self.label_tokens += sum(map(len, request.labels))
+        if params.has_logprobs:
+            size = self._validator.builder.logprob_bytes(params, length)
+            self.logprob_bytes += size
+            self.max_logprob_bytes = max(self.max_logprob_bytes, size)
         self.sampled.add(request)

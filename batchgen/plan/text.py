@@ -10,6 +10,7 @@ from batchgen.core.units import counted, format_duration, labelled, shortened
 
 _SHOWN_BAD_ROWS = 5
 _BAR_WIDTH = 30
+_LOGPROBS = ("mean_row", "max_row", "total", "running")
 _SHOWN_CHARS = 300  # of a message
 
 Plan = Mapping[str, Any]
@@ -59,6 +60,11 @@ def _tokens(plan: Plan) -> Lines:
         yield "tokens out", f"{outputs['at_most']:,} ({outputs['basis']})"
     else:
         yield "tokens out", f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
+    if logprobs := plan["logprobs"]:
+        mean, most, total, running = (_size(logprobs[f"{name}_bytes"]) for name in _LOGPROBS)
+        yield "logprobs", f"{mean} a row, {most} the longest, {total} in all, at most and not compressed"
+        advice = "" if logprobs["fits"] else ", too much for this machine: lower max_num_seqs"
+        yield "", f"{running} in memory for the rows that run at once{advice}"
     yield from _kv(plan["kv"])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.chat_rows import ChatRow
 from batchgen.core.errors import UsageError
+from batchgen.core.packed import unpacked
 from batchgen.core.units import counted
 from batchgen.input.rows import prepared
 from batchgen.output.rundir import RunDir
@@ -97,8 +98,7 @@ def try_job(
 
 
 def _fields(payload: bytes) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(payload)
-    return fields
+    return unpacked(json.loads(payload))
 
 
 def _indented(text: str) -> str:

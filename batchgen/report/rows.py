@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from batchgen.core.packed import is_packed, numbers_of
 from batchgen.report.accuracy import Accuracy, Finder
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
@@ -143,7 +144,8 @@ class RowTotals:
         self.num_structured += bool(complete)
         self.accuracy.add(record)
         if record.get("perplexity") is not None:
-            logprobs = [token["logprob"] for token in record["prompt_logprobs"]]
+            tokens = record["prompt_logprobs"]
+            logprobs = numbers_of(tokens) if is_packed(tokens) else [token["logprob"] for token in tokens]
             self.num_scored_tokens += len(logprobs)
             self.sum_logprobs += math.fsum(logprobs)
 

@@ -22,8 +22,9 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import Row
 from batchgen.output.earlier_rows import EarlierRows
+from batchgen.output.finalize import EXACT_FORMAT
 from batchgen.output.manifest import Manifest, differences
-from batchgen.output.rundir import EXACT_FORMAT, RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.run.opened import OpenJob
 
 # Keys that decide what a record says, whatever its row asks.

@@ -22,7 +22,7 @@ from batchgen.core.units import counted
 from batchgen.core.version import RESULTS
 from batchgen.input.ids import RowValidator, rebuild_ids
 from batchgen.input.source import RowRange, Source, open_source
-from batchgen.output.finalize import finalize, write_errors
+from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
@@ -339,7 +339,8 @@ class _Job:
             report = build_report(totals, self.progress.usage(), facts)
             write_report(self.run_dir.report, report)
             journal.close()
-            self.manifest = self.run_dir.finish(self.begun, self.digests)
+            keeps_rows = self.spec.output.format != EXACT_FORMAT
+            self.manifest = self.run_dir.finish(self.begun, self.digests, keeps_rows=keeps_rows)
         self.progress.finish(report)
         self.progress.keep_file(False)
         return self.invocation.published(finished(self.run_dir, self.spec.output.format, report), self.manifest)

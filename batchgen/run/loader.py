@@ -131,6 +131,7 @@ class ModelInfo:
             max_model_len=longest,
             vocab_size=self.config.vocab_size,
             fills_context=spec.fills_context,
+            packs_logprobs=spec.packs_logprobs,
         )
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:

@@ -21,11 +21,11 @@ from batchgen.core.numerics import OTHER_ORDER, Numerics
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE
 from batchgen.core.storage import absolute, storage_errors
-from batchgen.output.finalize import finalize, read_errors
+from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import RECORD_VERSION, Manifest, compare
-from batchgen.output.rundir import EXACT_FORMAT, Begun, RunDir, tidy_on_refusal
+from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
@@ -131,7 +131,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlie
         begun = finalize(run_dir, begun, job, journal, num_rows=shards[0].num_rows)
         counts = journal.counts
         problems = _write_report(shards, run_dir, manifest, journal_totals(journal, job))
-    run_dir.finish(begun, Digests())
+    run_dir.finish(begun, Digests(), keeps_rows=job.output.format != EXACT_FORMAT)
     return Merged(counts, problems)
 
 

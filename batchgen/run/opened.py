@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 
@@ -74,4 +74,7 @@ def open_job(spec: JobSpec, run_dir: RunDir, now: datetime | None = None) -> Ite
     """
     with stdin_as_file(spec.input, run_dir.spool) as where:
         model = read_model(spec, now)
-        yield OpenJob(model.resolved(spec), model, open_source(where, run_dir.owns))
+        spec, source = model.resolved(spec), open_source(where, run_dir.owns)
+        if spec.output.format == "auto":
+            spec = replace(spec, output=replace(spec.output, format=source.output_format))
+        yield OpenJob(spec, model, source)

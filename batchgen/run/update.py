@@ -28,6 +28,7 @@ from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # fewer results are edited by hand, and a share of them says little
 LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
+_FORM = ("format", "logprobs_dtype")  # keys of [output] by which the same results are written in another form
 _MAX_BEGUN = 1 << 21  # tokens of unfinished answers that are continued, all of which are in memory
 
 
@@ -106,9 +107,9 @@ class FolderJobs:
         """Whether the outputs belong to this job and have its form, though they may have been edited."""
         if self.last is None or is_between(self._run_dir, self.last, digests):
             return False
-        forms = [job["output"]["format"] for job in (self.last.job, now.job)]
+        was, is_now = ({name: job["output"].get(name) for name in _FORM} for job in (self.last.job, now.job))
         is_there = self._run_dir.outputs(spec.output.format).is_file()
-        return is_there and forms[0] == forms[1] and self.is_of_outputs(now, spec)
+        return is_there and was == is_now and self.is_of_outputs(now, spec)
 
     def edited(self, digests: Digests) -> list[str]:
         """The files of the last finished job that have been changed since; ``errors.jsonl`` may be removed."""

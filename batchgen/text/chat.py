@@ -37,17 +37,26 @@ class ChatTemplate:
 
     ``special_tokens`` are the names that a template expects, such as ``bos_token``. ``now`` is the local time that it
     may print, one for all prompts of a run. ``names`` are the variables that the template takes from outside, and
-    ``words`` the keys and texts that it may look for in their values. Raises ChatTemplateError when the source does not
-    compile.
+    ``words`` the keys and texts that it may look for in their values. ``has_marks``: it has generation blocks. Raises
+    ChatTemplateError when the source does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
-        self.source = source
-        environment = _environment((now or datetime.now()).replace(tzinfo=None))
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: datetime | None = None,
+        marks: tuple[str, str] = ("", ""),
+    ) -> None:
+        """``marks`` are written around what stands in generation blocks."""
+        self.source, self._now, self._special_tokens = source, now or datetime.now(), special_tokens
+        environment = _environment(self._now.replace(tzinfo=None), marks)
         try:
             tree = environment.parse(source)
             words = {node.value for node in tree.find_all(nodes.Const)} | {n.attr for n in tree.find_all(nodes.Getattr)}
             self.words = frozenset(word for word in words if isinstance(word, str) and word.isidentifier())
+            calls = [node.call.node for node in tree.find_all(nodes.CallBlock)]
+            self.has_marks = any(getattr(call, "identifier", "") == _GenerationBlock.identifier for call in calls)
             functions = {node.name for node in tree.find_all(nodes.Name)} & environment.globals.keys()
             self.names = frozenset(meta.find_undeclared_variables(tree) | functions)
             self._template = environment.from_string(tree)
@@ -66,6 +75,10 @@ class ChatTemplate:
                 yield self._prompt(chat)
             except Exception as error:  # as above
                 yield ChatTemplateError(f"the chat template failed: {one_line(error)}")
+
+    def marking(self, begin: str, end: str) -> ChatTemplate:
+        """The same template, which writes these marks around what stands in generation blocks."""
+        return ChatTemplate(self.source, self._special_tokens, self._now, (begin, end))
 
     def behind_answer(self) -> str:
         """The text that it writes after a final answer of the assistant; "" if it fails on a plain chat."""
@@ -114,10 +127,11 @@ def in_one(templates: Mapping[str, str]) -> str:
     return "{%+ if tools %}\n" + "{%+ else %}\n".join(texts) + "{%+ endif +%}"
 
 
-def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
+def _environment(now: datetime, marks: tuple[str, str]) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
+    environment.extensions[_GenerationBlock.identifier].marks = marks  # type: ignore[attr-defined]  # it is that class
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["namespace"] = _Namespace
@@ -132,6 +146,7 @@ class _GenerationBlock(Extension):
     """
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+    marks = ("", "")
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -139,7 +154,7 @@ class _GenerationBlock(Extension):
         return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     def _content(self, caller: Callable[[], str]) -> str:
-        return caller()
+        return f"{self.marks[0]}{caller()}{self.marks[1]}"
 
 
 class _Namespace(Namespace):

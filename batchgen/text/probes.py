@@ -100,6 +100,10 @@ class Probes:
             is_unsure = verdict.is_open and isinstance(answer, str)
             yield HiddenError(Place(None, "messages"), _UNCHECKED) if is_unsure else answer
 
+    def shown(self, chat: Variables) -> Variables:
+        """A chat in the form in which ``render`` gives it to the template."""
+        return self._verdicts([chat])[0].form.of(chat)
+
     def _verdicts(self, chats: Sequence[Variables]) -> list[_Verdict]:
         shapes = [_shape(chat) for chat in chats]
         new = {shape: chat for shape, chat in zip(shapes, chats, strict=True) if shape not in self._by_shape}

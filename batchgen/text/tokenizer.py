@@ -20,10 +20,12 @@ import tokenizers
 from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import MORE_TEMPLATES, generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
-from batchgen.text.added_tokens import CONFIG, SpecialTokens, add_tokens, named_tokens, read_settings
+from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
 from batchgen.text.answer_facts import AnswerFacts
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.probes import Probes
+from batchgen.text.special_tokens import SpecialTokens
+from batchgen.text.turns import Turns, token_ranges
 
 Templates = tuple[str, Mapping[str, str]]  # the place that errors name, and the texts by name
 
@@ -101,6 +103,20 @@ class Tokenizer:
         if len(texts) == 1:
             return [problem]
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
+
+    def turns(self, chat: Mapping[str, Any], prompt: str) -> tuple[tuple[int, int], ...]:
+        """The turns of the assistant in the prompt of a chat, as ranges of its tokens; see ``Turns``.
+
+        Raises ChatTemplateError where they cannot be told.
+        """
+        if self._turns is None or self._probes is None:
+            return ()
+        ranges = self._turns.of(self._probes.shown(chat), prompt)
+        return token_ranges(self._backend.encode(prompt, add_special_tokens=False).offsets, ranges)
+
+    @cached_property
+    def _turns(self) -> Turns | None:
+        return Turns(self.chat_template) if self.chat_template else None
 
     def _ends_of_turn(self) -> Iterator[int]:
         """The added token, if any, that the chat template writes directly after an answer, blanks aside."""

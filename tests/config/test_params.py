@@ -38,7 +38,7 @@ ACCEPTED: dict[str, list[tuple[Any, Any]]] = {
         *((["x" * 1000] + [str(i) for i in range(15)], ("x" * 1000, *(str(i) for i in range(15)))),),
     ],
     "n": [(1, 1), (128, 128)],
-    "logprobs": [(0, 0), (20, 20), (True, 0), (False, None)],
+    "logprobs": [(0, 0), (65536, 65536), (True, 0), (False, None)],
     "prompt_logprobs": [(5.0, 5), (False, None)],
     "max_repeats": [(0, 0), (2, 2)],
     "labels": [
@@ -78,7 +78,7 @@ REFUSED: list[tuple[str, Any]] = [
     *(("stop", value) for value in ("", [""], ["a", ""], 7, [7], [["a"]], {"a": 1}, True, "x" * 1001, "\ud800")),
     ("stop", [str(i) for i in range(17)]),
     *(("n", value) for value in (0, -1, 129, 1.5, "2", True)),
-    *((key, value) for key in ("logprobs", "prompt_logprobs") for value in (-1, 21, 0.5, "5", [5])),
+    *((key, value) for key in ("logprobs", "prompt_logprobs") for value in (-1, 2**31, 0.5, "5", [5])),
     *(("max_repeats", value) for value in (1, -1, 2.5, "3", True, 2**31)),
     *(("labels", value) for value in (["a"], ["a", "a"], ["a", ""], ["a", 1], "ab", {"a": 1, "b": 2}, [["a", "b"]])),
     *(("labels", value) for value in (["a", "\udfff"], [str(i) for i in range(1001)], [None, "a"], 2)),

@@ -79,7 +79,8 @@ def test_a_generated_token_has_the_log_probability_that_scoring_gives_it(dtype: 
     scored = result_of(roomy(dtype, max_num_batched_tokens=7), text, max_tokens=1, prompt_logprobs=4)
     assert scored.prompt_logprobs is not None
     assert len(scored.prompt_logprobs) == len(text) - 1
-    assert scored.prompt_logprobs[len(PROMPT) - 1 :] == generated.first.logprobs
+    assert generated.first.logprobs is not None
+    assert [*scored.prompt_logprobs][len(PROMPT) - 1 :] == [*generated.first.logprobs]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,7 +92,7 @@ def test_a_label_is_worth_what_its_tokens_are_worth_after_the_prompt(dtype: str)
     for label, logprob in zip(labels, result.label_logprobs, strict=True):
         scores = result_of(roomy(dtype), PROMPT + label, max_tokens=0, prompt_logprobs=0).prompt_logprobs
         assert scores is not None
-        assert logprob == sum(score.logprob for score in scores[len(PROMPT) - 1 :])
+        assert logprob == sum(score.logprob for score in [*scores][len(PROMPT) - 1 :])
     best = max(range(3), key=lambda i: result.label_logprobs[i])
     assert result.first.token_ids == labels[best]
     assert engine.stats.num_cached_tokens >= 2 * 32  # the prompt was computed once, up to its last whole block

@@ -26,7 +26,7 @@ from batchgen.cli.help import DOCS
 from batchgen.cli.main import cli
 from batchgen.config.job import KEYS, JobSpec
 from batchgen.config.load import load_job
-from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
+from batchgen.config.record_fields import PACKED_KEYS, RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.errors import ExitCode, RowError, RowErrorCode
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, Timings
@@ -120,7 +120,7 @@ def records() -> Iterator[str]:
     texts = TEXTS["section"]
     row, failed = _example_records()
     yield from ("## Output records", texts["outputs"].strip(), _json(row))
-    yield _table(("field", "meaning"), _complete("outputs", RECORD_KEYS | VECTOR_KEYS))
+    yield _table(("field", "meaning"), _complete("outputs", RECORD_KEYS | PACKED_KEYS | VECTOR_KEYS))
     yield texts["outputs_formats"].strip()
     yield from ("### timings", _table(("field", "meaning"), _complete("timings", (*row["timings"], "reused"))))
     yield from ("## errors.jsonl", texts["errors"].strip(), _table(("field", "meaning"), _complete("errors", failed)))

@@ -17,8 +17,9 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.logprobs import Logprobs, TokenLogprob
 from batchgen.core.numerics import Numerics
-from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
+from batchgen.core.records import FinishReason, Request, Result, Sample, Timings
 from batchgen.run.backend import Backend
 from batchgen.run.loader import ModelInfo
 
@@ -45,12 +46,12 @@ def _digest(*parts: object) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=4).digest())
 
 
-def stub_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprob, ...] | None:
+def stub_logprobs(token_ids: Sequence[int], num_top: int | None) -> Logprobs | None:
     """Log-probabilities by token id; None where the request asks for none."""
     if num_top is None:
         return None
     top = tuple((8 + rank, -0.5 - rank) for rank in range(num_top))
-    return tuple(TokenLogprob(token_id, -token_id / 100, top) for token_id in token_ids)
+    return Logprobs.of(TokenLogprob(token_id, -token_id / 100, top) for token_id in token_ids)
 
 
 def stub_sample(request: Request, number: int) -> Request:

@@ -19,7 +19,8 @@ from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.output import journal as journal_module
 from batchgen.output.journal import Counts, Journal, JournalEntry
-from batchgen.output.segments import Damage, Line, RowIndex, decode_line, encode_line, scan
+from batchgen.output.row_index import RowIndex
+from batchgen.output.segments import Damage, Line, decode_line, encode_line, scan
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -16,7 +16,8 @@ from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.output import OutputSpec
 from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams, TokenLogprob
+from batchgen.core.logprobs import Logprobs, TokenLogprob
+from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.text.answer_facts import AnswerFacts
@@ -103,19 +104,23 @@ def test_the_stop_string_and_what_follows_it_are_cut_off_but_their_tokens_stay()
 
 
 def test_log_probabilities_name_the_token_and_the_likeliest_ones() -> None:
-    tokens = (TokenLogprob(0, -0.12345678, ((0, -0.12345678), (END, -2.0))), TokenLogprob(END, -1e-9))
+    tokens = (
+        TokenLogprob(0, -0.12345678, ((0, -0.12345678), (END, -2.0))),
+        TokenLogprob(END, -1e-9, ((END, -1e-9), (0, -20.5))),
+    )
     first = {"token_id": 0, "token": "a", "logprob": -0.123457}
+    last = {"token_id": END, "token": "<end>", "logprob": 0.0}
     logprobs = [
         first | {"top_logprobs": [first, {"token_id": END, "token": "<end>", "logprob": -2.0}]},
-        {"token_id": END, "token": "<end>", "logprob": 0.0, "top_logprobs": []},
+        last | {"top_logprobs": [last, {"token_id": 0, "token": "a", "logprob": -20.5}]},
     ]
-    record = payload(result(token_ids=(0, END), logprobs=tokens))
+    record = payload(result(token_ids=(0, END), logprobs=Logprobs.of(tokens)))
     assert record["logprobs"] == logprobs and "-0.0" not in json.dumps(record["logprobs"][1])
     assert "samples" not in record
 
 
 def test_without_a_tokenizer_ids_stand_for_text() -> None:
-    record = payload(result(logprobs=(TokenLogprob(0, -1.0),)), has_tokenizer=False)
+    record = payload(result(logprobs=Logprobs.of([TokenLogprob(0, -1.0)])), has_tokenizer=False)
     assert "text" not in record and record["token_ids"] == [0, 1]
     assert record["logprobs"] == [{"token_id": 0, "token": None, "logprob": -1.0, "top_logprobs": []}]
 
@@ -132,7 +137,7 @@ def test_all_samples_are_listed_and_the_first_one_is_the_rows() -> None:
 
 
 def test_samples_hold_ids_and_log_probabilities_when_asked_for() -> None:
-    logprobs = (TokenLogprob(0, -1.0),)
+    logprobs = Logprobs.of([TokenLogprob(0, -1.0)])
     more = (Sample(ids_of("c"), FinishReason.STOP, logprobs=logprobs),)
     record = payload(result("a", logprobs=logprobs, more_samples=more), token_ids=True)
     assert [list(sample) for sample in record["samples"]] == [["text", "finish_reason", "token_ids", "logprobs"]] * 2
@@ -140,7 +145,7 @@ def test_samples_hold_ids_and_log_probabilities_when_asked_for() -> None:
 
 
 def test_a_prompts_perplexity_is_that_of_its_tokens_but_the_first() -> None:
-    tokens = tuple(TokenLogprob(i, logprob) for i, logprob in enumerate((-1.0, -2.0, -0.5)))
+    tokens = Logprobs.of(TokenLogprob(i, logprob) for i, logprob in enumerate((-1.0, -2.0, -0.5)))
     record = payload(result("", prompt_logprobs=tokens))
     assert [item["logprob"] for item in record["prompt_logprobs"]] == [-1.0, -2.0, -0.5]
     assert record["perplexity"] == round(math.exp(3.5 / 3), 6)
@@ -149,7 +154,7 @@ def test_a_prompts_perplexity_is_that_of_its_tokens_but_the_first() -> None:
 
 @pytest.mark.parametrize("logprobs", [(), (-1e5,), (float("-inf"),), (float("nan"),)])
 def test_a_perplexity_that_is_no_number_is_null(logprobs: tuple[float, ...]) -> None:
-    tokens = tuple(TokenLogprob(0, logprob) for logprob in logprobs)
+    tokens = Logprobs.of(TokenLogprob(0, logprob) for logprob in logprobs)
     assert payload(result(prompt_logprobs=tokens))["perplexity"] is None
 
 
@@ -214,10 +219,10 @@ LOGPROBS = st.none() | st.lists(
         TokenLogprob,
         st.integers(0, END),
         st.floats(-50, 0),
-        st.lists(st.tuples(st.integers(0, END), st.floats(-50, 0)), max_size=2).map(tuple),
+        st.lists(st.tuples(st.integers(0, END), st.floats(-50, 0)), min_size=2, max_size=2).map(tuple),
     ),
     max_size=3,
-).map(tuple)
+).map(Logprobs.of)
 SAMPLES = st.builds(
     Sample,
     st.lists(st.integers(0, END), max_size=4).map(tuple),
@@ -281,7 +286,8 @@ def test_a_part_of_a_character_has_its_bytes_beside_it() -> None:
     tokenizer: Any = Letters("abc\ufffde")
     tokenizer.token_bytes = lambda token_id: bytes([0xF0, token_id])
     builder = RecordBuilder(SPEC, tokenizer)
-    scores = (TokenLogprob(3, -0.5, ((4, -0.5), (3, -1.0))), TokenLogprob(4, -0.5))
+    likeliest = ((4, -0.5), (3, -1.0))
+    scores = Logprobs.of([TokenLogprob(3, -0.5, likeliest), TokenLogprob(4, -0.5, likeliest)])
     first, second = builder.result(ROW, result(logprobs=scores))["logprobs"]
     assert (first["bytes"], first["top_logprobs"][1]["bytes"]) == ([0xF0, 3], [0xF0, 3])
     assert "bytes" not in second and "bytes" not in first["top_logprobs"][0]

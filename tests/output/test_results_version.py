@@ -26,7 +26,8 @@ from tokenizers import AddedToken
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams, TokenLogprob
+from batchgen.core.logprobs import Logprobs, TokenLogprob
+from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams
 from batchgen.core.version import RESULTS
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.invocation import RunOptions
@@ -71,10 +72,10 @@ def ids_of(builder: Any, text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def scored(ids: tuple[int, ...], num_top: int) -> tuple[TokenLogprob, ...]:
+def scored(ids: tuple[int, ...], num_top: int) -> Logprobs:
     """Log-probabilities of exact halves."""
     top = tuple((40 + rank, -0.5 - rank) for rank in range(num_top))
-    return tuple(TokenLogprob(token, -0.25 - position / 2, top) for position, token in enumerate(ids))
+    return Logprobs.of(TokenLogprob(token, -0.25 - position / 2, top) for position, token in enumerate(ids))
 
 
 class Records:

@@ -385,9 +385,9 @@ def test_a_journal_that_is_a_mount_point_is_refused_before_any_work(
 # ---------------------------------------------------------------- jobs and their journals
 
 
-def finished(run_dir: RunDir, begun: Begun) -> Manifest:
+def finished(run_dir: RunDir, begun: Begun, *, keeps_rows: bool = False) -> Manifest:
     (run_dir.path / "outputs.jsonl").write_text(begun.folder.name)
-    return run_dir.finish(begun, Digests())
+    return run_dir.finish(begun, Digests(), keeps_rows=keeps_rows)
 
 
 def test_each_job_has_a_folder_with_its_manifest_and_they_are_in_order(run_dir: RunDir) -> None:
@@ -415,7 +415,7 @@ def test_a_finished_job_takes_all_folders_with_it_and_numbers_go_on_behind_it(ru
 def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_dir: RunDir) -> None:
     parquet = replace(MANIFEST, job={**MANIFEST.job, "output": {"format": "parquet"}})
     first = run_dir.begin(parquet)
-    finished(run_dir, first)
+    finished(run_dir, first, keeps_rows=True)
     run_dir.sweep()
     kept = run_dir.kept_job()
     assert kept is not None and kept.folder == first.folder

@@ -65,7 +65,7 @@ def written(
     journal.close()
     assert begun.manifest.num_rows == len(results) + len(errors)
     assert journal.counts == Counts(len(results), len(errors))
-    run_dir.finish(begun, Digests())
+    run_dir.finish(begun, Digests(), keeps_rows=False)
     if output_format == "parquet":
         return pq.read_table(run_dir.outputs("parquet")).to_pylist()
     return [json.loads(line) for line in run_dir.outputs(output_format).read_bytes().splitlines()]

@@ -57,7 +57,7 @@ def run(
         )
     begun = finalize(run_dir, begun, spec, journal, num_rows=num_rows)
     journal.close()
-    run_dir.finish(begun, Digests())
+    run_dir.finish(begun, Digests(), keeps_rows=spec.output.format != "jsonl")
     return run_dir.path
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from run_helpers import JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
@@ -74,6 +75,17 @@ def test_workers_give_the_rows_of_one_process(jobs: JobMaker, number: int) -> No
     alone = outputs(jobs, "alone", stub_factory(), **spec)
     assert outputs(jobs, "dispatcher", workers(number), **spec) == alone
     assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+
+
+def test_workers_give_the_typed_columns_of_one_process(jobs: JobMaker) -> None:
+    jobs.write(rows_of(20))
+    spec = jobs.spec(sampling={"max_tokens": 0, "prompt_logprobs": 3}, output={"format": "parquet"})
+    tables = []
+    for name, factory in (("alone", stub_factory()), ("dispatcher", workers(2))):
+        place = replace(spec, output=replace(spec.output, path=str(jobs.folder / name)))
+        assert run_job(place, quiet(), engine_factory=factory).exit_code == ExitCode.OK
+        tables.append(pq.read_table(jobs.folder / name / "outputs.parquet").drop_columns("timings"))
+    assert tables[0].equals(tables[1])
 
 
 def test_rows_of_a_lost_worker_go_to_others(jobs: JobMaker) -> None:

@@ -20,7 +20,8 @@ _ANSWER = (  # what the model gave, in this order, after the columns of the inpu
     *("messages", "text", "extracted", "label", "score", "parsed", "reasoning"),
     *("tool_calls", "scores", "samples", "perplexity"),
     *("embedding", "embeddings", "complete", "finish_reason", "finish_reasons"),
-    *("token_ids", "logprobs", "prompt_logprobs"),
+    *("token_ids", "logprobs", "top_ids", "top_logprobs", "prompt_token_ids", "assistant_mask"),
+    *("prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs"),
 )
 _BUFFER_CHARS = 1 << 20
 

@@ -24,6 +24,8 @@ import pyarrow.parquet as pq
 from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import VECTOR_KEYS, record_keys
 from batchgen.core.json_line import encode_json
+from batchgen.core.packed import is_packed, lists_of
+from batchgen.output.formats.arrays import PACKED_TYPES, packed_column, packed_type, packed_types
 from batchgen.output.formats.jsonl import OutputFormat
 
 GROUP_ROWS = 16_384
@@ -91,6 +93,10 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
     types, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
     if spec.embed.dtype == "float16":
         types |= {name: _of_half(kind) for name, kind in types.items() if name in _VECTORS}
+    if spec.packs_logprobs:
+        types |= packed_types(spec.output.logprobs_dtype)
+        of_sample = {name: pa.field(name, types[name]) for name in ("logprobs", "top_ids", "top_logprobs")}
+        types["samples"] = pa.list_(pa.struct([*({item.name: item for item in _SAMPLE} | of_sample).values()]))
     if spec.eval.extract:
         types["extracted"] = pa.string()
         more.append(pa.field("extracted", pa.string()))
@@ -98,7 +104,7 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
         types["parsed"] = _INFERRED
         more.append(field_of("parsed", None))
     if more:
-        types["samples"] = pa.list_(pa.struct([*_SAMPLE, *more]))
+        types["samples"] = pa.list_(pa.struct([*types["samples"].value_type, *more]))
     return types
 
 
@@ -161,6 +167,8 @@ class ParquetFormat(OutputFormat):
 
     def _column(self, field: Any, values: list[Any]) -> Any:
         """The values as a column, None if the field cannot take them unchanged."""
+        if self._fixed.get(field.name) in PACKED_TYPES.get(field.name, ()):
+            return packed_column(values, field.type)
         if field.type == self._carried.get(field.name, _INFERRED):
             return _restored(values, field.type)
         if self._fixed.get(field.name, _INFERRED) == _INFERRED and not all(map(_check_of(field), values)):
@@ -188,7 +196,7 @@ def infer_fields(
             if name == "usage" and any("reasoning_tokens" in (row.get(name) or ()) for row in group):
                 fields[name] = _USAGE_OF_THOUGHTS
             elif fixed.get(name, _INFERRED) != _INFERRED:
-                fields.setdefault(name, _sized(name, fixed[name], group))
+                fields[name] = _sized(name, fixed[name], group, fields.get(name))
             elif fields.get(name, _INFERRED) is not None:
                 values = [row.get(name) for row in group]
                 fields[name] = _common_type(fields.get(name, _INFERRED), values)
@@ -220,10 +228,15 @@ def _of_half(kind: Any) -> Any:
     return pa.list_(_of_half(kind.value_type)) if pa.types.is_list(kind) else pa.float16()
 
 
-def _sized(name: str, kind: Any, group: Sequence[Mapping[str, Any]]) -> Any:
-    """The type of vectors, with their size; ``kind`` for other columns."""
-    if name not in _VECTORS:
-        return kind
+def _sized(name: str, kind: Any, group: Sequence[Mapping[str, Any]], before: Any) -> Any:
+    """The type of vectors and tables, which has their size; ``kind`` for another column.
+
+    ``before`` is the type of the column in the rows before, None for the first ones.
+    """
+    if kind in PACKED_TYPES.get(name, ()):
+        return packed_type(kind, (row.get(name) for row in group), before)
+    if name not in _VECTORS or before is not None:
+        return before or kind
     first = next(row[name] for row in group if name in row)
     if name == "embedding":
         return pa.list_(kind.value_type, len(first))
@@ -297,6 +310,8 @@ def _encoded(field: Any, value: Any) -> Any:
         return encode_json(value).decode()
     if pa.types.is_struct(field.type):
         return {item.name: _encoded(item, value.get(item.name)) for item in field.type}
+    if is_packed(value):
+        return lists_of(value)
     if pa.types.is_list(field.type):
         return [_encoded(field.type.value_field, item) for item in value]
     return value

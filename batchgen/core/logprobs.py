@@ -1,0 +1,82 @@
+"""Log-probabilities of tokens: columns of numbers, from the sampler to the record."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_RECORD_BYTES = 1 << 28  # of the log-probabilities of one record, which is in memory as a whole
+PACKED_BYTES = 8  # of an id with its log-probability
+JSON_BYTES = 64  # of the object with both and the token's text
+
+
+class TokenLogprob(NamedTuple):
+    """Natural log-probability of a token at its position, and (token id, log-probability) of the likeliest there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of consecutive tokens, and the ``num_top`` likeliest tokens in the place of each.
+
+    They are bytes of arrays, as the numbers may be many: ``token_ids`` int32 and ``values`` float32 [num_tokens],
+    ``top_ids`` int32 and ``top_values`` float32 [num_tokens, num_top], the likeliest first. As a sequence they are
+    ``TokenLogprob``.
+    """
+
+    token_ids: bytes = b""
+    values: bytes = b""
+    top_ids: bytes = b""
+    top_values: bytes = b""
+    num_top: int = 0
+
+    @classmethod
+    def of(cls, tokens: Iterable[TokenLogprob]) -> Logprobs:
+        """Those of tokens with equally many likeliest ones each."""
+        each = list(tokens)
+        top = [pair for token in each for pair in token.top]
+        return cls(
+            array("i", (token.token_id for token in each)).tobytes(),
+            array("f", (token.logprob for token in each)).tobytes(),
+            array("i", (token_id for token_id, _ in top)).tobytes(),
+            array("f", (value for _, value in top)).tobytes(),
+            len(top) // max(len(each), 1),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Logprobs], num_top: int) -> Logprobs:
+        """Those of all parts, if there are any; else none, of as many likeliest tokens."""
+        return cls(
+            b"".join(part.token_ids for part in parts),
+            b"".join(part.values for part in parts),
+            b"".join(part.top_ids for part in parts),
+            b"".join(part.top_values for part in parts),
+            parts[0].num_top if parts else num_top,
+        )
+
+    @property
+    def own(self) -> array[float]:
+        """The log-probabilities of the tokens themselves."""
+        return array("f", self.values)
+
+    def __len__(self) -> int:
+        return len(self.values) // 4
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        top = [*zip(array("i", self.top_ids), array("f", self.top_values), strict=True)]
+        for i, (token_id, value) in enumerate(zip(array("i", self.token_ids), self.own, strict=True)):
+            yield TokenLogprob(token_id, value, tuple(top[i * self.num_top : (i + 1) * self.num_top]))
+
+
+def record_bytes(nums_top: Iterable[int | None], nums_tokens: Iterable[int], *, is_packed: bool) -> int:
+    """About the bytes of log-probabilities in a record: of parts with a number of tokens and of likeliest ones each.
+
+    None stands for a part without any.
+    """
+    pairs = sum((1 + top) * count for top, count in zip(nums_top, nums_tokens, strict=True) if top is not None)
+    return pairs * (PACKED_BYTES if is_packed else JSON_BYTES)
