@@ -102,10 +102,9 @@ class _Job:
             source = self._find_input()
             self._identify(source)
             mine = self.jobs.find(self.manifest, self.spec)
-            if mine is None and not (self.options.update and self.jobs.has_failed):
-                if self.jobs.last is not None and self.jobs.is_done(self.manifest, self.spec, self.digests):
-                    return self._already_done(self.jobs.last)
-                mine = self.jobs.find_kept(self.manifest, self.spec)
+            last, retries = self.jobs.last, self.options.update and self.jobs.has_failed
+            if last and mine is None and not retries and self.jobs.is_done(self.manifest, self.spec, self.digests):
+                return self._already_done(last)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} is gone; pipe the same rows in again, or --overwrite")
             if mine is None and not self.options.update:

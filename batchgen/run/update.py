@@ -70,7 +70,6 @@ class FolderJobs:
         self._run_dir = run_dir
         self.last = None if starts_anew else run_dir.read_manifest()
         self._begun = [] if starts_anew else run_dir.unfinished()
-        self._kept = run_dir.kept_job() if self.last else None
         newest = [begun.manifest for begun in reversed(self._begun)]
         self.manifests = [*([self.last] if self.last else []), *newest]
 
@@ -89,10 +88,6 @@ class FolderJobs:
     def find(self, now: Manifest, spec: JobSpec) -> Begun | None:
         """The newest journal of this job, if it is unfinished."""
         return next((begun for begun in reversed(self._begun) if is_same(begun.manifest, now, spec)), None)
-
-    def find_kept(self, now: Manifest, spec: JobSpec) -> Begun | None:
-        """The journal of the outputs, if these are of this job: they can be written again from it."""
-        return self._kept if self._kept and is_same(self._kept.manifest, now, spec) else None
 
     @property
     def has_failed(self) -> bool:
