@@ -80,7 +80,7 @@ _TABLE: dict[Synonym, str] = {
     Synonym(
         "input.regenerate", "each turn of the assistant is generated again, and sees the new ones before it"
     ): "multi-turn, multiturn, turns, on-policy, response-regeneration, regeneration, "
-    "regenerate-responses, self-play, speculators, eagle, specforge, draft model, rewrite chats",
+    "regenerate-responses, self-play, speculators, specforge, train a speculator, rewrite chats",
     Synonym(
         "input.special_tokens", "rows write special tokens unless it says refuse; text is gone"
     ): "split-special-tokens, prompt injection, injection, control-tokens, sanitize, untrusted",

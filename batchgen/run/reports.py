@@ -171,8 +171,9 @@ def _spec(run_dir: RunDir) -> JobSpec:
 def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
     spec = _spec(run_dir)
     accuracy = _totals_of(spec).accuracy
+    names = ("messages",) if spec.input.regenerate else _ANSWERS
     for _, record in read_records(run_dir, spec):
-        answers = [{name: sample.get(name) for name in _ANSWERS} for sample in record.get("samples") or [record]]
+        answers = [{name: sample.get(name) for name in names} for sample in record.get("samples") or [record]]
         has_any = any(value for answer in answers for value in answer.values())
         yield str(record["id"]), encode_json(answers).decode() if has_any else "", accuracy.verdict(record)
 
