@@ -127,9 +127,6 @@ class Kernels(Protocol):
         h = linear(x, residual) if post is None else self.rms_norm(linear(x), post, eps, residual)
         return h, self.rms_norm(h, weight, eps)
 
-    def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
-        """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]. With ``is_gelu`` gelu by its tanh formula."""
-
     def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """Norm and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
 

@@ -52,7 +52,7 @@ class Int8Linear:
 class TwoStepGatedLinear:
     """``GatedLinear`` of back ends that multiply first and gate after."""
 
-    def __init__(self, kernels: interface.Kernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
+    def __init__(self, kernels: ReferenceKernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
         self.linear = kernels.linear(torch.cat((gate, up)))
         self._swiglu = kernels.swiglu
         self._is_gelu = is_gelu
@@ -187,6 +187,7 @@ class ReferenceKernels(interface.Kernels):
         x.mul_(by)
 
     def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+        """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]. With ``is_gelu`` gelu by its tanh formula."""
         gate, up = gate_up.float().chunk(2, -1)
         gate = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
         return (gate * up).to(gate_up.dtype)

@@ -24,7 +24,7 @@ from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, LogitsSubse
 from batchgen.kernels.processor import matrix_unit_note, processor_variant
 
 _TAKE_ROWS, _LOOKUP_PACKED = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
-_RMS_NORM, _SCALE, _SWIGLU = (Kernel(spec) for spec in (kernel_specs.RMS_NORM, kernel_specs.SCALE, kernel_specs.SWIGLU))
+_RMS_NORM, _SCALE = Kernel(kernel_specs.RMS_NORM), Kernel(kernel_specs.SCALE)
 _ROPE_AND_CACHE, _SHORT_CONV = Kernel(kernel_specs.ROPE_AND_CACHE), Kernel(kernel_specs.SHORT_CONV)
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(kernel_specs.ARGMAX), Kernel(kernel_specs.SAMPLE), Kernel(kernel_specs.LOGSUMEXP)
 _ATTENTION, _MASK = Kernel(kernel_specs.ATTENTION), Kernel(kernel_specs.MASK)
@@ -149,13 +149,6 @@ class CpuKernels(interface.Kernels):
     def scale(self, x: Tensor, by: float) -> None:
         num_rows, width = x.shape
         _SCALE.launch(x.dtype, -(-num_rows // ROWS_PER_ITEM), address(x), num_rows, width, _bits(by))
-
-    def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
-        num_rows, width = len(gate_up), gate_up.shape[1] // 2
-        out = empty((num_rows, width), gate_up.dtype)
-        items = -(-num_rows // ROWS_PER_ITEM)
-        _SWIGLU.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width, int(is_gelu))
-        return out
 
     def rope_and_cache(
         self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, first: int = 0

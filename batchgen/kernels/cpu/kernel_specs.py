@@ -36,8 +36,8 @@ class KernelSpec:
     kinds: Kinds = field(default_factory=lambda: ELEMENTS, compare=False)
 
 
-RMS_NORM, SCALE, SWIGLU, ARGMAX, MASK = (
-    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "scale", "swiglu", "argmax", "mask")
+RMS_NORM, SCALE, ARGMAX, MASK = (
+    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "scale", "argmax", "mask")
 )
 QUANTIZE = KernelSpec(f"{COMPILED}.quantize", "quantize_rows")
 SHORT_CONV = KernelSpec(f"{COMPILED}.rope_conv", "short_conv")

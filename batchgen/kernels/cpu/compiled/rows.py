@@ -1,4 +1,4 @@
-"""Kernels that treat each token by itself: RMS norm, SwiGLU, masks, greedy argmax.
+"""Kernels that treat each token by itself: RMS norm, masks, greedy argmax.
 
 A row's result depends on that row alone and on a fixed order of additions, so it does not change with the batch.
 """
@@ -75,19 +75,6 @@ def embedding_lookup_packed(item, packed, taken, out, width, unit):
     for i in range(0, width, unit):
         for j in range(unit):
             simd.copy_element(out, target + i + j, packed, first + i * LANES + j)
-
-
-@kernel(gate_up=DTYPE, out=DTYPE)
-def swiglu(item, gate_up, out, rows, width, is_gelu):
-    """``out`` [rows, width] of gate_up [rows, 2 * width], gated by silu or gelu."""
-    for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
-        for i in range(0, width, LANES):
-            at, rest = 2 * row * width + i, width - i
-            gate, up = simd.load_some(gate_up, at, rest), simd.load_some(gate_up, at + width, rest)
-            if is_gelu:
-                simd.store_some(out, row * width + i, simd.gelu_mul(out, gate, up), rest)
-            else:
-                simd.store_some(out, row * width + i, simd.silu_mul(out, gate, up), rest)
 
 
 @simd.jit
