@@ -38,3 +38,11 @@ def test_every_instruction_set_multiplies_integers_as_the_reference_does(
     command = [sys.executable, integer_products.__file__, *instructions]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_tiles_in_memory_multiply_integers_as_the_reference_does(tmp_path: Path) -> None:
+    settings = {"BATCHGEN_TILES": "memory", "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, integer_products.__file__]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
