@@ -149,7 +149,8 @@ def processor_variant(library: str = "") -> str:
 
     vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them
     has_pairs, is_fast = has_bfloat16_pairs(), has_fast_bfloat16_pairs()
-    unit_names = {"bf16": has_pairs, "intel": has_pairs and not is_fast, "amx": has_matrix_unit("bf16")}
+    has_tiles = has_matrix_unit("bf16")  # "amx" alone: products are made of tiles, attention is not
+    unit_names = {"bf16": has_pairs, "intel": has_pairs and not is_fast, "amx": has_tiles, "attention": has_tiles}
     units = [name for name, is_there in unit_names.items() if is_there]
     architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
     parts = [*architecture, vectors, *units]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from batchgen.kernels.cpu.layout import TILE_STEP
 from batchgen.kernels.processor import multiplies_bfloat16
 
 ATTENTION = "full_attention"
@@ -153,8 +154,12 @@ class ModelConfig:
 
     @property
     def parts(self) -> str:
-        """Parts that need kernels: the kind of the feed-forwards, and "scales" if numbers are multiplied by one."""
-        return self.feed_forward + (" scales" if (self.embedding_scale, self.logits_scale) != (1, 1) else "")
+        """Parts that need kernels: the kind of the feed-forwards, "dense" or "experts", and maybe more words.
+
+        "scales": numbers are multiplied by one; "tiles": each head is whole tiles of a matrix unit.
+        """
+        scales = " scales" if (self.embedding_scale, self.logits_scale) != (1, 1) else ""
+        return self.feed_forward + scales + ("" if self.head_dim % TILE_STEP else " tiles")
 
     @property
     def num_layers(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import RAW, raw_config
 from late_device import Again
+from repeats import slow
 from tiny_model import CPU, random_state, tiny_model, tokens_of
 from torch import Tensor
 
@@ -62,9 +63,9 @@ def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "key_pack", lambda _dtype, _device, width: width)
 
 
-def small_model(family: str, form: str = "float32", device: torch.device = CPU) -> SmallModel:
+def small_model(family: str, form: str = "float32", device: torch.device = CPU, **changes: int) -> SmallModel:
     dtype, kv_cache_dtype, _ = FORMS[form]
-    return SmallModel(parse_config(raw_config(model_type=family), "tiny"), device, dtype, kv_cache_dtype)
+    return SmallModel(parse_config(raw_config(model_type=family, **changes), "tiny"), device, dtype, kv_cache_dtype)
 
 
 def tokens(small: SmallModel, kernels: Kernels) -> Mapping[int, tuple[int, ...]]:
@@ -226,7 +227,12 @@ def test_a_fault_in_a_launch_is_found_and_the_tokens_are_the_reference_s(
         assert tokens(small, kernels) == tokens(small, ReferenceKernels())
 
 
-TILES = {  # as those of launches, of products by tiles, which a test has in memory
+# As those of launches, of products and attention by tiles, which a test has in memory.
+WHOLE_HEADS: dict[str, dict[str, int]] = {"lfm2": {"num_attention_heads": 2, "num_key_value_heads": 1}}
+TILES = {
+    "half of the query blocks by tiles": ("attention", "lfm2", "bfloat16", fewer),
+    "another sequence's block by tiles": ("attention", "lfm2", "bfloat16", argument(11, zeros(torch.int32))),
+    "a window of three by tiles": ("attention", "lfm2", "bfloat16", argument(-7, 3)),
     "no residual behind tiles": ("matmul_bf16", "lfm2", "bfloat16", argument(2, 0)),
     "half of the tiles": ("matmul_bf16", "lfm2_moe", "bfloat16", fewer),
     "tiles of another row": ("matmul_bf16", "llama", "bfloat16", one_row_fewer(7)),
@@ -234,11 +240,17 @@ TILES = {  # as those of launches, of products by tiles, which a test has in mem
 }
 
 
+def by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute all that a matrix unit would by tiles in memory."""
+    monkeypatch.setattr(linears, "has_matrix_unit", lambda unit: unit == "bf16")
+    monkeypatch.setitem(backend._ATTENTION_KINDS, (torch.bfloat16, torch.bfloat16, True), "bf16_tiles")
+
+
 @pytest.mark.parametrize("fault", TILES)
 def test_a_fault_in_a_launch_of_tiles_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "has_matrix_unit", lambda unit: unit == "bf16")
+    by_tiles(monkeypatch)
     name, family, form, change = TILES[fault]
-    small, formats = small_model(family, form), FORMS[form][2]
+    small, formats = small_model(family, form, **WHOLE_HEADS.get(family, {})), FORMS[form][2]
     assert find_fault(CpuKernels(small.dtype, **formats), small) == ""
     plant(monkeypatch, name, change)
     assert find_fault(CpuKernels(small.dtype, **formats), small)
@@ -294,6 +306,42 @@ def test_a_fault_in_the_source_of_a_kernel_is_found(
     monkeypatch.setattr(room, attribute, Kernel(replace(spec, module=module)))
     small = small_model(family)
     assert find_fault(CpuKernels(torch.float32), small)
+
+
+# What is written in place of what in the source of attention's products.
+PRODUCTS: dict[str, tuple[str, str]] = {
+    "sums of values that depend on the number of rows": (
+        "min(last + 1, NUM_STREAMS) - first",
+        "min(last + 1, NUM_STREAMS) - first - (rows > 2 and last > first)",
+    ),
+    "values in the places of their neighbours": (
+        "for start in (at, builder.add(at, width))]",
+        "for start in (builder.add(at, width), at)]",
+    ),
+    "scores of half of the dimensions": ("width // TILE_STEP", "max(width // TILE_STEP // 2, 1)"),
+    "scores that are no logarithms to base 2": ("simd.splat(_LOG2_E)", "simd.splat(F32(1.0))"),
+}
+
+
+@pytest.mark.parametrize("fault", [fault if number == 0 else slow(fault) for number, fault in enumerate(PRODUCTS)])
+def test_a_fault_in_the_source_of_attention_by_tiles_is_found(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    by_tiles(monkeypatch)
+    number, (right, wrong) = list(PRODUCTS).index(fault), PRODUCTS[fault]
+    source, user = ((COMPILED / f"{name}.py").read_text() for name in ("matrix_attention", "attention"))
+    named = "from batchgen.kernels.cpu.compiled import matrix_attention as products"
+    assert right in source and named in user
+    (tmp_path / f"faulty_products_{number}.py").write_text(source.replace(right, wrong))
+    (tmp_path / f"faulty_attention_{number}.py").write_text(
+        user.replace(named, f"import faulty_products_{number} as products")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(
+        backend, "_ATTENTION", Kernel(replace(backend._ATTENTION._spec, module=f"faulty_attention_{number}"))
+    )
+    small = small_model("lfm2", "bfloat16", hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    assert find_fault(CpuKernels(torch.bfloat16), small)
 
 
 def wrong_from(name: str, change: Callable[..., Any]) -> Callable[[Any], Any]:

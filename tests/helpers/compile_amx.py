@@ -1,7 +1,7 @@
 """Compiles the CPU kernels that are made of tiles for a processor with AMX, on any processor.
 
 Run as a program, in a process of its own: kernels settle at their import what they are emitted for. Prints a line of
-JSON per kernel and kind: its size, what it calls, and how often each instruction of tiles comes, in all and between
+JSON per kernel: its size, what it calls, and how often each instruction of tiles comes, in all and between
 the labels of its innermost loops.
 """
 
@@ -14,8 +14,23 @@ from typing import Any
 
 TRIPLE, PROCESSOR = "x86_64-unknown-linux-gnu", "sapphirerapids"
 FEATURES = "+amx-tile,+amx-bf16,+amx-int8,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni,+avx512bf16"
-INSTRUCTIONS = ("tdpbf16ps", "tdpbsud", "tileloadd", "tilestored", "tilezero", "ldtilecfg", "tilerelease", "vpdpbusd")
-KERNELS = ("MATMUL_BF16", "MATMUL_BF16_UNPACKED", "MATMUL_INT8")
+INSTRUCTIONS = (
+    "tdpbf16ps",
+    "tdpbsud",
+    "tileloadd",
+    "tilestored",
+    "tilezero",
+    "ldtilecfg",
+    "tilerelease",
+    "vpdpbusd",
+    "vdpbf16ps",
+)
+KERNELS = {
+    "MATMUL_BF16": "bfloat16",
+    "MATMUL_BF16_UNPACKED": "bfloat16",
+    "MATMUL_INT8": "bfloat16",
+    "ATTENTION": "bf16_tiles",
+}
 
 
 def loops(text: str) -> list[dict[str, int]]:
@@ -58,12 +73,10 @@ def main() -> None:
 
     setattr(compiler._Translation, "machine_code", assembly)  # noqa: B010 - mypy refuses to assign to a method
     code_of: Any = compiler.machine_code  # which gives more, as replaced above
-    for name in KERNELS:
-        spec: kernel_specs.KernelSpec = getattr(kernel_specs, name)
-        for kind in spec.kinds:
-            calls, text = code_of(spec, kind)
-            counts = {name: len(re.findall(rf"\b{name}\b", text)) for name in INSTRUCTIONS}
-            print(json.dumps({"name": name, "kind": kind, "calls": calls, "loops": loops(text), **counts}))
+    for name, kind in KERNELS.items():
+        calls, text = code_of(getattr(kernel_specs, name), kind)
+        counts = {instruction: len(re.findall(rf"\b{instruction}\b", text)) for instruction in INSTRUCTIONS}
+        print(json.dumps({"name": name, "calls": calls, "loops": loops(text), **counts}))
 
 
 if __name__ == "__main__":

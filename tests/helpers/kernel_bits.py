@@ -20,7 +20,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
 from batchgen.model.weights import RandomTensors
 
-PAIRED = backend._ATTENTION_KINDS[torch.bfloat16, torch.bfloat16]
+PAIRED = backend._ATTENTION_KINDS[torch.bfloat16, torch.bfloat16, False]
 # dtype, dtype of the weights, kind of the attention, weights, activations, type of keys and values
 MODELS: list[tuple[torch.dtype, torch.dtype, str, str, str, str]] = [
     (torch.float32, torch.float32, "float32", "auto", "auto", "auto"),
@@ -65,7 +65,7 @@ def digests() -> list[str]:
     torch.set_num_threads(1)
     found = []
     for dtype, stored, attention, weights, activations, kv_cache_dtype in MODELS:
-        backend._ATTENTION_KINDS[dtype, dtype] = attention
+        backend._ATTENTION_KINDS[dtype, dtype, False] = attention
         kernels: Any = Hashed(CpuKernels(dtype, weights=weights, activations=activations))
         with torch.inference_mode():
             source = RandomTensors(dtype, CPU, std=STD, saved=stored)

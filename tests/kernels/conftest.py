@@ -1,9 +1,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tiny_model import one_thread
 
+from batchgen.kernels.cpu import backend
+
 __all__ = ["one_thread"]  # applies to every test here
+
+
+@pytest.fixture
+def attention_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of bfloat16 by tiles on any processor, for heads of whole tiles."""
+    monkeypatch.setitem(backend._ATTENTION_KINDS, (torch.bfloat16, torch.bfloat16, True), "bf16_tiles")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

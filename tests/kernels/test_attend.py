@@ -118,6 +118,20 @@ def test_attend_gives_the_bits_of_its_parts_where_sequences_share_blocks(
     assert_equal_to_parts(heads, dtype, kv_cache_dtype, 32, pieces, num_shared=9, is_gated=True, narrows=True)
 
 
+@pytest.mark.usefixtures("attention_by_tiles")
+@pytest.mark.parametrize("heads", [(9, 3, 64), (2, 2, 128), (8, 1, 32)], ids=str)
+@pytest.mark.parametrize("block_size", [1, 24, 32])
+def test_attend_by_tiles_gives_the_bits_of_its_parts(heads: Shape, block_size: int) -> None:
+    assert_equal_to_parts(heads, torch.bfloat16, None, block_size, PIECES, is_normed=True)
+    assert_equal_to_parts(heads, torch.bfloat16, None, block_size, PIECES[:6], window=40, is_gated=True)
+
+
+@pytest.mark.usefixtures("attention_by_tiles")
+def test_attend_by_tiles_gives_the_bits_of_its_parts_where_sequences_share_blocks() -> None:
+    pieces = [(288 + 9 * i % 40, 1) for i in range(18)] + [(300, 5)]
+    assert_equal_to_parts((9, 3, 64), torch.bfloat16, None, 24, pieces, num_shared=12)
+
+
 @every_dtype
 def test_a_spoilt_token_leaves_what_its_parts_leave(dtype: torch.dtype, kv_cache_dtype: torch.dtype | None) -> None:
     assert_equal_to_parts((4, 2, 16), dtype, kv_cache_dtype, 32, PIECES, spoilt=(1, 4, 20))

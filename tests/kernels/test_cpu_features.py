@@ -155,7 +155,7 @@ def test_kernels_are_compiled_for_what_numba_would_compile_for(settings: dict[st
 @pytest.mark.parametrize(
     ("cpu", "features", "units", "attention"),
     [
-        ("sapphirerapids", ALL, "-bf16-intel-amx", "bfloat16"),
+        ("sapphirerapids", ALL, "-bf16-intel-amx-attention", "bf16_tiles"),
         ("cooperlake", "+avx512f,+avx512bf16", "-bf16-intel", "bfloat16"),
         ("znver4", "+avx512f,+avx512bf16", "-bf16", "bf16_pairs"),
         ("znver3", "+sse2,+avx2", "", "bfloat16"),
@@ -171,7 +171,8 @@ def test_the_variant_names_the_units_that_kernels_are_compiled_for(
     monkeypatch.setattr(processor, "tiles_obstacle", lambda: "")
     vectors = torch.backends.cpu.get_cpu_capability().lower()
     assert processor_variant().endswith(f"{vectors}{units}")
-    assert attention_kind("bfloat16", "auto") == attention
+    assert attention_kind("bfloat16", "auto", is_whole=True) == attention
+    assert attention_kind("bfloat16", "auto", is_whole=False) == attention.replace("bf16_tiles", "bfloat16")
 
 
 def test_the_variant_of_the_reference_names_gpu_and_cublas_only_where_the_model_runs_there(

@@ -10,8 +10,9 @@ import torch
 from tiny_model import CPU, DTYPES, STD, engine_for, random_requests, raw_config, tokens_of
 
 from batchgen.core.records import SamplingParams
+from batchgen.kernels.cpu import kernel_specs
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.kernel_specs import RUN_ALL, SERVE, KernelSpec, needed, needed_by_some
+from batchgen.kernels.cpu.kernel_specs import ATTENTION, RUN_ALL, SERVE, KernelSpec, needed, needed_by_some
 from batchgen.kernels.cpu.parallel import Kernel, Kind
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
@@ -69,6 +70,20 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
     for params in OTHER_ROWS:
         run(params)
     assert launched == wanted | set(needed_by_some(dtype))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_cache_dtype", "kind"),
+    [(64, "auto", "bf16_tiles"), (16, "auto", "bfloat16"), (64, "int8", "bf16_kv_int8")],
+)
+def test_attention_is_compiled_for_tiles_where_heads_are_whole_tiles_of_bfloat16(
+    head_dim: int, kv_cache_dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_specs, "has_matrix_unit", lambda unit: unit == "bf16")
+    monkeypatch.setattr(kernel_specs, "has_fast_bfloat16_pairs", lambda: False)
+    parts = parse_config(raw_config("llama", head_dim=head_dim), "tiny").parts
+    wanted = needed("bfloat16", "bfloat16", kv_cache_dtype=kv_cache_dtype, parts=parts)
+    assert [found for spec, found in wanted if spec is ATTENTION] == [kind]
 
 
 def test_no_kernel_is_listed_twice_and_each_kind_exists() -> None:

@@ -107,6 +107,21 @@ def test_bits_are_those_of_each_sequence_by_itself(
     threads: int,
 ) -> None:
     torch.set_num_threads(threads)
+    assert_as_alone(lives, block_size, heads, dtypes, window)
+
+
+@pytest.mark.parametrize("heads", [(8, 8, 32), (6, 2, 64), (4, 1, 128)], ids=str)
+@pytest.mark.usefixtures("attention_by_tiles")
+def test_bits_by_tiles_are_those_of_each_sequence_by_itself(heads: Shape) -> None:
+    lives = [(0, 16, own, count) for own, count in ((5, 1), (270, 1), (33, 1), (90, 3), (60, 40), (7, 1), (9, 1))]
+    assert_as_alone(lives, 32, heads, (torch.bfloat16, None), 0)
+    assert_as_alone(lives, 24, heads, (torch.bfloat16, None), 600)
+
+
+def assert_as_alone(
+    lives: list[Life], block_size: int, heads: Shape, dtypes: tuple[torch.dtype, KvDtype], window: int
+) -> None:
+    """Assert that sequences attend as by themselves; the first has 600 tokens, which others may begin with."""
     tables, pieces, num_blocks = tables_of([(0, 0, 600, 1), *lives], block_size)
     made = make_case(pieces, heads, dtypes[0], 7, dtypes[1], window, is_gated=window > 0)
     case, inputs = shared_case(tables, made, block_size), inputs_of(tables, pieces, block_size)

@@ -34,7 +34,11 @@ _CACHED = [  # what is computed, and what is cached of it
     (torch.float32, torch.bfloat16),
 ]
 _ROPE_KINDS = {(dtype, kept): kernel_specs.cached_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
-_ATTENTION_KINDS = {(dtype, kept): kernel_specs.attention_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
+_ATTENTION_KINDS = {  # and whether heads are whole tiles
+    (dtype, kept, is_whole): kernel_specs.attention_kind(_NAMES[dtype], _NAMES[kept], is_whole)
+    for dtype, kept in _CACHED
+    for is_whole in (False, True)
+}
 
 
 @lru_cache
@@ -199,7 +203,8 @@ class CpuKernels(interface.Kernels):
             *(_address_of(gates), 0 if gates is None else gates.shape[1]),
             *(most_together, most_heads, len(inputs.query_blocks), address(out)),
         )
-        _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items // most_heads, *arguments)
+        kind = _ATTENTION_KINDS[dtype, cache.keys.dtype, head_dim % layout.TILE_STEP == 0]
+        _ATTENTION.launch(kind, items // most_heads, *arguments)
         return out
 
     def attend(

@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy import float32 as F32  # noqa: N812 - as in the kernels' sources
 from numpy import int8 as INT8  # noqa: N812
+from numpy import int16 as TILED  # noqa: N812
 from numpy import uint8 as BYTES  # noqa: N812
 from numpy import uint16 as BF16  # noqa: N812
 
@@ -51,7 +52,10 @@ _CACHED: Kinds = {
 }
 ROPE_AND_CACHE = KernelSpec(f"{COMPILED}.rope_conv", "rope_and_cache", _CACHED)
 # The element types of the model, of the cache, and in which both are multiplied.
-_ATTENDED: Kinds = {kind: (*types, F32) for kind, types in _CACHED.items()} | {"bf16_pairs": (BF16, BF16, BF16)}
+_ATTENDED: Kinds = {kind: (*types, F32) for kind, types in _CACHED.items()} | {
+    "bf16_pairs": (BF16, BF16, BF16),
+    "bf16_tiles": (BF16, BF16, TILED),
+}
 ATTENTION = KernelSpec(f"{COMPILED}.attention", "attention", _ATTENDED)
 ROUTE, ADD_UP = (KernelSpec(f"{COMPILED}.experts", name) for name in ("route", "add_up"))
 SORT = KernelSpec(f"{COMPILED}.experts", "sort", {"any": ()})
@@ -87,9 +91,14 @@ def cached_kind(dtype: str, kv_cache_dtype: str) -> str:
     return f"{_SHORT[dtype]}_kv_{_SHORT[kv_cache_dtype]}"
 
 
-def attention_kind(dtype: str, kv_cache_dtype: str) -> str:
-    """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_cache_dtype``."""
+def attention_kind(dtype: str, kv_cache_dtype: str, is_whole: bool) -> str:
+    """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_cache_dtype``.
+
+    ``is_whole``: each head has a multiple of ``layout.TILE_STEP`` dimensions.
+    """
     kind = cached_kind(dtype, kv_cache_dtype)
+    if kind == "bfloat16" and is_whole and has_matrix_unit("bf16"):
+        return "bf16_tiles"
     return "bf16_pairs" if kind == "bfloat16" and has_fast_bfloat16_pairs() else kind
 
 
@@ -104,14 +113,14 @@ def needed(
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
     ``dtype`` is the dtype that it is computed in, ``stored`` the dtype of its weights before ``weights`` and
-    ``activations`` apply, ``kv_cache_dtype`` the dtype of keys and values; ``parts`` is "dense" or "experts", maybe
-    followed by "scales".
+    ``activations`` apply, ``kv_cache_dtype`` the dtype of keys and values; ``parts`` are
+    ``model.config.ModelConfig.parts``.
     """
     if dtype not in ELEMENTS:
         return []
     reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
     linears = _linears(dtype, reading, weights, activations)
-    kernels = [(ATTENTION, attention_kind(dtype, kv_cache_dtype)), *linears]
+    kernels = [(ATTENTION, attention_kind(dtype, kv_cache_dtype, "tiles" in parts)), *linears]
     if "scales" in parts:
         kernels.append((SCALE, dtype))
     if "experts" in parts:

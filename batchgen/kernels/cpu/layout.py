@@ -96,7 +96,7 @@ def attention_rows(num_rows: int) -> int:
 def attention_scratch_floats(width: int, most_rows: int) -> int:
     """Float32 words one worker of attention needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
     scores, copies, scales = SCORE_ROWS * SCORE_STRIDE, NUM_STREAMS * CHUNK * width, MOST_HEADS * 2 * TILE
-    return 2 * most_rows * (width + 1) + 2 * scores + copies + scales
+    return 2 * most_rows * (width + 1) + 2 * scores + copies + scales + TILE_STATE
 
 
 def heads_scratch_floats(width: int, num_keys: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit, simd, tiles
 from batchgen.kernels.cpu.compiled.entry import kernel
@@ -25,7 +24,6 @@ from batchgen.kernels.cpu.layout import (
     GROUP,
     LANES,
     STRIPS,
-    TILE_BYTES,
     TILE_COLUMNS,
     TILE_ROW_BYTES,
     TILE_ROWS,
@@ -36,12 +34,9 @@ from batchgen.kernels.cpu.layout import (
 )
 
 _PART = 10  # steps at most: in two strips they are 20 KiB
-_SUM_BYTES = 4 * TILE_COLUMNS  # from a row of sums to the next
 _STEP_NUMBERS = TILE_STEP * LANES  # of a strip
 _NUM_LINES, _MOST_LINES = 32, 4  # of a step in two strips; prefetched in a step at most
-# Numbers of tiles: of sums, of rows, of weights. Two strips take one of these sets, the second for fewer than 16 rows.
-_WHOLE, _REST = ((0, 1), 2, 3), ((4, 5), 6, 7)
-_FEW = (tuple(range(STRIPS)), 4, 5)
+_FEW = (tuple(range(STRIPS)), 4, 5)  # numbers of tiles: of sums, of rows, of weights
 # Words of scratch: sums, the ends of rows and of strips that do not fill a step, tiles in memory, unpacked numbers.
 _ROW_ENDS = BLOCK_ROWS * TILE_COLUMNS
 _STRIP_ENDS = _ROW_ENDS + BLOCK_ROWS * TILE_ROW_BYTES // 4
@@ -50,77 +45,31 @@ _NUMBERS = TILE_SCRATCH
 
 
 @emitted(types.void, ANY, I64)
-def configure(builder: ir.IRBuilder, state: ir.Value, rest: ir.Value) -> None:
-    """Configure tiles for two strips, of 16 rows and of ``rest`` rows."""
-    full = emit.number(TILE_ROWS)
-    tiles.emit_configure(builder, state, [full, full, full, full, rest, rest, rest, full])
-
-
-@emitted(types.void, ANY, I64)
 def _configure_few(builder: ir.IRBuilder, state: ir.Value, rows: ir.Value) -> None:
     full = emit.number(TILE_ROWS)
     tiles.emit_configure(builder, state, [rows, rows, rows, rows, rows, full, full, full])
 
 
-@emitted(types.void)
-def release(builder: ir.IRBuilder) -> None:
-    """Give the tiles back."""
-    tiles.emit_release(builder)
-
-
-def _accumulating(numbers):
-    """Function that adds the products of a tile of rows and of neighbouring strips to sums in memory."""
-    totals, of_rows, of_weights = numbers
-
-    @emitted(types.void, ANY, ANY, I64, ANY, I64, ANY, I64, I64, I64, I64)
-    def accumulate(builder, state, x, stride, weights, strip_size, sums, goes_on, steps, ahead, lines):
-        """``x`` are rows ``stride`` numbers apart, ``weights`` strips; ``lines`` are prefetched a step."""
-        row, row_bytes = tiles.bytes_at(builder, x, emit.number(0)), builder.mul(stride, emit.number(2))
-        strip_bytes, line = builder.mul(strip_size, emit.number(2)), emit.number(TILE_ROW_BYTES)
-        places = [builder.mul(strip_bytes, emit.number(v)) for v in range(len(totals))]
-        strips = [tiles.bytes_at(builder, weights, place) for place in places]
-        sums_at = [tiles.bytes_at(builder, sums, emit.number(v * TILE_ROW_BYTES)) for v in range(len(totals))]
-        with builder.if_else(builder.icmp_signed("!=", goes_on, emit.number(0))) as (later, first):
-            with later:
-                for total, at in zip(totals, sums_at, strict=True):
-                    tiles.emit_load(builder, state, total, at, emit.number(_SUM_BYTES))
-            with first:
-                for total in totals:
-                    tiles.emit_zero(builder, state, total)
-        with cgutils.for_range(builder, steps) as loop:
-            tiles.emit_load(builder, state, of_rows, builder.gep(row, [builder.mul(loop.index, line)]), row_bytes)
-            weights_at = builder.mul(loop.index, emit.number(TILE_BYTES))
-            for total, strip in zip(totals, strips, strict=True):
-                tiles.emit_load(builder, state, of_weights, builder.gep(strip, [weights_at]), line)
-                tiles.emit_dot_bf16(builder, state, total, of_rows, of_weights)
-            tiles.emit_prefetch(builder, ahead, loop.index, lines)
-        for total, at in zip(totals, sums_at, strict=True):
-            tiles.emit_store(builder, state, total, at, emit.number(_SUM_BYTES))
-        for tile in (*totals, of_rows, of_weights):
-            tiles.emit_zero(builder, state, tile)
-
-    return accumulate
-
-
-_accumulate_few, _accumulate_whole, _accumulate_rest = map(_accumulating, (_FEW, _WHOLE, _REST))
+_accumulate_few = tiles.accumulating(_FEW)
 
 
 @simd.jit
 def _add_part(product, x, stride, rows, is_few, weights, strip_size, goes_on, steps, ahead, lines):
     """Add the products of a block of rows and a part of the inputs to the sums; how far it has prefetched."""
     sums, state = product.sums, simd.shifted(product.sums, _STATE)
+    apart = strip_size, _STEP_NUMBERS, TILE_STEP
     if is_few:
-        _accumulate_few(state, x, stride, weights, strip_size, sums, goes_on, steps, ahead, 0)
+        _accumulate_few(state, x, stride, weights, apart, sums, TILE_COLUMNS, goes_on, steps, ahead, 0)
         return ahead
     for strip in range(0, STRIPS, 2):
-        strips = simd.shifted(weights, strip * strip_size)
+        weights_at = simd.shifted(weights, strip * strip_size)
         for row in range(0, rows, TILE_ROWS):
-            x_at = simd.shifted(x, row * stride)
             sums_at = simd.shifted(sums, row * TILE_COLUMNS + strip * LANES)
+            where = simd.shifted(x, row * stride), stride, weights_at, apart, sums_at, TILE_COLUMNS
             if rows - row < TILE_ROWS:
-                _accumulate_rest(state, x_at, stride, strips, strip_size, sums_at, goes_on, steps, ahead, lines)
+                tiles.accumulate_rest(state, *where, goes_on, steps, ahead, lines)
             else:
-                _accumulate_whole(state, x_at, stride, strips, strip_size, sums_at, goes_on, steps, ahead, lines)
+                tiles.accumulate_whole(state, *where, goes_on, steps, ahead, lines)
             ahead += lines * steps * TILE_ROW_BYTES
     return ahead
 
@@ -132,7 +81,7 @@ def _begin(product, rows):
     if rows <= TILE_ROWS:
         _configure_few(state, rows)
         return True
-    configure(state, rows - (rows - 1) // TILE_ROWS * TILE_ROWS)
+    tiles.configure(state, rows - (rows - 1) // TILE_ROWS * TILE_ROWS)
     return False
 
 
@@ -178,7 +127,7 @@ def matmul_bf16(item, product):
         if inputs % TILE_STEP:
             _add_ends(product, x, rows, is_few, weights, inputs % TILE_STEP)
         finish_tile(product, product.sums, rows, first, panel * columns)
-    release()
+    tiles.release()
 
 
 @kernel(product=PRODUCT)
@@ -202,4 +151,4 @@ def matmul_bf16_unpacked(item, product):
             where = simd.shifted(x, group * GROUP), inputs, rows, is_few, numbers, count * _STEP_NUMBERS
             _add_part(product, *where, group, count, here, 0)
         finish_tile(product, product.sums, rows, first, panel * columns)
-    release()
+    tiles.release()

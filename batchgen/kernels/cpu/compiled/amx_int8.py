@@ -12,7 +12,6 @@ from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit, simd, tiles
-from batchgen.kernels.cpu.compiled.amx_bf16 import configure, release
 from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.compiled.matmul import PRODUCT, finish_tile, following_panel, group_of, multiply_integers
 from batchgen.kernels.cpu.compiled.simd import ANY, BYTES, I64, emitted
@@ -35,7 +34,6 @@ _PART = 8  # groups at most: in two strips they are 33 KiB
 _PAIR_BYTES = 2 * TILE_ROW_BYTES  # a row of a group's sums for two strips
 _GROUP_SUMS_BYTES = TILE_ROWS * _PAIR_BYTES
 _NUM_LINES = 66  # of a group in two strips
-_WHOLE, _REST = ((0, 1), 2, 3), ((4, 5), 6, 7)  # as in ``amx_bf16``
 _GROUP_SUMS = BLOCK_ROWS * TILE_COLUMNS  # words of scratch before the sums of two groups, which take turns
 _STATE = TILE_SCRATCH - TILE_STATE
 
@@ -112,7 +110,7 @@ def _accumulating(numbers):
     return accumulate
 
 
-_accumulate_whole, _accumulate_rest = map(_accumulating, (_WHOLE, _REST))
+_accumulate_whole, _accumulate_rest = map(_accumulating, (tiles.WHOLE, tiles.REST))
 
 
 @simd.jit
@@ -147,7 +145,7 @@ def matmul_int8(item, product):
         columns //= 2
     here, num_rows = weight + panel * product.panel_bytes, end_row - first_row
     weights = simd.pointer(here, BYTES)
-    configure(simd.shifted(product.sums, _STATE), num_rows - (num_rows - 1) // TILE_ROWS * TILE_ROWS)
+    tiles.configure(simd.shifted(product.sums, _STATE), num_rows - (num_rows - 1) // TILE_ROWS * TILE_ROWS)
     for first in range(first_row, end_row, BLOCK_ROWS):
         rows, ahead, lines = min(end_row - first, BLOCK_ROWS), here, 0
         if first + BLOCK_ROWS >= end_row:
@@ -156,4 +154,4 @@ def matmul_int8(item, product):
             count = min(_PART, groups - group)
             ahead = _add_part(product, first, rows, weights, group, count, ahead, lines)
         finish_tile(product, product.sums, rows, first, panel * columns)
-    release()
+    tiles.release()

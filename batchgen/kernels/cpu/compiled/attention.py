@@ -1,20 +1,20 @@
 """Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
 
 A work item is a few KV heads and a few consecutive tokens of one sequence, or of several whose block tables begin
-alike: the tiles that these share are read once for all of them. Up to ``MAX_QUERIES`` query rows meet a key at once. If
+alike: the tiles that these share are read once for all of them. Up to 8 query rows, or 16, meet a key at once. If
 a sequence has only one token in the step, its queries, key and value are made here (see ``heads``); otherwise they are
 made before. Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no
 horizontal sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
-machine multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the
+machine multiplies bfloat16 in pairs or tiles (faster), queries and probabilities are rounded to bfloat16 first, as the
 reference model rounds them. The element type of the pointers to both decides. If keys and values are integers, a score
 is multiplied by the scale of its key, and a probability, once it has been added to the total, by the scale of its
 value.
 
 Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the softmax
 runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds probabilities per lane
-= position mod 16, and adds values two positions at a time, in turn from each of four chunks of 32 positions. Rows that
-share an item share loads, never a sum. With a window, complete tiles, groups and chunks that no row of an item sees are
-skipped: they would have added zeros.
+= position mod 16, and adds values two positions at a time, in turn from each of four chunks of 32 positions (see
+``matrix_attention`` for tiles). Rows that share an item share loads, never a sum. With a window, complete tiles, groups
+and chunks that no row of an item sees are skipped: they would have added zeros.
 
 For long contexts memory is the bound, and the processor only prefetches long runs from few places by itself. The keys
 of a block are one run over all heads, and its values another; so an item walks the heads of four blocks side by side:
@@ -31,8 +31,9 @@ from collections import namedtuple
 import numpy as np
 
 from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu.compiled import matrix_attention as products
 from batchgen.kernels.cpu.compiled import query_blocks, query_rows, simd
-from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks
+from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER
 from batchgen.kernels.cpu.compiled.entry import DTYPE, Group, OfKind, Own, kernel
 from batchgen.kernels.cpu.compiled.heads import (
     CACHE,
@@ -96,10 +97,11 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch
                 starts = a + on, b + on, c + on, d + on
                 number_of_last = (last - group) // layout.CHUNK
                 to = group - tile
-                score_chunks(tall, number_of_last, mine.rows_q, width, keys, starts, lanes, ahead, mine.scores, to)
+                where = mine.rows_q, width, keys, starts, lanes, ahead, mine.scores, to
+                products.score_chunks(mine.state, tall, number_of_last, *where)
             else:
                 at, to = a + number * next_head, position - tile
-                score(tall, count, mine.rows_q, width, keys, at, pack, lanes, mine.scores, to)
+                products.score(mine.state, tall, count, mine.rows_q, width, keys, at, pack, lanes, mine.scores, to)
         position = group + query_rows.GROUP if is_group else position + count
 
 
@@ -153,7 +155,8 @@ def _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cach
                 _values_of(d, begin, tile_end, table, one, upcoming, cache, copies),
             )
             mine = query_rows.of_head(scratch, number, apart, tall, width)
-            accumulate(tall, mine.weights, group - tile, chunks, (first, last), width, mine.sums)
+            where = tall, mine.weights, group - tile, chunks, (first, last), width, mine.sums
+            products.accumulate(mine.state, copies, *where)
 
 
 @simd.jit
@@ -184,19 +187,21 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
     rows meet a tile's keys and values while they are near. ``following`` are the keys that are upcoming at the end.
     """
     width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
+    most = products.rows_at_once(scratch.rows_q)
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
     for tile in range(seen - seen % layout.TILE, end, layout.TILE):
         tile_end = min(tile + layout.TILE, end)
         for number in range(num_heads if has_scales else 0):
             scales = simd.shifted(scratch.scales, number * 2 * layout.TILE)
             _gather_scales(tile, max(tile, seen), tile_end, table, head + number, cache, scales)
-        for row in range(0, num_rows, layout.MAX_QUERIES):
-            rows = min(layout.MAX_QUERIES, num_rows - row)
+        for row in range(0, num_rows, most):
+            rows = min(most, num_rows - row)
             tile_end = min(tile + layout.TILE, end, start + (row + rows - 1) // group + 1)
             begin = max(tile, _chunk_of(query_rows.lowest(start + row // group, window)))
             if tile_end <= begin:
                 continue
-            tall, mine = query_rows.padded(rows), query_rows.from_row(scratch, row, width)
+            tall, mine = query_rows.stride(rows), query_rows.from_row(scratch, row, width)
+            products.begin(mine.rows_q, mine.state, tall)
             _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, mine)
             if newest.is_alone and tile_end == end:
                 _own_keys(end - 1 - tile, tall, apart, heads, newest, cache, mine)
@@ -207,6 +212,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
             if tile + layout.TILE < end:
                 upcoming = Upcoming(table, layout.TILE, end)
             _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cache, mine)
+    products.end(scratch.rows_q)
 
 
 @simd.jit
@@ -238,7 +244,8 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
     for number in range(num_heads):
         mine = query_rows.of_head(scratch, number, apart, tall, cache.width)
         spread_key(own, waiting + number, newest.head_dim, cache, spread)
-        score(tall, 1, mine.rows_q, cache.width, spread, 0, cache.pack, layout.LANES, mine.scores, place)
+        where = mine.rows_q, cache.width, spread, 0, cache.pack, layout.LANES, mine.scores, place
+        products.score(mine.state, tall, 1, *where)
         scatter_keys(own, waiting + number, 1, newest.slot, head + number, newest.head_dim, cache)
 
 
@@ -284,7 +291,8 @@ def _attend_together(
         for number in range(num_kv_heads):
             of_one = query_rows.from_row(mine, number * apart, width)
             target = token * num_heads + (kv_head + number) * group
-            query_rows.write_rows(rows, group, target, num_heads, head_dim, width, of_one, gates, out)
+            least = products.least_result(of_one.rows_q)
+            query_rows.write_rows(rows, group, target, num_heads, head_dim, width, least, of_one, gates, out)
         row += query_rows.stride(rows)
 
 
@@ -304,7 +312,8 @@ def attention(
     members = query_blocks.members(queries, block, most, num_blocks)
     if members:
         scratch = query_rows.divide_scratch(rows_q, most_rows, cache.width, cache.values)
-        together = query_blocks.heads_together(query_blocks.rows_of(queries, block, members, group), most_heads)
+        rows, at_once = query_blocks.rows_of(queries, block, members, group), products.rows_at_once(scratch.rows_q)
+        together = query_blocks.heads_together(rows, at_once, most_heads)
         for head in range(first, last, together):
             some = head, min(together, last - head)
             _attend_together(

@@ -52,8 +52,11 @@ def members(queries, block, most, num_blocks):
 
 
 @simd.inline
-def heads_together(rows, most):
-    """KV heads, of ``rows`` rows each, that are walked side by side; 1 if products take longer than reading."""
+def heads_together(rows, at_once, most):
+    """KV heads, of ``rows`` rows each, that are walked side by side; 1 if products take longer than reading.
+
+    Up to ``at_once`` rows of a head meet a key at once.
+    """
     if rows > 2 * layout.MAX_QUERIES:
         return 1
-    return min(layout.SCORE_ROWS // query_rows.padded(min(rows, layout.MAX_QUERIES)), most)
+    return min(layout.SCORE_ROWS // query_rows.stride(min(rows, at_once)), most)

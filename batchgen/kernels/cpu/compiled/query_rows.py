@@ -13,12 +13,12 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER
-from batchgen.kernels.cpu.compiled.simd import F32
+from batchgen.kernels.cpu.compiled.simd import BYTES, F32
 
 GROUP = layout.NUM_STREAMS * layout.CHUNK  # positions whose values are added side by side
 # Of one worker: queries and sums [rows, width], scores and weights [SCORE_ROWS, SCORE_STRIDE], copied values
-# [NUM_STREAMS, CHUNK, width], scales [MOST_HEADS, 2, TILE], peak and total [rows].
-Scratch = namedtuple("Scratch", "rows_q sums scores weights copies scales peak total")
+# [NUM_STREAMS, CHUNK, width], scales [MOST_HEADS, 2, TILE], peak and total [rows], tiles in memory.
+Scratch = namedtuple("Scratch", "rows_q sums scores weights copies scales peak total state")
 
 
 @simd.jit
@@ -39,7 +39,8 @@ def from_row(scratch, row, width):
     """The scratch memory of a block whose rows begin at ``row``."""
     rows_q, sums = simd.shifted(scratch.rows_q, row * width), simd.shifted(scratch.sums, row * width)
     peak, total = simd.shifted(scratch.peak, row), simd.shifted(scratch.total, row)
-    return Scratch(rows_q, sums, scratch.scores, scratch.weights, scratch.copies, scratch.scales, peak, total)
+    parts = scratch.scores, scratch.weights, scratch.copies, scratch.scales
+    return Scratch(rows_q, sums, *parts, peak, total, scratch.state)
 
 
 @simd.inline
@@ -51,7 +52,7 @@ def of_head(scratch, number, apart, tall, width):
     mine, at = from_row(scratch, number * apart, width), number * tall * layout.SCORE_STRIDE
     scores, weights = simd.shifted(mine.scores, at), simd.shifted(mine.weights, at)
     scales = simd.shifted(mine.scales, number * 2 * layout.TILE)
-    return Scratch(mine.rows_q, mine.sums, scores, weights, mine.copies, scales, mine.peak, mine.total)
+    return Scratch(mine.rows_q, mine.sums, scores, weights, mine.copies, scales, mine.peak, mine.total, mine.state)
 
 
 @simd.jit
@@ -72,6 +73,7 @@ def divide_scratch(rows_q, num_rows, width, values):
         simd.pointer(scales, F32),
         simd.pointer(peak, F32),
         simd.pointer(peak + 4 * num_rows, F32),
+        simd.pointer(peak + 8 * num_rows, BYTES),
     )
 
 
@@ -188,8 +190,11 @@ def _sigmoid(scratch, logit):
 
 
 @simd.jit
-def write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, gates, out):
-    """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
+def write_rows(num_rows, group, target, num_heads, head_dim, width, least, scratch, gates, out):
+    """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim].
+
+    Numbers of a magnitude below ``least`` become zero.
+    """
     for r in range(num_rows):
         place = target + (r // group) * num_heads + r % group
         scale = F32(1.0) / scratch.total[r]
@@ -198,5 +203,5 @@ def write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, gat
             scale *= _sigmoid(scratch.scores, simd.lane(simd.load_part(gates.logits, at, 1), 0))
         by = simd.splat(scale)
         for i in range(0, head_dim, layout.LANES):
-            v = simd.mul(simd.load(scratch.sums, r * width + i), by)
+            v = simd.drop_below(simd.mul(simd.load(scratch.sums, r * width + i), by), least)
             simd.store_some(out, place * head_dim + i, v, head_dim - i)

@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic as numba_intrinsic
-from numba.extending import register_model
+from numba.extending import overload, register_model
 
 from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.layout import LANES
@@ -29,7 +29,7 @@ jit: Any = njit(error_model="numpy")
 # A call would pass vectors through memory. What such a function calls is inlined too: no tile of accumulators may be.
 inline: Any = njit(error_model="numpy", forceinline=True)
 intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
-BF16 = np.uint16  # element type of a pointer to bfloat16 bits
+BF16, TILED = np.uint16, np.int16  # element types of pointers to bfloat16 bits; to those that tiles multiply
 F32 = np.float32
 BYTES = np.uint8  # of signed or unsigned 8-bit integers, as a kernel takes them
 
@@ -75,6 +75,21 @@ def emitted(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any
     return decorate
 
 
+def chosen(choose: Callable[..., Callable[..., Any]]) -> Any:
+    """Decorator of a function of numba types: kernels call what it returns for the types of their arguments."""
+
+    def called(*_: Any) -> Any:
+        raise AssertionError("a name for kernels, which is compiled as what is chosen")
+
+    overload(called, jit_options={"error_model": "numpy"})(choose)
+    return called
+
+
+def is_tiled(base: Any) -> bool:
+    """Whether a pointer of this numba type leads to bfloat16 that is multiplied by tiles."""
+    return bool(base.dtype == types.int16)
+
+
 load = emitted(vec, ANY, I64)(emit.load)
 load_part = emitted(vec, ANY, I64, I64)(emit.load_part)
 store = emitted(types.void, ANY, I64, vec)(emit.store)
@@ -99,6 +114,14 @@ keep_lanes = emitted(vec, vec, vec, I64)(lambda builder, a, b, n: builder.select
 exp2 = emitted(vec, ANY, vec)(emit.exp2)
 exp = emitted(vec, ANY, vec)(emit.exp)
 silu_mul = emitted(vec, ANY, vec, vec)(emit.silu_mul)
+
+
+@emitted(vec, vec, types.float32)
+def drop_below(builder: ir.IRBuilder, v: ir.Value, least: ir.Value) -> ir.Value:
+    """Zero in the lanes whose magnitude is below ``least``; NaN stays."""
+    magnitude = emit.call(builder, "llvm.fabs.v16f32", [v])
+    is_small = builder.fcmp_ordered("<", magnitude, emit.splat(builder, least))
+    return builder.select(is_small, ir.Constant(emit.VECTOR, None), v)
 
 
 @emitted(vec, ANY, vec, vec)

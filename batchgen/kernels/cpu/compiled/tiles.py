@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.compiled.int8 import emit_byte_products
+from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted
 from batchgen.kernels.cpu.layout import LANES, TILE_BYTES, TILE_ROW_BYTES, TILE_ROWS
 from batchgen.kernels.processor import cpu_features
 
@@ -28,6 +30,8 @@ _NUM_TILES = 8
 _BYTE, _WORD = ir.IntType(8), ir.IntType(64)
 _FLUSHES_DENORMALS = 0x9FC0  # of MXCSR: denormal numbers are zeros, in and out; no operation traps
 _SETS_MXCSR = platform.machine() in ("x86_64", "AMD64")
+# Numbers of tiles: of sums, of rows, of weights. The second of these sets is for fewer than 16 rows.
+WHOLE, REST = ((0, 1), 2, 3), ((4, 5), 6, 7)
 
 
 def _call(builder, name, *arguments):
@@ -195,3 +199,58 @@ def _rows_at(builder, state, tile):
 def _each_row(builder, state, tile) -> Iterator[ir.Value]:
     with cgutils.for_range(builder, builder.load(_rows_at(builder, state, tile), align=4)) as loop:
         yield loop.index
+
+
+@emitted(types.void, ANY, I64)
+def configure(builder, state, rest):
+    """Configure tiles for 16 rows and for ``rest`` rows, each with two totals; see ``accumulating``."""
+    full = emit.number(TILE_ROWS)
+    emit_configure(builder, state, [full, full, full, full, rest, rest, rest, full])
+
+
+@emitted(types.void)
+def release(builder):
+    """Give the tiles back."""
+    emit_release(builder)
+
+
+def accumulating(numbers):
+    """Function that adds the products of a tile of rows and of neighbouring strips of weights to sums in memory."""
+    totals, of_rows, of_weights = numbers
+
+    @emitted(types.void, ANY, ANY, I64, ANY, ANY, ANY, I64, I64, I64, I64, I64)
+    def accumulate(builder, state, x, stride, weights, apart, sums, sums_stride, goes_on, steps, ahead, lines):
+        """``x`` are rows of bfloat16 ``stride`` numbers apart, ``sums`` rows ``sums_stride`` numbers apart.
+
+        ``apart`` are the numbers from a strip of weights, from its tile and from a tile's row to the next. Sums begin
+        at zero unless one ``goes_on``; ``lines`` are prefetched a step, from ``ahead`` on.
+        """
+        two, four, line = emit.number(2), emit.number(4), emit.number(TILE_ROW_BYTES)
+        strip, step, row = (builder.mul(number, two) for number in cgutils.unpack_tuple(builder, apart))
+        x_at, x_stride = bytes_at(builder, x, emit.number(0)), builder.mul(stride, two)
+        sums_bytes, places = builder.mul(sums_stride, four), range(len(totals))
+        strips = [bytes_at(builder, weights, builder.mul(strip, emit.number(v))) for v in places]
+        sums_at = [bytes_at(builder, sums, emit.number(v * TILE_ROW_BYTES)) for v in places]
+        with builder.if_else(builder.icmp_signed("!=", goes_on, emit.number(0))) as (later, first):
+            with later:
+                for total, at in zip(totals, sums_at, strict=True):
+                    emit_load(builder, state, total, at, sums_bytes)
+            with first:
+                for total in totals:
+                    emit_zero(builder, state, total)
+        with cgutils.for_range(builder, steps) as loop:
+            emit_load(builder, state, of_rows, builder.gep(x_at, [builder.mul(loop.index, line)]), x_stride)
+            weights_at = builder.mul(loop.index, step)
+            for total, base in zip(totals, strips, strict=True):
+                emit_load(builder, state, of_weights, builder.gep(base, [weights_at]), row)
+                emit_dot_bf16(builder, state, total, of_rows, of_weights)
+            emit_prefetch(builder, ahead, loop.index, lines)
+        for total, at in zip(totals, sums_at, strict=True):
+            emit_store(builder, state, total, at, sums_bytes)
+        for tile in (*totals, of_rows, of_weights):
+            emit_zero(builder, state, tile)
+
+    return accumulate
+
+
+accumulate_whole, accumulate_rest = map(accumulating, (WHOLE, REST))
