@@ -96,7 +96,7 @@ def test_rows_that_ask_for_other_numbers_get_them_in_lists_without_a_fixed_size(
 
 def test_float16_is_written_again_from_the_journal_without_a_model(job: JobMaker) -> None:
     job.run(teacher(job))
-    whole = table_of(job)
+    whole = table_of(job).drop_columns("timings")
     job.run(teacher(job, output={"logprobs_dtype": "float16"}))
     assert job.engines == []
     half = table_of(job)
@@ -104,7 +104,7 @@ def test_float16_is_written_again_from_the_journal_without_a_model(job: JobMaker
     wanted = [[np.float16(x) for x in row] for row in whole["prompt_logprobs"].to_pylist()]
     assert half["prompt_logprobs"].to_pylist() == wanted
     job.run(teacher(job))
-    assert table_of(job).equals(whole)
+    assert table_of(job).drop_columns("timings").equals(whole)
 
 
 def test_a_run_that_is_stopped_and_resumed_writes_the_same_table(job: JobMaker, tmp_path: Path) -> None:
