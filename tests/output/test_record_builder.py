@@ -33,6 +33,7 @@ ORDER = [
         "parsed",
         "extracted",
         "finish_reason",
+        "finish_reasons",
         "complete",
     ),
     *("usage", "timings", "token_ids", "logprobs", "samples"),

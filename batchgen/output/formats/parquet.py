@@ -60,6 +60,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "reasoning": pa.string(),
     "tool_calls": _TOOL_CALLS,
     "finish_reason": pa.string(),
+    "finish_reasons": pa.list_(pa.string()),
     "complete": pa.bool_(),
     "usage": _USAGE,
     "timings": pa.struct(
@@ -80,7 +81,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
 _VECTORS = ("embedding", "embeddings")
 # Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
 _ALWAYS = ("id", "index", "fingerprint", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
-_OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples")
+_OF_TEXT = ("text", "reasoning", "finish_reason", "finish_reasons", "complete", "token_ids", "logprobs", "samples")
 _NO_TYPES: Mapping[str, Any] = MappingProxyType({})
 _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, tz=(.+))?\]")
 _DECIMAL = re.compile(r"(decimal\d+)\((\d+), (-?\d+)\)")
