@@ -102,6 +102,13 @@ class RequestBuilder:
         except GrammarError as error:
             raise UsageError(f"sampling.structured_outputs: {error}") from None
 
+    @property
+    def cut_at(self) -> int | None:
+        """The tokens of a text that was cut, which becomes a vector; None if texts are not cut, or all as long."""
+        embedded = self._embedded
+        is_cut = embedded is not None and embedded.truncates and not (embedded.side and embedded.side.filled_to)
+        return self._max_model_len if is_cut else None
+
     def build(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
         """Each row with its prompt and its request, in order; a row that cannot run comes with an error and None.
 

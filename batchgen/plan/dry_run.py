@@ -39,6 +39,7 @@ from batchgen.run.loader import ModelInfo
 from batchgen.run.opened import OpenJob, open_job
 from batchgen.run.reports import read_report
 from batchgen.run.update import FolderJobs, inherited_numerics
+from batchgen.run.vectors import cut_note
 
 PLAN_VERSION = 1
 _NO_RATE = "the output folder has no finished run that {made} with this model on this machine: "
@@ -71,7 +72,8 @@ def make_plan(
             survey.take(job.rows(shard).read())
     lengths = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     plan = _content(spec, model, survey, _forecast(spec, model, survey, lengths, calibrates=calibrates))
-    plan["notes"] = notes
+    cut = cut_note(survey.prompt_lengths[job.builder.cut_at or 0], job.builder.cut_at)
+    plan["notes"] = [*notes, *filter(None, [cut])]
     if spec.output.reuse or earlier:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
         plan["reuse"] = results.lines

@@ -77,6 +77,8 @@ class ResultSink:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_computed_tokens = 0
+        self.cut_at: int | None = None  # see ``RequestBuilder``
+        self.num_cut = 0  # rows that this invocation finished with so many tokens
         self.empty_fields: Counter[str] = Counter()  # by template field: finished rows without a text
 
     @property
@@ -113,6 +115,7 @@ class ResultSink:
         with self._charge("write"), self._lock:
             self.journal.append(entry)
         self.num_prompt_tokens += entry.num_prompt_tokens
+        self.num_cut += entry.num_prompt_tokens == self.cut_at
         self.num_generated_tokens += entry.num_generated_tokens
         self.num_computed_tokens += entry.num_computed_tokens
 

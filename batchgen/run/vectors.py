@@ -14,7 +14,7 @@ from batchgen.config.embed import EmbedSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.records import SamplingParams
-from batchgen.core.units import shown
+from batchgen.core.units import counted, shown
 from batchgen.input.rows import TokenSide
 from batchgen.model.config import ModelConfig
 from batchgen.model.vector_files import VectorFiles
@@ -40,6 +40,12 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
         raise UsageError(f'output.format = "openai-batch" has no place for {what}: choose jsonl or parquet')
     spec.check_kind()
     return spec
+
+
+def cut_note(num_rows: int, cut_at: int | None) -> str:
+    """A line on the rows whose texts have the most tokens that a model takes; "" without any."""
+    texts = f"{counted(num_rows, 'text')} may have been cut at {cut_at} tokens, the most that the model takes"
+    return f"{texts}: --no-truncate refuses longer texts" if num_rows else ""
 
 
 def _resolved(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> EmbedSpec:

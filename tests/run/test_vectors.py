@@ -267,6 +267,17 @@ def test_long_texts_are_cut_or_refused(folder: Path) -> None:
     assert [row["code"] for row in read_lines(place / "errors.jsonl")] == ["too_long"] * 3
 
 
+def test_a_run_and_a_plan_count_texts_that_may_have_been_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"text": "word " * 100}, {"text": "word " * 90}, {"text": "short"}]
+    (folder.parent / "long.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    said = "2 texts may have been cut at 32 tokens, the most that the model takes: --no-truncate refuses longer texts"
+    for name in ("plan", "run"):
+        words = [name, folder.parent / "long.jsonl", "-m", folder, "--max-model-len", 32, "-o", folder.parent / "run"]
+        assert command(*words) == 0
+        shown = capsys.readouterr()
+        assert said in " ".join((shown.out + shown.err).split())
+
+
 def test_workers_and_kills_change_no_byte(folder: Path) -> None:
     wanted = without_timings(run(folder, output="a")[1] / "outputs.jsonl")
     assert without_timings(run(folder, "--workers", 2, output="b")[1] / "outputs.jsonl") == wanted
