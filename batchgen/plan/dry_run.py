@@ -72,8 +72,8 @@ def make_plan(
             survey.take(job.rows(shard).read())
     lengths = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     plan = _content(spec, model, survey, _forecast(spec, model, survey, lengths, calibrates=calibrates))
-    cut = cut_note(survey.prompt_lengths[job.builder.cut_at or 0], job.builder.cut_at)
-    plan["notes"] = [*notes, *filter(None, [cut])]
+    cut_at = job.builder.cut_at
+    plan["notes"] = [*notes, *cut_note(survey.prompt_lengths[cut_at or 0], cut_at)]
     if spec.output.reuse or earlier:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
         plan["reuse"] = results.lines

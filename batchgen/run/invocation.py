@@ -32,6 +32,7 @@ from batchgen.run.progress import Progress
 from batchgen.run.results import Charge, ResultSink
 from batchgen.run.stop import Limits, Stopper
 from batchgen.run.turns import Turns
+from batchgen.run.vectors import cut_note
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class Invocation:
         is left.
         """
         self.progress.follow(sink)
+        sink.cut_at = job.builder.cut_at
         journal, stream = sink.journal, RequestStream(sink, validator, self.stopper, self.progress.clock.on)
         tasks = stream.tasks(rows)
         self.stopper.check_limits(0)  # before a model is loaded for nothing
@@ -161,6 +163,8 @@ class Invocation:
                 sink.close()
             if stream.pending:
                 journal.save_partials(turns.unfinished(engine.unfinished()))
+        for line in cut_note(sink.num_cut, sink.cut_at):
+            self.note(line)
         journal.commit()
         return stream.is_exhausted and not stream.pending
 

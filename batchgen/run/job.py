@@ -37,7 +37,6 @@ from batchgen.run.results import ResultSink
 from batchgen.run.stdin import StdinCopy
 from batchgen.run.stop import StopRequested
 from batchgen.run.update import FolderJobs, inherited_numerics, take_over
-from batchgen.run.vectors import cut_note
 
 _SHARDS_DATE = (
     "the chat template may print a date, here the day on which this shard was begun: begin all shards on the same "
@@ -278,7 +277,6 @@ class _Job:
         progress, template = self.progress, self.opened.builder.finder.template
         progress.keep_file(True)
         sink = ResultSink(journal, self.opened.records, self.options.max_error_rate, progress.clock.on, template)
-        sink.cut_at = self.opened.builder.cut_at
         self._reopen()
         rows = self.opened.rows(self.options.shard)
         rows.done, rows.start = journal.done, journal.resume_cursor
@@ -303,8 +301,6 @@ class _Job:
                     write_errors(self.run_dir, self.begun, self.spec, journal)
                 return self._stopped()
         self.opened.check_read(self.note)
-        if line := cut_note(sink.num_cut, sink.cut_at):
-            self.note(line)
         self.manifest = replace(self.manifest, file_states=self.digests.to_plain())
         return self._finish(journal, rows.num_rows)
 

@@ -5,7 +5,7 @@ A checkpoint that was published for vectors makes them without [embed] too, unle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,10 +42,11 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
     return spec
 
 
-def cut_note(num_rows: int, cut_at: int | None) -> str:
-    """A line on the rows whose texts have the most tokens that a model takes; "" without any."""
-    texts = f"{counted(num_rows, 'text')} may have been cut at {cut_at} tokens, the most that the model takes"
-    return f"{texts}: --no-truncate refuses longer texts" if num_rows else ""
+def cut_note(num_rows: int, cut_at: int | None) -> Iterator[str]:
+    """A line on the rows whose texts have as many tokens as the model takes, if there are any."""
+    if num_rows:
+        texts = f"{counted(num_rows, 'text')} may have been cut at {cut_at} tokens, the most that the model takes"
+        yield f"{texts}: --no-truncate refuses longer texts"
 
 
 def _resolved(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> EmbedSpec:
