@@ -35,13 +35,17 @@ TWO_PARTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # the class, the text
 }
 
 
-def saved_in_two_parts(name: str, folder: Path) -> Any:
+def saved_in_two_parts(name: str, folder: Path, *, is_tied: bool = True) -> Any:
     """A random model with a vision part, saved as transformers saves it."""
     import transformers
 
     prefix, text, vision = TWO_PARTS[name]
     config = transformers.AutoConfig.for_model(
-        name.split(maxsplit=1)[0], text_config=raw_config(text), vision_config=_SIGLIP | vision, image_token_index=3
+        name.split(maxsplit=1)[0],
+        text_config=raw_config(text, tie_word_embeddings=is_tied),
+        vision_config=_SIGLIP | vision,
+        image_token_index=3,
+        tie_word_embeddings=is_tied,
     )
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
     randomize(model, 0)
@@ -84,6 +88,19 @@ def test_the_command_gives_the_greedy_tokens_of_transformers(
     assert [row["token_ids"] for row in read_lines(tmp_path / "run" / "outputs.jsonl")] == wanted
     told = capsys.readouterr().err
     assert told.count("the vision part of this checkpoint is not read: it runs as a model of text") == (not is_text)
+
+
+def test_a_head_outside_of_the_text_part_is_the_same_model(tmp_path: Path) -> None:
+    model = saved_in_two_parts("mistral3", tmp_path / "model", is_tied=False)
+    wanted = [greedy(model, prompt, 6) for prompt in prompts(tmp_path)]
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    assert "language_model.lm_head.weight" in tensors
+    newer = {name.replace("language_model.model.", "language_model."): value for name, value in tensors.items()}
+    newer = {f"model.{name}".replace("model.language_model.lm_head", "lm_head"): newer[name] for name in newer}
+    save_file(newer, path, {"format": "pt"})
+    assert run(tmp_path / "model", "--max-tokens", "6", "--ignore-eos", "--token-ids") == 0
+    assert [row["token_ids"] for row in read_lines(tmp_path / "run" / "outputs.jsonl")] == wanted
 
 
 def test_a_tensor_of_neither_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
