@@ -92,22 +92,15 @@ class RequestBuilder:
         self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
         self._sampling = sampling = _EMBEDDED if isinstance(settings, Embedded) else settings
         self._tokenizer = tokenizer
-        self._grammars = grammars
+        self._grammars, self._vocab_size = grammars, vocab_size
         self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self.cut_at = max_model_len if self._embedded and self._embedded.cuts else None  # tokens of a text that was cut
         if refused := self._refusal(sampling):
             raise UsageError(f"{'classify' if refused.startswith('labels') else 'sampling'}.{refused}")
         try:
             self._check_grammar(sampling)
         except GrammarError as error:
             raise UsageError(f"sampling.structured_outputs: {error}") from None
-
-    @property
-    def cut_at(self) -> int | None:
-        """The tokens of a text that was cut, which becomes a vector; None if texts are not cut, or all as long."""
-        embedded = self._embedded
-        is_cut = embedded is not None and embedded.truncates and not (embedded.side and embedded.side.filled_to)
-        return self._max_model_len if is_cut else None
 
     def build(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
         """Each row with its prompt and its request, in order; a row that cannot run comes with an error and None.

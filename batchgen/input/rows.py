@@ -215,6 +215,11 @@ class Embedded:
     side: TokenSide | None = None
 
     @property
+    def cuts(self) -> bool:
+        """Whether only texts that fill the context may have been cut: others are not lengthened."""
+        return self.truncates and not (self.side and self.side.filled_to)
+
+    @property
     def num_markers(self) -> int:
         """Tokens that come into each text after it has been cut."""
         return int(self.side is not None and self.side.marker is not None)
