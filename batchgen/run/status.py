@@ -32,9 +32,9 @@ def read_status(folder: Path) -> dict[str, Any]:
     """State, rows, tokens, rate and time left of the run in ``folder``.
 
     ``state`` is "running", "finished", "stopped" (on request), "failed" (by an error) or "interrupted" (by a kill).
-    ``tokens`` are None after a kill, since the last saved count is older than the journal's rows. ``tokens_per_s``
-    counts computed tokens: of the last half minute, or of a finished run's whole time. ``eta_s`` is None unless a
-    process runs. Raises UsageError for a folder without a run.
+    ``tokens`` are None after a kill, since the last saved count is older than the journal's rows, and without a report.
+    ``tokens_per_s`` counts computed tokens: of the last half minute, or of a finished run's whole time. ``eta_s`` is
+    None unless a process runs. Raises UsageError for a folder without a run.
     """
     run_dir = RunDir(folder)
     progress = read_progress(folder) or {}
@@ -151,7 +151,7 @@ def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
             return {}
         total = len(manifest.shard.rows(manifest.num_rows))
         failed = sum(1 for _ in read_errors(run_dir))
-        return {"rows": row_counts(total, total - failed, failed)}
+        return {"rows": row_counts(total, total - failed, failed), "tokens": None}
     rows, tokens = report["rows"], report["tokens"]
     computed = report["computed_tokens"]
     return {

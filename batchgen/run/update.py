@@ -113,20 +113,26 @@ class FolderJobs:
         changed, errors = self._run_dir.changed_files(self.last, digests), self._run_dir.errors
         return [name for name in changed if name != errors.name or errors.exists()]
 
+    def changes(self, now: Manifest) -> tuple[str, ...]:
+        """Differences from the current job apart from the input; () if one of these jobs differs in nothing else."""
+        changes = [changes_of_job(manifest, now) for manifest in self.manifests]
+        return changes[0] if all(changes[1:]) and changes else ()
+
     def refuse_unasked(self, now: Manifest, digests: Digests) -> None:
         """Raises ResumeMismatch for a change that needs ``--update``.
 
         Without it, one of the folder's jobs must be the same except for its input, and edited files are not replaced.
         """
-        folder, changes = self._run_dir.path, [changes_of_job(manifest, now) for manifest in self.manifests]
-        if changes and all(changes):
+        folder = self._run_dir.path
+        if changes := self.changes(now):
             is_current = self.manifests[0].version == RECORD_VERSION
             how = "with another job" if is_current else "by another version of batchgen"
+            kept = "batchgen plan says how many rows would be kept; --update keeps these and computes the others"
+            none = "--update computes all rows again, and the version that began it continues it"
             raise ResumeMismatch(
                 f"{folder} was begun {how}; what changes its outputs:\n"
-                + "".join(f"  {line}\n" for line in changes[0])
-                + "batchgen plan says how many rows would be kept; --update keeps these and computes the others, "
-                "--overwrite starts again"
+                + "".join(f"  {line}\n" for line in changes)
+                + f"{kept if is_current else none}, --overwrite starts again"
             )
         if edited := self.edited(digests):
             what = f"{', '.join(edited)} in {folder} was edited since its run ended"

@@ -283,7 +283,7 @@ def test_a_folder_of_an_earlier_version_is_refused_as_it_is_and_update_computes_
     job.run() if is_done else interrupted(job)
     of_an_earlier_version(job.output)
     before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
-    said = rf"record version: was {RECORD_VERSION - 1}, now {RECORD_VERSION}\n.*--update"
+    said = rf"record version: was {RECORD_VERSION - 1}, now {RECORD_VERSION}\n.*--update computes all rows again"
     with pytest.raises(ResumeMismatch, match=said):
         job.run()
     with pytest.raises(UsageError, match="run its shard"):

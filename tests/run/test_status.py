@@ -52,6 +52,15 @@ def test_a_finished_run_shows_what_its_report_says(job: JobMaker, capsys: pytest
     assert json.loads(capsys.readouterr().out).keys() >= keys
 
 
+def test_a_finished_run_without_a_report_shows_its_rows_and_no_tokens(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    job.run()
+    (job.output / "report.json").unlink()
+    status = read_status(job.output)
+    assert status["rows"]["done"] == 5 and status["tokens"] is None
+    assert "tokens" not in render_status(status)
+
+
 def test_watching_a_stopped_run_waits_until_it_goes_on_and_ends(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter(["stopped", "stopped", "running", "running", "stopped", "running"])
     monkeypatch.setattr(status_module, "read_status", lambda folder: {"state": next(states)})
