@@ -88,7 +88,9 @@ def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str]) -> 
     line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite starts again"
     if not has_failed_rows(run_dir):
         return Outcome(ExitCode.OK, (line,))
-    failed = f"some rows failed: see {short(run_dir.errors)}; correct them in the input and run again"
+    num_failed = sum(1 for _ in read_errors(run_dir))  # none if errors.jsonl was taken away
+    rows = counted(num_failed, "row") if num_failed else "some rows"
+    failed = f"{rows} failed: see {short(run_dir.errors)}; correct them in the input and run again"
     failure = f"{failed}; --update runs them again unchanged"
     return Outcome(ExitCode.ROWS_FAILED, (line, failure), (failure,))
 
@@ -113,9 +115,9 @@ def stopped(run_dir: RunDir, progress: Progress) -> Outcome:
 
 
 def short(path: Path) -> str:
-    """A path, relative to the working directory if that is shorter."""
+    """A path, relative to the working directory if that is shorter by more than the first slash."""
     try:
         relative = os.path.relpath(path)
     except OSError:  # the working directory is gone
         return str(path)
-    return relative if not relative.startswith("..") else str(path)
+    return relative if not relative.startswith("..") and len(relative) < len(str(path)) - 1 else str(path)

@@ -137,7 +137,7 @@ class ResultSink:
         """Ask to stop if a larger share of the rows read has failed than ``max_error_rate`` allows."""
         limit = self._max_error_rate
         if limit is not None and self.num_failed > limit * max(self.num_read, MIN_ROWS_FOR_RATE):
-            few = f" of at least {MIN_ROWS_FOR_RATE}" if self.num_read < MIN_ROWS_FOR_RATE else ""
+            few = f" of the first {MIN_ROWS_FOR_RATE}" if self.num_read < MIN_ROWS_FOR_RATE else ""
             stopper.give_up(
                 f"{self.num_failed:,} of {self.num_read:,} rows read have failed, "
                 f"more than --max-error-rate {100 * limit:g}%{few}",

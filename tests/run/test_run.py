@@ -36,6 +36,7 @@ from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
 from batchgen.run.merge import merge
+from batchgen.run.outcome import short
 from batchgen.run.reports import read_report
 from batchgen.run.results import ResultSink
 from batchgen.run.status import read_status, render_status
@@ -218,12 +219,25 @@ def test_too_many_errors_stop_the_run_early(job: JobMaker) -> None:
     assert len(job.outputs()) == 1900
 
 
+def test_a_finished_job_counts_its_failed_rows_each_time(job: JobMaker) -> None:
+    job.write([*rows_of(3), "{", "{"])
+    job.run()
+    assert job.run().failures[0].startswith("2 rows failed: see ")
+    (job.output / "errors.jsonl").unlink()
+    assert job.run().failures[0].startswith("some rows failed: see ")
+
+
+def test_paths_in_messages_keep_their_slash_at_the_root_where_services_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    assert short(Path("/runs/errors.jsonl")) == "/runs/errors.jsonl"
+
+
 def test_a_stop_by_errors_and_status_say_the_same(job: JobMaker) -> None:
     job.write([*rows_of(6), *["{"] * 8])
     limited = RunOptions(max_error_rate=0.07, progress="quiet")
     for _ in range(2):  # run again: stopped again, before the weights are loaded
         outcome = job.run(options=limited)
-        assert "8 of 14 rows read have failed, more than --max-error-rate 7% of at least 100" in outcome.lines[0]
+        assert "8 of 14 rows read have failed, more than --max-error-rate 7% of the first 100" in outcome.lines[0]
         assert "--max-error-rate to continue" in outcome.lines[1]
         said = render_status(read_status(job.output))
         assert "8 of 14 rows read have failed" in said
