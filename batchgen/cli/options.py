@@ -6,7 +6,8 @@ Flags of job keys become the raw values that a job file would hold; ``config.loa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from datetime import datetime
 from functools import partial
@@ -21,7 +22,7 @@ from batchgen.core.addresses import masked, prefix_of
 from batchgen.core.keys import BOOL, Key, resembling
 from batchgen.core.shard import Shard
 from batchgen.core.storage import check_path
-from batchgen.core.synonyms import Synonym, synonym_of
+from batchgen.core.synonyms import Synonym, is_done_anyway, synonym_of
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,6 +129,10 @@ class GroupedCommand(click.Command):
         )
         self.params.append(help_all)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments, without options of other tools that ask for what happens anyway."""
+        return super().parse_args(ctx, [*_needed(args, _flags(self))])
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options under the heading of their section, and the number of hidden ones."""
         blocks: dict[str, list[tuple[str, str]]] = {}
@@ -161,13 +166,41 @@ def usage_error(error: click.ClickException, argv: Sequence[str]) -> str:
         name = next(filter(synonym_of, words), name)
     if not name:
         return f"{error.format_message().rstrip('.')}{read}"
+    flags = _flags(ctx.command) if ctx else set()
+    others = (word.partition("=")[0] for word in _needed(argv, flags) if word.startswith("--"))
+    names = dict.fromkeys([name, *(other for other in others if other not in flags)])
+    hints = [f"{other!r}{_hint(other, flags)}" for other in names]
+    if len(hints) == 1:
+        return f"No such option {hints[0]}{'' if hints[0].endswith(')') else read}"
+    return f"No such options {', '.join(hints)}"
+
+
+def _hint(name: str, flags: Collection[str]) -> str:
     synonym = Synonym("sampling.n", "the limit of tokens is --max-tokens") if name == "-n" else synonym_of(name)
     if synonym is None:
-        hint = resembling(name.replace("_", "-"), getattr(error, "possibilities", None) or ())
-        return f"No such option {name!r}{hint or read}"
+        return resembling(name.replace("_", "-"), [*flags])
     section, _, key = synonym.topic.partition(".")
-    flag = f"--{KEYS[section][key].flag}" if synonym.is_key else ""
-    return f"No such option {name!r}{synonym.hint(flag)}"
+    return synonym.hint(f"--{KEYS[section][key].flag}" if synonym.is_key else "")
+
+
+def _flags(command: click.Command) -> set[str]:
+    return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+
+
+def _needed(args: Sequence[str], flags: Collection[str]) -> Iterator[str]:
+    """The arguments without options of other tools, and their values, that ask for what happens anyway."""
+    words = deque(args)
+    while words:
+        flag, sign, text = (word := words.popleft()).partition("=")
+        name = "" if flag in flags else flag.removeprefix("--").replace("-", "_")
+        if not sign and words and is_done_anyway(name, _value(words[0])):
+            words.popleft()
+        elif not is_done_anyway(name, _value(text) if sign else True):
+            yield word
+
+
+def _value(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def json_option(text: str = "One JSON object instead of text.") -> Callable[[F], F]:

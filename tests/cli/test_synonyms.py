@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,6 @@ FLAGS = {  # typed by habit: what the one line must name
     "--num-workers": "--workers",
     "--tool-call-parser": "--parse",
     "--reasoning-parser": "--parse",
-    "--enable-prefix-caching": "it is always on",
     "--no-prefix-caching": "it is always on",
     "--no-batch-invariant": "run --without batch-invariant gives it up on a GPU",
     "--no-share-duplicates": "it is always on",
@@ -216,10 +216,27 @@ def test_the_names_of_a_tool_lead_somewhere(tool: str) -> None:
 def test_a_flag_typed_by_habit_names_the_one_that_is_meant(
     capsys: pytest.CaptureFixture[str], command: str, flag: str
 ) -> None:
-    assert call([command, flag, "1"]) == ExitCode.USAGE
+    assert call([command, flag, "2"]) == ExitCode.USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"batchgen: error: No such option '{flag}' (") and FLAGS[flag] in line
     assert "id you mean" not in line
+
+
+def test_all_unknown_flags_are_named_at_once_without_those_that_ask_for_what_happens_anyway(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    anyway = ["--tensor-parallel-size", "1", "--pipeline-parallel-size=1", "--enforce-eager", "--enable-prefix-caching"]
+    refused = ["--gpu-memory-utilization", "0.9", "--data-parallel-size=2", "--dtype", "bfloat16", "--whatever"]
+    assert call(["run", "-i", "a.jsonl", *anyway, *refused]) == ExitCode.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.findall(r"'(--[a-z-]+)'", line) == ["--gpu-memory-utilization", "--data-parallel-size", "--whatever"]
+    assert "--kv-cache-memory" in line and "--workers" in line
+
+
+def test_flags_of_vllm_that_ask_for_what_happens_anyway_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    anyway = ["--tensor-parallel-size", "1", "--enforce-eager", "--disable-log-requests"]
+    assert call(["run", "nowhere.toml", *anyway]) == ExitCode.USAGE
+    assert "nowhere.toml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
