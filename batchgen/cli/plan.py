@@ -64,5 +64,5 @@ def plan(job: str | None, as_json: bool, **values: Any) -> int:
     if values["fail_if_over"] is not None:
         check_time(result, values["fail_if_over"])
     if not as_json:
-        say_next("run", job, flags)
+        say_next("run", job, flags, needs_update=result.get("needs_update", False))
     return ExitCode.OK

@@ -32,10 +32,13 @@ def say(text: str) -> None:
         click.echo("\n".join([f"batchgen: {first}", *(f"  {line.strip()}" for line in more)]), err=True)
 
 
-def say_next(command: str, argument: Path | str | None, flags: Mapping[str, Any] | None = None) -> None:
+def say_next(
+    command: str, argument: Path | str | None, flags: Mapping[str, Any] | None = None, *, needs_update: bool = False
+) -> None:
     """Name the command that comes next for a job or a run directory, at the end of a command's output."""
     words = " ".join(["batchgen", command, *([quote(str(argument))] if argument else [])])
-    say(f"next: {words}{' with the same flags' if flags else ''}")
+    update = f"{' and' if flags else ''} --update" if needs_update else ""
+    say(f"next: {words}{' with the same flags' if flags else ''}{update}")
 
 
 def point_out_backslashes(flags: Mapping[str, Mapping[str, Any]]) -> None:

@@ -62,12 +62,15 @@ def make_plan(
     refuse too, ModelError for unusable weights when calibrating.
     """
     run_dir = RunDir(Path(spec.output.path))
-    earlier = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path).current
+    jobs = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path)
+    earlier = jobs.current
     at = earlier.rendered_at if earlier else rendered_at(spec)
     with open_job(spec, run_dir, at) as job:
         notes = [line for line in (job.model.recommended_hint(spec), *job.check_columns()) if line]
         spec, model = job.spec, job.model
-        with job.validator(shard) as validator, closing(_earlier_results(job, run_dir, earlier, at)) as results:
+        now = _manifest(job, earlier, shard, at)
+        results = EarlierResults(job, now, run_dir if earlier else None)
+        with job.validator(shard) as validator, closing(results):
             survey = Survey(validator, model.max_model_len, lambda row: results.find(row)[0] is not None)
             survey.take(job.rows(shard).read())
     lengths = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
@@ -76,12 +79,12 @@ def make_plan(
     plan["notes"] = [*notes, *cut_note(survey.prompt_lengths[cut_at or 0], cut_at)]
     if spec.output.reuse or earlier:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
-        plan["reuse"] = results.lines
+        plan |= {"reuse": results.lines, "needs_update": bool(jobs.changes(now))}
     return plan
 
 
-def _earlier_results(job: OpenJob, run_dir: RunDir, earlier: Manifest | None, at: datetime | None) -> EarlierResults:
-    """Existing results with the numerics of the output folder; a run checks whether this machine has the same."""
+def _manifest(job: OpenJob, earlier: Manifest | None, shard: Shard, at: datetime | None) -> Manifest:
+    """The job with the numerics of the output folder; a run checks whether this machine has the same."""
     spec = job.spec
     runs = [run for _, run in earlier_runs(spec)] + ([earlier] if earlier else [])
     job.digests = Digests(runs[-1].file_states if runs else None)
@@ -89,8 +92,7 @@ def _earlier_results(job: OpenJob, run_dir: RunDir, earlier: Manifest | None, at
     fingerprints: dict[str, Any] = {"model": files, "code": {"results": RESULTS}}
     if earlier and (numerics := inherited_numerics(earlier, spec)):
         fingerprints["numerics"] = numerics.plain
-    manifest = Manifest(spec.to_dict(), spec.output_keys(), fingerprints, rendered_at=at)
-    return EarlierResults(job, manifest, run_dir if earlier else None)
+    return Manifest(spec.to_dict(), spec.output_keys(), fingerprints, shard, rendered_at=at)
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:
@@ -120,7 +122,7 @@ def _forecast(
 
 def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast) -> dict[str, Any]:
     num_good, num_bad = survey.num_good, survey.errors.total()
-    rows_per_s = (num_good + num_bad) / survey.read_s if survey.read_s else 0.0
+    rows_per_s = (num_good + num_bad + survey.num_reused) / survey.read_s if survey.read_s else 0.0
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
     kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)

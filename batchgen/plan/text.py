@@ -98,4 +98,5 @@ def _estimate(plan: Plan) -> Lines:
     if workers := plan["workers"]:
         pays = f"beyond {workers['at_most']:,} some are idle: fewer than 4 full batches each"
         yield "workers", f"{workers['number'] or 1:,} computing at once; {pays}"
-    yield "tokens/s", f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"
+    if plan["rows"]["good"]:
+        yield "tokens/s", f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"

@@ -51,6 +51,25 @@ def test_a_plan_says_which_columns_of_a_request_are_not_read_as_the_run_does(job
     assert "column 'sampling'" in " ".join(render_plan(plan).split())
 
 
+@pytest.mark.parametrize(("changed", "advice"), [({}, ""), ({"temperature": 0.5}, " --update")])
+def test_a_plan_advises_an_update_where_a_run_would_be_refused_without(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], advice: str
+) -> None:
+    job.write(rows_of(3))
+    job.run()
+    job.write(rows_of(5))
+    path = job.toml(sampling=changed)
+    assert call(["plan", str(path)]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"batchgen: next: batchgen run {path}{advice}"
+
+
+def test_a_plan_without_rows_to_compute_gives_no_token_rates(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    text = render_plan(make_plan(job.spec()))
+    assert "3 kept, 0 to compute" in text and "tokens/s" not in text and "(0 rows/s)" not in text
+
+
 def plan_of_ids(job: JobMaker, **sections: Any) -> dict[str, Any]:
     """The plan of rows that bring their token ids."""
     spec = job.spec(**sections)
