@@ -135,6 +135,9 @@ def _messages(name: str, columns: Mapping[str, Any]) -> tuple[Message, ...]:
             what = f"{name}[{number}] calls a tool or has the result of a call"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: input.regenerate takes chats without calls")
         messages.append({"role": ASSISTANT} if message["role"] == ASSISTANT else message)
+    if messages[0]["role"] == ASSISTANT:
+        why = "is the assistant's, and no message comes before it: remove it, or put a message before it"
+        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{name}[0] {why}")
     if checked_tools(columns.get("tools")) and columns.get("tool_choice") != "none":
         why = 'input.regenerate takes chats without tools: leave them out, or give tool_choice = "none"'
         raise RowProblem(RowErrorCode.BAD_PARAM, f"tools: {why}")

@@ -205,7 +205,10 @@ REFUSED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": chat(1, 1), "sampling": {"n": 2}},
         "bad_param: n does not fit input.regenerate",
     ),
-    "a greeting": ({"conversations": [assistant("Hi"), user("a"), assistant()]}, "empty_prompt: column"),
+    "a greeting": (
+        {"conversations": [assistant("Hi"), user("a"), assistant()]},
+        "empty_prompt: conversations[0] is the assistant's",
+    ),
     "no chat": ({"conversations": None}, "bad_type: column 'conversations' is null"),
     "no column": ({"note": 1}, "missing_column: no column 'conversations'"),
 }
