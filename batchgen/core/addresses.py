@@ -104,7 +104,7 @@ def is_masked(address: str) -> bool:
 
 
 def _has_password(address: str) -> bool:
-    """Whether something stands where an address has a user and a password: ``user:password@``, ``key:secret``."""
+    """Whether an address may contain a user and a password: ``user:password@``, ``key:secret``."""
     start = _START.match(address)
     if start is None or not start[1]:
         return False

@@ -111,7 +111,7 @@ def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:
 def _open(
     model: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_exact: bool
 ) -> TensorSource:
-    """The weights in a folder or GGUF file, whose blocks may come ``is_exact``. Raises ModelError if unusable."""
+    """The weights in a folder or GGUF file; ``is_exact`` as for ``GgufTensors``. Raises ModelError if unusable."""
     if is_gguf(model):
         return GgufTensors(model, dtype, device, config.head_dim, is_exact=is_exact)
     return Checkpoint(model, dtype, device, config.unread_parts)

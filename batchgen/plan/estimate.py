@@ -80,7 +80,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """Number of engines that compute at once, each as fast as one here, and the most that get full batches.
+    """The number of engines that compute at once, as fast as here, and the number up to which batches are full.
 
     ``number`` is None for a Ray cluster whose nodes are not known here.
     """

@@ -246,7 +246,7 @@ def _spell_out(schema: dict[str, Any]) -> None:
 
 
 def _demand(schema: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Let values have to fit another schema too, in place."""
+    """Require values to fit another schema too, in place."""
     others = schema.get("allOf")
     schema["allOf"] = [*(others if isinstance(others, list) else ()), part]
 

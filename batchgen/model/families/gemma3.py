@@ -113,7 +113,7 @@ def _kinds(values: ConfigValues) -> tuple[str, ...]:
 
 
 def _rope(values: ConfigValues, kind: str) -> Rope:
-    """The rotary embedding of one kind of attention; older files have two keys for the bases of both kinds."""
+    """The rotary embedding of one kind of attention; older files have a key for the base of each kind."""
     base, default = ("rope_local_base_freq", 1e4) if kind == _SLIDING else ("rope_theta", 1e6)
     ropes = values.section("rope_parameters", is_needed=False)
     if ropes.raw:
