@@ -37,7 +37,7 @@ class Logprobs:
 
     @classmethod
     def of(cls, tokens: Iterable[TokenLogprob]) -> Logprobs:
-        """Those of tokens with equally many likeliest ones each."""
+        """The log-probabilities of tokens, each with the same number of likeliest tokens."""
         each = list(tokens)
         top = [pair for token in each for pair in token.top]
         return cls(
@@ -50,7 +50,7 @@ class Logprobs:
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs], num_top: int) -> Logprobs:
-        """Those of all parts, if there are any; else none, of as many likeliest tokens."""
+        """The log-probabilities of all parts; empty without parts, with ``num_top`` likeliest tokens."""
         return cls(
             b"".join(part.token_ids for part in parts),
             b"".join(part.values for part in parts),

@@ -36,7 +36,7 @@ def numbers_of(value: Mapping[str, Any]) -> array[Any]:
 
 
 def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with lists in place of its packed arrays, and of those of its samples."""
+    """A record with lists in place of packed arrays, also in its samples."""
     plain = {name: lists_of(value) if is_packed(value) else value for name, value in record.items()}
     if any(is_packed(value) for sample in record.get("samples") or () for value in sample.values()):
         plain["samples"] = [unpacked(sample) for sample in record["samples"]]

@@ -58,7 +58,7 @@ def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: A
 class StepLogprobs(NamedTuple):
     """Arrays with a row per token: ``token_ids``, ``values`` [num_tokens]; ``top_ids``, ``top_values`` [num_tokens, k].
 
-    Their types are those of ``Logprobs``.
+    They have the same types as in ``Logprobs``.
     """
 
     token_ids: np.ndarray
@@ -67,7 +67,7 @@ class StepLogprobs(NamedTuple):
     top_values: np.ndarray
 
     def part(self, start: int, count: int, num_top: int) -> Logprobs:
-        """Those of some tokens, with the ``num_top`` likeliest of each."""
+        """The log-probabilities of some tokens, with the ``num_top`` likeliest of each."""
         rows = slice(start, start + count)
         own, top_ids, top = self.values[rows], self.top_ids[rows, :num_top], self.top_values[rows, :num_top]
         ids = self.token_ids[rows].tobytes()
@@ -77,7 +77,7 @@ class StepLogprobs(NamedTuple):
 def step_logprobs(kernels: Kernels, logits: Tensor, token_ids: Sequence_[int], num_top: int) -> StepLogprobs:
     """The log-probability of a token in each row of logits [num_tokens, vocab_size], and the likeliest tokens there.
 
-    The id -1 says that a row is not finite. Memory beside the result does not grow with the rows.
+    The id -1 says that a row is not finite. Apart from the result, memory does not grow with the rows.
     """
     most = max(1, _MOST_LOGITS // logits.shape[1])
     parts = []

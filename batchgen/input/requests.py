@@ -296,7 +296,7 @@ class RequestBuilder:
         return record_bytes(nums_top, (num_prompt_tokens, most), is_packed=self.packs_logprobs)
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Raises RowProblem for a row whose log-probabilities take more memory than those of a record may."""
+        """Raises RowProblem for a row whose log-probabilities take more memory than a record may."""
         if (size := self.logprob_bytes(params, num_prompt_tokens)) > MAX_RECORD_BYTES:
             keys = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]
             what = ", ".join(f"{name} = {getattr(params, name)}" for name in keys)
