@@ -94,6 +94,7 @@ class Progress:
         self._keeps_file = self._is_idle = False
         self._num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
+        self._found = b""  # that file, whichever version wrote it
         self._path = folder / PROGRESS_NAME
         self._engine_counts: dict[str, Any] = {}
         self._mean_workers = 1.0
@@ -106,7 +107,8 @@ class Progress:
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        self._found = self._path.read_bytes() if self._path.is_file() else b""
+        with suppress(OSError):  # absent, or unreadable as for ``read_progress``
+            self._found = read_regular(self._path)
         if (before := read_progress(self._path.parent)) is not None:
             if before["state"] == "running":  # it was killed: its time goes up to its last row, as its tokens do
                 lost_s = written_at(self._path.parent / JOURNALS_NAME / before["journal"]) - self._path.stat().st_mtime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -173,3 +174,14 @@ def test_the_last_event_of_a_stopped_run_says_how_to_go_on(job: JobMaker, capsys
     job.write(rows_of(40))
     end = ends(job, capsys, "--max-total-tokens", "1")
     assert (end["state"], end["advice"]) == ("stopped", "run again to resume")
+
+
+def test_progress_that_cannot_be_read_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    (tmp_path / "progress.json").write_text("{}")
+    monkeypatch.setattr("batchgen.run.progress.read_regular", fail)
+    with Progress(tmp_path, Display(), Stopper(Limits())) as found:
+        found.keep_file(True, is_idle=False)
+    assert json.loads((tmp_path / "progress.json").read_text())["rows"]["done"] == 0
