@@ -97,7 +97,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "classify": "by",
     "embed": "normalize dimensions truncate dtype",
     "engine": "max_num_batched_tokens kv_cache_dtype block_size",
-    "output": "token_ids",
+    "output": "token_ids logprobs_dtype",
     "cluster": "cpus_per_worker gpus_per_worker resources step_timeout load_timeout",
 }
 _SHORT = {"model.path": "-m", "input.path": "-i", "input.prompt": "-p", "output.path": "-o"}

@@ -35,7 +35,7 @@ def reason(output: tuple[int, ...], max_model_len: int = 1000, **params: object)
         ((50,), {}, None),
         ((50, 7), {}, FinishReason.STOP),
         ((50, 2), {}, FinishReason.STOP),
-        ((7, 50), {}, None),
+        ((7, 50), {}, FinishReason.STOP),  # what follows is of a chat's next turn
         ((50, 7), {"ignore_eos": True}, None),
         ((50,), {"stop_token_ids": (50,)}, FinishReason.STOP),
         ((50,), {"stop_token_ids": (50,), "ignore_eos": True}, FinishReason.STOP),
@@ -80,7 +80,7 @@ def test_times_add_up() -> None:
     done.generation.end(104.0)
     done.state.submitted_at = 100.0
     result = done.state.result()
-    assert (result.key, result.num_prompt_tokens, result.token_ids) == (3, 4, (60, 60, 60))
+    assert (result.key, result.num_prompt_tokens, result.first.token_ids) == (3, 4, (60, 60, 60))
     assert result.timings == Timings(
         queue_s=1.5, prefill_s=0.5, decode_s=2.0, ttft_s=2.0, tpot_s=1.0, total_s=4.0, preemptions=2
     )
@@ -101,7 +101,7 @@ def test_a_refused_request_has_no_times() -> None:
     result = group.result()
     assert result.error is error
     assert result.timings == Timings()
-    assert result.finish_reason is None
+    assert result.samples == ()
 
 
 def test_time_per_token_counts_the_tokens_of_this_run_only() -> None:

@@ -67,7 +67,7 @@ def test_wide_text_without_a_mark_is_refused_with_the_encodings_that_may_read_it
 def test_a_file_in_cp1252_is_refused_with_the_key_that_reads_it(name: str, tmp_path: Path) -> None:
     content = "text\nJürgen\nabc\nZoë\n".encode("cp1252")
     with pytest.raises(
-        UsageError, match=r"line 2, is not UTF-8: give input.encoding = \"cp1252\" .*if 'ü' stands there"
+        UsageError, match=r"line 2, is not UTF-8: give input.encoding = \"cp1252\" .*if it has 'ü' there"
     ):
         read_bytes(tmp_path, content, name)
     assert len(read_bytes(tmp_path, content, name, encoding="cp1252")) == (3 if name == "rows.csv" else 4)
