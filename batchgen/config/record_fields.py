@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchgen.config.job import JobSpec
+from batchgen.core.packed import PACKED_KEYS
 
 RECORD_KEYS = frozenset(
     {"id", "index", "fingerprint", "text", "reasoning", "finish_reason", "usage", "timings"}
@@ -17,9 +18,6 @@ RECORD_KEYS = frozenset(
     | {"prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text
-PACKED_KEYS = frozenset(  # of a job whose log-probabilities are columns of numbers
-    {"top_ids", "top_logprobs", "prompt_token_ids", "prompt_top_ids", "prompt_top_logprobs", "assistant_mask"}
-)
 WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # of such a job: the text that becomes a vector keeps its name
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request; kept only if named
 # Fields of its request in a response in OpenAI's form, under the names of RecordBuilder.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MAX_RECORD_BYTES = 1 << 28  # of the log-probabilities of one record, which is in memory as a whole
+ALWAYS_TOP = 20  # in the place of a token: OpenAI's most, taken whatever max_tokens is (it may be all of the context)
 PACKED_BYTES = 8  # of an id with its log-probability
 JSON_BYTES = 64  # of the object with both and the token's text
 

@@ -11,6 +11,10 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+PACKED_KEYS = frozenset(  # fields of a record that may be packed; other columns named so are renamed
+    {"logprobs", "top_ids", "top_logprobs", "assistant_mask"}
+    | {"prompt_token_ids", "prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs"}
+)
 _CODES = {"int32": "i", "float32": "f", "bool": "b"}  # of the module ``array``
 _KEYS = {"dtype", "shape", "base64"}
 
@@ -37,7 +41,8 @@ def numbers_of(value: Mapping[str, Any]) -> array[Any]:
 
 def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with lists in place of packed arrays, also in its samples."""
-    plain = {name: lists_of(value) if is_packed(value) else value for name, value in record.items()}
+    arrays = {name for name in record.keys() & PACKED_KEYS if is_packed(record[name])}
+    plain = {name: lists_of(value) if name in arrays else value for name, value in record.items()}
     if any(is_packed(value) for sample in record.get("samples") or () for value in sample.values()):
         plain["samples"] = [unpacked(sample) for sample in record["samples"]]
     return plain

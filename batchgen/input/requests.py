@@ -16,7 +16,7 @@ from batchgen.config.identity import draw_of, limit_of
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
-from batchgen.core.logprobs import MAX_RECORD_BYTES, record_bytes
+from batchgen.core.logprobs import ALWAYS_TOP, MAX_RECORD_BYTES, record_bytes
 from batchgen.core.records import Request, Row, SamplingParams
 from batchgen.core.units import shown
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
@@ -296,13 +296,12 @@ class RequestBuilder:
         return record_bytes(nums_top, (num_prompt_tokens, most), is_packed=self.packs_logprobs)
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Raises RowProblem for a row whose log-probabilities take more memory than a record may."""
-        if (size := self.logprob_bytes(params, num_prompt_tokens)) > MAX_RECORD_BYTES:
-            keys = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) is not None]
-            what = ", ".join(f"{name} = {getattr(params, name)}" for name in keys)
-            why = (
-                f"the record would have up to {size >> 20:,} MiB of them, and the most is {MAX_RECORD_BYTES >> 20} MiB"
-            )
+        """Raises RowProblem for more than ``ALWAYS_TOP`` log-probabilities that take more memory than a record may."""
+        nums_top = {name: getattr(params, name) or 0 for name in ("logprobs", "prompt_logprobs")}
+        size = self.logprob_bytes(params, num_prompt_tokens)
+        if max(nums_top.values()) > ALWAYS_TOP and size > MAX_RECORD_BYTES:
+            what = ", ".join(f"{name} = {number}" for name, number in nums_top.items() if number)
+            why = f"the record would have up to {size >> 20:,} MiB of them; at most {MAX_RECORD_BYTES >> 20} MiB"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: {why}; lower it, or max_tokens")
 
     def _check_length(

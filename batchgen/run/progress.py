@@ -94,7 +94,6 @@ class Progress:
         self._keeps_file = self._is_idle = False
         self._num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
-        self._found = b""  # that file, whichever version wrote it
         self._path = folder / PROGRESS_NAME
         self._engine_counts: dict[str, Any] = {}
         self._mean_workers = 1.0
@@ -103,7 +102,7 @@ class Progress:
         self._phase_at = time.monotonic()
         self._began, self._saved_at = _now(), 0.0
         self._samples: deque[tuple[float, int]] = deque()
-        self._end = threading.Event()
+        self._end, self._found = threading.Event(), b""  # the bytes of progress.json, whichever version wrote it
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
     def __enter__(self) -> Progress:

@@ -112,7 +112,11 @@ class Tokenizer:
         if self._turns is None or self._probes is None:
             return ()
         ranges = self._turns.of(self._probes.shown(chat), prompt)
-        return token_ranges(self._backend.encode(prompt, add_special_tokens=False).offsets, ranges)
+        try:
+            encoded = self._backend.encode(prompt, add_special_tokens=False)
+        except BaseException as error:  # as in ``encode_batch``
+            raise ChatTemplateError(f"the tokenizer cannot encode the text: {reason(error)}") from None
+        return token_ranges(encoded.offsets, ranges)
 
     @cached_property
     def _turns(self) -> Turns | None:

@@ -161,7 +161,7 @@ class Answers:
         is_split = "reasoning" in job["parse"]
         marker = job["template"] == "brackets" if is_split or job["thinking"] is not None else None
         asked += is_split, marker, job["template"] == "asked" and "body" not in row
-        asked += job["quantization"], dtype_of(job)
+        asked += job["quantization"], dtype_of(job), packs_logprobs(job)
         return body.get("prompt", body.get("question")), values["temperature"], drawn, seed, *asked, limits
 
     def result(self, index: int) -> Found:
@@ -182,6 +182,11 @@ class Answers:
         """The most tokens that a sample of a row may have."""
         most, context = self.state.keys["max_tokens"], self.state.keys["max_model_len"]
         return int(most if context is None else min(most, context - self.results[index].num_prompt_tokens))
+
+
+def packs_logprobs(job: Mapping[str, Any]) -> bool:
+    """Whether log-probabilities are columns of numbers, which no other format has."""
+    return job["format"] == "parquet" and job["logprobs"] is not None
 
 
 def dtype_of(job: Mapping[str, Any]) -> str:
@@ -474,6 +479,8 @@ class World:
         assert self.published is not None
         was, now = self.published.keys, self.state.keys
         if any(was[name] != now[name] for name in now if name not in ("limit", "format", "dtype")):
+            return True
+        if packs_logprobs(was) != packs_logprobs(now):
             return True
         if dtype_of(was) != dtype_of(now) or (now["dtype"] == "auto" != was["dtype"]):  # what auto is, is not known yet
             return True

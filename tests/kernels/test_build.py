@@ -159,7 +159,7 @@ def test_a_job_has_its_kernels_compiled_before_torch_is_imported(monkeypatch: py
     monkeypatch.setattr(build, "start", lambda *model: started.append(model))
     monkeypatch.setattr(build, "_models", set())
     load_engine(job(), read_model(job()))
-    forms = ("float32", "bfloat16", "auto", "auto", "auto", "dense")
+    forms = ("float32", "bfloat16", "auto", "auto", "auto", "dense tiles")
     assert started == [forms, forms], "by the command, and by whatever loads a model"
 
 

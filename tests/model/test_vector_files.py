@@ -80,7 +80,7 @@ def test_what_is_not_known_is_refused(module: dict[str, Any], told: str, tmp_pat
 
 def test_modules_in_another_order_are_refused(tmp_path: Path) -> None:
     vector_settings(tmp_path, {"type": "x.Normalize"}, DENSE)
-    with pytest.raises(ModelError, match="Dense behind Normalize"):
+    with pytest.raises(ModelError, match="Dense after Normalize"):
         read_vector_files(tmp_path)
 
 

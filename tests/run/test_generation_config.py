@@ -162,7 +162,7 @@ def test_a_run_samples_as_its_model_recommends_and_its_manifest_holds_the_values
 
 def test_values_that_a_model_does_not_have_are_refused(job: JobMaker) -> None:
     job.write(rows_of(1))
-    said = r'^sampling\.generation_config = "auto": the model has no generation_config\.json whose '
+    said = r'^sampling\.generation_config = "auto": the model has no generation_config\.json with values '
     with pytest.raises(UsageError, match=said):
         job.run(spec_with(job, None, generation_config="auto"))
     with pytest.raises(UsageError, match=r"has no generation_config"):

@@ -17,6 +17,7 @@ from batchgen.api import Run
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.packed import unpacked
 from batchgen.core.shard import Shard
 from batchgen.plan.dry_run import make_plan
 from batchgen.plan.text import render_plan
@@ -248,6 +249,18 @@ def test_a_row_whose_table_no_memory_holds_fails_and_the_plan_says_so(
     [error] = job.errors()
     assert error["code"] == "bad_param"
     assert error["message"].startswith("prompt_logprobs = 600: the record would have up to")
+
+
+def test_as_many_as_openai_gives_are_taken_in_any_context(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.input.requests.MAX_RECORD_BYTES", 1 << 10)
+    job.write(rows_of(2))
+    job.run(teacher(job, 20))
+    assert not job.errors()
+
+
+def test_a_kept_column_that_looks_like_a_packed_array_stays_as_it_is() -> None:
+    record = {"vector": {"dtype": "float16", "shape": [4], "base64": "AAAA"}, "text": "a"}
+    assert unpacked(record) == record
 
 
 def test_the_plan_says_the_bytes_of_a_row(job: JobMaker) -> None:

@@ -23,7 +23,7 @@ from batchgen.text.tokenizer import Tokenizer
 PACKAGE = Path(batchgen.__file__).parent
 ROW = Row(0, "in.jsonl", 1, {"tools": TOOLS}, Cursor(0, 9, 0, 1), prompt_token_ids=(5, 6))
 # Where the text of a chat template is read: its facts, and an adapter that only passes it on.
-READERS = {"text/tokenizer.py", "lm_eval.py"}
+READERS = {"text/tokenizer.py", "lm_eval.py", "input/turns.py"}  # the last one names a chat by it
 OTHER: dict[str, Any] = {"closing": "[/THINK]", "thinks": False, "tools": "Llama 3"}
 BUDGET = SamplingParams(thinking_token_budget=4)
 

@@ -193,8 +193,8 @@ def test_a_folder_without_a_template_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", b"{}", "no usable tokenizer"),
-        ("tokenizer.json", b"\xff", "no usable tokenizer"),
+        ("tokenizer.json", b"{}", "is not a usable tokenizer"),
+        ("tokenizer.json", b"\xff", "is not a usable tokenizer"),
         ("tokenizer.json", None, "no tokenizer.json in"),
         ("tokenizer_config.json", b"{", "not valid JSON"),
         ("tokenizer_config.json", b"[]", "expected a JSON object"),
