@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
@@ -145,8 +145,14 @@ class Journal:
         self.tick()
 
     def add_partial(self, index: int, token_ids: tuple[int, ...]) -> None:
-        """Store the tokens of a half-done row for the next run, in place of earlier ones; they survive as rows do."""
-        self._append(encode_line(PARTIAL, index, None, encode_json(token_ids)))
+        """Store the tokens of a half-done row for the next run, in place of earlier ones; they survive as rows do.
+
+        Of tokens that begin with the earlier ones only the rest is written, as a chat adds a turn to those before it.
+        """
+        before = self.partials.get(index, ())
+        start = len(before) if token_ids[: len(before)] == before else 0
+        payload = {"start": start, "token_ids": token_ids[start:]} if start else token_ids
+        self._append(encode_line(PARTIAL, index, None, encode_json(payload)))
         self.partials[index] = token_ids
         self.tick()
 
@@ -211,12 +217,22 @@ class Journal:
     def _index(self, path: Path, line: Line) -> None:
         if line.kind == PARTIAL:
             if line.row not in self.done:
-                self.partials[line.row] = tuple(json.loads(line.payload))
+                self._index_partial(line.row, json.loads(line.payload))
         elif not self._shard.owns(line.row):
             raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
         else:
             self.done.add(line.row, len(self._segments) - 1, line.offset, line.kind == ERROR)
             self.partials.pop(line.row, None)
+
+    def _index_partial(self, row: int, payload: Any) -> None:
+        """Take the tokens of a half-done row, or those that follow the ones before, unless these were damaged."""
+        before: tuple[int, ...] = ()
+        if isinstance(payload, dict):
+            before = self.partials.pop(row, ())
+            if len(before) != payload["start"]:
+                return
+            payload = payload["token_ids"]
+        self.partials[row] = (*before, *payload)
 
     def _note(self, path: Path, damage: Damage) -> None:
         if not damage.torn:

@@ -20,7 +20,7 @@ from batchgen.core.shard import WHOLE, Shard
 from batchgen.output import journal as journal_module
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.row_index import RowIndex
-from batchgen.output.segments import Damage, Line, decode_line, encode_line, scan
+from batchgen.output.segments import Damage, Line, decode_line, encode_line, scan, segments
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -239,6 +239,24 @@ def test_partials_survive_and_go_when_their_row_finishes(tmp_path: Path) -> None
     again = Journal.open(tmp_path)
     assert again.partials == {4: (1, 2, 3, 4)}
     again.close()
+
+
+def test_tokens_that_grow_are_written_once_and_go_with_those_before_them(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    turns = [tuple(range(1000, 1000 + 50 * n)) for n in range(1, 41)]
+    for token_ids in turns:
+        journal.add_partial(4, token_ids)
+    journal.close()
+    [path] = segments(tmp_path)
+    assert path.stat().st_size < 12 * len(turns[-1])
+    again = Journal.open(tmp_path)
+    assert again.partials == {4: turns[-1]}
+    again.add_partial(4, (7, 8))  # others, which begin in another way
+    again.close()
+    assert Journal.open(tmp_path).partials == {4: (7, 8)}
+    path.write_bytes(path.read_bytes().replace(b"1060", b"1061", 1))  # a line in the middle fails its checksum
+    segments(tmp_path)[1].unlink()
+    assert Journal.open(tmp_path).partials == {}
 
 
 def test_partials_of_a_row_that_another_copy_of_the_folder_finished_are_left_out(tmp_path: Path) -> None:
