@@ -78,7 +78,7 @@ class ResultSink:
         self.num_generated_tokens = 0
         self.num_computed_tokens = 0
         self.cut_at: int | None = None  # see ``RequestBuilder``
-        self.num_cut = 0  # rows that this invocation finished with so many tokens
+        self.num_cut = 0  # rows that this invocation finished with a prompt of ``cut_at`` tokens
         self.empty_fields: Counter[str] = Counter()  # by template field: finished rows without a text
 
     @property

@@ -3,7 +3,7 @@
 Cached keys, [pairs of dimensions, positions, 2], are tiles of weights as they lie; values are laid out in scratch
 memory as [pairs of positions, dimensions, 2] first. Query rows are the rows of a tile. A score is made of 32 dimensions
 at once, and a sum of weighted values of the 32 positions of a chunk at once, chunk by chunk: see
-``tiles.emit_dot_bf16``. So the bits of neither depend on the rows beside it.
+``tiles.emit_dot_bf16``. So the bits of neither depend on the other rows of a tile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def rows_at_once(q):
 def least_result(q):
     """The least magnitude of a result; smaller ones are zero.
 
-    Whether tiles have taken one as zero before its last step may depend on the rows beside it.
+    Whether tiles have taken one as zero before its last step may depend on the other rows.
     """
     least = _LEAST_RESULT if simd.is_tiled(q) else F32(0.0)
     return lambda q: least
@@ -49,7 +49,7 @@ def least_result(q):
 
 @simd.chosen
 def begin(q, state, rows):
-    """Prepare for products of up to so many query rows."""
+    """Prepare for products of at most ``rows`` query rows."""
 
     def configure(q, state, rows):
         tiles.configure(state, rows)
@@ -148,7 +148,7 @@ def _pair_up(builder, chunks, some, width, is_few, out):
 
 @simd.jit
 def _accumulate(state, copies, rows, weights, weight_index, chunks, some, width, out):
-    """Sums of weighted values; pairs of them lie behind the copies of values, which take half of their memory."""
+    """Sums of weighted values; pairs of values follow the copies, which take half of the scratch memory."""
     (first, last), pairs = some, simd.shifted(copies, NUM_STREAMS * CHUNK * width)
     _pair_up(chunks, some, width, np.int64(rows <= vectors.MOST_TOGETHER), pairs)
     apart, steps = (2 * LANES, CHUNK * width, 2 * width), min(last + 1, NUM_STREAMS) - first
