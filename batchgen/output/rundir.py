@@ -238,10 +238,14 @@ class RunDir:
         ]
 
     def finish(self, begun: Begun, digests: Digests, *, keeps_rows: bool) -> Manifest:
-        """Write the ``job.json`` of a finished job, which names its outputs; then delete the folders of all jobs.
+        """Write the ``job.json`` of a finished job, which names its outputs, and delete the folders of all jobs.
 
-        Its own folder stays if it ``keeps_rows``. Raises UsageError, StorageError.
+        Its own folder stays if it ``keeps_rows``. Jobs that were begun after it were given up for it: they go first,
+        since after a crash they would count as newer than the outputs. Raises UsageError, StorageError.
         """
+        for other in self.begun_jobs():
+            if _number(other.folder) > _number(begun.folder):
+                remove_folder(other.folder)
         fresh = Digests()  # the earlier digests may be of files that these have replaced
         files = {path.name: _named(path, fresh) for path in (*self._outputs, self.errors) if path.is_file()}
         states = digests.to_plain() | fresh.to_plain()

@@ -383,6 +383,21 @@ def test_a_job_that_is_gone_back_to_is_done_and_the_one_under_way_goes_on_later(
     folder.assert_fresh()
 
 
+def test_a_job_that_was_given_up_goes_when_an_older_one_finishes(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Folder(job, capsys)
+    assert folder.run("--max-total-tokens", "60")[0] == 75
+    assert folder.run("--max-total-tokens", "60", "--update", "--max-tokens", "3")[0] == 75
+    assert folder.run("--update")[0] == 0
+    before = folder.files()
+    code, said = folder.command("report", str(folder.path))
+    assert code == 0 and "unfinished" not in said
+    assert folder.run(what=str(folder.path))[:2] == (0, 0)
+    assert folder.files() == before
+    folder.assert_fresh()
+
+
 def test_the_date_of_a_folder_stays_until_it_is_begun_anew(folder: Folder) -> None:
     created_at = json.loads((folder.path / "job.json").read_bytes())["created_at"]
     folder.write(edited(folder.rows))
