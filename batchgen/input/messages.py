@@ -41,7 +41,7 @@ def checked_messages(name: str, value: object) -> list[Message]:
     """
     value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
-    if not any(_has_text(message["content"]) for message in messages):
+    if not any(has_text(message["content"]) for message in messages):
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} has no message with any text")
     return messages
 
@@ -73,7 +73,8 @@ def _object(where: str, value: object) -> dict[str, Any]:
     return value
 
 
-def _has_text(content: str | list[dict[str, Any]]) -> bool:
+def has_text(content: str | list[dict[str, Any]]) -> bool:
+    """Whether the content of a checked message has more than white space."""
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     return any(text.strip() for text in texts)
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 from batchgen.config.identity import draw_of_turn
@@ -18,11 +19,13 @@ from batchgen.config.turns import keys_beyond_turns
 from batchgen.core.chat_rows import ASSISTANT, ChatRow, Message, Turn
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import Request, Result, Row, SamplingParams
-from batchgen.input.messages import checked_messages, checked_tools
+from batchgen.core.units import shown
+from batchgen.input.messages import checked_messages, checked_tools, has_text
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem
 from batchgen.text.answer import AnswerReader
 
+_ROLES = ("system", "developer", "user", ASSISTANT)
 _LETTER = {"role": ASSISTANT, "content": "a"}  # in place of answers that are not known yet
 
 
@@ -127,17 +130,21 @@ class TurnBuilder(RequestBuilder):
 def _messages(name: str, columns: Mapping[str, Any]) -> tuple[Message, ...]:
     """The messages of a chat of texts, the last of which is the assistant's, whose turns have no content.
 
-    Raises RowProblem for what ``checked_messages`` refuses, and for a chat with tools.
+    Raises RowProblem for what ``checked_messages`` refuses, other roles, a chat with tools, and an answer to no text.
     """
     messages: list[Message] = []
     for number, message in enumerate(checked_messages(name, columns[name])):
         if message.get("tool_calls") or message["role"] in ("tool", "function"):
             what = f"{name}[{number}] calls a tool or has the result of a call"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: input.regenerate takes chats without calls")
+        if message["role"] not in _ROLES:
+            why = f"is {shown(message['role'], 60)}: input.regenerate takes the roles {', '.join(_ROLES)}"
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"{name}[{number}].role {why}")
         messages.append({"role": ASSISTANT} if message["role"] == ASSISTANT else message)
-    if messages[0]["role"] == ASSISTANT:
-        why = "is the assistant's, and no message comes before it: remove it, or put a message before it"
-        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{name}[0] {why}")
+    prompt = list(takewhile(lambda message: message["role"] != ASSISTANT, messages))
+    if not any(has_text(message["content"]) for message in prompt):
+        why = "is the assistant's, and no text comes before it: remove it, or put a message before it"
+        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{name}[{len(prompt)}] {why}")
     if checked_tools(columns.get("tools")) and columns.get("tool_choice") != "none":
         why = 'input.regenerate takes chats without tools: leave them out, or give tool_choice = "none"'
         raise RowProblem(RowErrorCode.BAD_PARAM, f"tools: {why}")

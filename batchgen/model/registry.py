@@ -55,17 +55,18 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
     """
     values = ConfigValues(raw, where)
-    if (outer := raw.get("model_type")) in _TEXT_PARTS:
-        text = {**_TEXT_PARTS[str(outer)], **values.section("text_config").raw}
+    stated = raw.get("model_type")
+    outer = stated if isinstance(stated, str) else ""
+    if outer in _TEXT_PARTS:
+        text = {**_TEXT_PARTS[outer], **values.section("text_config").raw}
         shared = {key: raw[key] for key in _OF_BOTH_PARTS if raw.get(key) is not None}
         return replace(parse_config({**text, **shared}, f"{where}: text_config"), unread_parts=_VISION)
-    model_type = _TRUNKS.get(str(raw.get("model_type")), raw.get("model_type"))
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(_TRUNKS.get(outer, outer))
     if family is None:
         families = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
         parts = ", ".join(map(repr, _TEXT_PARTS))
         raise values.error(
-            f"model_type is {shown(model_type)}; this engine runs {families}, and the text part of {parts} only"
+            f"model_type is {shown(stated)}; this engine runs {families}, and the text part of {parts} only"
         )
     _refuse_quantized(values)
     config = replace(family.read_config(values), **_purpose(values))

@@ -28,6 +28,7 @@ from batchgen.core.units import shortened
 from batchgen.core.version import RESULTS, build
 
 RECORD_VERSION = 9  # of job.json, a job's keys, the fields of a record and the journal's lines
+FORM = ("format", "logprobs_dtype")  # keys of [output] by which the same results are written in another form
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60

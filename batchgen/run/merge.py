@@ -24,7 +24,7 @@ from batchgen.core.storage import absolute, storage_errors
 from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
 from batchgen.output.formats.jsonl import read_lines
 from batchgen.output.journal import Counts, Journal, JournalEntry
-from batchgen.output.manifest import RECORD_VERSION, Manifest, compare
+from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
@@ -215,9 +215,9 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         differences = (f"shards: was {counts[0]}, now {counts[1]}", *differences)
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
-    forms = [shard.manifest.job["output"]["format"] for shard in (first, other)]
-    if forms[0] != forms[1]:
-        differences += (f"output.format: was {forms[0]}, now {forms[1]}",)
+    outputs = [shard.manifest.job["output"] for shard in (first, other)]
+    for was, now, name in ((*(output.get(name) for output in outputs), name) for name in FORM):
+        differences += (f"output.{name}: was {was}, now {now}",) * (was != now)
     if differences:
         raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
 

@@ -19,7 +19,7 @@ from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator, may_have_ids
 from batchgen.input.rows import prepared
 from batchgen.input.source import RowRange
-from batchgen.output.manifest import RECORD_VERSION, Manifest, compare
+from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
 from batchgen.run.earlier_results import EarlierResults, is_between
 from batchgen.run.progress import KEEPING, Progress
@@ -28,7 +28,6 @@ from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # fewer results are edited by hand, and a share of them says little
 LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
-_FORM = ("format", "logprobs_dtype")  # keys of [output] by which the same results are written in another form
 _MAX_BEGUN = 1 << 21  # tokens of unfinished answers that are continued, all of which are in memory
 
 
@@ -102,7 +101,7 @@ class FolderJobs:
         """Whether the outputs belong to this job and have its form, though they may have been edited."""
         if self.last is None or is_between(self._run_dir, self.last, digests):
             return False
-        was, is_now = ({name: job["output"].get(name) for name in _FORM} for job in (self.last.job, now.job))
+        was, is_now = ({name: job["output"].get(name) for name in FORM} for job in (self.last.job, now.job))
         is_there = self._run_dir.outputs(spec.output.format).is_file()
         return is_there and was == is_now and self.is_of_outputs(now, spec)
 

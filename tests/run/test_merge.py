@@ -31,8 +31,9 @@ NUM_ROWS = 11
 BAD = (4, 5, 9)
 
 
-def job(path: Path, output_format: str = "jsonl", **where: Any) -> JobSpec:
-    return JobSpec(ModelSpec("m"), InputSpec(("in",), **where), OutputSpec(str(path), output_format))
+def job(path: Path, output_format: str = "jsonl", *, logprobs_dtype: str = "float32", **where: Any) -> JobSpec:
+    output = OutputSpec(str(path), output_format, logprobs_dtype=logprobs_dtype)
+    return JobSpec(ModelSpec("m"), InputSpec(("in",), **where), output)
 
 
 def record(index: int) -> dict[str, Any]:
@@ -170,6 +171,9 @@ REFUSED: dict[str, Callable[[Path], list[Path]]] = {
     "shards: was 2, now 3": lambda folder: beside(folder, job(folder / "b"), Shard(2, 3)),
     "input rows: was 11, now 13": lambda folder: beside(folder, job(folder / "b"), num_rows=13),
     r"output\.format: was jsonl, now parquet": lambda folder: beside(folder, job(folder / "b", "parquet")),
+    r"output\.logprobs_dtype: was float32, now float16": lambda folder: beside(
+        folder, job(folder / "b", logprobs_dtype="float16")
+    ),
     r"other is not a run directory: it has no job\.json": lambda folder: [folder / "other"],
     "shard-2 is not finished": unfinished,
     r"outputs\.jsonl in .*shard-2 is not as its run wrote it: run its shard again": lambda f: edited(

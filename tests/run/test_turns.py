@@ -209,6 +209,18 @@ REFUSED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": [assistant("Hi"), user("a"), assistant()]},
         "empty_prompt: conversations[0] is the assistant's",
     ),
+    "an answer to nothing": (
+        {"conversations": [user(" "), assistant(), user("a"), assistant()]},
+        "empty_prompt: conversations[1] is the assistant's, and no text comes before it",
+    ),
+    "a role in capitals": (
+        {"conversations": [user("a"), {"role": "Assistant", "content": "b"}, user("c"), assistant()]},
+        "bad_param: conversations[1].role is 'Assistant': input.regenerate takes the roles system, developer, user",
+    ),
+    "another speaker": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "bing", "value": "b"}]},
+        "bad_param: conversations[1].role is 'bing'",
+    ),
     "no chat": ({"conversations": None}, "bad_type: column 'conversations' is null"),
     "no column": ({"note": 1}, "missing_column: no column 'conversations'"),
 }
