@@ -7,8 +7,8 @@ ModelError that names the file and the key.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from batchgen.core.errors import ModelError
 from batchgen.core.model_files import is_token_id, token_ids
@@ -233,3 +233,14 @@ class ConfigValues:
         if value is not None and not is_token_id(value):
             raise self.error(f"bos_token_id must be a token id, not {shown(value)}")
         return value
+
+
+class Family(NamedTuple):
+    """A family of models: its name in messages, published ``config.json`` values by model name, and their parser.
+
+    ``read_config`` returns the shape of the model that has a ``config.json``. It raises ModelError.
+    """
+
+    title: str
+    shapes: Mapping[str, Mapping[str, Any]]
+    read_config: Callable[[ConfigValues], ModelConfig]

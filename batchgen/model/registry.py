@@ -63,7 +63,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         return replace(parse_config({**text, **shared}, f"{where}: text_config"), unread_parts=_VISION)
     family = FAMILIES.get(_TRUNKS.get(outer, outer))
     if family is None:
-        families = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
+        families = ", ".join(f"{name!r} ({family.title})" for name, family in FAMILIES.items())
         parts = ", ".join(map(repr, _TEXT_PARTS))
         raise values.error(
             f"model_type is {shown(stated)}; this engine runs {families}, and the text part of {parts} only"
@@ -165,7 +165,7 @@ def is_dummy(path: str) -> bool:
 def dummy_config(path: str) -> ModelConfig:
     """The shape that ``dummy:NAME`` names. Raises ModelError if there is no such published shape."""
     name = path.removeprefix(_PREFIX)
-    shapes = {name: shape for family in FAMILIES.values() for name, shape in family.SHAPES.items()}
+    shapes = {name: shape for family in FAMILIES.values() for name, shape in family.shapes.items()}
     if name not in shapes:
         raise ModelError(f"{path}: no published shape {name!r}; there are {', '.join(shapes)}")
     return parse_config(shapes[name], path)

@@ -123,7 +123,7 @@ def any_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return saved(request.param, tmp_path_factory.mktemp("any"))
 
 
-SHAPES = {name: raw for family in FAMILIES.values() for name, raw in family.SHAPES.items()}
+SHAPES = {name: raw for family in FAMILIES.values() for name, raw in family.shapes.items()}
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -196,7 +196,7 @@ def test_greedy_tokens_of_ragged_chunks_behind_cached_prefixes_equal_those_of_tr
         assert list(result.first.token_ids) == greedy.tolist()
 
 
-FIRST = {next(iter(family.SHAPES)) for family in FAMILIES.values()}
+FIRST = {next(iter(family.shapes)) for family in FAMILIES.values()}
 
 
 @pytest.mark.parametrize("name", [name if name in FIRST else slow(name) for name in SHAPES])

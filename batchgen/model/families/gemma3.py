@@ -10,14 +10,12 @@ The reference adds 1 to the weights of norms in float32; here the sum is rounded
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 from batchgen.model.config import ATTENTION, LayerShape, ModelConfig, Rope
-from batchgen.model.config_values import MAX_LAYERS, ConfigValues
+from batchgen.model.config_values import MAX_LAYERS, ConfigValues, Family
 from batchgen.model.families import dense
 
-TITLE = "Gemma 3, text only"
 _LAYER = "model.layers.{layer}"
 _TENSOR_NAMES = {
     **dense.TENSOR_NAMES,
@@ -26,46 +24,23 @@ _TENSOR_NAMES = {
     "feed_forward_post_norm": f"{_LAYER}.post_feedforward_layernorm",
 }
 _SLIDING = "sliding_attention"
+_gemma = partial(
+    dense.published,
+    model_type="gemma3_text",
+    vocab_size=262144,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    sliding_window=512,
+    sliding_window_pattern=6,
+    query_pre_attn_scalar=256,
+    max_position_embeddings=32768,
+    bos_token_id=2,
+    eos_token_id=[1, 106],
+)
 
 
-def _gemma(*sizes: Any, **more: Any) -> dict[str, Any]:
-    values = {
-        "model_type": "gemma3_text",
-        "vocab_size": 262144,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-        "max_position_embeddings": 32768,
-        "bos_token_id": 2,
-        "eos_token_id": [1, 106],
-    }
-    return dense.published(*sizes, **{**values, **more})
-
-
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "Gemma-3-270M": _gemma((640, 256, 2048), (4, 1), 18),
-    "EmbeddingGemma-300M": _gemma(
-        *((768, 256, 1152), (3, 1), 24),
-        architectures=["Gemma3TextModel"],
-        use_bidirectional_attention=True,
-        max_position_embeddings=2048,
-    ),
-    "Gemma-3-4B": _gemma(
-        *((2560, 256, 10240), (8, 4), 34),
-        vocab_size=262208,
-        rope_scaling={"rope_type": "linear", "factor": 8.0},
-        sliding_window=1024,
-        max_position_embeddings=131072,
-    ),
-    "Gemma-3-1B": _gemma((1152, 256, 6912), (4, 1), 26),
-}
-
-
-def read_config(values: ConfigValues) -> ModelConfig:
-    """The shape of the model that has this ``config.json``. Raises ModelError."""
+def _read(values: ConfigValues) -> ModelConfig:
     values.refuse("attention_bias")
     looks_ahead = values.flag("use_bidirectional_attention", default=False)
     values.expect("hidden_activation", "gelu_pytorch_tanh", "only 'gelu_pytorch_tanh' is supported in this family")
@@ -123,3 +98,26 @@ def _rope(values: ConfigValues, kind: str) -> Rope:
     scaling = {} if kind == _SLIDING else values.section("rope_scaling", is_needed=False).raw
     part = {"rope_theta": values.number(base, default=default), "rope_scaling": scaling}
     return ConfigValues(part, f"{values.where}: {kind}").rope(default)
+
+
+GEMMA3 = Family(
+    "Gemma 3, text only",
+    {
+        "Gemma-3-270M": _gemma((640, 256, 2048), (4, 1), 18),
+        "EmbeddingGemma-300M": _gemma(
+            *((768, 256, 1152), (3, 1), 24),
+            architectures=["Gemma3TextModel"],
+            use_bidirectional_attention=True,
+            max_position_embeddings=2048,
+        ),
+        "Gemma-3-4B": _gemma(
+            *((2560, 256, 10240), (8, 4), 34),
+            vocab_size=262208,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+            sliding_window=1024,
+            max_position_embeddings=131072,
+        ),
+        "Gemma-3-1B": _gemma((1152, 256, 6912), (4, 1), 26),
+    },
+    _read,
+)

@@ -1,18 +1,17 @@
-"""Dense LFM2 and LFM2.5: gated short convolutions and grouped-query attention in one stack.
+"""LFM2 and LFM2.5, dense and with experts: gated short convolutions and grouped-query attention in one stack.
 
 Facts of the architecture: arXiv:2511.23404 and the published checkpoints' ``config.json``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from batchgen.core.units import shown
 from batchgen.model.config import ATTENTION, CONV, LayerShape, ModelConfig
-from batchgen.model.config_values import MAX_LAYERS, ConfigValues
+from batchgen.model.config_values import MAX_LAYERS, ConfigValues, Family
 
-TITLE = "dense LFM2"
 CONV_BIASES = ("conv_in", "conv", "conv_out")
 _LAYER = "model.layers.{layer}"
 TENSOR_NAMES = {
@@ -34,10 +33,21 @@ TENSOR_NAMES = {
     "up": f"{_LAYER}.feed_forward.w3",
     "down": f"{_LAYER}.feed_forward.w2",
 }
+_FEED_FORWARD = "model.layers.{layer}.feed_forward"
+_MOE_NAMES = {
+    **TENSOR_NAMES,
+    "router": f"{_FEED_FORWARD}.gate",
+    "router_bias": f"{_FEED_FORWARD}.expert_bias",
+    "expert_gate": f"{_FEED_FORWARD}.experts.{{expert}}.w1",
+    "expert_up": f"{_FEED_FORWARD}.experts.{{expert}}.w3",
+    "expert_down": f"{_FEED_FORWARD}.experts.{{expert}}.w2",
+    "experts_gate_up": f"{_FEED_FORWARD}.experts.gate_up_proj",
+    "experts_down": f"{_FEED_FORWARD}.experts.down_proj",
+}
 
 
-def published(hidden_size: int, num_heads: int, attention: list[int], **more: Any) -> dict[str, Any]:
-    """A published ``config.json`` without the values that are the defaults of ``read_config``."""
+def _published(hidden_size: int, num_heads: int, attention: list[int], **more: Any) -> dict[str, Any]:
+    """A published ``config.json`` without the values that are defaults."""
     return {
         "model_type": "lfm2",
         "vocab_size": 65536,
@@ -55,27 +65,10 @@ def published(hidden_size: int, num_heads: int, attention: list[int], **more: An
 
 _SIXTEEN: dict[str, Any] = {"attention": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}
 _THIRTY: dict[str, Any] = {"attention": [2, 5, 9, 13, 17, 21, 24, 27], "num_hidden_layers": 30}
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "LFM2-350M": published(1024, 16, **_SIXTEEN, block_ff_dim=6656),
-    "LFM2.5-Embedding-350M": published(
-        1024, 16, **_SIXTEEN, block_ff_dim=6656, architectures=["Lfm2BidirectionalModel"]
-    ),
-    "LFM2.5-Encoder-350M": published(
-        1024, 16, **_SIXTEEN, block_ff_dim=6656, architectures=["Lfm2BidirectionalForMaskedLM"]
-    ),
-    "LFM2-700M": published(1536, 24, **_SIXTEEN, block_ff_dim=10240),
-    "LFM2-1.2B": published(2048, 32, **_SIXTEEN, block_ff_dim=12288),
-    "LFM2-2.6B": published(2048, 32, **_THIRTY, block_ff_dim=10752, block_auto_adjust_ff_dim=False),
-}
 
 
-def read_config(values: ConfigValues) -> ModelConfig:
-    """The shape of the model that has this ``config.json``. Raises ModelError."""
-    return read_lfm2(values, _ff_dim(values))
-
-
-def read_lfm2(values: ConfigValues, ff_dim: int) -> ModelConfig:
-    """``read_config`` for feed-forwards of that width. Raises ModelError."""
+def _read(values: ConfigValues, ff_dim: int) -> ModelConfig:
+    """The shape of a model with feed-forwards of that width."""
     rope = values.rope(default_theta=1e6)
     return values.model(
         [LayerShape(mixer, ff_dim, rope if mixer == ATTENTION else None) for mixer in _mixers(values)],
@@ -107,3 +100,51 @@ def _ff_dim(values: ConfigValues) -> int:
         raise values.error(f"block_ff_dim {width} makes feed-forward layers of width {scaled:g}")
     multiple = values.integer("block_multiple_of", default=256)
     return multiple * -(-int(scaled) // multiple)
+
+
+def _read_moe(values: ConfigValues) -> ModelConfig:
+    dense = _read(values, values.integer("intermediate_size"))
+    experts = values.experts(
+        "sigmoid",
+        is_normalized=True,
+        normalizer_eps=1e-6,
+        has_bias=values.flag("use_expert_bias", default=True),
+        scale=values.number("routed_scaling_factor", default=1.0),
+    )
+    first = values.integer("num_dense_layers", default=2, least=0)
+    sparse = [replace(layer, ff_dim=0, experts=experts) for layer in dense.layers[first:]]
+    return replace(dense, layers=(*dense.layers[:first], *sparse), tensor_names=_MOE_NAMES)
+
+
+LFM2 = Family(
+    "dense LFM2",
+    {
+        "LFM2-350M": _published(1024, 16, **_SIXTEEN, block_ff_dim=6656),
+        "LFM2.5-Embedding-350M": _published(
+            1024, 16, **_SIXTEEN, block_ff_dim=6656, architectures=["Lfm2BidirectionalModel"]
+        ),
+        "LFM2.5-Encoder-350M": _published(
+            1024, 16, **_SIXTEEN, block_ff_dim=6656, architectures=["Lfm2BidirectionalForMaskedLM"]
+        ),
+        "LFM2-700M": _published(1536, 24, **_SIXTEEN, block_ff_dim=10240),
+        "LFM2-1.2B": _published(2048, 32, **_SIXTEEN, block_ff_dim=12288),
+        "LFM2-2.6B": _published(2048, 32, **_THIRTY, block_ff_dim=10752, block_auto_adjust_ff_dim=False),
+    },
+    lambda values: _read(values, _ff_dim(values)),
+)
+LFM2_MOE = Family(
+    "LFM2 MoE",
+    {
+        "LFM2-8B-A1B": _published(
+            *(2048, 32, [2, 6, 10, 14, 18, 21]),
+            model_type="lfm2_moe",
+            num_hidden_layers=24,
+            intermediate_size=7168,
+            moe_intermediate_size=1792,
+            num_dense_layers=2,
+            num_experts=32,
+            num_experts_per_tok=4,
+        ),
+    },
+    _read_moe,
+)

@@ -5,14 +5,12 @@ Facts of the architecture: the published checkpoint's ``config.json`` and transf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from batchgen.model.config import ATTENTION, CONV, LayerShape, ModelConfig, Rope
-from batchgen.model.config_values import ConfigValues
+from batchgen.model.config_values import ConfigValues, Family
 from batchgen.model.families import lfm2
 
-TITLE = "LFM3"
 _LAYER = "model.layers.{layer}"
 _TENSOR_NAMES = {
     **lfm2.TENSOR_NAMES,
@@ -29,29 +27,9 @@ _ROPES: dict[str, dict[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 _KINDS = {2: ATTENTION, 0: _SLIDING}
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "LFM3-1.7B": {
-        "model_type": "lfm3",
-        "vocab_size": 128_000,
-        "hidden_size": 2048,
-        "intermediate_size": 7680,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "layer_types": [_KINDS.get(i % 4, CONV) if i else CONV for i in range(24)],
-        "sliding_window": 256,
-        "conv_L_cache": 7,
-        "rope_parameters": _ROPES,
-        "max_position_embeddings": 262_144,
-        "bos_token_id": 124_894,
-        "eos_token_id": 124_900,
-    }
-}
 
 
-def read_config(values: ConfigValues) -> ModelConfig:
-    """The shape of the model that has this ``config.json``. Raises ModelError."""
+def _read(values: ConfigValues) -> ModelConfig:
     values.refuse("attention_bias")
     kinds, ff_dim = values.layer_types(ATTENTION, _SLIDING, CONV), values.integer("intermediate_size")
     shapes = {kind: _layer(values, kind, ff_dim) for kind in dict.fromkeys(kinds)}
@@ -88,3 +66,28 @@ def _rope(values: ConfigValues, kind: str) -> Rope:
     if part.get("partial_rotary_factor") is not None and part.get("rope_type", "default") == "default":
         part["rope_type"] = "proportional"
     return ConfigValues({"rope_parameters": part}, f"{values.where}: {kind}").rope(_ROPES[kind]["rope_theta"])
+
+
+LFM3 = Family(
+    "LFM3",
+    {
+        "LFM3-1.7B": {
+            "model_type": "lfm3",
+            "vocab_size": 128_000,
+            "hidden_size": 2048,
+            "intermediate_size": 7680,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "layer_types": [_KINDS.get(i % 4, CONV) if i else CONV for i in range(24)],
+            "sliding_window": 256,
+            "conv_L_cache": 7,
+            "rope_parameters": _ROPES,
+            "max_position_embeddings": 262_144,
+            "bos_token_id": 124_894,
+            "eos_token_id": 124_900,
+        }
+    },
+    _read,
+)
