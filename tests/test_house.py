@@ -40,7 +40,7 @@ LONGEST_CHAINS = {
     "core": 4,  # errors mask the addresses in their messages
     "kernels": 9,
     "config": 4,  # from what a file holds to what a key is
-    "text": 6,  # a tokenizer shows chats through probes of its template
+    "text": 6,  # a tokenizer checks what its template shows of a chat
     "model": 8,
     "engine": 10,  # the self-test of kernels runs an engine
     "input": 7,  # down to the bytes of a file, remote ones included

@@ -25,7 +25,7 @@ PAGES = {  # the page or heading for messages of a room or module; the longest n
     **{"output": "the run directory", "output/publish": "copies", "plan": "plan", "report": "report", "run": "updates"},
     **{"run/merge": "shards", "run/stdin": "standard input", "run/loader": "models", "run/vectors": "embeddings"},
     **{"text": "structured_outputs", "text/chat": "template_error", "text/gguf": "models", "text/tokenizer": "models"},
-    **{"text/tool_calls": "parse", "workers": "workers", "workers/ray": "ray"},
+    **{"text/template": "template_error", "text/tool_calls": "parse", "workers": "workers", "workers/ray": "ray"},
 }
 _MIN_WORDS = 2
 _ROW = re.compile(r"\| `([^`]+)` \|")

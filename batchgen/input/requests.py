@@ -24,8 +24,8 @@ from batchgen.input.rows import Embedded, RowProblem, bounded, num_chars
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
-from batchgen.text.probes import HiddenError
 from batchgen.text.reasoning import Reasoning
+from batchgen.text.template_caps import HiddenError
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each

@@ -146,6 +146,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             for row in survey.bad_rows
             if row.error is not None
         ],
+        "template": _template(spec, model),
         "turns": _turns(survey),
         "prompt_tokens": _prompt_tokens(survey),
         "output_tokens": {
@@ -160,6 +161,12 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "no_estimate": no_estimate,
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},
     }
+
+
+def _template(spec: JobSpec, model: ModelInfo) -> dict[str, bool] | None:
+    """The parts of a chat that the chat template shows; None if no chat is rendered."""
+    caps = model.tokenizer and model.tokenizer.template_caps
+    return dict(caps.table) if caps and spec.input.is_templated and not spec.embed.is_on else None
 
 
 def _turns(survey: Survey) -> dict[str, int] | None:

@@ -12,6 +12,7 @@ _SHOWN_BAD_ROWS = 5
 _BAR_WIDTH = 30
 _LOGPROBS = ("mean_row", "max_row", "total", "running")
 _SHOWN_CHARS = 300  # of a message
+_ANSWERS = {True: "yes", False: "no"}
 
 Plan = Mapping[str, Any]
 Lines = Iterator[tuple[str, str]]  # label and text; an empty label continues the line before
@@ -41,6 +42,8 @@ def _rows(plan: Plan) -> Lines:
     for name, count in plan["empty_fields"].items():
         yield "empty", f"{name} in {counted(count, 'row')}, whose prompts are made without it"
     yield from (("note", line) for line in plan["notes"])
+    if plan["template"]:
+        yield "template", ", ".join(f"{part} {_ANSWERS[is_shown]}" for part, is_shown in plan["template"].items())
     yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 

@@ -1,4 +1,4 @@
-"""Marks in a chat: words in place of its texts, calls and tools, so that a prompt shows which a template uses.
+"""Marks in a chat: words after its texts, calls and tools, so that a prompt shows which of them a template writes.
 
 A mark consists of letters and digits, which templates leave unchanged; case does not count.
 """
@@ -8,135 +8,87 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Variables = Mapping[str, Any]  # of a template, ``messages`` among them
 REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's thoughts; templates read the first two
-_MARK = re.compile(r"zq(\d+)qz|731(\d{7})")
-_FIRST_NUMBER = 7_310_000_000
+_MARK = re.compile(r"zq(\d+)qz")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A part of a chat: the number of its message (None outside messages), and its key."""
+    """A part of a chat: the number of its message (None outside messages), and its key.
+
+    A key that no template reads (``is_unread``) shows only if the part is written as it is.
+    """
 
     message: int | None
     key: str
     role: str = ""
+    is_unread: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Findings of a probe: parts that are missing in its prompt, and messages whose parts are there unchanged."""
+class MarkedChat:
+    """A chat with a mark in each part: its ``variables``. Ids and types stay, since a template may branch on them."""
 
-    prompt: str
-    hidden: Sequence[Place]
-    dumped: frozenset[int]
-
-
-def marked_chat(chat: Variables, appends: bool) -> tuple[Variables, _Marks]:
-    """A chat with marks in it; ids, types and values without text stay, since a template may branch on them."""
-    marks = _Marks(appends)
-    marked = {**chat, "messages": [marks.message(*item) for item in enumerate(chat["messages"])]}
-    if chat.get("tools"):
-        marked["tools"] = [marks.tool(*item) for item in enumerate(chat["tools"])]
-    return marked, marks
-
-
-class _Marks:
-    """Words that mark the parts of one chat, in place of its texts or after them."""
-
-    def __init__(self, appends: bool) -> None:
-        self._appends = appends
+    def __init__(self, chat: Variables) -> None:
         self._places: list[Place] = []
-        self._dumps: dict[int, int] = {}  # mark in the keys of a message's parts -> the message
+        messages = [self._message(*item) for item in enumerate(chat["messages"])]
+        tools = [self._tool(tool, f"tools[{n}]") for n, tool in enumerate(chat.get("tools") or ())]
+        self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}
 
-    def seen(self, prompt: str) -> Seen:
-        """The findings in a prompt that the template made of the marked chat."""
-        shown = {int(text or number) for text, number in _MARK.findall(prompt.casefold())}
-        hidden = [place for n, place in enumerate(self._places) if n not in shown and n not in self._dumps]
-        return Seen(prompt, hidden, frozenset(self._dumps[n] for n in shown & self._dumps.keys()))
+    def hidden(self, prompt: str) -> Sequence[Place]:
+        """The parts that the template's prompt of this chat does not show, or shows as they are written."""
+        shown = {int(number) for number in _MARK.findall(prompt.casefold())}
+        return [place for number, place in enumerate(self._places) if (number in shown) == place.is_unread]
 
-    def message(self, number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message with a mark in each of its parts; ``number`` is its place in the chat."""
-        role = str(message.get("role"))
-        marked = dict(message)
-        for key in ("content", "refusal"):
-            if isinstance(message.get(key), str):
-                marked[key] = self._text(message[key], Place(number, key, role))
+    def _message(self, number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        place = partial(Place, number, role=str(message.get("role")))
+        texts = [key for key in ("content", "refusal") if isinstance(message.get(key), str)]
+        marked = {**message, **{key: self._marked(message[key], place(key)) for key in texts}}
         if isinstance(message.get("content"), list):
-            self._places.append(Place(number, "content", role))
-            self._dumps[len(self._places) - 1] = number
-            unread = {f"zq{len(self._places) - 1}qz": True}
+            unread = {self._mark(place("content", is_unread=True)): True}
+            parts = enumerate(message["content"])
             marked["content"] = [
-                {**part, "text": self._text(part["text"], Place(number, f"content[{n}]", role)), **unread}
-                for n, part in enumerate(message["content"])
+                {**part, "text": self._marked(part["text"], place(f"content[{n}]")), **unread} for n, part in parts
             ]
-        names = [name for name in REASONING if isinstance(message.get(name), str)]
-        if names:
-            marked |= dict.fromkeys(names, self._text(message[names[0]], Place(number, names[0], role)))
+        if names := [name for name in REASONING if isinstance(message.get(name), str)]:
+            marked |= dict.fromkeys(names, self._marked(message[names[0]], place(names[0])))
         if calls := message.get("tool_calls"):
-            marked["tool_calls"] = [
-                self._call(call, Place(number, f"tool_calls[{n}]", role)) for n, call in enumerate(calls)
-            ]
+            marked["tool_calls"] = [self._call(call, place(f"tool_calls[{n}]")) for n, call in enumerate(calls)]
         return marked
 
-    def tool(self, number: int, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A tool's function with a mark in each of its parts; ``number`` is its place among the tools."""
-        function = function_of(tool)
-        marked = dict(function)
-        if not function.get("name"):  # no function: a template that writes the whole of a tool shows a key more
-            marked[self._text("name", Place(None, f"tools[{number}]")).split()[-1]] = True
-        for key in ("name", "description"):
-            if key in function:
-                marked[key] = self._text(function[key], Place(None, f"tools[{number}], its {key}"))
-        if function.get("parameters") is None:  # their schema may go by another name
-            for key in [key for key, value in function.items() if value and isinstance(value, dict)]:
-                marked[key] = {**function[key], self._text(key, Place(None, f"tools[{number}], its {key}")): True}
-        schema = function.get("parameters")
-        schema = schema if isinstance(schema, dict) else {}
-        properties = schema.get("properties")
-        if isinstance(properties, dict) and not self._appends:
-            place = Place(None, f"tools[{number}], its parameters")
-            names = {name: self._text(name, place) for name in properties}
-            marked["parameters"] = {**schema, "properties": {names[name]: value for name, value in properties.items()}}
-            if isinstance(required := schema.get("required"), list):
-                renamed = [names.get(name, name) if isinstance(name, str) else name for name in required]
-                marked["parameters"]["required"] = renamed
-        return {**tool, "function": marked} if function is not tool else marked
-
     def _call(self, call: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
-        function = function_of(call)
-        marked = {
-            **function,
-            **{key: self._value(function[key], place) for key in ("name", "arguments") if key in function},
-        }
-        return {**call, "function": marked} if function is not call else marked
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._call(call["function"], place)}
+        return {**call, **{key: self._marked(call[key], place) for key in ("name", "arguments") if key in call}}
 
-    def _value(self, value: Any, place: Place) -> Any:
-        """A value of a call's arguments; a number stays one, since a template may write it in another way."""
+    def _tool(self, tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        if isinstance(tool.get("function"), dict):
+            return {**tool, "function": self._tool(tool["function"], name)}
+        if not tool.get("name"):  # no function: a template that writes the whole of a tool shows a key more
+            return {**tool, self._mark(Place(None, name)): True}
+        schema = tool.get("parameters")
+        keys = ["name", "description"]
+        if schema is None:  # it may go by another name
+            keys += [key for key, value in tool.items() if value and isinstance(value, dict)]
+        marked = {key: self._marked(tool[key], Place(None, f"{name}, its {key}")) for key in keys if key in tool}
+        if isinstance(schema, dict) and (properties := schema.get("properties")):
+            properties = self._marked(properties, Place(None, f"{name}, its parameters"))
+            marked["parameters"] = {**schema, "properties": properties}
+        return {**tool, **marked}
+
+    def _marked(self, value: Any, place: Place) -> Any:
+        """A value with a mark at its end, in an object as a key for each type of its values; a blank one stays."""
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return value
         if isinstance(value, dict):
-            return {key: self._value(item, place) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._value(item, place) for item in value]
-        if isinstance(value, str):
-            return self._text(value, place)
-        if self._appends:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return self._text("null", place)
+            of_each_type = {type(item): item for item in value.values()}.values()
+            return {**value, **{self._mark(place): item for item in of_each_type}}
+        mark = self._mark(place)
+        return [*value, mark] if isinstance(value, list) else f"{value} {mark}"
+
+    def _mark(self, place: Place) -> str:
         self._places.append(place)
-        return type(value)(_FIRST_NUMBER + len(self._places) - 1)
-
-    def _text(self, value: Any, place: Place) -> Any:
-        if not isinstance(value, str) or not value.strip():
-            return value
-        self._places.append(place)
-        mark = f"zq{len(self._places) - 1}qz"
-        return f"{value} {mark}" if self._appends else mark
-
-
-def function_of(item: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The function of a tool or a call, which may itself be one."""
-    function = item.get("function")
-    return function if isinstance(function, dict) else item
+        return f"zq{len(self._places) - 1}qz"

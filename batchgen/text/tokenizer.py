@@ -23,8 +23,8 @@ from batchgen.core.units import one_line
 from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
 from batchgen.text.answer_facts import AnswerFacts
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
-from batchgen.text.probes import Probes
 from batchgen.text.special_tokens import SpecialTokens
+from batchgen.text.template_caps import TemplateCaps
 from batchgen.text.turns import Turns, token_ranges
 
 Templates = tuple[str, Mapping[str, str]]  # the place that errors name, and the texts by name
@@ -54,7 +54,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.chat_template = chat_template
-        self._probes = Probes(chat_template.render) if chat_template else None
+        self.template_caps = TemplateCaps(chat_template) if chat_template else None
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
@@ -109,9 +109,9 @@ class Tokenizer:
 
         Raises ChatTemplateError where they cannot be told.
         """
-        if self._turns is None or self._probes is None:
+        if self._turns is None or self.template_caps is None:
             return ()
-        ranges = self._turns.of(self._probes.shown(chat), prompt)
+        ranges = self._turns.of(self.template_caps.form(chat), prompt)
         try:
             encoded = self._backend.encode(prompt, add_special_tokens=False)
         except BaseException as error:  # as in ``encode_batch``
@@ -189,11 +189,11 @@ class Tokenizer:
         """Per chat, in order, its prompt text, bos included, or an error; see ``ChatTemplate.render``.
 
         Messages are as ``input.messages`` gives them; a chat of which the template would not show every part is an
-        error, see ``Probes``. Encode it with ``add_special_tokens=False``.
+        error, see ``TemplateCaps``. Encode it with ``add_special_tokens=False``.
         """
-        if self._probes is None:
+        if self.template_caps is None:
             return repeat(ChatTemplateError("the model has no chat template"), len(chats))
-        return self._probes.render([chat if isinstance(chat, Mapping) else {"messages": chat} for chat in chats])
+        return self.template_caps.render([chat if isinstance(chat, Mapping) else {"messages": chat} for chat in chats])
 
 
 def reason(error: BaseException) -> str:

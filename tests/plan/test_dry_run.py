@@ -63,6 +63,13 @@ def test_a_plan_advises_an_update_where_a_run_would_be_refused_without(
     assert capsys.readouterr().err.splitlines()[-1] == f"batchgen: next: batchgen run {path}{advice}"
 
 
+def test_a_plan_says_what_the_chat_template_shows(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    line = "template     system yes, tools no, calls no, results yes, thoughts no"
+    assert line in render_plan(plan_of(job, input={"chat_template": "auto"})).splitlines()
+    assert "template" not in render_plan(plan_of(job, input={"chat_template": "none"}))
+
+
 def test_a_plan_without_rows_to_compute_gives_no_token_rates(job: JobMaker) -> None:
     job.write(rows_of(3))
     job.run()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from chat_templates import ALTERNATING, DATED, LISTING, PUBLISHED, THINKING, TOOLS
 
-from batchgen.text import probes
 from batchgen.text.chat import ChatTemplate
-from batchgen.text.probes import HiddenError, Probes
+from batchgen.text.template_caps import HiddenError, TemplateCaps
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": {"tz": "UTC"}}}
@@ -27,6 +26,7 @@ BRANCHES = (
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{% elif m.role == 'tool' %}tool: {{ m.content }}\n{% endif %}{% endfor %}"
 )
+CALLS = "{% for c in m.tool_calls or [] %}{{ c }}{% endfor %}"
 # What is neither a user's nor a tool's turn is an assistant's.
 ELSE = (
     "{% for m in messages %}{% if m.role == 'system' %}S{% elif m.role == 'user' %}U{% elif m.role == 'tool' %}T"
@@ -44,8 +44,14 @@ def parts(*texts: str) -> list[dict[str, Any]]:
 
 def rendered(template: str, *messages: Mapping[str, Any], **variables: Any) -> str:
     """The prompt of a chat, or what is wrong with it."""
-    [answer] = Probes(ChatTemplate(template, {"bos_token": ""}).render).render([{"messages": messages, **variables}])
+    [answer] = TemplateCaps(ChatTemplate(template, {"bos_token": ""})).render([{"messages": messages, **variables}])
     return str(answer)
+
+
+def calling(write: str) -> str:
+    """A template that writes this of each call."""
+    calls = "{% for c in m.tool_calls or [] %}{{ " + write + " }}{% endfor %}"
+    return "{% for m in messages %}" + TURN + calls + "{% endfor %}"
 
 
 def hidden(place: str) -> str:
@@ -55,9 +61,6 @@ def hidden(place: str) -> str:
 @pytest.mark.parametrize(
     ("template", "messages", "variables", "place"),
     [
-        (BRANCHES, [{"role": "context", "content": "C"}, USER], {}, "messages[0].content (role 'context')"),
-        (BRANCHES, [USER, {"role": "ipython", "content": "C"}], {}, "messages[1].content (role 'ipython')"),
-        (BRANCHES, [USER, {"role": "User", "content": "C"}], {}, "messages[1].content (role 'User')"),
         (PLAIN, [USER, CALLED, ANSWERED], {}, "messages[1].tool_calls[0]"),
         (LISTING, [USER, CALLED, ANSWERED], {}, "messages[1].tool_calls[0]"),
         (DATED, [USER, {**CALLED, "content": "Let me see."}, ANSWERED], {}, "messages[1].content"),
@@ -94,14 +97,6 @@ def hidden(place: str) -> str:
             {},
             "messages[1].tool_calls[1]",
         ),
-        (
-            "{% for m in messages %}"
-            + TURN
-            + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}",
-            [USER, CALLED],
-            {},
-            "messages[1].tool_calls[0]",
-        ),
         ("{{ messages[-1].content }}", [{"role": "system", "content": "S"}, USER], {}, "messages[0].content"),
         ("Hi {{ messages | length }}", [USER], {}, "messages[0].content"),
     ],
@@ -117,18 +112,72 @@ def test_what_the_template_never_shows_is_refused_by_name(
 )
 def test_arguments_that_the_template_never_shows_are_found_whatever_their_type(arguments: dict[str, Any]) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
-    only_names = (
-        "{% for m in messages %}"
-        + TURN
-        + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    texts = "{% for key, value in c.function.arguments.items() if value is string %}{{ key }}={{ value }}{% endfor %}"
+    for template in (calling("c.function.name"), calling("c.function.name }}" + texts + "{{ ''")):
+        assert rendered(template, USER, {**CALLED, "tool_calls": calls}).startswith(hidden("messages[1].tool_calls[0]"))
+    assert "tool_calls" not in rendered(calling("c.function"), USER, {**CALLED, "tool_calls": calls})
+
+
+# Templates that drop something in one shape of chats only.
+BESIDE = [
+    ("{% if not m.content %}", CALLS, "{% endif %}", "messages[1].tool_calls[0]"),
+    ("{% if not tools %}", CALLS, "{% endif %}", "messages[1].tool_calls[0]"),
+    ("", CALLS, "{% if m.tool_calls and m.content %}{% break %}{% endif %}", "messages[2].content"),
+]
+
+
+@pytest.mark.parametrize(("before", "calls", "after", "place"), BESIDE)
+def test_a_part_that_is_hidden_in_this_chat_alone_is_refused(before: str, calls: str, after: str, place: str) -> None:
+    template = "{{ tools }}{% for m in messages %}" + TURN + before + calls + after + "{% endfor %}"
+    said = {**CALLED, "content": "Now."}
+    assert rendered(template, USER, said, ANSWERED, tools=TOOLS).startswith(hidden(place))
+
+
+@pytest.mark.parametrize("text", ["Be terse in all that you say.", "user", "Hi"])
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_a_system_turn_is_refused_where_tools_hide_it_however_short_its_text_is(text: str, tools: list[Any]) -> None:
+    template = (
+        "{{ tools }}{% for m in messages %}{% if m.role != 'system' or not tools %}" + TURN + "{% endif %}{% endfor %}"
     )
-    assert rendered(only_names, USER, {**CALLED, "tool_calls": calls}).startswith(hidden("messages[1].tool_calls[0]"))
-    whole = only_names.replace("c.function.name", "c.function")
-    assert "tool_calls" not in rendered(whole, USER, {**CALLED, "tool_calls": calls})
+    found = rendered(template, {"role": "system", "content": text}, USER, tools=tools)
+    assert found.startswith(hidden("messages[0].content") if tools else f"[]system: {text}\nuser: Hi")
+
+
+@pytest.mark.parametrize(
+    ("write", "shown"),
+    [
+        ("m.role | upper }}: {{ m.content", "USER: "),
+        ("m.content | trim", "Hello"),
+        ("m.content | tojson", '"'),
+        ("m.content.replace('/no_think', '')", "  Hello"),
+    ],
+)
+def test_a_text_may_be_written_in_another_form(write: str, shown: str) -> None:
+    template = "{% for m in messages %}{{ " + write + " }}{% endfor %}"
+    for text in ("  Hello, where is the library?\n", "  Hello /no_think"):
+        assert rendered(template, {"role": "user", "content": text}).startswith(shown)
+
+
+def test_a_text_that_is_cut_is_refused() -> None:
+    cut = PLAIN.replace("m.content", "m.content[:20]")
+    assert rendered(cut, {"role": "user", "content": "Where is the library?"}).startswith(hidden("messages[0].content"))
+
+
+def test_the_table_says_what_a_template_shows() -> None:
+    tables = {name: TemplateCaps(ChatTemplate(text, {"bos_token": ""})).table for name, text in PUBLISHED.items()}
+    shown = {name: " ".join(part for part, is_shown in table.items() if is_shown) for name, table in tables.items()}
+    assert shown == {
+        "lfm2": "system tools results",
+        "lfm2.5": "system tools calls results",
+        "qwen3": "system tools calls results thoughts",
+        "llama3": "system tools calls results",
+        "smollm3": "system tools results",
+        "gemma3": "system results",
+    }
 
 
 def test_a_message_of_the_job_and_the_column_are_named_as_the_user_knows_them() -> None:
-    answers = Probes(ChatTemplate("{{ messages[-1].content }}", {}).render).render(
+    answers = TemplateCaps(ChatTemplate("{{ messages[-1].content }}", {})).render(
         [{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}, USER]}]
     )
     [problem] = answers
@@ -185,10 +234,12 @@ def test_the_answer_of_a_function_is_that_of_a_tool_where_the_template_knows_no_
     assert "function: 12:00" in rendered(PLAIN, USER, answered)
 
 
-def test_a_role_that_is_shown_as_another_is_refused() -> None:
-    found = rendered(ELSE, USER, {"role": "context", "content": "C"})
-    assert found.startswith("messages[1].role (role 'context'): the model's chat template does not know this role")
-    assert rendered(ELSE, USER, {"role": "assistant", "content": "C"}) == "U: Hi\nA: C\n"
+@pytest.mark.parametrize("template", [BRANCHES, ELSE], ids=["branches", "else"])
+@pytest.mark.parametrize("role", ["context", "ipython", "User"])
+def test_a_role_that_is_not_shown_or_is_shown_as_another_is_refused(template: str, role: str) -> None:
+    found = rendered(template, USER, {"role": role, "content": "C"})
+    assert found.startswith(f"messages[1].role (role {role!r}): the model's chat template does not know this role;")
+    assert "ipython\n" in rendered(DATED, USER, {"role": "ipython", "content": "C"})
 
 
 def test_a_second_system_turn_that_the_template_passes_over_is_refused() -> None:
@@ -239,19 +290,15 @@ def test_earlier_thoughts_may_be_left_out_by_a_template_that_shows_the_last_ones
     assert "Yes." in found and "So." not in found
 
 
-# ---------------------------------------------------------------- probes that fail
+# ---------------------------------------------------------------- the check itself
 
 
 def test_a_template_that_demands_something_of_the_texts_is_asked_with_them() -> None:
-    demands = "{% if '[x]' not in messages[0].content %}{{ raise_exception('no [x]') }}{% endif %}"
-    shown = Probes(ChatTemplate(demands + BRANCHES, {}).render)
-    chats = [
-        [{"role": "user", "content": f"[x] {n}"}, {"role": role, "content": "C"}]
-        for n, role in enumerate(["tool", "b"])
-    ]
-    found = [str(answer) for chat in chats for answer in shown.render([{"messages": chat}])]
-    assert found == ["user: [x] 0\ntool: C\n", str(HiddenError(probes.Place(1, "content", "b")))]
-    assert next(shown.render([{"messages": [USER, *chats[0][1:]]}])).args == ("the chat template failed: no [x]",)  # type: ignore[union-attr]
+    demands = "{% if '[x]' not in messages[0].content %}{{ raise_exception('no [x]') }}{% endif %}" + BRANCHES
+    first, tool = {"role": "user", "content": "[x] 0"}, {"role": "tool", "content": "C"}
+    assert rendered(demands, first, tool) == "user: [x] 0\ntool: C\n"
+    assert rendered(demands, first, {"role": "b", "content": "C"}).startswith("messages[1].role (role 'b')")
+    assert rendered(demands, USER, tool) == "the chat template failed: no [x]"
 
 
 def test_a_chat_whose_template_cannot_be_asked_with_other_words_is_refused() -> None:
@@ -260,83 +307,28 @@ def test_a_chat_whose_template_cannot_be_asked_with_other_words_is_refused() -> 
     assert rendered(exact, {"role": "user", "content": "Ho"}) == "the chat template failed: not Hi"
 
 
-# ---------------------------------------------------------------- shapes
-
-
-class Counted:
+class Counted(ChatTemplate):
     """A template whose renderings are counted."""
 
-    def __init__(self, source: str) -> None:
-        self._template = ChatTemplate(source, {})
-        self.num_rendered = 0
+    num_rendered = 0
 
     def render(self, chats: Sequence[Any]) -> Any:
         self.num_rendered += len(chats)
-        return self._template.render(chats)
+        return super().render(chats)
 
 
-def test_chats_of_one_shape_are_probed_once() -> None:
-    counted = Counted(BRANCHES)
-    shown = Probes(counted.render)
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"q{n}", "name": f"u{n}"},
-                {
-                    **CALLED,
-                    "tool_calls": [{**CALL, "id": f"{n}", "function": {"name": f"f{n}", "arguments": {"a": n}}}],
-                },
-                {**ANSWERED, "content": f"a{n}", "tool_call_id": f"{n}"},
-            ]
-        }
-        for n in range(50)
-    ]
-    for _ in range(3):
-        assert len([answer for answer in shown.render(chats) if isinstance(answer, str)]) == 50
-    assert counted.num_rendered == 150 + 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"messages": [{**USER, "role": "x"}]},
-        {"messages": [USER, USER]},
-        {"messages": [{**USER, "content": ""}]},
-        {"messages": [{**USER, "content": parts("a")}]},
-        {"messages": [{**USER, "kind": "other"}]},
-        {"messages": [{**USER, "reasoning_content": "r"}]},
-        {"messages": [{**USER, "tool_calls": [CALL]}]},
-        {"messages": [{**USER, "tool_calls": [{**CALL, "type": "custom"}]}]},
-        {"messages": [{**USER, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"tz": 1}}}]}]},
-        {"messages": [{**USER, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"tz": ["a"]}}}]}]},
-        {"messages": [{**USER, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "text"}}]}]},
-        {"messages": [USER], "enable_thinking": False},
-        {"messages": [USER], "enable_thinking": True},
-        {"messages": [USER], "tools": TOOLS},
-        {"messages": [USER], "tools": TOOLS[:1]},
-        {"messages": [USER], "tools": TOOLS[1:]},
-    ],
-)
-def test_what_a_template_may_branch_on_makes_another_shape(other: dict[str, Any]) -> None:
-    others = [probes._shape(chat) for chat in [{"messages": [USER]}] if chat != other]
-    assert probes._shape(other) not in others
-
-
-def test_the_shapes_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_MAX_SHAPES", 5)
-    shown = Probes(ChatTemplate(PLAIN, {}).render)
-    chats = [{"messages": [{"role": f"r{n}", "content": "a"}]} for n in range(20)]
-    assert list(shown.render(chats)) == [f"r{n}: a\n" for n in range(20)]
-    assert len(shown._by_shape) == 5
+def test_a_plain_chat_whose_texts_are_long_is_rendered_once() -> None:
+    counted = Counted(BRANCHES, {})
+    caps = TemplateCaps(counted)
+    chats = [{"messages": [{"role": "user", "content": f"Question number {n}?"}]} for n in range(50)]
+    assert len([*caps.render(chats)]) == counted.num_rendered == 50
 
 
 def test_an_error_of_one_chat_stays_with_it() -> None:
-    shown = Probes(ChatTemplate(BRANCHES, {}).render)
-    bad = {"messages": [USER, {"role": "x", "content": "X"}]}
-    good = {"messages": [USER]}
-    found = list(shown.render([good, bad, good, {"messages": [USER], "deep": _deep(3000)}, good, bad]))
-    kinds = [type(answer) for answer in found]
-    assert kinds == [str, HiddenError, str, HiddenError, str, HiddenError]
+    bad, good = {"messages": [USER, {"role": "x", "content": "X"}]}, {"messages": [USER]}
+    chats = [good, bad, good, {"messages": [USER], "deep": _deep(3000)}, good, bad]
+    found = [isinstance(answer, str) for answer in TemplateCaps(ChatTemplate(BRANCHES, {})).render(chats)]
+    assert found == [True, False, True, False, True, False]
 
 
 def _deep(levels: int) -> Any:
@@ -353,4 +345,4 @@ def test_a_plain_chat_is_as_the_template_renders_it(name: str) -> None:
         {"messages": [USER]},
         {"messages": [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "A"}, USER]},
     ]
-    assert list(Probes(template.render).render(chats)) == list(template.render(chats))
+    assert list(TemplateCaps(template).render(chats)) == list(template.render(chats))

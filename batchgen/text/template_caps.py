@@ -1,0 +1,164 @@
+"""Capabilities of a chat template, found with a few chats, and the check that a prompt shows each part of its chat.
+
+A template has branches for the roles and fields that it knows; anything else leaves no trace in the prompt. The check
+looks for the texts of a plain chat; where these are short or changed, and where there are tools, calls or thoughts, it
+renders the chat once more with marks. Changes to a text that leave its end in place, such as trimming, are not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from batchgen.text.chat import ChatTemplate, ChatTemplateError
+from batchgen.text.marks import REASONING, MarkedChat, Place, Variables
+
+ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles, and what templates call them
+_ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template, unlike others
+_ROLE = "zqroleqz"  # known to no template
+_CHECKED = ("tool_calls", "refusal", *REASONING)  # fields that may hold more than the content
+_MIN_CHARS = 12  # of a text that stands nowhere else by chance
+_REMEDY = "leave it out, or name in model.tokenizer a folder whose template shows it"
+_HIDDEN = f"the model's chat template never shows it; {_REMEDY}"
+_NO_ROLE = f"the model's chat template does not know this role; {_REMEDY}"
+_UNCHECKED = "the model's chat template fails on them with other words, so whether it shows them cannot be known"
+
+# The chats of the trials.
+_USER = {"role": "user", "content": "a"}
+_ANSWER = {"role": "assistant", "content": "b"}
+_CALL = {"id": "callcall1", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "name": "f", "tool_call_id": "callcall1", "content": "c"}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": ["a"]}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA}}
+_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+# Messages before and after a turn that is tried; by whether it is the first.
+_AROUND: Mapping[bool, Any] = {True: (([], []), ([], [_USER])), False: (([_USER], []), ([_USER, _CALLED], []))}
+_THOUGHTS = dict.fromkeys(REASONING, "t")
+
+
+class HiddenError(ChatTemplateError):
+    """A part of a chat would be missing or changed in its prompt; ``str()`` is one line."""
+
+    def __init__(self, place: Place, why: str = _HIDDEN) -> None:
+        self._place, self._why = place, why
+        super().__init__(self.describe())
+
+    def describe(self, messages: str = "messages", num_added: int = 0) -> str:
+        """The problem in words; ``messages`` names the row's messages, which follow ``num_added`` of the job."""
+        place = self._place
+        if place.message is None:
+            where = place.key
+        elif place.message < num_added:
+            where = "input.system"
+        else:
+            where = f"{messages}[{place.message - num_added}].{place.key}"
+        role = f" (role {place.role[:40]!r})" if place.role and place.role not in _ROLES else ""
+        return f"{where}{role}: {self._why}"
+
+
+class TemplateCaps:
+    """Renders chats with a template, and refuses those that it shows only in part; for one thread."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._turn = lru_cache(maxsize=256)(self._try_turn)
+
+    def render(self, chats: Sequence[Variables]) -> Iterator[str | ChatTemplateError]:
+        """Per chat, in order, the prompt of its ``form``, or an error of the template, or a HiddenError."""
+        for chat in chats:
+            form = self.form(chat)
+            prompt = self._render(form)
+            problem = self._problem(form, prompt) if isinstance(prompt, str) else None
+            yield problem or prompt
+
+    def form(self, chat: Variables) -> Variables:
+        """A chat as the template takes it.
+
+        A role of ``ALIASES`` that the template does not know is replaced by its alias. A template that takes lists gets
+        the parts of a content; others get them joined by newlines, as in vLLM.
+        """
+        has_tools = bool(chat.get("tools"))
+        messages = [self._message(message, (number == 0, has_tools)) for number, message in enumerate(chat["messages"])]
+        return {**chat, "messages": messages}
+
+    @cached_property
+    def table(self) -> Mapping[str, bool]:
+        """Parts that the template shows: the system's turn, tools, calls of tools, their results, thoughts."""
+        calling = {"messages": [_USER, _CALLED, _RESULT], "tools": [_TOOL]}
+        thinking = {**calling, "messages": [_USER, {**_CALLED, **_THOUGHTS}, _RESULT]}
+        answered, thoughtful = {"messages": [_USER, _RESULT]}, {"messages": [_USER, {**_ANSWER, **_THOUGHTS}]}
+        return {
+            "system": self._shows({"messages": [{"role": "system", "content": "s"}, _USER]}, 0),
+            "tools": self._shows({"messages": [_USER], "tools": [_TOOL, _TOOL]}, None),
+            "calls": self._shows(calling, 1),
+            "results": self._shows(calling, 2) or self._shows(answered, 1),
+            "thoughts": self._shows(thoughtful, 1) or self._shows(thinking, 1),
+        }
+
+    def _render(self, chat: Variables) -> str | ChatTemplateError:
+        return next(self._template.render([chat]))
+
+    def _message(self, message: Mapping[str, Any], where: tuple[bool, bool]) -> Mapping[str, Any]:
+        role, content = message.get("role"), message.get("content")
+        if role in ALIASES and not self._turn(role, *where)[0]:
+            message = {**message, "role": (role := ALIASES[role])}
+        if isinstance(content, list) and not self._turn(role, *where)[1]:
+            message = {**message, "content": "\n".join(part["text"] for part in content)}
+        return message
+
+    def _problem(self, chat: Variables, prompt: str) -> HiddenError | None:
+        messages = chat["messages"]
+        for number, role in enumerate(str(message.get("role")) for message in messages):
+            if role not in _ROLES:
+                other = [*messages[:number], {**messages[number], "role": _ROLE}, *messages[number + 1 :]]
+                if self._render({**chat, "messages": other}) == prompt:
+                    return HiddenError(Place(number, "role", role), _NO_ROLE)
+        if _shows_texts(chat, prompt):
+            return None
+        marked = MarkedChat(chat)
+        answer = self._render(marked.variables)
+        if not isinstance(answer, str):
+            return HiddenError(Place(None, "messages"), _UNCHECKED)
+        # That earlier thoughts are left out is how a template is meant; that all are is a loss.
+        hidden = (place for place in marked.hidden(answer) if place.key not in REASONING or not self.table["thoughts"])
+        return next(map(HiddenError, hidden), None)
+
+    def _shows(self, chat: Variables, message: int | None) -> bool:
+        """Whether all parts of a message, or of the tools, are in the prompt of a chat."""
+        marked = MarkedChat(chat)
+        prompt = self._render(marked.variables)
+        return isinstance(prompt, str) and all(place.message != message for place in marked.hidden(prompt))
+
+    def _try_turn(self, role: str, is_first: bool, has_tools: bool) -> tuple[bool, bool]:
+        """A trial of a role: whether it is shown otherwise than an unknown one, and whether it may have parts."""
+        knows = takes = False
+        tools = {"tools": [_TOOL] if has_tools else None}
+        for before, after in _AROUND[is_first]:
+            number = len(before)
+            text, parts, other = (
+                {**tools, "messages": [*before, {"role": name, "content": content}, *after]}
+                for name, content in ((role, "a"), (role, _PARTS), (_ROLE, "a"))
+            )
+            takes = takes or self._shows(parts, number)
+            knows = knows or (self._shows(text, number) and self._render(text) != self._render(other))
+        return knows, takes
+
+
+def _shows_texts(chat: Variables, prompt: str) -> bool:
+    """Whether a prompt surely has the texts of a chat in their order, and the chat has nothing else to be shown."""
+    others = [value for key, value in chat.items() if key != "messages" and not isinstance(value, bool)]
+    if not all(isinstance(value, str) and len(value) < _MIN_CHARS for value in others):
+        return False
+    end = 0
+    for message in chat["messages"]:
+        content = message.get("content")
+        if not isinstance(content, str) or not message.keys().isdisjoint(_CHECKED):
+            return False
+        text = content.strip()
+        start = prompt.find(text, end)
+        if start < 0 or 0 < len(text) < _MIN_CHARS:
+            return False
+        end = start + len(text)
+    return True
