@@ -65,7 +65,7 @@ PROMISE = {  # by room, the files that hold it; "*": all
     "input": "bad_inputs changed_input chat_columns chat_formats columns prompt reader reader_properties",
     # The contract.
     "cli": "*",
-    "config": "params spec",
+    "config": "keys params spec",
     "report": "report report_compare",
     "plan": "*",
     "check": "*",
