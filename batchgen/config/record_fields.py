@@ -31,7 +31,7 @@ def record_keys(spec: JobSpec) -> frozenset[str]:
     if spec.input.regenerate:
         return RECORD_KEYS | {"messages"}
     if spec.packs_logprobs:
-        return RECORD_KEYS | PACKED_KEYS
+        return RECORD_KEYS | (PACKED_KEYS - VECTOR_KEYS)
     return RECORD_KEYS if spec.generates else WITHOUT_TEXT
 
 

@@ -6,16 +6,15 @@ journal holds of numbers that a typed file takes as they are; other formats get 
 
 from __future__ import annotations
 
-from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-PACKED_KEYS = frozenset(  # fields of a record that may be packed; other columns named so are renamed
-    {"logprobs", "top_ids", "top_logprobs", "assistant_mask"}
+PACKED_KEYS = frozenset(  # fields of a record that may be packed
+    {"embedding", "embeddings", "logprobs", "top_ids", "top_logprobs", "assistant_mask"}
     | {"prompt_token_ids", "prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs"}
 )
-_CODES = {"int32": "i", "float32": "f", "bool": "b"}  # of the module ``array``
+_CODES: dict[str, Any] = {"int32": "i", "float32": "f", "bool": "?"}  # of ``memoryview``
 _KEYS = {"dtype", "shape", "base64"}
 
 
@@ -26,39 +25,30 @@ def packed(dtype: str, data: bytes, *shape: int) -> dict[str, Any]:
 
 def is_packed(value: object) -> bool:
     """Whether a value of a record is a packed array."""
-    return isinstance(value, dict) and value.keys() == _KEYS
+    return isinstance(value, dict) and value.keys() == _KEYS and str(value["dtype"]) in _CODES
 
 
-def data_of(value: Mapping[str, Any]) -> bytes:
-    """The bytes of a packed array. Raises ValueError where they are damaged."""
-    return b64decode(value["base64"], validate=True)
-
-
-def numbers_of(value: Mapping[str, Any]) -> array[Any]:
-    """All numbers of a packed array, one after the other."""
-    return array(_CODES[value["dtype"]], data_of(value))
+def numbers_of(value: Mapping[str, Any]) -> memoryview[Any]:
+    """All numbers of a packed array, one after the other. Raises ValueError where its bytes are damaged."""
+    return memoryview(b64decode(value["base64"], validate=True)).cast(_CODES[value["dtype"]])
 
 
 def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with lists in place of packed arrays, also in its samples."""
-    arrays = {name for name in record.keys() & PACKED_KEYS if is_packed(record[name])}
-    plain = {name: lists_of(value) if name in arrays else value for name, value in record.items()}
+    plain = {name: lists_of(value) if name in PACKED_KEYS else value for name, value in record.items()}
     if any(is_packed(value) for sample in record.get("samples") or () for value in sample.values()):
         plain["samples"] = [unpacked(sample) for sample in record["samples"]]
     return plain
 
 
-def lists_of(value: Mapping[str, Any]) -> list[Any]:
-    """A packed array as lists: one of numbers, or one of such lists."""
+def lists_of(value: Any) -> Any:
+    """A packed array as lists: one of numbers, or one of such lists. Another value is returned as it is."""
+    if not is_packed(value):
+        return value
+    shape: list[int] = value["shape"]
     numbers: list[Any] = numbers_of(value).tolist()
     if value["dtype"] == "float32":
         numbers = [float(f"{number:.9g}") for number in numbers]  # nine digits tell a float32
-    if value["dtype"] == "bool":
-        numbers = [*map(bool, numbers)]
-    return _nested(numbers, value["shape"])
-
-
-def _nested(numbers: list[Any], shape: Sequence[int]) -> list[Any]:
     if len(shape) < 2:
         return numbers
     return [numbers[i * shape[1] : (i + 1) * shape[1]] for i in range(shape[0])]

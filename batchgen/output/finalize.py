@@ -19,6 +19,8 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import BatchgenError, StorageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.packed import unpacked
 from batchgen.core.storage import commit_staged, remove_file, staged_file
 from batchgen.output.formats import OutputFormat, output_format
 from batchgen.output.formats.jsonl import read_lines, write_lines
@@ -58,7 +60,7 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
         run_dir.write_begun(begun)
     form, output = output_format(spec, begun.manifest), spec.output
     with staged_file(run_dir.outputs(output.format)) as file:
-        form.write(file, Rows(lambda: _results(journal, form)))
+        form.write(file, Rows(lambda: _results(journal, form, packs=spec.generates or output.format == "parquet")))
     counts = _stage_errors(run_dir, form, journal)
     (commit_staged if counts.errors else remove_file)(run_dir.errors)
     commit_staged(run_dir.outputs(output.format))
@@ -104,7 +106,7 @@ def _lines_of(run_dir: RunDir, spec: JobSpec) -> Iterator[IndexedRow]:
         )
     journal = Journal.read(kept.folder, kept.manifest.shard)
     try:
-        yield from _results(journal, OutputFormat())
+        yield from _results(journal, OutputFormat(), packs=True)
     finally:
         journal.close()
 
@@ -116,5 +118,9 @@ def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Coun
     return journal.counts
 
 
-def _results(journal: Journal, form: OutputFormat) -> Iterator[IndexedRow]:
-    return ((index, form.result_row(journal.payload(index))) for index in journal.done.indexes(errors=False))
+def _results(journal: Journal, form: OutputFormat, *, packs: bool) -> Iterator[IndexedRow]:
+    for index in journal.done.indexes(errors=False):
+        payload = journal.payload(index)
+        if not packs and b'"base64":' in payload:  # it may be from before the format of an unfinished job was changed
+            payload = encode_json(unpacked(json.loads(payload)))
+        yield index, form.result_row(payload)

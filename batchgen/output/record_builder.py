@@ -20,7 +20,7 @@ from batchgen.core.batch_lines import url_of
 from batchgen.core.chat_rows import ASSISTANT, ChatRow, system_before
 from batchgen.core.keys import INT32_MAX
 from batchgen.core.logprobs import Logprobs
-from batchgen.core.packed import is_packed, packed
+from batchgen.core.packed import is_packed, packed, unpacked
 from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
 from batchgen.output.scores import packed_fields, perplexity, scored_fields, token_fields, vector_fields
 from batchgen.text.answer import AnswerReader
@@ -252,6 +252,8 @@ class RecordBuilder:
         return taken | self._answer(taken) if is_whole else None
 
     def _of_vector(self, row: Row, fields: dict[str, Any], num_tokens: int, timings: dict[str, Any]) -> dict[str, Any]:
+        if self._spec.output.format != "parquet":
+            fields = unpacked(fields)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0}
         return {**fields, "usage": usage, "timings": timings, **self._kept(row.columns)}
 

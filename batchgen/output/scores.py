@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from batchgen.core.logprobs import Logprobs
-from batchgen.core.packed import packed
+from batchgen.core.packed import lists_of, packed
 from batchgen.core.records import Result
 from batchgen.text.tokenizer import Tokenizer
 
@@ -79,13 +78,15 @@ def _label_fields(labels: Sequence[str], scores: Sequence[float]) -> dict[str, A
 
 
 def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) -> dict[str, Any]:
-    """``embedding``; ``embeddings`` of several texts, or of tokens by ``pooling``; with ``labels`` the best and all."""
-    numbers = [float(f"{number:.9g}") for number in array("f", result.vector)]  # nine digits tell a float32
-    if len(labels) > 1:
-        return _label_fields(labels, numbers)
-    if labels:
-        return {"score": numbers[0]}
-    if pooling == "tokens" or result.num_vectors > 1:
-        width = len(numbers) // result.num_vectors
-        return {"embeddings": [numbers[i : i + width] for i in range(0, len(numbers), width)]}
-    return {"embedding": numbers}
+    """``embedding``; ``embeddings`` of several texts, or of tokens by ``pooling``; with ``labels`` the best and all.
+
+    Vectors are packed arrays.
+    """
+    count, width = result.num_vectors, len(result.vector) // 4 // result.num_vectors
+    if not labels and (pooling == "tokens" or count > 1):
+        return {"embeddings": packed("float32", result.vector, count, width)}
+    vector = packed("float32", result.vector, width)
+    if not labels:
+        return {"embedding": vector}
+    scores = lists_of(vector)
+    return _label_fields(labels, scores) if len(labels) > 1 else {"score": scores[0]}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from batchgen.core.answers import text_of
 from batchgen.core.numerics import Numerics
+from batchgen.core.packed import lists_of
 from batchgen.core.units import counted, format_amount, format_duration, format_share, shortened
 
 Report = Mapping[str, Any]
@@ -323,7 +324,7 @@ def _answer(record: Mapping[str, Any]) -> str:
     """The answer of a record in short."""
     for name in ("embedding", "embeddings"):
         if name in record and "finish_reason" not in record:
-            return f"{name[:9]} of {len(record[name]):,} {'numbers' if name == 'embedding' else 'tokens'}"
+            return f"{name[:9]} of {len(lists_of(record[name])):,} {'numbers' if name == 'embedding' else 'tokens'}"
     if "score" in record and "finish_reason" not in record:
         return f"{record.get('label', '')} ({record['score']:.1%})".strip()
     return str(record.get("text") if record.get("text") is not None else record.get("token_ids"))

@@ -76,8 +76,12 @@ def test_the_table_of_an_answer_stands_beside_its_ids(job: JobMaker) -> None:
         assert {*map(len, row["top_logprobs"])} == {K}
 
 
-def test_samples_have_their_own_tables(job: JobMaker) -> None:
-    job.run(job.spec(sampling={"logprobs": 2, "n": 3, "temperature": 1.0}, output={"format": "parquet"}))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_samples_have_their_own_tables(dtype: str, job: JobMaker) -> None:
+    output = {"format": "parquet", "logprobs_dtype": dtype}
+    job.run(job.spec(sampling={"logprobs": 2, "n": 3, "temperature": 1.0}, output=output))
+    kinds = {item.name: item.type for item in table_of(job).schema.field("samples").type.value_type}
+    assert kinds["top_logprobs"].value_type.value_type == kinds["logprobs"].value_type == pa.type_for_alias(dtype)
     for row in table_of(job).to_pylist():
         assert len(row["samples"]) == 3
         for sample in row["samples"]:

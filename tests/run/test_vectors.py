@@ -25,6 +25,8 @@ from batchgen.bench import measure
 from batchgen.cli.main import call
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Request
+from batchgen.output.rundir import RunDir
+from batchgen.run.reports import compared_answers, read_report, shown_rows
 
 NORMALIZE = {"type": "sentence_transformers.models.Normalize"}
 TEXTS = [f"text {i}: {'word ' * (i % 37)}end" for i in range(60)]
@@ -97,6 +99,24 @@ def test_parquet_holds_lists_of_one_size(folder: Path) -> None:
     assert table.schema.field("embedding").type == pa.list_(pa.float32(), WIDTH)
     assert "finish_reason" not in table.schema.names
     assert np.array_equal(np.stack(table["embedding"].to_numpy()), wanted)
+
+
+@pytest.mark.parametrize(("before", "now"), [("parquet", "jsonl"), ("jsonl", "parquet")])
+def test_an_unfinished_run_goes_on_in_another_format(before: str, now: str, folder: Path) -> None:
+    _, fresh = run(folder, "--output-format", now, output="fresh")
+    assert run(folder, "--output-format", before, "--max-num-seqs", 4, "--max-total-tokens", 300)[0] == 75
+    _, place = run(folder, "--output-format", now)
+    name = f"outputs.{now}"
+    assert without_timings(place / name) == without_timings(fresh / name)
+
+
+def test_vectors_of_two_formats_are_compared_by_their_numbers(folder: Path) -> None:
+    lines, table = (RunDir(run(folder, "--output-format", form, output=form)[1]) for form in ("jsonl", "parquet"))
+    changes = compared_answers(table, lines)
+    assert changes is not None
+    assert (changes["rows"], changes["changed"]["rows"]) == (len(TEXTS), 0)
+    [_, shown, *_] = shown_rows(table, read_report(table))
+    assert shown.rows[0][-1] == f"embedding of {WIDTH} numbers"
 
 
 def test_late_interaction_has_a_vector_for_each_token(folder: Path) -> None:

@@ -1,73 +1,87 @@
 """Arrow columns of packed arrays (``core.packed``): their bytes become the column's, number by number nothing is made.
 
-The rows of a table, such as the likeliest tokens in the place of each, have a fixed size where it is the same in all
-rows of the file.
+Vectors, and the rows of a table, such as the likeliest tokens in the place of each, have a fixed size where it is the
+same in all rows of the file: a type with the size 1 is still to be sized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from batchgen.core.packed import data_of, is_packed
-
-_IDS, _FLOATS, _HALVES = (pa.list_(kind()) for kind in (pa.int32, pa.float32, pa.float16))
-_OF_IDS = {"top_ids": pa.list_(_IDS), "prompt_token_ids": _IDS, "prompt_top_ids": pa.list_(_IDS)}
-_DEPTHS = {"logprobs": 1, "top_logprobs": 2, "prompt_logprobs": 1, "prompt_top_logprobs": 2}
-_TYPES = {"int32": np.dtype("<i4"), "float32": np.dtype("<f4"), "bool": np.dtype("?")}
+from batchgen.core.packed import is_packed, numbers_of
 
 
 def packed_types(dtype: str) -> dict[str, Any]:
-    """The types of fields that are packed arrays, with log-probabilities as float32 or float16."""
-    floats = _HALVES if dtype == "float16" else _FLOATS
-    of_floats = {name: floats if depth == 1 else pa.list_(floats) for name, depth in _DEPTHS.items()}
-    return {**_OF_IDS, **of_floats, "assistant_mask": pa.list_(pa.bool_())}
+    """The types of fields that are packed arrays in text jobs, with log-probabilities of type ``dtype``."""
+    ids, numbers = pa.int32(), pa.type_for_alias(dtype)
+    of_top = {"top_ids": pa.list_(pa.list_(ids, 1)), "top_logprobs": pa.list_(pa.list_(numbers, 1))}
+    types = {"logprobs": pa.list_(numbers), **of_top}
+    of_prompt = {"prompt_token_ids": pa.list_(ids), "assistant_mask": pa.list_(pa.bool_())}
+    return {**types, **of_prompt, **{f"prompt_{name}": kind for name, kind in types.items()}}
 
 
-PACKED_TYPES = {name: (kind, packed_types("float16")[name]) for name, kind in packed_types("float32").items()}
+def vector_types(dtype: str) -> dict[str, Any]:
+    """The types of vectors with numbers of type ``dtype``."""
+    vector = pa.list_(pa.type_for_alias(dtype), 1)
+    return {"embedding": vector, "embeddings": pa.list_(vector)}
 
 
-def packed_type(kind: Any, values: Iterable[Any], before: Any = None) -> Any:
-    """The type of a column of packed arrays or nulls, whose numbers have the type that ``kind`` ends in.
+def holds_numbers(kind: Any) -> bool:
+    """Whether a type is lists of numbers, at any depth."""
+    return _is_list(kind) and (holds_numbers(kind.value_type) or pa.types.is_primitive(kind.value_type))
 
-    A table is a list of lists. The inner ones have a fixed size if that is the same in all ``values``, and in those
-    that came before, whose column had the type ``before``.
+
+def sized_type(kind: Any, values: Iterable[Any], before: Any = None) -> Any:
+    """The type of a column of packed arrays or nulls, with the size that all ``values`` share, or without one.
+
+    ``before`` is the type of the column in the rows before, None for the first ones. Other types have no size.
     """
-    if not pa.types.is_nested(kind.value_type):
-        return kind
-    widths = {value["shape"][1] for value in values if is_packed(value)}
+    inner = kind.value_type if pa.types.is_list(kind) else kind
+    if not pa.types.is_fixed_size_list(inner):
+        return before or kind
+    sizes = {value["shape"][-1] if is_packed(value) else np.shape(value)[-1] for value in values if value is not None}
     if before is not None:
-        inner = before.value_type
-        widths.add(inner.list_size if pa.types.is_fixed_size_list(inner) else None)
-    number = kind.value_type.value_type
-    width = widths.pop() if len(widths) == 1 else None
-    return pa.list_(pa.list_(number) if width is None else pa.list_(number, width))
+        lists = before.value_type if kind != inner else before
+        sizes.add(lists.list_size if pa.types.is_fixed_size_list(lists) else -1)
+    sized = pa.list_(inner.value_type, sizes.pop() if len(sizes) == 1 else -1)
+    return pa.list_(sized) if kind != inner else sized
 
 
-def packed_column(values: Sequence[Any], kind: Any) -> Any:
-    """Packed arrays, and nulls, as a column of ``packed_type``."""
-    counts = [0 if value is None else value["shape"][0] for value in values]
-    numbers = _numbers([value for value in values if value is not None], kind)
-    if pa.types.is_fixed_size_list(kind.value_type):
-        numbers = pa.FixedSizeListArray.from_arrays(numbers, kind.value_type.list_size)
-    elif pa.types.is_list(kind.value_type):
-        widths = [value["shape"][1] for value in values if value is not None for _ in range(value["shape"][0])]
-        numbers = pa.ListArray.from_arrays(_offsets(widths), numbers)
+def column_of(values: Sequence[Any], kind: Any) -> Any:
+    """Packed arrays or lists of numbers, and nulls, as a column of the sized type ``kind``."""
     is_null = pa.array([value is None for value in values])
-    return pa.ListArray.from_arrays(_offsets(counts), numbers, mask=is_null)
+    blank = [0] * kind.list_size if pa.types.is_fixed_size_list(kind) else []
+    arrays = [array_of(blank if value is None else value, kind) for value in values]
+    column = pa.array(np.concatenate([array.ravel() for array in arrays]), _number(kind))
+    if _is_list(kind.value_type):
+        column = _lists(column, kind.value_type, (array.shape[1] for array in arrays for _ in array))
+    return _lists(column, kind, map(len, arrays), is_null)
 
 
-def _numbers(values: Sequence[Mapping[str, Any]], kind: Any) -> Any:
-    while pa.types.is_nested(kind):
-        kind = kind.value_type
-    parts = [np.frombuffer(data_of(value), _TYPES[value["dtype"]]) for value in values]
-    numbers = np.concatenate(parts) if parts else np.empty(0, np.dtype("<f4"))
-    return pa.array(numbers.astype(kind.to_pandas_dtype(), copy=False), kind)
+def array_of(value: Any, kind: Any) -> Any:
+    """A packed array or lists as an array of the numbers of ``kind``."""
+    dtype = _number(kind).to_pandas_dtype()
+    if not is_packed(value):
+        return np.array(value, dtype)
+    return np.asarray(numbers_of(value), dtype).reshape(value["shape"])
 
 
-def _offsets(counts: Iterable[int]) -> Any:
-    return pa.array([*accumulate(counts, initial=0)], pa.int32())
+def _lists(column: Any, kind: Any, counts: Iterable[int], is_null: Any = None) -> Any:
+    """The items of a column as lists of ``counts`` items each."""
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(column, kind.list_size, mask=is_null)
+    offsets = pa.array([*accumulate(counts, initial=0)], pa.int32())
+    return pa.ListArray.from_arrays(offsets, column, mask=is_null)
+
+
+def _number(kind: Any) -> Any:
+    return _number(kind.value_type) if _is_list(kind) else kind
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))

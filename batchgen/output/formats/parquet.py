@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import VECTOR_KEYS, record_keys
 from batchgen.core.json_line import encode_json
-from batchgen.core.packed import is_packed, lists_of
-from batchgen.output.formats.arrays import PACKED_TYPES, packed_column, packed_type, packed_types
+from batchgen.core.packed import is_packed
+from batchgen.output.formats.arrays import array_of, column_of, holds_numbers, packed_types, sized_type, vector_types
 from batchgen.output.formats.jsonl import OutputFormat
 
 GROUP_ROWS = 16_384
@@ -73,12 +73,10 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "samples": pa.list_(_SAMPLE),
     "prompt_logprobs": _LOGPROBS,
     "perplexity": pa.float64(),
-    "embedding": pa.list_(pa.float32()),  # of a fixed size in each file
-    "embeddings": pa.list_(pa.list_(pa.float32())),
+    **vector_types("float32"),
     "label": pa.string(),
     "score": pa.float64(),
 }
-_VECTORS = ("embedding", "embeddings")
 # Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
 _ALWAYS = ("id", "index", "fingerprint", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
 _OF_TEXT = ("text", "reasoning", "finish_reason", "finish_reasons", "complete", "token_ids", "logprobs", "samples")
@@ -91,13 +89,12 @@ _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarr
 def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have."""
     left_out = VECTOR_KEYS if spec.generates else _OF_TEXT
-    types, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
-    if spec.embed.dtype == "float16":
-        types |= {name: _of_half(kind) for name, kind in types.items() if name in _VECTORS}
+    all_types, more = FIXED_TYPES | vector_types(spec.embed.dtype), []
+    types = {name: kind for name, kind in all_types.items() if name not in left_out}
     if spec.packs_logprobs:
         types |= packed_types(spec.output.logprobs_dtype)
-        of_sample = {name: pa.field(name, types[name]) for name in ("logprobs", "top_ids", "top_logprobs")}
-        types["samples"] = pa.list_(pa.struct([*({item.name: item for item in _SAMPLE} | of_sample).values()]))
+        of_sample = {name: sized_type(types[name], ()) for name in ("logprobs", "top_ids", "top_logprobs")}
+        types["samples"] = pa.list_(pa.struct({item.name: item.type for item in _SAMPLE} | of_sample))
     if spec.eval.extract:
         types["extracted"] = pa.string()
         more.append(pa.field("extracted", pa.string()))
@@ -168,8 +165,8 @@ class ParquetFormat(OutputFormat):
 
     def _column(self, field: Any, values: list[Any]) -> Any:
         """The values as a column, None if the field cannot take them unchanged."""
-        if self._fixed.get(field.name) in PACKED_TYPES.get(field.name, ()):
-            return packed_column(values, field.type)
+        if holds_numbers(self._fixed.get(field.name, _INFERRED)):
+            return column_of(values, field.type)
         if field.type == self._carried.get(field.name, _INFERRED):
             return _restored(values, field.type)
         if self._fixed.get(field.name, _INFERRED) == _INFERRED and not all(map(_check_of(field), values)):
@@ -197,7 +194,7 @@ def infer_fields(
             if name == "usage" and any("reasoning_tokens" in (row.get(name) or ()) for row in group):
                 fields[name] = _USAGE_OF_THOUGHTS
             elif fixed.get(name, _INFERRED) != _INFERRED:
-                fields[name] = _sized(name, fixed[name], group, fields.get(name))
+                fields[name] = sized_type(fixed[name], (row.get(name) for row in group), fields.get(name))
             elif fields.get(name, _INFERRED) is not None:
                 values = [row.get(name) for row in group]
                 fields[name] = _common_type(fields.get(name, _INFERRED), values)
@@ -222,26 +219,6 @@ def _restored(values: Sequence[Any], kind: Any) -> Any:
         return texts.cast(kind)
     except _UNFIT:
         return None
-
-
-def _of_half(kind: Any) -> Any:
-    """A type of vectors with numbers of half the precision."""
-    return pa.list_(_of_half(kind.value_type)) if pa.types.is_list(kind) else pa.float16()
-
-
-def _sized(name: str, kind: Any, group: Sequence[Mapping[str, Any]], before: Any) -> Any:
-    """The type of vectors and tables, which has their size; ``kind`` for another column.
-
-    ``before`` is the type of the column in the rows before, None for the first ones.
-    """
-    if kind in PACKED_TYPES.get(name, ()):
-        return packed_type(kind, (row.get(name) for row in group), before)
-    if name not in _VECTORS or before is not None:
-        return before or kind
-    first = next(row[name] for row in group if name in row)
-    if name == "embedding":
-        return pa.list_(kind.value_type, len(first))
-    return pa.list_(pa.list_(kind.value_type.value_type, len(first[0])))
 
 
 def _common_type(kind: Any, values: list[Any]) -> Any:
@@ -312,7 +289,7 @@ def _encoded(field: Any, value: Any) -> Any:
     if pa.types.is_struct(field.type):
         return {item.name: _encoded(item, value.get(item.name)) for item in field.type}
     if is_packed(value):
-        return lists_of(value)
+        return [*array_of(value, field.type)]
     if pa.types.is_list(field.type):
         return [_encoded(field.type.value_field, item) for item in value]
     return value
