@@ -1,8 +1,9 @@
 """Compiles every CUDA kernel as a real step would launch it, for a GPU that need not be there.
 
-Run as a program: arguments are the compute capability and dtypes, and ``head_dim=N`` before them for the mixers alone,
-with other heads. Prints a line of JSON per binary: registers of a thread, bytes of stack (registers spilled to memory)
-and of shared memory, and how many matrix instructions and wide asynchronous copies it has.
+Run as a program: arguments are the compute capability and dtypes, before them ``once`` for one binary per kernel, or
+``head_dim=N`` for the mixers alone, with other heads. Prints a line of JSON per binary: registers of a thread, bytes of
+stack (registers spilled to memory) and of shared memory, and how many matrix instructions and wide asynchronous copies
+it has.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ class NoDriver:
         return self.target
 
 
-def compile_instead_of_launching() -> dict[str, tuple[str, Any]]:
+def compile_instead_of_launching(*, once: bool) -> dict[str, tuple[str, Any]]:
     """Make launches compile only; (name, binary) by hash, filled as kernels are called."""
     run, found = jit.JITFunction.run, {}
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if once and self.__name__ in (name for name, _ in found.values()):
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         found[kernel.hash] = (self.__name__, kernel)
         return kernel
@@ -137,9 +140,11 @@ def report(name: str, kernel: Any) -> dict[str, Any]:
 
 def main(capability: str, *arguments: str) -> None:
     driver.set_active(NoDriver(int(capability)))
-    found = compile_instead_of_launching()
+    found = compile_instead_of_launching(once="once" in arguments)
     call: Any = call_everything
     for dtype in arguments:
+        if dtype == "once":
+            continue
         if dtype.startswith("head_dim="):
             call = partial(call_mixers, head_dim=int(dtype.removeprefix("head_dim=")))
             continue

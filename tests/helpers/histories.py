@@ -44,7 +44,7 @@ ROWS = (
 JOB = (
     *("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "keep", "format", "ends"),
     *("max_model_len", "max_tokens", "seed"),
-    *("template", "quantization", "dtype", "parse", "thinking", "labels"),
+    *("template", "quantization", "dtype", "parse", "thinking", "labels", "extract"),
 )
 STARTS = ("run", "update", "stop", *KINDS)
 _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
@@ -65,12 +65,13 @@ _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
     "parse": ((), ("reasoning",), ("json",)),
     "thinking": (None, 3, 6),
     "labels": ((), ("yes", "no")),
+    "extract": (None, "last_number", r"(\w+)"),
 }
 _TEMPLATES = {  # the first two give the same prompts
     name: "{# " + marker + " #}{% for m in messages %}" + asked + "{{ m.content }}{% endfor %}"
     for name, marker, asked in (("plain", "</think>", ""), ("brackets", "[/THINK]", ""), ("asked", "</think>", "Q: "))
 }
-_OF_TEXT = ("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "ends", "parse", "thinking")
+_OF_TEXT = ("max_tokens", "temperature", "seed", "n", "logprobs", "token_ids", "ends", "parse", "thinking", "extract")
 _FEW = 20  # results below which the rule counts files alone
 _OPERATIONS = 110  # about as many as a run changes its files by
 Key = tuple[Any, ...]
@@ -112,9 +113,10 @@ def history_of(seed: int, flags: tuple[str, ...] = ()) -> History:
     steps = [step("run", "run", "run", "stop", "kill", "power")]
     for _ in range(rng.randint(3, 6)):
         steps += [step(*rng.choice((ROWS, JOB, JOB))) for _ in range(rng.choice((0, 1, 1, 2)))]
+        steps += [step("elsewhere")] * (rng.random() < 0.4)
         steps.append(step(*["update"] * 6, *["run"] * 4, *["stop"] * 2, *KINDS))
     often = dict.fromkeys(_VALUES, 0.6) | {"temperature": 0.9, "limit": 0.1, "max_model_len": 0.1, "labels": 0.1}
-    often |= dict.fromkeys(("template", "quantization", "dtype", "parse", "thinking"), 0.3)
+    often |= dict.fromkeys(("template", "quantization", "dtype", "parse", "thinking", "extract"), 0.3)
     job = tuple((name, rng.randrange(len(values))) for name, values in _VALUES.items() if rng.random() < often[name])
     return History(rng.choice(FORMS), rng.random() < 0.5, rng.choice((9, 24)), job, tuple(steps), flags)
 
@@ -306,6 +308,7 @@ class World:
         given["sampling"] |= {"thinking_token_budget": job["thinking"]} if job["thinking"] is not None else {}
         given["input"]["chat_template"] = str(self.work / f"{job['template']}.jinja")
         given["output"]["parse"] = list(job["parse"])
+        given["eval"] = {"expected": "note"} | ({"extract": job["extract"]} if job["extract"] else {})
         if job["labels"]:
             del given["sampling"]
             given["classify"] = {"labels": list(job["labels"])}
@@ -319,6 +322,8 @@ class World:
         """One step, and after a start all that must hold then."""
         if step.kind == "back":
             self.write(self.published or self.state)
+        elif step.kind == "elsewhere":
+            self.elsewhere()
         elif step.kind in ROWS[:-2]:
             self.write(self.edited(step))
         elif step.kind in _VALUES:
@@ -383,6 +388,27 @@ class World:
             case "cut" if lines:
                 lines[at:] = [lines[at][: len(lines[at]) // 2]]
 
+    def elsewhere(self) -> None:
+        """Two shards in other folders reuse the rows of this one; merged they are a fresh run."""
+        if self.published is None or self.disturbed is not None or self.history.flags:
+            return
+        made: list[StubEngine] = []
+        fresh, folders = self.fresh(), [str(self.work / f"part-{number}") for number in (1, 2)]
+        command = ["run", str(self.work / "job.toml"), "--reuse", str(self.folder), "--output"]
+        ran = [in_process([*command, folder, "--shard", f"{n}/2"], made) for n, folder in enumerate(folders, 1)]
+        whole = self.work / "whole"
+        ran.append(in_process(["merge", *folders, "--output", str(whole)], made))
+        assert all(code in (DONE, FAILED_ROWS) for code, _ in ran), ran
+        found, wanted = (
+            {n: f[n] for n in f if n.startswith(("outputs", "errors"))} for f in (files_of(whole), fresh.files)
+        )
+        assert found == wanted, f"merged shards differ: {found}, {wanted}"
+        num_started, num_needed = sum(engine.num_started for engine in made), needed(fresh, self.sources)
+        assert num_started == num_needed, f"elsewhere {num_started} rows computed, {num_needed} needed"
+        self.counts["elsewhere"] += 1
+        for folder in (*folders, whole):
+            shutil.rmtree(folder)
+
     def start(self, step: Step) -> int:
         """A start of the command, disturbed or not. Raises AssertionError where something does not hold."""
         updates = step.kind == "update" or (step.kind in KINDS and step.n % 2 == 1)
@@ -404,6 +430,7 @@ class World:
         assert "Traceback" not in said, said
         self.check_reader(outputs)
         if code == MISMATCH and not is_disturbed:
+            assert not made, "an engine was loaded for a job that is refused"
             self.check_refused(said, before, updates=updates)
         elif code in (DONE, FAILED_ROWS):
             if not updates and self.published is not None and self.disturbed is None:
@@ -534,7 +561,7 @@ def content_of(path: Path) -> Any:
         return {name: manifest[name] for name in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
-        return {name: report[name] for name in ("rows", "errors")}
+        return {name: report[name] for name in ("rows", "errors", "accuracy")}
     if path.suffix == ".parquet":
         table = pq.read_table(path)
         return str(table.schema), [timeless(row) for row in table.to_pylist()]

@@ -1,11 +1,12 @@
 """Digests of all that the CPU kernels compute in some runs: what two ways of compiling them are compared by.
 
-Run as a program, it prints them for kernels that numba has compiled by itself.
+Run as a program, it prints the digest of a model (its number) for kernels that numba has compiled by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -60,28 +61,26 @@ class Hashed:
         return hashed
 
 
-def digests() -> list[str]:
-    """One for each of ``MODELS``: of long and short prompts, whole and in chunks, and of each way to choose a token."""
+def digest_of(number: int) -> str:
+    """Of one of ``MODELS``: long and short prompts, whole and in chunks, and each way to choose a token."""
     torch.set_num_threads(1)
-    found = []
-    for dtype, stored, attention, weights, activations, kv_cache_dtype in MODELS:
-        backend._ATTENTION_KINDS[dtype, dtype, False] = attention
-        kernels: Any = Hashed(CpuKernels(dtype, weights=weights, activations=activations))
-        with torch.inference_mode():
-            source = RandomTensors(dtype, CPU, std=STD, saved=stored)
-            model = Decoder(parse_config(raw_config(), "tiny"), source, kernels)
-        rows = random_requests(8, seed=1, prompt=(1, 40), output=(4, 8)) + random_requests(2, seed=2, prompt=(300, 400))
-        requests = [replace(row, key=key) for key, row in enumerate(rows)]
-        for params in PARAMS:
-            chosen = [replace(row, params=replace(params, max_tokens=row.params.max_tokens)) for row in requests]
-            engine = engine_for(
-                model, num_blocks=200, block_size=32, max_num_batched_tokens=96, kv_cache_dtype=kv_cache_dtype
-            )
-            kernels.digest.update(repr(sorted(tokens_of(engine.run(chosen)).items())).encode())
-        found.append(kernels.digest.hexdigest())
-    return found
+    dtype, stored, attention, weights, activations, kv_cache_dtype = MODELS[number]
+    backend._ATTENTION_KINDS[dtype, dtype, False] = attention
+    kernels: Any = Hashed(CpuKernels(dtype, weights=weights, activations=activations))
+    with torch.inference_mode():
+        source = RandomTensors(dtype, CPU, std=STD, saved=stored)
+        model = Decoder(parse_config(raw_config(), "tiny"), source, kernels)
+    rows = random_requests(8, seed=1, prompt=(1, 40), output=(4, 8)) + random_requests(2, seed=2, prompt=(300, 400))
+    requests = [replace(row, key=key) for key, row in enumerate(rows)]
+    for params in PARAMS:
+        chosen = [replace(row, params=replace(params, max_tokens=row.params.max_tokens)) for row in requests]
+        engine = engine_for(
+            model, num_blocks=200, block_size=32, max_num_batched_tokens=96, kv_cache_dtype=kv_cache_dtype
+        )
+        kernels.digest.update(repr(sorted(tokens_of(engine.run(chosen)).items())).encode())
+    return str(kernels.digest.hexdigest())
 
 
 if __name__ == "__main__":
     build.address = compiler.compile_plainly
-    print("\n".join(digests()))
+    print(digest_of(int(sys.argv[1])))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from numba.core.codegen import JITCodeLibrary
+from repeats import slow
 
-from batchgen.kernels.cpu import build, compiler, object_cache
+from batchgen.kernels.cpu import backend, build, compiler, object_cache
 from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.kernel_specs import ARGMAX, ATTENTION, KernelSpec
 from batchgen.kernels.cpu.parallel import Kernel
@@ -42,12 +43,20 @@ def greatest(kernel: Kernel) -> list[int]:
     return out.tolist()
 
 
-@pytest.mark.slow
-def test_the_short_way_gives_the_bits_of_numbas_own() -> None:
-    command = [sys.executable, kernel_bits.__file__]
+NUMBERS = range(len(kernel_bits.MODELS))
+
+
+@pytest.mark.parametrize(
+    "number", [slow(n) if n == NUMBERS[0] else pytest.param(n, marks=pytest.mark.nightly) for n in NUMBERS]
+)
+def test_the_short_way_gives_the_bits_of_numbas_own(
+    number: int, threads_as_before: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_ATTENTION_KINDS", {**backend._ATTENTION_KINDS})
+    command = [sys.executable, kernel_bits.__file__, str(number)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     plainly = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert plainly.stdout.split() == kernel_bits.digests()
+    assert plainly.stdout.strip() == kernel_bits.digest_of(number)
 
 
 def test_inner_functions_get_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:

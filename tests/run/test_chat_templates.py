@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from chat_templates import DATED, THINKING
 from input_helpers import write_tokenizer
-from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, updating
+from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
 from batchgen import LLM
@@ -90,18 +90,6 @@ def test_a_run_resumed_tomorrow_has_the_prompts_of_today(job: JobMaker, calendar
     assert job.outputs() != expected  # the clock would have been noticed
 
 
-def test_an_update_tomorrow_has_the_prompts_of_today(job: JobMaker, calendar: Calendar) -> None:
-    job.write(rows_of(20))
-    job.run(spec_with(job, DATED, "whole"))
-    expected = job.outputs()
-    spec = spec_with(job, DATED)
-    job.run(spec, fails=frozenset({3, 4}))
-    calendar.now += timedelta(days=1)
-    assert job.run(spec, updating()).exit_code == 0
-    assert job.engines[0].num_started == 2
-    assert job.outputs() == expected
-
-
 def test_a_run_keeps_the_time_of_the_place_where_it_was_begun(
     job: JobMaker, calendar: Calendar, places: Callable[[str], None]
 ) -> None:
@@ -155,19 +143,6 @@ def test_other_variables_are_another_job(job: JobMaker) -> None:
         with pytest.raises(ResumeMismatch, match=r"input\.chat_template_kwargs"):
             job.run(spec_with(job, template, chat_template_kwargs=other))
     assert job.run(spec).exit_code == 0
-
-
-def test_the_variables_of_a_run_are_those_of_its_update_and_its_plan(job: JobMaker) -> None:
-    job.write(rows_of(20))
-    plain = make_plan(spec_with(job, THINKING))
-    spec = spec_with(job, THINKING, "whole", chat_template_kwargs=OFF)
-    assert make_plan(spec)["prompt_tokens"]["total"] > plain["prompt_tokens"]["total"]
-    job.run(spec)
-    expected = job.outputs()
-    spec = spec_with(job, THINKING, chat_template_kwargs=OFF)
-    job.run(spec, fails=frozenset({3}))
-    assert job.run(spec, updating()).exit_code == 0
-    assert job.outputs() == expected
 
 
 def test_a_flag_and_a_job_file_take_variables_alike(

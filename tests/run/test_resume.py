@@ -50,13 +50,6 @@ def names(folder: Path) -> set[str]:
 # ---------------------------------------------------------------- ids
 
 
-def test_duplicates_of_finished_rows_are_found_across_a_resume(job: JobMaker) -> None:
-    job.write([*rows_of(300), *rows_of(20)])
-    interrupted(job, 2000)
-    job.run()
-    assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
-
-
 def failing(*args: object, **kwargs: object) -> None:
     raise StorageError("killed here")
 
@@ -112,38 +105,6 @@ def test_what_a_kill_leaves_of_a_journal_goes_with_the_next_run(job: JobMaker, m
 
 
 # ---------------------------------------------------------------- numerics
-
-
-def test_naming_the_dtype_that_auto_came_to_is_no_change(job: JobMaker, tmp_path: Path) -> None:
-    job.write(rows_of(60))
-    interrupted(job)
-    assert job.run(job.spec(model={"dtype": "float32"})).exit_code == 0
-    assert "already done" in job.run(job.spec(model={"dtype": "float32"})).lines[0]
-    job.run(job.spec(output={"path": str(tmp_path / "reference")}))
-    assert job.outputs() == without_timings(tmp_path / "reference" / "outputs.jsonl")
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_naming_another_dtype_is_refused_before_the_weights_are_loaded(job: JobMaker, is_done: bool) -> None:
-    job.write(rows_of(60))
-    job.run() if is_done else interrupted(job)
-    with pytest.raises(ResumeMismatch, match=r'numerics\.dtype: was "float32", now "bfloat16"'):
-        job.run(job.spec(model={"dtype": "bfloat16"}))
-    assert job.engines == []
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-@pytest.mark.parametrize(("was", "now"), [("none", "w8a16"), ("w8a16", "w8a8")])
-def test_another_quantization_is_refused_before_weights_are_loaded(
-    job: JobMaker, is_done: bool, was: str, now: str
-) -> None:
-    job.write(rows_of(60))
-    begun = job.spec(model={"quantization": was})
-    assert job.run(begun, quiet() if is_done else quiet(max_total_tokens=400)).exit_code == (0 if is_done else 75)
-    with pytest.raises(ResumeMismatch, match=rf'model\.quantization: was "{was}", now "{now}"'):
-        job.run(job.spec(model={"quantization": now}))
-    assert job.engines == []
-    assert job.run(begun).exit_code == 0
 
 
 def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) -> None:

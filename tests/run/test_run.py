@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from repeats import slow
 from run_helpers import MODEL, JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.config.record_fields import OF_REQUEST, RECORD_KEYS, columns_of, kept_columns
-from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.core.records import Cursor, Request, Result, Row
+from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, UsageError
+from batchgen.core.records import Cursor, Result, Row
 from batchgen.core.shard import WHOLE, Shard
-from batchgen.input.ids import RowValidator, UniqueIds
+from batchgen.input.ids import RowValidator
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.output.journal import Journal
 from batchgen.run import invocation
@@ -35,7 +34,6 @@ from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
-from batchgen.run.merge import merge
 from batchgen.run.outcome import short
 from batchgen.run.reports import read_report
 from batchgen.run.results import ResultSink
@@ -345,19 +343,6 @@ def interrupted(job: JobMaker, spec: JobSpec, num_tokens: int) -> None:
     assert not (job.output / "outputs.jsonl").exists()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_resumed_run_writes_what_an_undisturbed_one_does(job: JobMaker, tmp_path: Path, temperature: float) -> None:
-    job.write([*rows_of(60), "{", *rows_of(120)[60:]])
-    sampling = {"temperature": temperature, "seed": 3}
-    expected = undisturbed(job, tmp_path, sampling=sampling)
-    spec = job.spec(sampling=sampling)
-    for num_tokens in (1, 300, 700):
-        interrupted(job, spec, num_tokens)
-    assert job.run(spec).exit_code == 3
-    assert job.outputs() == expected
-    assert [letter["index"] for letter in job.errors()] == [60]
-
-
 def test_finished_rows_are_not_run_again_and_half_done_ones_go_on(job: JobMaker, tmp_path: Path) -> None:
     job.write(rows_of(60))
     undisturbed(job, tmp_path)
@@ -370,40 +355,6 @@ def test_finished_rows_are_not_run_again_and_half_done_ones_go_on(job: JobMaker,
     job.run(spec)
     assert first + job.engines[0].stats.num_output_tokens == num_tokens
     assert job.engines[0].num_pulled < 60
-
-
-@pytest.mark.parametrize("form", [{"format": "parquet"}, {"format": "openai-batch"}])
-def test_a_finished_run_is_written_again_in_another_form_and_computes_nothing(
-    job: JobMaker, form: dict[str, str]
-) -> None:
-    job.write(rows_of(5))
-    for output in ({}, form, {}, form):
-        outcome = job.run(job.spec(output=output))
-        assert "already done" not in outcome.lines[0]
-        assert sum(engine.num_started for engine in job.engines) == (0 if (job.output / "first").exists() else 5)
-        (job.output / "first").touch()
-        assert len([*job.output.glob("outputs.*")]) == 1
-        assert "already done" in job.run(job.spec(output=output)).lines[0]
-    assert len(without_timings(next(job.output.glob("outputs.*")))) == 5
-
-
-@pytest.mark.parametrize("killed", [(UniqueIds, "claim"), (job_module, "finalize"), (job_module, "write_report")])
-def test_a_kill_at_the_beginning_or_between_the_last_files_costs_nothing(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch, killed: tuple[Any, str]
-) -> None:
-    def failing(*args: object, **kwargs: object) -> None:
-        raise StorageError("the disk is full")
-
-    job.write(rows_of(5))
-    with monkeypatch.context() as patch:
-        patch.setattr(*killed, failing)
-        with pytest.raises(StorageError):
-            job.run()
-    assert job.run().exit_code == 0
-    assert bool(job.engines) == (killed[1] == "claim"), "where only files are missing no engine is made"
-    assert len(job.outputs()) == 5
-    assert json.loads((job.output / "report.json").read_bytes())["rows"]["done"] == 5
-    assert not (job.output / "journal").exists()
 
 
 def test_a_kill_after_all_was_written_leaves_no_progress_file(job: JobMaker) -> None:
@@ -598,21 +549,6 @@ def test_accuracy_counts_exact_matches(job: JobMaker, tmp_path: Path) -> None:
     assert any("75.00%" in line for line in outcome.lines)
 
 
-@pytest.mark.parametrize("count", [slow(1), 3, slow(7)])
-def test_shards_together_are_the_whole(job: JobMaker, tmp_path: Path, count: int) -> None:
-    rows = rows_of(40)
-    job.write([*rows, *rows[:5], "{"])
-    expected = undisturbed(job, tmp_path)
-    errors = [(letter["index"], letter["message"]) for letter in read_lines(tmp_path / "reference" / "errors.jsonl")]
-    folders = [tmp_path / f"shard{i}" for i in range(1, count + 1)]
-    for number, folder in enumerate(folders, 1):
-        options = RunOptions(shard=Shard(number, count), progress="quiet")
-        job.run(job.spec(output={"path": str(folder)}), options)
-    merge(folders, job.output)
-    assert job.outputs() == expected
-    assert [(letter["index"], letter["message"]) for letter in job.errors()] == errors
-
-
 def test_another_shard_does_not_go_into_the_same_directory(job: JobMaker) -> None:
     job.write(rows_of(4))
     job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
@@ -692,27 +628,6 @@ def test_a_result_for_a_row_nobody_asked_for_is_a_crash_not_a_row(job: JobMaker)
     with pytest.raises((KeyError, BatchgenError)):
         run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Confused(), {}, 1))
     assert not (job.output / "outputs.jsonl").exists()
-
-
-def test_requests_carry_the_tokens_of_an_earlier_run(job: JobMaker) -> None:
-    job.write(rows_of(30))
-    interrupted(job, job.spec(), 300)
-    half_done = {key: tuple(tokens) for key, (_, tokens, _) in job.engines[0].running.items() if tokens}
-    seen: dict[int, tuple[int, ...]] = {}
-
-    class Watching(StubEngine):
-        def run(self, requests: Any) -> Iterator[Result]:
-            def watched() -> Iterator[Request]:
-                for request in requests:
-                    seen[request.key] = request.output_token_ids
-                    yield request
-
-            return super().run(watched())
-
-    numerics = {"dtype": "float32", "device": "stub"}
-    run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Watching(), numerics, 1))
-    assert half_done
-    assert {key: seen[key] for key in half_done} == half_done
 
 
 def test_a_run_needs_no_working_directory(job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

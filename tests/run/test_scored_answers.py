@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -11,17 +9,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from report_samples import ABOUT, record, scored_record
-from run_helpers import JobMaker, quiet, rows_of, without_timings
+from run_helpers import JobMaker, rows_of, without_timings
 
-from batchgen.cli.main import call
-from batchgen.core.errors import ExitCode, ResumeMismatch, UsageError
-from batchgen.core.shard import Shard
+from batchgen.core.errors import UsageError
 from batchgen.report.accuracy import interval
 from batchgen.report.advice import advice
 from batchgen.report.build import build_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
-from batchgen.run.invocation import RunOptions
 
 RULE = r"(\w+)"  # the last word of what the stub says
 
@@ -43,52 +38,6 @@ def test_every_format_has_what_was_extracted_beside_the_column_of_right_answers(
         assert "samples" not in row or row["samples"][0]["extracted"] == row["extracted"]
     if form == "parquet":
         assert pq.read_schema(path).names[:5] == ["id", "index", "fingerprint", "text", "extracted"]
-
-
-def test_stopped_sharded_and_retried_runs_score_as_a_whole_one(job: JobMaker) -> None:
-    job.write([*rows_of(20), {"id": "q-20", "answer": "5"}])
-    asked = {"extract": RULE, "expected": "answer"}
-    whole = job.run(job.spec(eval=asked, output={"path": str(job.folder / "whole")})).report
-    assert whole is not None
-    while job.run(job.spec(eval=asked), quiet(max_total_tokens=40)).exit_code == ExitCode.STOPPED:
-        pass
-    for number in (1, 2):
-        part = job.spec(eval=asked, output={"path": str(job.folder / f"part{number}")})
-        job.run(part, RunOptions(shard=Shard(number, 2), progress="quiet"))
-    call(["merge", *(str(job.folder / f"part{number}") for number in (1, 2)), "-o", str(job.folder / "merged")])
-    for name in ("out", "merged"):
-        found = json.loads((job.folder / name / "report.json").read_text())
-        assert found["accuracy"] == whole["accuracy"]
-        assert without_timings(job.folder / name / "outputs.jsonl") == without_timings(
-            job.folder / "whole/outputs.jsonl"
-        )
-    rows = [json.loads(line) for line in job.input.read_text().splitlines()]
-    (letter,) = job.errors()
-    rows[letter["index"]]["question"] = "What?"
-    job.write(rows)
-    retried = job.run(job.spec(eval=asked)).report
-    assert retried is not None and retried["accuracy"]["total"] == 21
-    assert "extracted" in job.outputs()[20]
-
-
-def test_another_rule_makes_other_records_so_a_resume_refuses_it(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run(job.spec(eval={"extract": RULE}))
-    with pytest.raises(ResumeMismatch, match=r"eval\.extract"):
-        job.run(job.spec(eval={"extract": "last_number"}))
-
-
-def test_with_reuse_a_run_gets_answers_and_computes_nothing(job: JobMaker) -> None:
-    job.write(rows_of(6))
-    earlier, fresh = str(job.folder / "earlier"), str(job.folder / "fresh")
-    asked = {"extract": RULE, "expected": "answer"}
-    sampling = {"n": 2, "temperature": 1}
-    job.run(job.spec(output={"path": earlier}, sampling=sampling))
-    job.run(job.spec(eval=asked, output={"path": fresh}, sampling=sampling))
-    job.run(job.spec(eval=asked, output={"reuse": [earlier]}, sampling=sampling))
-    assert sum(engine.num_started for engine in job.engines) == 0
-    lines = [(folder / "outputs.jsonl").read_text() for folder in (job.output, job.folder / "fresh")]
-    assert len({re.sub(r'"timings": {.*?}', "", text) for text in lines}) == 1
 
 
 @pytest.mark.parametrize("rule", ["parsed.n", "lastnumber"])

@@ -19,12 +19,9 @@ from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
-from batchgen.core.shard import Shard
 from batchgen.run.backend import Backend
-from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
-from batchgen.run.merge import merge
 from batchgen.text.grammar import Grammars
 
 COUNT = 20
@@ -70,28 +67,6 @@ def test_a_job_stopped_again_and_again_ends_with_the_same_bytes(job: JobMaker, w
     assert len(codes) > 5, codes
     assert codes[-1] == 3
     assert without_timings(job.output / "outputs.jsonl") == whole
-
-
-@pytest.mark.usefixtures("threads_as_before")
-def test_shards_join_to_the_same_bytes(job: JobMaker, whole: list[dict[str, Any]]) -> None:
-    parts = [job.folder / "part1", job.folder / "part2"]
-    for number, part in enumerate(parts, 1):
-        run_job(spec(job, part.name), RunOptions(progress="quiet", shard=Shard(number, 2)))
-    merge(parts, job.output)
-    assert without_timings(job.output / "outputs.jsonl") == whole
-
-
-@pytest.mark.usefixtures("threads_as_before")
-def test_a_row_whose_schema_was_mended_joins_the_outputs(job: JobMaker, whole: list[dict[str, Any]]) -> None:
-    folder = job.folder / "whole"
-    rows = read_lines(job.input)
-    rows[REFUSED[0]]["sampling"] = {"structured_outputs": {"regex": "a(b)"}}
-    job.write(rows)
-    assert run_job(spec(job, "whole"), RunOptions(progress="quiet")).exit_code == 0
-    records = without_timings(folder / "outputs.jsonl")
-    mended = records.pop(REFUSED[0])
-    assert (mended["text"], mended["finish_reason"]) == ("ab", "stop")
-    assert records == whole
 
 
 # ---------------------------------------------------------------- stops and resumes with a changed schema or library

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING
-from run_helpers import MODEL, quiet, read_lines, updating, without_timings
+from run_helpers import MODEL, quiet, read_lines, without_timings
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
@@ -144,19 +144,6 @@ def test_a_run_that_is_stopped_at_any_place_of_a_thought_goes_on_from_there(
         assert len(codes) > 1 and codes[-1] == 0
         assert without_timings(Path(spec.output.path) / "outputs.jsonl") == expected
     assert any(CLOSING in tokens for tokens in saved) and any(CLOSING not in tokens for tokens in saved)
-
-
-def test_another_budget_is_another_job_of_which_other_rows_are_kept(maker: Maker) -> None:
-    rows = [*ROWS, {"question": "a", "sampling": {"thinking_token_budget": 3}}]
-    before = maker.run("out", rows)
-    spec = maker.spec("out", sampling={"thinking_token_budget": 7})
-    with pytest.raises(UsageError, match=r"sampling\.thinking_token_budget: was 6, now 7"):
-        run_job(spec, quiet())
-    assert run_job(spec, updating()).exit_code == 0
-    after = without_timings(maker.folder / "out" / "outputs.jsonl")
-    assert after[:-1] == maker.run("fresh", rows, sampling={"thinking_token_budget": 7})[:-1]
-    assert after[-1] == before[-1] and after[-1]["usage"]["reasoning_tokens"] == 3
-    assert read_lines(maker.folder / "out" / "outputs.jsonl")[-1]["timings"]["reused"]
 
 
 def test_a_model_that_does_not_think_is_refused_and_so_is_a_row(maker: Maker) -> None:

@@ -12,12 +12,12 @@ import stub_engine
 import tokenizers
 from chat_templates import DATED, SILENT, THINKING, TOOLS
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, quiet, read_lines, updating, without_timings
+from run_helpers import JobMaker, read_lines, without_timings
 from stub_engine import sample_number
 from tokenizers import AddedToken
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import BatchgenError, ResumeMismatch, UsageError
+from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.records import Request
 from batchgen.run.loader import read_model
 from batchgen.text.tokenizer import Tokenizer
@@ -144,24 +144,6 @@ def test_a_call_that_is_only_thought_of_is_none(job: JobMaker, says: Any, splits
     assert [row["tool_calls"] for row in found] == [[], now, []]
     kept = "" if splits else thought
     assert [row["text"] for row in found] == [f"{kept}No.", kept, "" if splits else thought[:30]]
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_resumed_and_an_updated_run_have_the_calls_of_an_undisturbed_one(job: JobMaker, says: Any, form: str) -> None:
-    asked = [[{"role": "user", "content": f"How is the weather in {number}?"}] for number in range(12)]
-    job.write([{**row, "messages": messages} for row, messages in zip(rows(12), asked, strict=True)])
-    texts = [f"{number} {CALL}" if number % 3 else f"{number} {START}[" for number in range(12)]
-    spec = says(texts, form=form, parse=["tool_calls"])
-    job.run(spec)
-    name = f"outputs.{FORMATS[form]}"
-    expected, job.output = without_timings(job.output / name), job.folder / "resumed"
-    spec = says(texts, form=form, parse=["tool_calls"])
-    assert job.run(spec, quiet(max_total_tokens=400)).exit_code == 75
-    with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["tool_calls"\], now \[\]'):
-        job.run(says(texts, form=form))
-    assert job.run(spec, fails=frozenset({8})).exit_code == 3
-    assert job.run(spec, updating()).exit_code == 0
-    assert without_timings(job.output / name) == expected
 
 
 def test_a_model_whose_format_is_not_known_is_refused(job: JobMaker, says: Any) -> None:

@@ -96,22 +96,6 @@ def test_the_rows_of_a_lost_worker_come_first_with_the_tokens_last_told() -> Non
     dispatcher.check()
 
 
-def test_the_first_answer_wins_and_the_dead_are_not_heard() -> None:
-    dispatcher = begun("a", 2, 2)
-    assert [answer.key for answer in dispatcher.on_update("a", done(0))] == [0]
-    assert dispatcher.on_update("a", done(0)) == []
-    dispatcher.on_update("a", WorkerUpdate(partials={0: (1,), 1: ()}))
-    assert dispatcher.unfinished() == {}
-    dispatcher.check()
-    dispatcher.on_lost("a")
-    assert dispatcher.on_update("a", done(1)) == [] and not dispatcher.is_done
-    dispatcher.join("b", 2)
-    assert keys_of(dispatcher.assignments()["b"]) == [1]
-    assert [answer.key for answer in dispatcher.on_update("b", done(1))] == [1]
-    assert dispatcher.is_done and dispatcher.idle() == ["b"]
-    dispatcher.check()
-
-
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 @pytest.mark.parametrize("poison", [frozenset({0}), frozenset({37}), frozenset({99}), frozenset({40, 41, 60})])
 def test_rows_that_end_workers_are_found_by_halves_and_no_other_is_an_error(
@@ -153,18 +137,6 @@ def test_a_lease_runs_alone_after_a_second_loss_and_is_split_at_the_next_ones() 
         dispatcher.check()
     assert given[:2] == [[0, 1, 2, 3], [0, 1, 2, 3]], "in company"
     assert given[2:] == [[0, 1], [2], [3], [0]], "in turn"
-
-
-def test_a_single_row_is_an_error_after_two_losses_alone() -> None:
-    dispatcher = RowDispatcher(clock=Clock())
-    put(dispatcher, rows(7))
-    dispatcher.end_of_source()
-    poison = []
-    for number in range(4):
-        dispatcher.join(f"w{number}", 4)
-        dispatcher.assignments()
-        poison.append([task.key for task in dispatcher.on_lost(f"w{number}")])
-    assert poison == [[], [], [], [7]] and dispatcher.is_done
 
 
 def test_a_worker_that_dies_without_a_row_is_no_strike() -> None:

@@ -106,22 +106,6 @@ def test_rows_of_a_worker_that_is_stopped_for_a_while_are_run_by_the_other(jobs:
     assert not still_there([process_of(handle).pid for handle in handles])
 
 
-@pytest.mark.slow  # by default threads show it, in test_runs
-def test_where_the_only_worker_hangs_another_takes_its_place(jobs: JobMaker) -> None:
-    jobs.write(rows_of(40))
-    handles: list[WorkerHandle] = []
-
-    def on_launch(handle: WorkerHandle) -> None:
-        handles.append(handle)
-        if len(handles) == 1:
-            signalled(handle, signal.SIGSTOP)
-
-    factory = local_workers(1, stub_factory(step_s=0.02), on_launch=on_launch, step_timeout_s=1.0)
-    assert job.run_job(jobs.spec(), quiet(), engine_factory=factory).exit_code == ExitCode.OK
-    assert jobs.outputs() == alone(jobs)
-    assert len(handles) == 2
-
-
 def test_workers_end_with_their_driver_and_the_run_goes_on(jobs: JobMaker) -> None:
     jobs.write(rows_of(600))
     toml = jobs.toml()
