@@ -280,13 +280,6 @@ def test_what_can_be_no_path_here_exits_2_in_every_command(
     assert words in err
 
 
-def test_failed_rows_exit_3(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write([*rows_of(2), "{"])
-    code, _, err = said(capsys, "run", job.toml())
-    assert code == 3
-    assert "1 row failed: bad_json 1; see " in err
-
-
 def test_a_directory_in_use_exits_5(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(400))
     process = start(["run", job.toml()], step_s=0.05)

@@ -139,11 +139,6 @@ def test_a_topic_is_a_page_a_heading_or_a_command(capsys: pytest.CaptureFixture[
     assert shown(capsys, *topic.split()).splitlines()[0] == first
 
 
-@pytest.mark.parametrize("topic", ["resume", "errors", "seed", "exit code", "deadline", "GPU", "workers"])
-def test_what_people_look_for_leads_somewhere(capsys: pytest.CaptureFixture[str], topic: str) -> None:
-    assert len(shown(capsys, topic)) > 100
-
-
 def test_an_unknown_topic_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["help", "operatoins"]) == ExitCode.USAGE
     assert 'no page, section or command is named "operatoins" (did you mean "operations"?)' in capsys.readouterr().err

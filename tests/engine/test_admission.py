@@ -23,13 +23,6 @@ def drained(queue: WaitingQueue) -> list[int]:
     return keys
 
 
-def test_the_longest_expected_comes_first_and_equals_in_order_of_arrival() -> None:
-    queue = WaitingQueue()
-    for key, max_tokens in enumerate([5, 9, 5, 9, 1]):
-        queue.push(sequence(key, max_tokens))
-    assert drained(queue) == [1, 3, 0, 2, 4]
-
-
 def test_what_a_resumed_sequence_already_has_does_not_count_as_expected() -> None:
     queue = WaitingQueue()
     queue.push(sequence(0, max_tokens=20, output=15))

@@ -10,14 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from batchgen.engine.block_pool import BlockPool, extend_block_hashes
 
 
-def test_all_blocks_are_handed_out_once() -> None:
-    pool = BlockPool(5)
-    held = pool.allocate(2) + pool.allocate(3)
-    assert sorted(held) == [0, 1, 2, 3, 4]
-    assert pool.num_free == 0
-    pool.check(held)
-
-
 def test_the_block_freed_first_in_a_table_is_reused_first() -> None:
     pool = BlockPool(8)
     held = pool.allocate(4)
@@ -46,21 +38,6 @@ def test_check_notices_what_is_lost_doubled_or_invented(held: list[int]) -> None
     assert sorted(pool.allocate(2)) == [0, 1]
     with pytest.raises(AssertionError):
         pool.check(held)
-
-
-@settings(max_examples=200, deadline=None)
-@given(num_blocks=st.integers(0, 12), calls=st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=40))
-def test_free_and_held_make_the_total_after_any_calls(num_blocks: int, calls: list[tuple[bool, int]]) -> None:
-    pool = BlockPool(num_blocks)
-    held: list[int] = []
-    for is_allocation, count in calls:
-        if is_allocation:
-            held += pool.allocate(min(count, pool.num_free))
-        else:
-            back, held = held[:count], held[count:]
-            pool.free(back)
-        pool.check(held)
-        assert pool.num_free + len(held) == num_blocks
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -160,57 +137,8 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def labelled(pool: BlockPool, text: str) -> list[int]:
-    table = pool.allocate(len(text))
-    for n, block in enumerate(table):
-        pool.register(block, text[: n + 1].encode())
-    return table
-
-
 def find(pool: BlockPool, text: str) -> list[int]:
     return pool.find([text[: n + 1].encode() for n in range(len(text))])
-
-
-def test_the_tail_of_a_prefix_is_emptied_before_its_head() -> None:
-    pool = BlockPool(4)
-    table = labelled(pool, "abcd")
-    pool.free(table)
-    for left in (3, 2, 1, 0):
-        pool.allocate(1)
-        assert find(pool, "abcd") == table[:left]
-
-
-def test_a_prefix_used_lately_outlives_one_that_was_not() -> None:
-    pool = BlockPool(4)
-    old, young = labelled(pool, "ab"), labelled(pool, "xy")
-    pool.free(old)
-    pool.free(young)
-    pool.share(old)  # used again, and let go
-    pool.free(old)
-    pool.allocate(2)
-    assert find(pool, "ab") == old
-    assert find(pool, "xy") == []
-
-
-def test_the_second_copy_of_a_content_stays_unknown_and_is_reused_before_the_first() -> None:
-    pool = BlockPool(3)
-    first, second = labelled(pool, "a"), labelled(pool, "a")
-    pool.free(first)
-    pool.free(second)
-    assert find(pool, "a") == first
-    assert pool.allocate(2)[0] == second[0]
-    assert find(pool, "a") == first
-
-
-def test_a_block_held_twice_is_not_free_until_both_have_let_go() -> None:
-    pool = BlockPool(2)
-    table = labelled(pool, "a")
-    pool.share(table)
-    pool.free(table)
-    assert pool.num_free == 1
-    pool.check(table)
-    pool.free(table)
-    assert pool.num_free == 2
 
 
 def use(pool: BlockPool, text: str) -> int:

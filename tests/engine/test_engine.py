@@ -39,20 +39,6 @@ def undisturbed() -> tuple[int, ...]:
     return run_one(Request(0, PROMPT, GREEDY)).first.token_ids
 
 
-def test_max_tokens_ends_with_length(undisturbed: tuple[int, ...]) -> None:
-    result = run_one(Request(4, PROMPT, GREEDY))
-    assert (result.key, result.num_prompt_tokens, len(result.first.token_ids)) == (4, 5, 12)
-    assert result.first.finish_reason == FinishReason.LENGTH
-    assert result.error is None
-
-
-def test_a_stop_token_ends_with_stop_and_is_kept(undisturbed: tuple[int, ...]) -> None:
-    stop = undisturbed[4]
-    expected = undisturbed[: undisturbed.index(stop) + 1]
-    result = run_one(Request(0, PROMPT, replace(GREEDY, stop_token_ids=(stop,))))
-    assert (result.first.token_ids, result.first.finish_reason) == (expected, FinishReason.STOP)
-
-
 def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None:
     end = undisturbed[3]
     engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), eos_token_ids=[end])
@@ -61,19 +47,6 @@ def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None
     assert results[0].first.token_ids == undisturbed[: undisturbed.index(end) + 1]
     assert results[0].first.finish_reason == FinishReason.STOP
     assert results[1].first.token_ids == undisturbed
-
-
-def test_min_tokens_holds_the_end_back(undisturbed: tuple[int, ...]) -> None:
-    end = undisturbed[0]
-    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20), eos_token_ids=[end])
-    (result,) = engine.run([Request(0, PROMPT, SamplingParams(max_tokens=6, min_tokens=6))])
-    assert len(result.first.token_ids) == 6
-    assert end not in result.first.token_ids
-
-
-def test_a_full_context_ends_with_length(undisturbed: tuple[int, ...]) -> None:
-    result = run_one(Request(0, PROMPT, GREEDY), max_model_len=9)
-    assert (result.first.token_ids, result.first.finish_reason) == (undisturbed[:4], FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +176,6 @@ def test_requests_are_pulled_only_as_far_as_looked_ahead() -> None:
         done += 1
         assert pulled - done <= 5 + 3
     assert done == 60
-
-
-def test_an_endless_source_gives_results_at_once() -> None:
-    def source() -> Iterator[Request]:
-        key = 0
-        while True:
-            yield Request(key, PROMPT, replace(GREEDY, max_tokens=1 + key % 3))
-            key += 1
-
-    results = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=3).run(source())
-    assert len({next(results).key for _ in range(20)}) == 20
 
 
 def test_a_request_can_be_answered_from_within_the_source() -> None:
@@ -537,14 +499,6 @@ def test_large_rows_are_pulled_as_far_as_their_memory_is_there_and_run_beside_ea
         assert pulled - done <= 9
     assert done == 40
     assert engine.stats.max_running == 9
-
-
-def test_identical_requests_whose_computation_fails_all_get_the_error() -> None:
-    model = spoiled_model(torch.nan, torch.float32)
-    requests = [Request(key, (9, BAD, 10), GREEDY) for key in range(4)]
-    results = list(engine_for(model, num_blocks=20, block_size=4).run(requests))
-    assert sorted(r.key for r in results) == [0, 1, 2, 3]
-    assert all(r.error is not None and r.error.code == RowErrorCode.INTERNAL for r in results)
 
 
 def test_samples_begin_anew_whatever_tokens_a_request_brings() -> None:

@@ -87,10 +87,6 @@ def test_what_is_expected_is_never_more_than_what_may_come() -> None:
     assert seen([5] * 100).expected_more(running(output=10, max_tokens=10)) == 0
 
 
-def test_a_sequence_longer_than_all_that_ended_may_go_on_to_the_last() -> None:
-    assert seen([5] * 100).expected_more(running(output=5)) == 995
-
-
 @given(st.lists(st.integers(0, 60), min_size=32, max_size=80), st.integers(0, 70))
 def test_the_expectation_is_the_mean_of_those_that_went_further(lengths: list[int], output: int) -> None:
     longer = [length for length in lengths if length > output]

@@ -163,17 +163,6 @@ def test_ignored_end_tokens_are_forbidden_before_min_tokens_too() -> None:
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_row_of_nan_is_minus_one_and_spoils_no_other(params: SamplingParams, name: str) -> None:
-    sampler = Sampler(BACK_ENDS[name](), EOS)
-    logits = logits_of(3)
-    clean = sampler.sample(logits.clone(), [sequence(k, params=params) for k in range(3)]).tolist()
-    logits[1] = torch.nan
-    got = sampler.sample(logits, [sequence(k, params=params) for k in range(3)]).tolist()
-    assert got == [clean[0], -1, clean[2]]
-
-
-@pytest.mark.parametrize("name", BACK_ENDS)
 @settings(max_examples=30, deadline=None)
 @given(temperature=st.floats(min_value=0.0, exclude_min=True, allow_infinity=False), seed=st.integers(0, 100))
 def test_any_positive_temperature_draws_a_token(name: str, temperature: float, seed: int) -> None:

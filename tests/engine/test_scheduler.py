@@ -11,8 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from simulate import one_step
-from simulation import advance
+from simulate import advance, one_step
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, SamplingParams
@@ -63,38 +62,6 @@ def test_the_engine_is_still_found_on_its_package() -> None:
     code = "import batchgen.engine as e; print(e.Engine.__name__, e.EngineConfig.__name__, hasattr(e, 'Motor'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["Engine", "EngineConfig", "False"]
-
-
-def test_decode_comes_first_then_the_half_prefilled_then_the_waiting() -> None:
-    scheduler = make(budget=8)
-    add(scheduler, 0, prompt=3, max_tokens=50)
-    add(scheduler, 1, prompt=9, max_tokens=49)
-    add(scheduler, 2, prompt=4, max_tokens=48)
-    assert step(scheduler) == [(0, 3), (1, 5)]  # 1 is cut: the budget is spent
-    assert step(scheduler) == [(0, 1), (1, 4), (2, 3)]
-    assert step(scheduler) == [(0, 1), (1, 1), (2, 1)]  # 2 is done with its prompt: 4 tokens
-    add(scheduler, 3, prompt=20, max_tokens=60)
-    assert step(scheduler) == [(0, 1), (1, 1), (2, 1), (3, 5)]
-    assert step(scheduler) == [(0, 1), (1, 1), (2, 1), (3, 5)]
-
-
-def test_a_budget_of_one_still_ends_everything() -> None:
-    scheduler = make(budget=1)
-    for key in range(3):
-        add(scheduler, key, prompt=3, max_tokens=4)
-    steps = 0
-    while scheduler.has_work:
-        assert sum(count for _, count in step(scheduler)) == 1
-        steps += 1
-    assert steps == 3 * (3 + 3)
-
-
-def test_no_more_run_than_max_num_seqs_and_a_finished_one_makes_room_at_once() -> None:
-    scheduler = make(budget=100, num_seqs=2)
-    for key in range(3):
-        add(scheduler, key, prompt=2, max_tokens=30)
-    assert step(scheduler, ends=lambda s: s.request.key == 1) == [(0, 2), (1, 2)]
-    assert step(scheduler) == [(0, 1), (2, 2)]
 
 
 def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
@@ -160,21 +127,6 @@ def test_what_never_fits_is_refused_with_both_numbers(prompt: int, max_tokens: i
     assert error is not None
     assert error.code == RowErrorCode.TOO_LONG
     assert all(number in error.message for number in numbers)
-
-
-@pytest.mark.parametrize(("prompt", "max_tokens"), [(40, 1), (31, 10), (1, 40), (49, 1)])
-def test_what_just_fits_is_run_to_its_end(prompt: int, max_tokens: int) -> None:
-    scheduler = make(budget=7, block_size=4, num_blocks=10 if prompt < 49 else 13, max_model_len=50)
-    sequence = add(scheduler, 0, prompt, max_tokens)
-    while scheduler.has_work:
-        step(scheduler)
-    assert sequence.num_output_tokens == max_tokens
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    error = make().refusal(RequestState(Request(0, ())).sequences[0])
-    assert error is not None
-    assert error.code == RowErrorCode.EMPTY_PROMPT
 
 
 def test_a_prompt_that_does_not_fit_beside_the_running_is_not_begun_again_and_again() -> None:

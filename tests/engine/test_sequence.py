@@ -154,10 +154,3 @@ def test_counts_are_those_of_the_output_and_0_for_the_rest_of_the_prompt(prompt:
     assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == {
         token: Counter(output)[token] for token in {*prompt, *output}
     }
-
-
-@pytest.mark.parametrize("num_distinct", [31, 32, 33, 64, 65])
-def test_counts_grow_beyond_the_room_they_start_with(num_distinct: int) -> None:
-    counts = token_counts([], range(num_distinct))
-    assert counts.ids.tolist() == list(range(num_distinct))
-    assert counts.counts.tolist() == [1.0] * num_distinct

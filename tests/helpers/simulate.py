@@ -1,27 +1,73 @@
 """The scheduler played out without a model: what admission does to the time of a job, for lengths of five kinds.
 
-``python tests/helpers/simulate.py`` prints the gain of known lengths. A step is taken to cost ``StepCost``; outputs
-have the lengths drawn for them. Everything else is the engine's own: the scheduler, and how far it looks ahead.
+A step is taken to cost ``StepCost``; generated tokens are placeholders, and outputs have the lengths drawn for them.
+Everything else is the engine's own: look-ahead, packing into steps, KV memory, the prefix cache and preemption.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from simulation import StepWork, advance, simulate
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import RequestState, Sequence
 from batchgen.engine.sizes import SchedulerConfig
+
+_PLACEHOLDER = 0  # the id of every generated token
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes: tokens, rows of logits, and positions that its tokens attend to."""
+
+    tokens: int
+    logits: int
+    attended: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> StepWork:
+        """The work of a schedule that is not booked yet."""
+        return cls(schedule.num_tokens, len(schedule.completing), schedule.num_attended())
+
+
+def simulate(
+    scheduler: Scheduler, requests: Iterable[tuple[Request, int]], look_ahead: int
+) -> Iterator[tuple[StepWork, list[Sequence]]]:
+    """Run (request, output length) pairs to their end; yields the work of each step and the sequences it finished.
+
+    At most ``look_ahead`` requests wait at once. A request that could never run is left out, as in the engine.
+    """
+    source, lengths = iter(requests), dict[int, int]()
+    while True:
+        while len(scheduler.waiting) < look_ahead and (pulled := next(source, None)) is not None:
+            request, lengths[request.key] = pulled
+            for sequence in RequestState(request).sequences:
+                if scheduler.refusal(sequence) is None:
+                    scheduler.add(sequence)
+        if not scheduler.has_work:
+            return
+        schedule = scheduler.schedule()
+        work = StepWork.of(schedule)
+        ended = advance(scheduler, schedule, lambda s: s.num_output_tokens >= lengths[s.request.key])
+        yield work, ended
+
+
+def advance(scheduler: Scheduler, schedule: Schedule, ends: Callable[[Sequence], bool]) -> list[Sequence]:
+    """Book a schedule and append a token where one is due; finishes the sequences that ``ends`` names, returns them."""
+    completing, _ = schedule.completing, schedule.starts
+    scheduler.on_launched(schedule)
+    finished = []
+    for sequence in completing:
+        sequence.token_ids.append(_PLACEHOLDER)
+    scheduler.on_tokens_known(schedule)
+    for sequence in completing:
+        if ends(sequence):
+            scheduler.finish(sequence)
+            finished.append(sequence)
+    return finished
 
 
 @dataclass(frozen=True)
@@ -127,31 +173,3 @@ def config_of(
     return SchedulerConfig(
         budget, num_seqs, 32, num_blocks, 10**5, longest_first=longest_first, forecast_memory=forecast
     )
-
-
-def table(count: int = 1319, seeds: int = 3) -> Iterator[str]:
-    """Lines: seconds in order of arrival and longest first, what that saves, of steps too, and the tail of each.
-
-    Steps saved are what would be saved on a device where a step costs the same however many tokens it has.
-    """
-    yield f"{count} rows, 128 slots, means of {seeds} draws; {StepCost()}"
-    yield f"{'outputs':<12}{'budget':>7}{'arrival':>10}{'longest':>10}{'saved':>8}{'steps':>8}{'tails':>18}"
-    for kind in DISTRIBUTIONS:
-        for budget in (256, 512):
-            sums = {False: Played(), True: Played()}
-            for seed in range(seeds):
-                for longest_first, total in sums.items():
-                    played = play(config_of(budget, longest_first=longest_first), rows_of(kind, count, seed=seed))
-                    total.seconds += played.seconds / seeds
-                    total.tail_s += played.tail_s / seeds
-                    total.steps += played.steps
-            arrival, longest = sums[False], sums[True]
-            times = f"{arrival.seconds:>8.1f} s{longest.seconds:>8.1f} s"
-            saved = f"{1 - longest.seconds / arrival.seconds:>8.1%}{1 - longest.steps / arrival.steps:>8.1%}"
-            tails = f"{arrival.tail_s:.1f} -> {longest.tail_s:.1f} s"
-            yield f"{kind:<12}{budget:>7}{times}{saved}{tails:>18}"
-
-
-if __name__ == "__main__":
-    for line in table():
-        print(line, flush=True)

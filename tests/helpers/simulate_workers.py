@@ -1,7 +1,7 @@
 """A job on many workers played out without any: how busy they are kept, and what a loss or a slow driver costs.
 
-``python tests/helpers/simulate_workers.py`` prints the table. The dispatcher is the real one. A worker's step costs a
-fixed time and a time per token, its speed is a little its own, and messages take their time. Start-up is not in it.
+The dispatcher is the real one. A worker's step costs a fixed time and a time per token, its speed is a little its own,
+and messages take their time. Start-up is not in it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,11 @@ import heapq
 import itertools
 import math
 import random
-import sys
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.messages import HEARTBEAT_S, Assignment, WorkerUpdate
@@ -84,9 +78,7 @@ class Played:
     num_steps: int = 0
     num_answers: int = 0
     num_losses: int = 0
-    tokens_redone: int = 0
     most_in_flight: int = 0
-    pool_s: float = 0.0
     idle_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -242,7 +234,6 @@ class Simulation:
     def drive(self) -> None:
         """One turn of the driver: hear all, fill up the backlog, give out."""
         self.is_awake = False
-        began = time.thread_time()
         inbox, self.inbox = self.inbox, []
         num_rows = sum(what() for what in inbox)
         if room := self.dispatcher.room:
@@ -251,7 +242,6 @@ class Simulation:
             if not self.source:
                 self.dispatcher.end_of_source()
         assignments = self.dispatcher.assignments()
-        self.played.pool_s += time.thread_time() - began
         self.driver_free_at = self.now + num_rows * self.scene.driver_row_s
         num_in_flight = sum(len(worker.tasks) for worker in self.dispatcher.workers.values())
         self.played.most_in_flight = max(self.played.most_in_flight, num_in_flight)
@@ -280,24 +270,3 @@ def heavy_tailed(count: int, seed: int = 0) -> list[Row]:
 def simulate(scene: Scene, rows: list[Row] | None = None) -> Played:
     """Play a scene to its end."""
     return Simulation(scene, rows if rows is not None else gsm8k_like(scene.num_rows, scene.seed)).play()
-
-
-def table() -> Iterator[str]:
-    """Lines: efficiency by kind and number of workers."""
-    yield f"{'worker':<8}{'W':>6}{'rows each':>11}{'seconds':>9}{'of ideal':>10}{'us/row':>13}{'in flight':>11}"
-    for name, kind, sizes in (
-        ("CPU", CPU, ((1, 2048), (8, 2048), (64, 2048), (1024, 512), (1024, 98))),
-        ("GPU", GPU, ((1, 16384), (8, 16384), (64, 16384), (1024, 2048))),
-    ):
-        for num_workers, each in sizes:
-            played = simulate(Scene(kind, num_workers, num_workers * each))
-            per_row = 1e6 * played.pool_s / (num_workers * each)
-            yield (
-                f"{name:<8}{num_workers:>6}{each:>11,}{played.seconds:>9.1f}{played.efficiency:>10.1%}"
-                f"{per_row:>13.1f}{played.most_in_flight:>11,}"
-            )
-
-
-if __name__ == "__main__":
-    for line in table():
-        print(line, flush=True)

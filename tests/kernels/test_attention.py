@@ -50,32 +50,6 @@ def test_paged_attention_equals_dense_attention(
 
 
 @every_dtype
-@pytest.mark.parametrize("heads", [(5, 5, 8), (4, 2, 64), (12, 1, 16)], ids=str)
-def test_bits_do_not_depend_on_block_size_or_which_blocks(
-    heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype
-) -> None:
-    case = make_case(PIECES, heads, dtype, 1, kv_cache_dtype)
-    expected = attend(CpuKernels(), case, 32)
-    for block_size in BLOCK_SIZES:
-        for seed in (0, 1):
-            assert all(map(torch.equal, attend(CpuKernels(), case, block_size, seed), expected))
-
-
-@every_dtype
-@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (12, 1, 16)], ids=str)
-def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
-    heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype
-) -> None:
-    case = make_case(PIECES, heads, dtype, 2, kv_cache_dtype)
-    torch.set_num_threads(1)
-    expected = attend(CpuKernels(), case, 24)
-    torch.set_num_threads(2)
-    assert all(map(torch.equal, attend(CpuKernels(), case, 24), expected))
-    for row in range(len(PIECES)):
-        assert torch.equal(attend(CpuKernels(), case.only(row), 24)[0], expected[row])
-
-
-@every_dtype
 @pytest.mark.parametrize("heads", [(8, 8, 16), (6, 6, 24), (24, 12, 16), (32, 8, 8), (48, 6, 16)], ids=str)
 @pytest.mark.usefixtures("threads_as_before")
 def test_bits_do_not_depend_on_how_many_heads_an_item_walks(
@@ -113,23 +87,6 @@ def test_items_leave_every_worker_its_share() -> None:
     assert [backend.heads_of_an_item(1, heads) for heads in (1, 6, 7, 11, 12, 32)] == [1, 6, 7, 1, 6, 8]
 
 
-@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], ids=str)
-@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"]
-)
-def test_bits_do_not_depend_on_how_a_prompt_is_cut(
-    cuts: list[int], heads: Shape, dtype: torch.dtype, kv_cache_dtype: KvDtype
-) -> None:
-    whole = make_case([(0, 270)], heads, dtype, 3, kv_cache_dtype)
-    expected = attend(CpuKernels(), whole, 32)[0]
-    got, past = [], 0
-    for count in cuts:
-        got += attend(CpuKernels(), whole.chunk(past, count), 32)
-        past += count
-    assert torch.equal(torch.cat(got), expected)
-
-
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_attention_follows_scores_of_any_size(name: str) -> None:
     case = make_case([(300, 4), (0, 20)], (4, 2, 16), torch.float32, 4)
@@ -158,6 +115,7 @@ WINDOWED_HEADS = ONE, FOUR, TWO = (3, 3, 16), (4, 1, 40), (8, 4, 128)  # query h
 every_window = pytest.mark.parametrize(
     ("window", "heads", "block_size"), [(3, ONE, 24), (20, FOUR, 32), (97, TWO, 128), (256, FOUR, 3), (256, TWO, 32)]
 )
+ALL = (0, (6, 2, 24), 32), (0, (12, 1, 16), 1)  # of attention to all positions
 
 
 @every_dtype
@@ -213,17 +171,23 @@ def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(na
 
 
 @every_dtype
-@every_window
+@pytest.mark.parametrize(
+    ("window", "heads", "block_size"), [*every_window.args[1], (0, (6, 2, 24), 32), (0, (12, 1, 16), 1)]
+)
+@pytest.mark.usefixtures("threads_as_before")
 def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
     window: int, heads: Shape, block_size: int, dtype: torch.dtype, kv_cache_dtype: KvDtype
 ) -> None:
     batch = make_case(WINDOWED, heads, dtype, 1, kv_cache_dtype, window, is_gated=True)
+    torch.set_num_threads(1)
     expected = attend(CpuKernels(), batch, block_size)
+    torch.set_num_threads(2)
+    assert all(map(torch.equal, attend(CpuKernels(), batch, block_size, 1), expected))
     for row in range(len(WINDOWED)):
         assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
     whole = make_case([(0, 430)], heads, dtype, 2, kv_cache_dtype, window, is_gated=True)
     expected = attend(CpuKernels(), whole, block_size)
-    starts = [0, 5, 12, 21, 240, *range(250, 262), 279, 280, 316, 429, 430]
+    starts = [0, 1, 5, 12, 21, 240, *range(250, 262), 279, 280, 316, 429, 430]
     cuts = [whole.chunk(start, end - start) for start, end in pairwise(starts)]
     assert torch.equal(torch.cat([attend(CpuKernels(), chunk, 32)[0] for chunk in cuts]), expected[0])
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from numba.core.codegen import JITCodeLibrary
-from repeats import slow
 
 from batchgen.kernels.cpu import backend, build, compiler, object_cache
+from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.kernel_specs import ARGMAX, ATTENTION, KernelSpec
 from batchgen.kernels.cpu.parallel import Kernel
@@ -43,12 +43,8 @@ def greatest(kernel: Kernel) -> list[int]:
     return out.tolist()
 
 
-NUMBERS = range(len(kernel_bits.MODELS))
-
-
-@pytest.mark.parametrize(
-    "number", [slow(n) if n == NUMBERS[0] else pytest.param(n, marks=pytest.mark.nightly) for n in NUMBERS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(len(kernel_bits.MODELS)))
 def test_the_short_way_gives_the_bits_of_numbas_own(
     number: int, threads_as_before: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +53,18 @@ def test_the_short_way_gives_the_bits_of_numbas_own(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     plainly = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert plainly.stdout.strip() == kernel_bits.digest_of(number)
+
+
+@pytest.mark.slow
+def test_the_short_way_gives_small_kernels_the_bits_of_numbas_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = torch.linspace(-3, 5, 900).sin().view(9, 100), []
+    for address in (build.address, compiler.compile_plainly):
+        monkeypatch.setattr(build, "address", address)
+        for name in ("_RMS_NORM", "_LOGSUMEXP", "_ARGMAX"):
+            monkeypatch.setattr(backend, name, Kernel(getattr(backend, name)._spec))
+        kernels = CpuKernels(torch.float32)
+        found.append([kernels.rms_norm(x, x[0], 1e-5), kernels.logsumexp(x), kernels.argmax(x)])
+    assert all(map(torch.equal, *found))
 
 
 def test_inner_functions_get_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from kernel_cases import EVERY_BACK_END, EVERY_NAME, JUST_BELOW_ONE, draw, filte
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
-from batchgen.engine.sampler import uniforms
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.interface import SamplingRows
 from batchgen.kernels.reference import ReferenceKernels
@@ -41,31 +39,6 @@ def shares_of(name: str) -> list[float]:
     """Where in [0, 1) to draw: Triton's interpreter takes tens of milliseconds per row."""
     num_draws = 3 if name == "cuda" else 97
     return [i / num_draws for i in range(num_draws)]
-
-
-def warped(warper: object, logits: Tensor) -> Tensor:
-    """Probabilities that one of transformers' warpers leaves."""
-    return warper(torch.zeros(1, 1, dtype=torch.long), logits[None].clone())[0].double().softmax(-1)  # type: ignore[operator]
-
-
-WARPERS: dict[str, tuple[str, list[float]]] = {
-    "temperature": ("TemperatureLogitsWarper", [0.01, 0.3, 1.0, 1.7, 50.0]),
-    "top_k": ("TopKLogitsWarper", [1, 2, 3, 16, 50, 1000]),
-    "top_p": ("TopPLogitsWarper", [1e-9, 0.1, 0.5, 0.8, 0.95, 0.999]),
-    "min_p": ("MinPLogitsWarper", [1e-9, 0.02, 0.15, 0.5, 0.99, 1.0]),
-}
-
-
-@pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize("param", WARPERS)
-def test_a_parameter_means_what_it_means_in_transformers(param: str, name: str) -> None:
-    from transformers.generation import logits_process
-
-    warper, values = WARPERS[param]
-    for width, value in product(WIDTHS, values):
-        logits = logits_of(width, seed=width)
-        expected = warped(getattr(logits_process, warper)(value), logits)
-        assert_draws_from(name, logits, expected, **{param: value})
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
@@ -180,29 +153,6 @@ def test_a_draw_does_not_depend_on_the_other_rows_or_the_threads(dtype: torch.dt
     assert torch.equal(CpuKernels().sample(logits, rows_of(uniforms, **params)), together)
     alone = [CpuKernels().sample(logits[i : i + 1], rows_of([u], **params)) for i, u in enumerate(uniforms)]
     assert torch.equal(torch.cat(alone), together)
-
-
-def chi_square(counts: Tensor, expected: Tensor) -> float:
-    return float(((counts - expected).square() / expected).sum())
-
-
-@pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize(
-    "params",
-    [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 8}, {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02}],
-    ids=str,
-)
-def test_frequencies_follow_the_probabilities(params: dict[str, float], name: str) -> None:
-    """Over 20,000 keyed draws; 50 is above the 99.99th percentile of chi-square with up to 19 degrees of freedom."""
-    logits = logits_of(20, seed=3, scale=1.0)
-    full = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0, **params}
-    expected = filtered(logits, **full) * 20_000  # type: ignore[arg-type]
-    keys = np.arange(20_000)
-    drawn = draw(name, logits, uniforms([11], keys, [0], keys % 7).tolist(), **params)
-    counts = torch.bincount(torch.tensor(drawn), minlength=20).double()
-    allowed = expected > 0
-    assert counts[~allowed].sum() == 0
-    assert chi_square(counts[allowed], expected[allowed]) < 50
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)

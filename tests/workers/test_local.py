@@ -33,11 +33,6 @@ SAMPLED = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
 TWO = {"cluster": {"workers": 2}}
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> JobMaker:
-    return JobMaker(tmp_path)
-
-
 def alone(jobs: JobMaker, **sections: Any) -> list[dict[str, Any]]:
     """The outputs of one process, in a folder of their own."""
     output, jobs.output = jobs.output, jobs.folder / "alone"

@@ -56,11 +56,6 @@ def machines() -> Iterator[Any]:
     made.close()
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> JobMaker:
-    return JobMaker(tmp_path)
-
-
 Act = Callable[[RayLauncher], object]
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -37,11 +36,6 @@ from batchgen.workers.driver import NoWorkers
 from batchgen.workers.handle import WorkerHandle
 from batchgen.workers.messages import Assignment
 from batchgen.workers.worker import Start
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> JobMaker:
-    return JobMaker(tmp_path)
 
 
 def workers(

@@ -101,11 +101,6 @@ def mixed(*kernels: str) -> EngineFactory:
     return on_workers(make_launcher)
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> JobMaker:
-    return JobMaker(tmp_path)
-
-
 def kernels_of(folder: Path) -> str:
     manifest = RunDir(folder).read_manifest()
     assert manifest is not None
