@@ -50,7 +50,7 @@ class NoDriver:
 
 def compile_instead_of_launching(*, once: bool) -> dict[str, tuple[str, Any]]:
     """Make launches compile only; (name, binary) by hash, filled as kernels are called."""
-    run, found = jit.JITFunction.run, {}
+    run, found = jit.JITFunction.run, dict[str, tuple[str, Any]]()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if once and self.__name__ in (name for name, _ in found.values()):

@@ -406,8 +406,8 @@ class World:
         num_started, num_needed = sum(engine.num_started for engine in made), needed(fresh, self.sources)
         assert num_started == num_needed, f"elsewhere {num_started} rows computed, {num_needed} needed"
         self.counts["elsewhere"] += 1
-        for folder in (*folders, whole):
-            shutil.rmtree(folder)
+        for path in (*folders, str(whole)):
+            shutil.rmtree(path)
 
     def start(self, step: Step) -> int:
         """A start of the command, disturbed or not. Raises AssertionError where something does not hold."""
