@@ -162,15 +162,6 @@ def test_they_follow_whatever_runs_beside() -> None:
     assert made.stats.num_logits == 16
 
 
-@pytest.mark.parametrize("begins", [[], [[60, 61]]], ids=["from the prompt on", "later"])
-@pytest.mark.parametrize("budget", [1, 2, 5])
-def test_more_may_be_owed_than_a_step_computes(budget: int, begins: list[list[int]]) -> None:
-    asked = [request([*begins, *RUN * 4, [70, 71]], key, max_tokens=40) for key in range(3)]
-    made = engine(max_num_batched_tokens=budget)
-    assert untimed(run(made, asked)) == untimed(run(engine(share_duplicates=False), asked))
-    assert made.stats.num_steps >= (len(PROMPT) + 24) / budget
-
-
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_text_that_is_all_forced_needs_no_step(n: int, temperature: float) -> None:
@@ -202,17 +193,6 @@ def test_a_prompt_is_scored_though_the_text_is_all_forced(given: int) -> None:
     result = run(engine(), [asked])[0]
     assert result.first.token_ids == (40, 41, 42, 44, 46, 48)
     assert result.prompt_logprobs == run(engine(), [free])[0].prompt_logprobs
-
-
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 4}, {"frequency_penalty": 0.5}])
-def test_rows_with_log_probabilities_have_the_tokens_of_those_without(params: dict[str, Any]) -> None:
-    allowed = [FREE, *RUN, FREE, FREE, *RUN]
-    for limit in (1, 2, 6, 8, 9, 15):
-        plain, scored = (
-            run(engine(), [request(allowed, max_tokens=limit, **more)])[0]
-            for more in (params, params | {"logprobs": 0})
-        )
-        assert [replace(sample, logprobs=None) for sample in scored.samples] == [*plain.samples]
 
 
 # ---------------------------------------------------------------- ends
@@ -279,15 +259,6 @@ def test_forced_tokens_count_where_others_do() -> None:
 
 
 # ---------------------------------------------------------------- samples and duplicates
-
-
-def test_every_sample_has_a_constraint_of_its_own() -> None:
-    asked = request([FREE, FREE, *RUN, FREE, [70, 71]], n=5, temperature=1.0)
-    result = run(engine(), [asked])[0]
-    assert len({sample.token_ids[:2] for sample in result.samples}) > 1
-    assert all(len(s.token_ids) == 10 and s.is_complete for s in result.samples)
-    single = run(engine(), [replace(asked, params=replace(asked.params, n=1))])[0]
-    assert single.first == result.first
 
 
 def test_rows_under_other_constraints_are_no_duplicates() -> None:

@@ -25,7 +25,6 @@ from batchgen.model.load import load_model
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
-SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.9, seed=3)
 
 
 def run_one(request: Request, model: Decoder = MODEL, **config: int) -> Result:
@@ -414,35 +413,6 @@ def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
     assert tokenizer.decode(results[0].first.token_ids) == "SILVER"
     assert (results[1].first.finish_reason, results[1].first.stop) == (FinishReason.STOP, "LV")
     assert engine.eos_token_ids >= {structured.EOS}
-
-
-KINDS = {
-    "greedy": GREEDY,
-    "sampled": SAMPLED,
-    "penalized": replace(SAMPLED, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.2),
-    "looping": replace(GREEDY, max_repeats=4),
-    "greedy samples": replace(GREEDY, n=3),
-    "samples": replace(SAMPLED, n=2),
-    "logprobs": replace(GREEDY, logprobs=2),
-    "prompt logprobs": replace(GREEDY, prompt_logprobs=0),
-    "all logprobs": replace(SAMPLED, logprobs=1, prompt_logprobs=3),
-}
-GO_ON = KINDS.keys() - {"samples"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_request_goes_on_from_its_tokens_where_they_are_all_it_needs(kind: str) -> None:
-    """Log-probabilities of tokens it had are computed anew; several samples begin anew. The result is the same."""
-    request = Request(5, PROMPT, KINDS[kind])
-    whole = run_one(request)
-    engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20))
-    engine.submit(request)
-    for _ in range(5):
-        engine.step()
-    kept = engine.unfinished()
-    assert kept == ({5: whole.first.token_ids[:5]} if kind in GO_ON else {})
-    resumed = run_one(replace(request, output_token_ids=kept.get(5, ())))
-    assert replace(resumed, timings=Timings()) == replace(whole, timings=Timings())
 
 
 def test_identical_requests_do_not_pile_up_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,14 +203,6 @@ def test_a_step_with_rows_that_need_the_host_runs_by_itself() -> None:
     assert (engine.stats.num_steps, device.num_waits, device.num_ahead) == (20, 20, 14)
 
 
-def test_a_label_whose_last_token_comes_after_its_scores_is_answered() -> None:
-    """The step that computes it samples nothing and scores nothing, and yet the sequence ends with it."""
-    request = Request(0, (9, 30, 77), SamplingParams(max_tokens=0, labels=("one",)), (), ((50, 51),))
-    (result,) = checked_run(overlapping(Device(), max_num_batched_tokens=4), [request])
-    (plain,) = engine_for(MODEL, num_blocks=200, block_size=4).run([request])
-    assert result.label_logprobs == plain.label_logprobs
-
-
 def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
     """Wrong from its prompt on, or from a token it generates: others begin in its memory a step later."""
     model, bad = tiny_model(tie_embedding=False), 100

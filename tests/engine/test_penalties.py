@@ -71,13 +71,6 @@ def test_every_row_is_what_vllm_defines(cases: list[tuple[list[int], list[int], 
         assert torch.equal(row, defined(before, *case))
 
 
-def test_the_prompt_counts_for_the_repetition_penalty_alone() -> None:
-    logits = torch.ones(1, 5)
-    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.125)
-    got = penalized(logits, [([1, 1, 1], [2, 2, 3], params)])
-    assert got.tolist() == [[1.0, 0.5, 0.5 - 0.25 - 0.25, 0.5 - 0.25 - 0.125, 1.0]]
-
-
 def test_a_forbidden_token_stays_forbidden() -> None:
     logits = torch.full((1, 4), -torch.inf)
     params = SamplingParams(repetition_penalty=0.5, presence_penalty=-2.0, frequency_penalty=-2.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -24,11 +23,10 @@ from vector_models import bidirectional_states, loaded, saved, vectors
 
 from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine import Engine, EngineConfig, model_runner
+from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.pooler import Pooler
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import RequestState
-from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
@@ -193,14 +191,6 @@ def test_a_long_text_is_computed_in_one_step_of_its_own(monkeypatch: pytest.Monk
     assert all(sum(step) <= 64 or len(step) == 1 for step in steps)
 
 
-def test_a_causal_model_takes_over_cached_prefixes_where_only_the_last_token_counts() -> None:
-    decoder = model("qwen3")
-    prefix = [9 + i % 100 for i in range(64)]
-    some = {key: [*prefix, 10 + key] for key in range(6)}
-    for pooling in ("last", "cls"):
-        assert vectors(decoder, some, pooling) == vectors(decoder, some, pooling, prefix_caching=False)
-
-
 def test_scores_of_labels_are_probabilities() -> None:
     found = vectors(model("qwen3"), texts(), "last", VectorSettings(scores="softmax"))
     for vector in found.values():
@@ -294,44 +284,6 @@ def test_extreme_logits_are_certain_scores_and_infinite_ones_fail_their_row() ->
     sequence = RequestState(request).sequences[0]
     Pooler(head, model("llama").kernels, frozenset()).score(torch.tensor([[1, torch.inf]]), [(sequence, range(1, 2))])
     assert sequence.generation.error is not None
-
-
-def test_a_convolution_that_looks_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    convolve = CpuKernels.short_conv
-
-    def shifted(self: CpuKernels, bcx: Any, weight: Any, bias: Any, state: Any, inputs: Any) -> Any:
-        return convolve(self, bcx, weight, bias, state, replace(inputs, is_causal=True))
-
-    monkeypatch.setattr(CpuKernels, "short_conv", shifted)
-    assert max(gaps("lfm2", "mean")) > 1e-3
-
-
-def test_a_convolution_that_reaches_into_the_next_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    convolve, given = CpuKernels.short_conv, []
-
-    def joined(self: CpuKernels, bcx: Any, weight: Any, bias: Any, state: Any, inputs: Any) -> Any:
-        """As in padded batches elsewhere."""
-        given.append(replace(inputs, cu_seqlens=inputs.cu_seqlens[[0, -1]], conv_slots=inputs.conv_slots[:1]))
-        return convolve(self, bcx, weight, bias, state, given[-1])  # which runs once all launches are recorded
-
-    monkeypatch.setattr(CpuKernels, "short_conv", joined)
-    assert max(gaps("lfm2", "mean")) > 1e-3
-
-
-def test_a_causal_mask_left_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = model_runner.build_input
-
-    def causal(*arguments: Any, is_causal: bool) -> Any:
-        return build(*arguments)
-
-    monkeypatch.setattr(model_runner, "build_input", causal)
-    assert max(gaps("lfm2", "mean")) > 1e-3
-
-
-def test_the_wrong_token_is_noticed() -> None:
-    found = vectors(model("lfm2"), texts(), "last")
-    wanted = vectors(model("lfm2"), texts(), "cls")
-    assert all(found[key] != wanted[key] for key, text in texts().items() if len(text) > 1)
 
 
 def test_states_that_are_not_finite_fail_their_row_alone() -> None:

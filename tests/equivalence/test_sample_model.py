@@ -43,7 +43,7 @@ def tokenizer() -> Tokenizer:
 @cache
 def rows() -> tuple[dict[str, Any], ...]:
     lines = (SAMPLE_DATA / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(json.loads(line) for line in lines)
+    return tuple(json.loads(line) for line in lines[:100])
 
 
 def answers(params: SamplingParams, form: Decoder | None = None, **settings: Any) -> list[Result]:
@@ -94,8 +94,8 @@ def test_integers_answer_as_well(dtype: str) -> None:
     as_stored = [text(result) for result in answers(greedy, model(dtype))]
     for quantization in ("w8a16", "w8a8"):
         found = [text(result) for result in answers(greedy, model(dtype, quantization))]
-        assert accuracy(found) >= accuracy(as_stored) - 3 / 300
-        assert sum(map(str.__ne__, found, as_stored)) <= 12
+        assert accuracy(found) >= accuracy(as_stored) - 2 / 100
+        assert sum(map(str.__ne__, found, as_stored)) <= 5
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_keys_and_values_of_fewer_bits_answer_as_well(dtype: str, kv_cache_dtype
     found = [
         text(result) for result in answers(SamplingParams(max_tokens=64), model(dtype), kv_cache_dtype=kv_cache_dtype)
     ]
-    assert accuracy(found) >= accuracy(plain()) - 3 / 300
-    assert sum(map(str.__ne__, found, plain())) <= 12
+    assert accuracy(found) >= accuracy(plain()) - 2 / 100
+    assert sum(map(str.__ne__, found, plain())) <= 5
 
 
 @pytest.mark.parametrize("policy", [*map(slow, POLICIES), "all"])

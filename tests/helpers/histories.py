@@ -46,7 +46,6 @@ JOB = (
     *("max_model_len", "max_tokens", "seed"),
     *("template", "quantization", "dtype", "parse", "thinking", "labels", "extract"),
 )
-STARTS = ("run", "update", "stop", *KINDS)
 _VALUES: dict[str, tuple[Any, ...]] = {  # the first is that of a new job
     "max_tokens": (8, 12, 4, 32),
     "temperature": (0.0, 1.0, 0.7),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from adapters import ALPHA, CONFIG, RANK, WEIGHTS, merged, write_adapter
-from run_helpers import MODEL, JobMaker, quiet, rows_of, updating
+from run_helpers import MODEL, JobMaker, quiet, rows_of
 from safetensors.torch import load_file, save_file
 from stub_engine import stub_factory
 from torch import Tensor
@@ -111,17 +111,6 @@ def test_a_change_between_reading_settings_and_hashing_them_is_noticed(
     with pytest.raises(ModelError, match=rf"{CONFIG} has changed while the model was loaded"):
         run_with(job, lora)
     assert not job.output.exists()
-
-
-def test_an_update_with_another_adapter_keeps_no_row(job: JobMaker, lora: Path) -> None:
-    job.write(rows_of(20))
-    run_with(job, lora)
-    change(lora, WEIGHTS)
-    with pytest.raises(ResumeMismatch, match=rf"model\.adapter\.{WEIGHTS}: was {DIGEST}"):
-        run_with(job, lora)
-    run_with(job, lora, updating())
-    assert job.engines[0].num_started == 20
-    assert read_report(RunDir(job.output))["adapter"] == str(lora)
 
 
 def test_a_report_and_a_plan_name_it_and_one_model_is_no_basis_for_the_other(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,12 +77,3 @@ def test_a_row_may_ask_for_it_in_each_format(job: JobMaker, whole: list[dict[str
         engine={"threads": 1},
     )
     assert [row["token_ids"] for row in answered(job, spec)] == [row["token_ids"] for row in expected]
-
-
-def test_a_resumed_job_stops_where_one_that_went_through_does(job: JobMaker, whole: list[dict[str, Any]]) -> None:
-    spec = spec_of(job, stop=["<|im_end|>"])
-    expected = answered(job, spec)
-    job.output = job.folder / "resumed"
-    spec = replace(spec_of(job, stop=["<|im_end|>"]), engine=replace(spec.engine, max_num_seqs=1))
-    assert run_job(spec, quiet(max_total_tokens=30)).exit_code == 75
-    assert answered(job, spec) == expected != whole

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
-from run_helpers import MODEL, JobMaker, quiet, without_timings
 from tiny_model import tiny_model
 from torch import Tensor
 
-from batchgen.config.job import InputSpec, JobSpec
+from batchgen.config.job import InputSpec
 from batchgen.core.records import Cursor, FinishReason, Request, Result, Row, SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.engine import Engine, EngineConfig
@@ -23,7 +22,6 @@ from batchgen.engine.generation import TextTools
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Sequence
 from batchgen.input.requests import RequestBuilder
-from batchgen.run.job import run_job
 from batchgen.text.grammar import Grammars
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
@@ -208,39 +206,3 @@ def test_a_chat_template_that_closes_the_thoughts_itself_begins_with_the_answer(
     opened, closed = sorted(engine_of(grammars).run(requests), key=lambda result: result.key)
     assert not opened.first.is_complete and len(opened.first.token_ids) == 20
     assert re.fullmatch(ANSWER, text_of(grammars, closed)) and closed.first.is_complete
-
-
-def test_a_row_goes_on_from_any_of_its_tokens(grammars: Grammars, said: dict[int, list[int]]) -> None:
-    said[0] = [*ids_of(grammars.tokenizer, "é</thin"), MERGED["k>a"]]
-    whole = answer(grammars)
-    engine = engine_of(grammars)
-    asked = SamplingParams(max_tokens=60, structured_outputs=canonical({"regex": ANSWER, "after": MARKER}))
-    for known in range(len(whole.first.token_ids)):
-        [result] = engine.run([Request(0, (1, 30, 40), asked, output_token_ids=whole.first.token_ids[:known])])
-        assert (result.first.token_ids, result.first.is_complete) == (whole.first.token_ids, True), known
-
-
-@pytest.mark.usefixtures("threads_as_before")
-def test_a_run_stopped_in_the_thoughts_or_in_the_answer_goes_on(job: JobMaker, said: dict[int, list[int]]) -> None:
-    folder = write_merged(job.folder / "tokenizer")
-    tokenizer = Tokenizer.load(folder)
-    for key in range(6):
-        said[key] = ids_of(tokenizer, f"{'hm, ' * key}{MARKER}")
-    job.write([{"id": str(i), "question": f"{i}?"} for i in range(6)])
-
-    def spec(output: str) -> JobSpec:
-        return job.spec(
-            model={"path": str(MODEL), "tokenizer": str(folder), "dtype": "float32"},
-            output={"path": str(job.folder / output)},
-            sampling={"max_tokens": 80, "structured_outputs": {"regex": ANSWER, "after": MARKER}},
-            engine={"max_num_seqs": 4},
-        )
-
-    assert run_job(spec("whole"), quiet()).exit_code == 0
-    codes = []
-    while not codes or codes[-1] == 75:
-        codes.append(run_job(spec("stopped"), quiet(max_total_tokens=100)).exit_code)
-    assert codes[:2] == [75, 75] and codes[-1] == 0
-    whole, stopped = (without_timings(job.folder / name / "outputs.jsonl") for name in ("whole", "stopped"))
-    assert stopped == whole
-    assert all(re.fullmatch(rf"(hm, ){{{key}}}{MARKER}{ANSWER}", row["text"]) for key, row in enumerate(whole))

@@ -1,7 +1,4 @@
-"""Jobs with constrained rows: stopped, killed, in shards and tried again they end with the bytes of one run.
-
-With the sample model's own engine; rows of every grammar among free ones, some refused, some of forced tokens alone.
-"""
+"""Jobs with constrained rows, stopped and resumed with a changed schema or library."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
-from structured import GRAMMARS, LIST
+from run_helpers import JobMaker, quiet, rows_of
 from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
@@ -23,54 +19,6 @@ from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.text.grammar import Grammars
-
-COUNT = 20
-REFUSED = 4, {"structured_outputs": {"regex": "a(?=b)"}}  # the index of a row, and what it asks for
-JOB_WIDE = {"json": LIST}
-
-
-def rows() -> list[dict[str, Any]]:
-    """Rows that ask for each grammar or take the job's; some are free, some samples, scored or drawn."""
-    kinds: list[Any] = [None, *GRAMMARS.values(), {}]
-    extras: list[dict[str, Any]] = [{}, {"n": 3}, {"logprobs": 1, "prompt_logprobs": 0}, {"stop": ["er"]}, {"seed": 1}]
-    made = rows_of(COUNT)
-    for i, row in enumerate(made):
-        kind = kinds[i % len(kinds)]
-        row["sampling"] = extras[i % len(extras)] | ({} if kind is None else {"structured_outputs": kind})
-    made[REFUSED[0]]["sampling"] = REFUSED[1]
-    return made
-
-
-def spec(job: JobMaker, output: str = "out", **engine: int) -> JobSpec:
-    sampling = {"max_tokens": 30, "temperature": 1.0, "structured_outputs": JOB_WIDE}
-    return job.spec(output={"path": str(job.folder / output)}, sampling=sampling, engine={"threads": 1} | engine)
-
-
-@pytest.fixture
-def whole(job: JobMaker) -> list[dict[str, Any]]:
-    """The records of an undisturbed run."""
-    job.write(rows())
-    assert run_job(spec(job, "whole"), quiet()).exit_code == 3
-    (letter,) = read_lines(job.folder / "whole" / "errors.jsonl")
-    assert (letter["index"], letter["code"]) == (REFUSED[0], "bad_param")
-    records = without_timings(job.folder / "whole" / "outputs.jsonl")
-    assert len(records) == COUNT - 1
-    return records
-
-
-@pytest.mark.usefixtures("threads_as_before")
-def test_a_job_stopped_again_and_again_ends_with_the_same_bytes(job: JobMaker, whole: list[dict[str, Any]]) -> None:
-    small = spec(job, max_num_seqs=3, max_num_batched_tokens=19, block_size=8)
-    codes = []
-    while not codes or codes[-1] == 75:
-        codes.append(run_job(small, quiet(max_total_tokens=100)).exit_code)
-    assert len(codes) > 5, codes
-    assert codes[-1] == 3
-    assert without_timings(job.output / "outputs.jsonl") == whole
-
-
-# ---------------------------------------------------------------- stops and resumes with a changed schema or library
-
 
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
 

@@ -26,7 +26,6 @@ from batchgen.text.tool_calls import ToolCalls
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 CALL = f'{START}[weather(city="Zürich", days=[1, null])]{END}'
 ASKED = {"name": "weather", "arguments": {"city": "Zürich", "days": [1, None]}}
-FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "openai-batch": "jsonl"}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
