@@ -6,7 +6,7 @@ A mark consists of letters and digits, which templates leave unchanged; case doe
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ class MarkedChat:
     def __init__(self, chat: Variables) -> None:
         self._places: list[Place] = []
         messages = [self._message(*item) for item in enumerate(chat["messages"])]
-        tools = [self._tool(tool, f"tools[{n}]") for n, tool in enumerate(chat.get("tools") or ())]
+        tools = [_inside(tool, partial(self._tool, f"tools[{n}]")) for n, tool in enumerate(chat.get("tools") or ())]
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}
 
     def hidden(self, prompt: str) -> Sequence[Place]:
@@ -56,17 +56,15 @@ class MarkedChat:
         if names := [name for name in REASONING if isinstance(message.get(name), str)]:
             marked |= dict.fromkeys(names, self._marked(message[names[0]], place(names[0])))
         if calls := message.get("tool_calls"):
-            marked["tool_calls"] = [self._call(call, place(f"tool_calls[{n}]")) for n, call in enumerate(calls)]
+            marked["tool_calls"] = [
+                _inside(call, partial(self._call, place(f"tool_calls[{n}]"))) for n, call in enumerate(calls)
+            ]
         return marked
 
-    def _call(self, call: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
-        if isinstance(call.get("function"), dict):
-            return {**call, "function": self._call(call["function"], place)}
+    def _call(self, place: Place, call: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**call, **{key: self._marked(call[key], place) for key in ("name", "arguments") if key in call}}
 
-    def _tool(self, tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        if isinstance(tool.get("function"), dict):
-            return {**tool, "function": self._tool(tool["function"], name)}
+    def _tool(self, name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
         if not tool.get("name"):  # no function: a template that writes the whole of a tool shows a key more
             return {**tool, self._mark(Place(None, name)): True}
         schema = tool.get("parameters")
@@ -92,3 +90,9 @@ class MarkedChat:
     def _mark(self, place: Place) -> str:
         self._places.append(place)
         return f"zq{len(self._places) - 1}qz"
+
+
+def _inside(item: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """A tool or a call whose function is changed; it may itself be one."""
+    function = item.get("function")
+    return {**item, "function": change(function)} if isinstance(function, dict) else change(item)

@@ -20,7 +20,7 @@ _ROLE = "zqroleqz"  # known to no template
 _CHECKED = ("tool_calls", "refusal", *REASONING)  # fields that may hold more than the content
 _MIN_CHARS = 12  # of a text that stands nowhere else by chance
 _REMEDY = "leave it out, or name in model.tokenizer a folder whose template shows it"
-_HIDDEN = f"the model's chat template never shows it; {_REMEDY}"
+_HIDDEN = f"the model's chat template does not show it; {_REMEDY}"
 _NO_ROLE = f"the model's chat template does not know this role; {_REMEDY}"
 _UNCHECKED = "the model's chat template fails on them with other words, so whether it shows them cannot be known"
 

@@ -175,7 +175,7 @@ DEAF = (
     "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "<|im_end|>\n{% endif %}{% endfor %}<|im_start|>assistant\n"
 )
-HIDDEN = "the model's chat template never shows it"
+HIDDEN = "the model's chat template does not show it"
 
 
 def test_run_and_plan_refuse_a_row_whose_turn_the_template_would_not_show(job: JobMaker) -> None:
@@ -216,7 +216,7 @@ def test_an_evaluation_is_refused_where_its_description_would_not_be_shown(job: 
 
     model = BatchgenLM(str(MODEL), tokenizer=str(write_tokenizer(job.folder / "tokenizer", chat_template=DEAF)))
     chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi"}]
-    with pytest.raises(UsageError, match=r"messages\[0\]\.content: the model's chat template never shows it"):
+    with pytest.raises(UsageError, match=r"messages\[0\]\.content: the model's chat template does not show it"):
         model.apply_chat_template(chat)
 
 
