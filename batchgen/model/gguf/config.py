@@ -134,10 +134,10 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
         )
     architecture = _ARCHITECTURES[name]
     raw: dict[str, Any] = {"model_type": architecture.model_type, **architecture.fixed}
-    raw |= {key: metadata.get(f"{name}.{behind}") for key, behind in architecture.all_keys.items()}
-    for key, behind in architecture.keys.items():
+    raw |= {key: metadata.get(f"{name}.{suffix}") for key, suffix in architecture.all_keys.items()}
+    for key, suffix in architecture.keys.items():
         if raw[key] is None and key != "num_key_value_heads":  # by default the number of query heads
-            raise ModelError(f"{path}: the metadata has no '{name}.{behind}'; convert the model again")
+            raise ModelError(f"{path}: the metadata has no '{name}.{suffix}'; convert the model again")
     _refuse_others(path, name, metadata)
     if name in ("lfm2", "lfm2moe"):
         raw |= _lfm2_layers(path, name, raw)
@@ -175,15 +175,15 @@ def _quotient(total: Any, parts: Any) -> int | None:
 def _refuse_others(path: Path, name: str, metadata: Mapping[str, Any]) -> None:
     """Raises ModelError for unsupported metadata."""
     taken = _ARCHITECTURES[name].all_keys.values()
-    wrong = {behind: metadata.get(f"{name}.{behind}") for behind in _NOT_COMPUTED if behind not in taken}
-    wrong = {behind: value for behind, value in wrong.items() if value}
+    wrong = {suffix: metadata.get(f"{name}.{suffix}") for suffix in _NOT_COMPUTED if suffix not in taken}
+    wrong = {suffix: value for suffix, value in wrong.items() if value}
     if name == "granite" and metadata.get("granite.rope.scaling.finetuned") is False:  # then nothing is rotated
         wrong["rope.scaling.finetuned"] = False
     gating = metadata.get(f"{name}.expert_gating_func")
     if gating is not None and gating != _GATINGS.get(name):
         wrong["expert_gating_func"] = gating
-    for behind, value in wrong.items():
-        raise ModelError(f"{path}: {name}.{behind} is {shown(value)}, which is not computed here; use safetensors")
+    for suffix, value in wrong.items():
+        raise ModelError(f"{path}: {name}.{suffix} is {shown(value)}, which is not computed here; use safetensors")
 
 
 def _lfm2_layers(path: Path, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
