@@ -1,14 +1,16 @@
-"""Which cases of a test repeat the claim of others: those are slow, so that the default suite stays short.
+"""Which cases of a test repeat the claim of others: those are slow or nightly, so that the default suite stays short.
 
-CI runs the slow ones too, so no combination is lost. Of a product of parametrizations, as many cases are left as show
-every value once; of cases on Triton's interpreter, which takes a second for what a kernel does in a millisecond, one.
+Of a product of parametrizations, as many cases run by default as show every value once; CI's slow tests add as many as
+show every pair of values, and the night runs all. On Triton's interpreter, which takes a second for what a kernel does
+in a millisecond, one case of a test runs by default.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)  # for cases that are long 
 
 
 def mark_repeats(items: Iterable[pytest.Item], is_interpreted: bool) -> None:
-    """Mark as slow all but the needed cases of each test; ``is_interpreted`` where there is no GPU."""
+    """Mark all but the needed cases of each test as slow or nightly; ``is_interpreted`` where there is no GPU."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not any(map(item.get_closest_marker, ("slow", "nightly"))):
@@ -25,21 +27,26 @@ def mark_repeats(items: Iterable[pytest.Item], is_interpreted: bool) -> None:
     for found in cases.values():
         interpreted = [item for item in found if is_interpreted and item.get_closest_marker("interpreted")]
         others = [item for item in found if item not in interpreted]
-        for item in [*interpreted[1:], *_repeats(others)]:
-            item.add_marker(pytest.mark.slow)
+        shown = {item: _values(item) for item in others}
+        repeats = _repeats(shown, set())
+        first = [item for item in others if item not in repeats]
+        pairs = {item: {frozenset(pair) for pair in combinations(values, 2)} for item, values in shown.items()}
+        seen = set().union(*(pairs[item] for item in first))
+        nightly = _repeats({item: pairs[item] for item in repeats}, seen)
+        for item in [*interpreted[1:], *repeats]:
+            item.add_marker(pytest.mark.nightly if item in nightly else pytest.mark.slow)
 
 
-def _repeats(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The cases of one test whose values, one for each axis of its product, are all those of others too."""
-    values = {case: _values(case) for case in cases}
-    seen: set[tuple[Any, ...]] = set()
+def _repeats(shown: Mapping[pytest.Item, set[Any]], seen: set[Any]) -> list[pytest.Item]:
+    """The cases of one test that show nothing, of several things, that ``seen`` or other cases do not show."""
+    seen = {*seen}
     needed = []
-    for most_seen in range(max(map(len, values.values()), default=0)):  # first those of which every value is new
-        for case, found in values.items():
+    for most_seen in range(max(map(len, shown.values()), default=0)):  # first those that show only what is new
+        for case, found in shown.items():
             if len(found & seen) <= most_seen and not found <= seen:
                 needed.append(case)
                 seen |= found
-    return [case for case, found in values.items() if len(found) > 1 and case not in needed]
+    return [case for case, found in shown.items() if len(found) > 1 and case not in needed]
 
 
 def _values(case: pytest.Item) -> set[tuple[Any, ...]]:
