@@ -17,9 +17,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from batchgen.config.job import InputSpec
-from batchgen.core.records import Request, Row
+from batchgen.core.records import Cursor, Request, Row, SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.source import Source, open_source
+from batchgen.text.tokenizer import Tokenizer
 
 Columns = Mapping[str, Any]
 
@@ -130,6 +131,27 @@ def read_bytes(folder: Path, content: bytes, name: str = "rows.jsonl", **keys: A
 def codes(rows: Sequence[Any]) -> list[str]:
     """The error code of each row, "ok" for a sound one."""
     return [str(row.error.code) if isinstance(row, Row) and row.error else "ok" for row in rows]
+
+
+def row_of(columns: Columns, index: int = 0) -> Row:
+    """A row of a file ``rows.jsonl``."""
+    return Row(index, "rows.jsonl", index + 1, dict(columns), Cursor(0, 0, index + 1, index + 1))
+
+
+def builder_of(tokenizer: Tokenizer | None, sampling: Any = None, **keys: Any) -> RequestBuilder:
+    """What makes requests of rows, for a job with these keys of [input] and for a model of these sizes."""
+    sizes: dict[str, Any] = {"max_model_len": 9999, "vocab_size": VOCAB_SIZE, "grammars": None}
+    sizes |= {name: keys.pop(name) for name in sizes.keys() & keys.keys()}
+    return RequestBuilder(InputSpec(path=("rows.jsonl",), **keys), sampling or SamplingParams(), tokenizer, **sizes)
+
+
+def told(tokenizer: Tokenizer, columns: Columns, **keys: Any) -> str:
+    """The prompt that a row becomes, or the code and message of its error."""
+    [found] = requests_of(builder_of(tokenizer, **keys), [row_of(columns)])
+    if isinstance(found, Row):
+        assert found.error is not None
+        return f"{found.error.code}: {found.error.message}"
+    return tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
 
 
 def requests_of(builder: RequestBuilder, rows: Iterable[Row]) -> list[Request | Row]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from input_helpers import jsonl, zstd
 from repeats import slow
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 
@@ -30,21 +30,11 @@ NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that i
 Rows = list[dict[str, Any]]
 
 
-def jsonl(rows: Rows) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return sink.getvalue().to_pybytes()
-
-
 def parquet(rows: Rows) -> bytes:
+    """With row groups that an edit reaches."""
     sink = pa.BufferOutputStream()
-    table = pa.Table.from_pylist(rows)
-    pq.write_table(table, sink, row_group_size=100, compression="none", use_dictionary=False, write_statistics=False)
+    plain: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100, **plain)
     return sink.getvalue().to_pybytes()
 
 
@@ -150,19 +140,14 @@ def test_a_changed_input_stops_the_run_and_resumes_once_it_is_as_it_was(job: Job
 
 
 @every_format
-def test_other_rows_of_the_same_number_are_noticed_in_every_format(job: JobMaker, form: str) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_other_rows_of_the_same_number_and_a_file_cut_short_are_noticed_in_every_format(
+    job: JobMaker, form: str, is_cut: bool
+) -> None:
     changing = Changing(job, form)
     other = changing.encode([{**row, "question": row["question"][::-1]} for row in rows_of(NUM_ROWS)])
     with pytest.raises(InputError, match=changing.file.name):
-        changing.run(lambda: changing.file.write_bytes(other))
-    assert not (job.output / "outputs.jsonl").exists()
-
-
-@every_format
-def test_a_file_cut_short_is_noticed_in_every_format(job: JobMaker, form: str) -> None:
-    changing = Changing(job, form)
-    with pytest.raises(InputError, match=changing.file.name):
-        changing.run(lambda: os.truncate(changing.file, 100))
+        changing.run(lambda: changing.file.write_bytes(changing.content[:100] if is_cut else other))
     assert not (job.output / "outputs.jsonl").exists()
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING, TOOLS
-from input_helpers import VOCAB_SIZE, requests_of, write_tokenizer
+from input_helpers import told as answer
+from input_helpers import write_tokenizer
 
-from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Cursor, Row, SamplingParams
+from batchgen.core.records import SamplingParams
 from batchgen.input.openai_batch import parse_batch_line
-from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem
 from batchgen.text.tokenizer import Tokenizer
 
@@ -30,17 +29,6 @@ HEAD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=THINKING))
-
-
-def answer(tokenizer: Tokenizer, columns: Mapping[str, Any], **keys: Any) -> str:
-    """The prompt that a row becomes, or the code and message of its error."""
-    builder = RequestBuilder(
-        InputSpec(path=("rows.jsonl",), **keys), SamplingParams(), tokenizer, max_model_len=9999, vocab_size=VOCAB_SIZE
-    )
-    [found] = requests_of(builder, [Row(0, "rows.jsonl", 1, dict(columns), Cursor(0, 0, 1, 1))])
-    if isinstance(found, Row):
-        return f"{found.error.code}: {found.error.message}"
-    return tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
 
 
 def batch_line(**body: Any) -> dict[str, Any]:
@@ -236,14 +224,7 @@ def asked(url: str, **body: Any) -> Mapping[str, Any]:
         (COMPLETION_URL, {"logit_bias": None}, {}),
         (COMPLETION_URL, {"bad_words": ["a"]}, {"bad_words": ("a",)}),
         (CHAT_URL, {"allowed_token_ids": [3]}, {"allowed_token_ids": (3,)}),
-        (CHAT_URL, {"response_format": {"type": "text"}}, {}),
-        (CHAT_URL, {"response_format": {"type": "json_object"}}, {"structured_outputs": '{"json_object": true}'}),
         (CHAT_URL, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": '{"regex": "a"}'}),
-        (
-            CHAT_URL,
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}}},
-            {"structured_outputs": '{"json": {}}'},
-        ),
     ],
 )
 def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -269,13 +250,6 @@ def test_a_field_about_openais_service_costs_no_row(field: str) -> None:
         (COMPLETION_URL, {"best_of": 2}, "body field 'best_of' is not supported with this value"),
         (COMPLETION_URL, {"n": 3, "best_of": 4}, "body field 'best_of' is not supported with this value"),
         (COMPLETION_URL, {"foo": 1}, "unknown field 'foo' in the body"),
-        (
-            CHAT_URL,
-            {"logit_bias": {"7": 101}},
-            "logit_bias = {'7': 101} must be an object from token ids to numbers from -100 to 100, "
-            'such as {"50256": -100}',
-        ),
-        (COMPLETION_URL, {"tool_choice": "required"}, "body field 'tool_choice' is not supported with this value"),
         (
             CHAT_URL,
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},

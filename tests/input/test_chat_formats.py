@@ -180,6 +180,12 @@ def as_data_frame(rows: Sequence[Row], folder: Path) -> str:
     return str(folder / "frame.jsonl")
 
 
+def as_table_in_memory(rows: Sequence[Row], folder: Path) -> str:
+    lines = json_lines(pa.Table.from_pylist(list(rows)), InputSpec().request_columns)
+    (folder / "table.jsonl").write_bytes(b"".join(lines))
+    return str(folder / "table.jsonl")
+
+
 def as_parquet(rows: Sequence[Row], folder: Path) -> str:
     pq.write_table(pa.Table.from_pylist(list(rows)), folder / "rows.parquet")
     return str(folder / "rows.parquet")
@@ -217,6 +223,7 @@ def as_streamed_dataset(rows: Sequence[Row], folder: Path) -> str:
 TEXTS = [as_openai_lines, as_csv, as_text_in_parquet, as_lines_of_texts, as_texts_in_parquet]
 # These cannot hold any chat.
 TYPED = [as_parquet, as_requests_in_parquet, as_datasets_parquet, as_saved_dataset, as_data_frame]
+TYPED += [as_table_in_memory]
 _NO_FORM = (pa.ArrowException, TypeError, ValueError, UsageError)  # the last of what lost its type on the way
 
 

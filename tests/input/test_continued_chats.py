@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 from chat_templates import PUBLISHED, TOOLS, fix_date
-from input_helpers import VOCAB_SIZE, requests_of, write_tokenizer
+from input_helpers import told, write_tokenizer
 from run_helpers import MODEL, JobMaker, quiet
 
 import batchgen
-from batchgen.config.job import InputSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Cursor, Row, SamplingParams
-from batchgen.input.requests import RequestBuilder
 from batchgen.run.job import run_job
 from batchgen.text.chat import CONTINUES, ChatTemplateError
 from batchgen.text.tokenizer import Tokenizer
@@ -57,15 +54,7 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatc
 
 def answer(columns: dict[str, Any], folder: Path, **keys: Any) -> str:
     """The prompt that LFM2's template makes of a row, or the row's error."""
-    tokenizer = Tokenizer.load(write_tokenizer(folder))
-    builder = RequestBuilder(
-        InputSpec(path=("in.jsonl",), **keys), SamplingParams(), tokenizer, max_model_len=900, vocab_size=VOCAB_SIZE
-    )
-    [found] = requests_of(builder, [Row(0, "in.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
-    if isinstance(found, Row):
-        assert found.error is not None
-        return f"{found.error.code}: {found.error.message}"
-    return tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
+    return told(Tokenizer.load(write_tokenizer(folder)), columns, **keys)
 
 
 BEGUN = {"role": "assistant", "content": "It is "}

@@ -6,16 +6,14 @@ import csv
 import gzip
 import io
 import random
-import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from input_helpers import codes, read_bytes, source_of, zstd
-from run_helpers import MODEL, JobMaker, finish, quiet, rows_of, start
+from run_helpers import MODEL, JobMaker, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
@@ -141,23 +139,13 @@ def test_a_broken_row_is_an_error_row_with_its_line_and_costs_no_other(line: byt
     assert (rows[1].text or "").encode() == line.replace(b"\xff", b"\\xff").replace(b"\xe6", b"\\xe6").rstrip()
 
 
-def test_quotes_that_are_never_closed_are_one_error_row(tmp_path: Path) -> None:
-    rows = read_bytes(tmp_path, b'a,b\n1,2\n3,"4\n' + b"5,6\n" * 9, "rows.csv")
-    assert codes(rows) == ["ok", "bad_type"]
-    assert rows[1].error.message == "line 3: a quote is never closed; the 9 lines after it were not read as rows"
-    assert rows[1].line == 3
-
-
 SWALLOWED = {
     "closed by the next row's quote": (b'1,2\n"3,4\n5,6\n"7",8\n9,10\n', "in line 5; it begins in line 3; the 2 lines"),
     "opened in a row of several lines": (b'1,2\n"3\n4","5\n6,7\n8,9\n', "line 4: a quote is never closed; the 2 lines"),
     "behind a quote written twice": (b'1,2\n"a""\nb","c\n6,""\n8,9', "line 4: a quote is never closed; the 2 lines"),
     "in the last line": (b'1,2\n3,"4', "line 3: a quote is never closed"),
     "in the line before": (b'1,2\n3,"4\n5,6\n', "line 3: a quote is never closed; the 1 line after it was not read"),
-    "too many lines": (
-        b'1,2\n3,"4\n' + b"5,6\n" * 50,
-        "line 3: is a quote never closed?; the 50 lines",
-    ),
+    "too many lines": (b'1,2\n3,"4\n' + b"5,6\n" * 50, "line 3: is a quote never closed?; the 50 lines"),
     "too few cells": (b'1,2\n"3,4\n5,6"\n', "the row has 1 cell, and the header has 2, in lines 3 to 4"),
 }
 
@@ -311,25 +299,6 @@ def table_job(job: JobMaker, content: bytes, **sections: Any) -> tuple[JobMaker,
     return job, job.spec(input=keys, eval={"expected": "answer"}, **sections)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_run_that_stops_behind_any_rows_ends_as_one_that_does_not(form: str, job: JobMaker, tmp_path: Path) -> None:
-    _, spec = table_job(job, WITH_BAD, output={"format": form})
-    stops = 0
-    while job.run(spec, quiet(max_total_tokens=60)).exit_code == ExitCode.STOPPED:
-        stops += 1
-    assert stops > 5
-    other = JobMaker(tmp_path / "whole")
-    other.folder.mkdir()
-    _, whole = table_job(other, WITH_BAD, output={"format": form})
-    assert other.run(whole).exit_code == ExitCode.ROWS_FAILED
-    ends = [(made.output / f"outputs.{form}").read_bytes() for made in (job, other)]
-    assert len(ends[0]) > 1000
-    if form == "jsonl":
-        assert job.outputs() == other.outputs()
-        assert job.outputs()[3]["question"] == 'What is 3 times 3?\n"Why"?'
-    assert [(letter["index"], letter["line"], letter["code"]) for letter in job.errors()] == [(40, 82, "bad_type")]
-
-
 def test_a_failed_row_runs_once_it_is_mended_in_the_table(job: JobMaker) -> None:
     _, spec = table_job(job, WITH_BAD)
     job.run(spec)
@@ -338,34 +307,6 @@ def test_a_failed_row_runs_once_it_is_mended_in_the_table(job: JobMaker) -> None
     assert job.run(spec).exit_code == ExitCode.OK
     assert job.engines[0].num_started == 1
     assert [record["index"] for record in job.outputs()] == [*range(42)]
-
-
-@pytest.mark.slow
-def test_processes_killed_at_any_moment_end_as_one_run(job: JobMaker, tmp_path: Path) -> None:
-    rng = random.Random(3)
-    _, spec = table_job(job, TABLE)
-    job.run(spec)
-    expected = job.outputs()
-    words = ["run", "--model", spec.model.path, "--input", str(job.input), "--id", "id", "--prompt", "{question}"]
-    words += [
-        "--chat-template",
-        "none",
-        "--max-tokens",
-        "16",
-        "--output",
-        str(tmp_path / "killed"),
-        "--output-format",
-        "jsonl",
-        "-q",
-    ]
-    for _ in range(8):
-        process = start(words, step_s=0.02)
-        time.sleep(rng.uniform(0.5, 1.5))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert finish(start(words))[0] == 0
-    job.output = tmp_path / "killed"
-    assert job.outputs() == expected
 
 
 def test_standard_input_is_a_table_where_the_job_says_so(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,44 +1,29 @@
-"""What Arrow holds as JSON text, pads with nulls or keeps as a map is what the same rows say as JSON Lines."""
+"""What Arrow holds as JSON text, pads with nulls, keeps as a map or lacks in JSON is what the same rows say as JSON."""
 
 from __future__ import annotations
 
 import json
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_helpers import codes, jsonl, source_of
+from input_helpers import codes, source_of
+from run_helpers import JobMaker
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
+from batchgen.run.invocation import RunOptions
 
 JSON = pa.json_()
 TEXT = '{"a": {"b": null, "c": [1, "é"]}}'
 VALUE = json.loads(TEXT)
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-ZONE = {"type": "object", "properties": {"tz": {"type": "string", "default": None}}, "required": ["tz"]}
-
-
-def tool(name: str, parameters: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-CHATS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "a"}], "tools": [tool("weather", CITY), tool("now", ZONE)]},
-    {"messages": [{"role": "user", "content": "b", "name": "x"}], "tools": [tool("now", ZONE)]},
-    {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"tz": "UTC"}}}]}]},
-    {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"city": "Z"}}}]}]},
-]
-
-
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def read(path: Path | str, **keys: Any) -> list[dict[str, Any]]:
@@ -105,38 +90,6 @@ def test_a_text_that_is_not_json_costs_its_own_row_only(bad: str, tmp_path: Path
     assert problem.error.message.startswith("column 'data' holds JSON that cannot be read: ")
 
 
-def with_datasets(folder: Path, rows: list[dict[str, Any]], form: str) -> Path | str:
-    import datasets
-
-    datasets.disable_progress_bars()
-    (folder / "rows.jsonl").write_bytes(jsonl(rows))
-    if form == "streamed":
-        (folder / "files").mkdir()
-        (folder / "files" / "rows.jsonl").write_bytes(jsonl(rows))
-        return f"hf:{folder / 'files'}"
-    loaded = datasets.load_dataset(
-        "json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(folder / "cache")
-    )
-    if form == "parquet":
-        loaded.to_parquet(folder / "out.parquet")
-        return folder / "out.parquet"
-    loaded.save_to_disk(str(folder / "saved"))
-    return folder / "saved"
-
-
-@pytest.mark.parametrize("form", ["parquet", "saved", "streamed"])
-def test_chats_and_tools_that_datasets_wrote_are_those_of_json_lines(form: str, tmp_path: Path) -> None:
-    found = read(with_datasets(tmp_path, CHATS, form))
-    assert [without_nulls(row) for row in found] == without_nulls(CHATS)
-
-
-def test_fields_that_arrow_padded_are_left_out_of_chats_and_tools(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(CHATS), tmp_path / "rows.parquet")
-    expected = without_nulls(CHATS)
-    found = read(tmp_path / "rows.parquet")
-    assert [{name: value for name, value in row.items() if value is not None} for row in found] == expected
-
-
 def test_a_null_in_a_column_of_data_stays_as_the_file_has_it(tmp_path: Path) -> None:
     rows = [{"meta": {"a": 1, "b": None}, "messages": [{"role": "user", "name": None}], "turns": [{"n": None, "m": 1}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -166,29 +119,6 @@ def test_two_columns_of_one_name_are_refused(is_file: bool, tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- rows in memory
-
-
-def in_memory(folder: Path, kind: str) -> Any:
-    import datasets
-    import pandas as pd
-
-    table = pa.Table.from_pylist([{"tools": None, "messages": None, "data": {"a": None}, **row} for row in CHATS])
-    if kind == "arrow":
-        return table
-    if kind == "pandas":
-        pq.write_table(table, folder / "rows.parquet")
-        return pd.read_parquet(folder / "rows.parquet")
-    return datasets.Dataset.from_list(CHATS, on_mixed_types="use_json") if kind == "json" else datasets.Dataset(table)
-
-
-@pytest.mark.parametrize("kind", ["arrow", "pandas", "datasets", "json"])
-def test_rows_in_memory_lose_what_arrow_padded_too(kind: str, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in json_lines(in_memory(tmp_path, kind), InputSpec().request_columns)]
-    found = [
-        {"messages": line["messages"], **({"tools": line["tools"]} if line.get("tools") else {})} for line in lines
-    ]
-    assert found == (CHATS if kind == "json" else without_nulls(CHATS))  # a null in JSON was written
-    assert [line.get("data") for line in lines] == [None if kind == "json" else {"a": None}] * len(CHATS)
 
 
 def test_a_row_in_memory_that_cannot_be_read_is_a_row_by_itself() -> None:
@@ -228,3 +158,64 @@ def test_contents_that_all_lost_their_type_on_the_way_are_refused(
                 json.dumps(content) in json.dumps(json.loads(line))
                 for content, line in zip(contents, lines, strict=True)
             ] == [True, True]
+
+
+# ---------------------------------------------------------------- cells and ids that JSON lacks
+
+
+def parquet_job(job: JobMaker, table: dict[str, Any], **keys: Any) -> Any:
+    path = job.folder / "rows.parquet"
+    pq.write_table(pa.table(table), path)
+    return job.spec(input={"path": [str(path)], **keys}, output={"format": "jsonl"})
+
+
+def unknown_zone(count: int) -> pa.Array:
+    return pa.array([0] * count, pa.timestamp("us", tz="Mars/Phobos"))
+
+
+def test_a_cell_that_no_prompt_needs_costs_no_row(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {"id": ["a", "b"], "question": ["x", "y"], "at": unknown_zone(2)}
+    assert job.run(parquet_job(job, columns), RunOptions()).exit_code == 0
+    assert [row["at"] for row in job.outputs()] == [None, None]
+    said = "column 'at' has cells that cannot be read: they are null in the outputs"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_a_column_that_is_not_kept_is_not_named(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {"id": ["a"], "question": ["x"], "at": unknown_zone(1)}
+    assert job.run(parquet_job(job, columns, columns=["question"]), RunOptions()).exit_code == 0
+    assert "cannot be read" not in capsys.readouterr().err
+
+
+def test_a_cell_of_the_prompt_that_cannot_be_read_fails_its_row(job: JobMaker) -> None:
+    job.run(parquet_job(job, {"id": ["a"], "question": unknown_zone(1)}))
+    (letter,) = job.errors()
+    assert (letter["code"], "'question' (timestamp" in letter["message"]) == ("bad_type", True)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (7.0, 7),
+        (UUID("12345678-1234-5678-1234-567812345678"), "12345678-1234-5678-1234-567812345678"),
+        (Decimal("1.50"), "1.50"),
+        (date(2026, 1, 2), "2026-01-02"),
+        (datetime(2026, 1, 2, 3, tzinfo=UTC), "2026-01-02T03:00:00+00:00"),
+    ],
+)
+def test_an_id_that_is_no_text_is_what_a_kept_column_has(job: JobMaker, value: Any, text: str | int) -> None:
+    ids = (
+        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([value.bytes], pa.binary(16)))
+        if isinstance(value, UUID)
+        else [value]
+    )
+    columns = {"id": ids, "question": ["x"]}
+    assert job.run(parquet_job(job, columns)).exit_code == 0
+    assert [row["id"] for row in job.outputs()] == [text]
+
+
+def test_an_encrypted_parquet_file_is_refused_in_true_words(job: JobMaker) -> None:
+    path = job.folder / "rows.parquet"
+    path.write_bytes(b"PARE" + b"\r\x00\x80" * 40 + b"PARE")
+    with pytest.raises(UsageError, match="is an encrypted Parquet file, which cannot be read: decrypt it first"):
+        job.run(job.spec(input={"path": [str(path)]}))

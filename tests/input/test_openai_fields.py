@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from input_helpers import VOCAB_SIZE, requests_of, write_tokenizer
+from input_helpers import builder_of, requests_of, row_of, told, write_tokenizer
 from run_helpers import JobMaker
 
-from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Cursor, Request, Row, SamplingParams
+from batchgen.core.records import Request, SamplingParams
 from batchgen.input.openai_batch import parse_batch_line
-from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem
 from batchgen.run.invocation import RunOptions
 from batchgen.text.tokenizer import Tokenizer
@@ -41,19 +39,12 @@ class Made:
 
     def __init__(self, folder: Path, template: str, **keys: Any) -> None:
         self.tokenizer = Tokenizer.load(write_tokenizer(folder, chat_template="{{ messages }}\n" + template))
-        spec, sizes = InputSpec(path=("rows.jsonl",), **keys), {"max_model_len": 999, "vocab_size": VOCAB_SIZE}
-        self.builder = RequestBuilder(spec, SamplingParams(), self.tokenizer, **sizes)
-
-    def request(self, columns: dict[str, Any]) -> Request | Row:
-        [found] = requests_of(self.builder, [Row(0, "rows.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
-        return found
+        self.builder, self.keys = builder_of(self.tokenizer, **keys), keys
 
     def prompt(self, columns: dict[str, Any]) -> str:
         """The end of the prompt that a row becomes, or the code and message of its error."""
-        found = self.request(columns)
-        if isinstance(found, Row):
-            return f"{found.error.code}: {found.error.message}"
-        return self.tokenizer.decode(found.prompt_token_ids).partition("\n")[2]
+        head, _, tail = told(self.tokenizer, columns, **self.keys).partition("\n")
+        return tail or head
 
 
 def refusal(url: str, **body: Any) -> str:
@@ -156,10 +147,7 @@ def test_an_unknown_key_of_a_response_format_is_refused(given: Any, said: str) -
         ({"tools": [TOOL, {"type": "custom", "custom": {"name": "a"}}]}, "'tools[1]' is of the type 'custom'"),
         ({"tools": [TOOL | {"cache_control": {}}]}, "unknown field 'cache_control' in body field 'tools[0]'"),
         ({"tools": [{"name": "now", "parameters": {}}]}, "unknown field 'name' in body field 'tools[0]'"),
-        (
-            {"tools": [{"function": FUNCTION | {"defer_loading": True}}]},
-            "unknown field 'defer_loading' in body field 'tools[0].function'",
-        ),
+        ({"tools": [{"function": FUNCTION | {"defer_loading": True}}]}, "unknown field 'defer_loading' in body field"),
         ({"tools": [{"function": 7}]}, "body field 'tools[0].function' is a number, not an object"),
         ({"tools": [{"function": FUNCTION | {"strict": True}}]}, "body field 'tools[0].function.strict' is true"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "body field 'parallel_tool_calls' is false"),
@@ -209,7 +197,7 @@ def test_values_beside_the_body_count_as_in_any_row_and_the_bodys_win(tmp_path: 
         ({"sampling": {"max_tokens": 4}}, {}, 4),
         ({"sampling": {"max_tokens": 4}}, {"max_tokens": 5}, 5),
     ):
-        found = made.request(line(url, **body) | beside)
+        [found] = requests_of(made.builder, [row_of(line(url, **body) | beside)])
         assert isinstance(found, Request) and found.params.max_tokens == expected
 
 

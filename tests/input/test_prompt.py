@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_helpers import VOCAB_SIZE, codes, requests_of, write_tokenizer
+from input_helpers import builder_of, codes, requests_of, row_of, write_tokenizer
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Cursor, Request, Row, SamplingParams
+from batchgen.core.records import Request, Row, SamplingParams
 from batchgen.input import requests as prompt_module
-from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem, with_id
 from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
@@ -28,19 +27,10 @@ def spec(**keys: Any) -> InputSpec:
     return InputSpec(path=("rows.jsonl",), **keys)
 
 
-def record(columns: Mapping[str, Any], index: int = 0) -> Row:
-    return Row(index, "rows.jsonl", index + 1, dict(columns), Cursor(0, 0, index + 1, index + 1))
-
-
-def build(
-    tokenizer: Tokenizer | None,
-    *rows: Mapping[str, Any],
-    max_model_len: int = 1000,
-    **keys: Any,
-) -> list[Request | Row]:
-    sizes = {"max_model_len": max_model_len, "vocab_size": VOCAB_SIZE}
-    builder = RequestBuilder(spec(**keys), JOB, tokenizer, **sizes)
-    return requests_of(builder, (with_id(record(row, index), spec(**keys)) for index, row in enumerate(rows)))
+def build(tokenizer: Tokenizer | None, *rows: Mapping[str, Any], **keys: Any) -> list[Request | Row]:
+    builder = builder_of(tokenizer, JOB, **keys)
+    keys.pop("max_model_len", None)
+    return requests_of(builder, (with_id(row_of(row, index), spec(**keys)) for index, row in enumerate(rows)))
 
 
 def text_of(tokenizer: Tokenizer, answer: Request | Row) -> str:
@@ -234,7 +224,7 @@ def test_the_documented_openai_batch_line_is_a_request(form: str, tokenizer: Tok
     [answer] = build(tokenizer, BATCH_LINE, format=form)
     assert text_of(tokenizer, answer) == chat(("system", "Be kind."), ("user", "Hello world!"))
     assert isinstance(answer, Request) and answer.params == SamplingParams(max_tokens=1000, seed=5)
-    assert with_id(record(BATCH_LINE), spec(format=form)).id == "request-1"
+    assert with_id(row_of(BATCH_LINE), spec(format=form)).id == "request-1"
 
 
 def test_an_openai_completion_is_raw_text_or_token_ids_even_in_a_chat_job(tokenizer: Tokenizer) -> None:
@@ -261,16 +251,16 @@ def test_a_job_that_names_its_columns_takes_an_openai_line_as_any_row(tokenizer:
 def test_an_error_row_keeps_the_row_its_place_and_its_id(tokenizer: Tokenizer) -> None:
     [answer] = build(tokenizer, {"key": 17, "prompt": 3}, id="key")
     assert isinstance(answer, Row) and answer.error
-    assert answer == replace(record({"key": 17, "prompt": 3}), id=17, error=answer.error)
+    assert answer == replace(row_of({"key": 17, "prompt": 3}), id=17, error=answer.error)
 
 
 def test_an_id_is_a_string_or_an_integer_of_the_column_that_the_job_names() -> None:
     for value in ("a", "", 7, 10**40):
-        assert with_id(record({"id": value}), spec(id="id")).id == value
+        assert with_id(row_of({"id": value}), spec(id="id")).id == value
     for value in (None, True, 1.5, ["a"], {"a": 1}):
-        error = with_id(record({"id": value}), spec(id="id")).error
+        error = with_id(row_of({"id": value}), spec(id="id")).error
         assert error and "column 'id'" in error.message
-    assert with_id(record({"id": "a"}), spec()) == record({"id": "a"})
+    assert with_id(row_of({"id": "a"}), spec()) == row_of({"id": "a"})
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import input_helpers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_helpers import VOCAB_SIZE, requests_of
+from input_helpers import VOCAB_SIZE, read_bytes, requests_of, row_of
+from run_helpers import JobMaker
 
-from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Cursor, Request, Row, SamplingParams
+from batchgen.core.records import Request, Row, SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.input.requests import RequestBuilder
+from batchgen.run.invocation import RunOptions
 from batchgen.text.grammar import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
@@ -23,15 +27,14 @@ LABELLED = SamplingParams(labels=("a", "b"))
 
 
 def builder_of(tokenizer: Tokenizer | None, sampling: SamplingParams = JOB, **keys: Any) -> RequestBuilder:
-    keys = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE} | keys
-    return RequestBuilder(InputSpec(path=("rows.jsonl",), chat_template="none"), sampling, tokenizer, **keys)
+    return input_helpers.builder_of(tokenizer, sampling, chat_template="none", **keys)
 
 
 def record(columns: dict[str, Any], index: int = 0) -> Row:
     """A row whose values with the names of sampling keys are in its ``sampling`` object."""
     values = {name: columns[name] for name in columns if name in ROW_KEYS} | columns.get("sampling", {})
     columns = {name: value for name, value in columns.items() if name not in values} | {"sampling": values}
-    return Row(index, "rows.jsonl", index + 1, columns, Cursor(0, 0, index + 1, index + 1))
+    return row_of(columns, index)
 
 
 def one(builder: RequestBuilder, **columns: Any) -> Request | Row:
@@ -232,3 +235,54 @@ def test_a_row_needs_a_tokenizer_to_ask(tokenizer: Tokenizer) -> None:
     assert isinstance(answer, Row)
     said = "structured_outputs needs a tokenizer and this model has none; name one in model.tokenizer"
     assert answer.error.message == said
+
+
+# ---------------------------------------------------------------- the column "sampling"
+
+
+def asked(tokenizer: Tokenizer, columns: dict[str, Any]) -> Any:
+    """The sampling values that a row asks for, or the code and message of its error."""
+    [(row, _)] = builder_of(tokenizer, prompt="q").build([row_of({"q": "Hi", **columns})])
+    return f"{row.error.code}: {row.error.message}" if row.error else row.params
+
+
+def test_a_table_gives_rows_values_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    table = b'q,sampling\r\na,"{""max_tokens"": 3, ""stop"": ""5""}"\r\nb,\r\n'
+    rows = [row for row in read_bytes(tmp_path, table, "rows.csv") if row.error is None]
+    found = [asked(tokenizer, row.columns) for row in rows]
+    assert found == [replace(JOB, max_tokens=3, stop=("5",)), JOB]
+
+
+@pytest.mark.parametrize("value", [{"max_tokens": 4}, '{"max_tokens": 4}', ' {"max_tokens":4}\n'])
+def test_sampling_is_an_object_or_the_text_of_one(tokenizer: Tokenizer, value: Any) -> None:
+    assert asked(tokenizer, {"sampling": value}) == replace(JOB, max_tokens=4)
+
+
+@pytest.mark.parametrize("value", [None, "", {}, "{}", "weekly", "every {n} rows", 44_100, 0.5, True, ["a"], "[1]"])
+def test_a_column_that_gives_no_key_a_value_is_data(tokenizer: Tokenizer, value: Any) -> None:
+    assert asked(tokenizer, {"sampling": value}) == JOB
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['{"max_tokens": 4', "{'max_tokens': 4}", [{"max_tokens": 4}], "max_tokens=4", "temperature: 0.5", ["seed = 4"]],
+)
+def test_what_gives_a_key_a_value_in_another_way_is_not_passed_over(tokenizer: Tokenizer, value: Any) -> None:
+    said = asked(tokenizer, {"sampling": value})
+    assert said.startswith("bad_type: column 'sampling' gives sampling values, but is not an object")
+
+
+@pytest.mark.parametrize("value", ['{"max_token": 4}', {"max_token": 4}])
+def test_an_unknown_key_in_it_is_refused(tokenizer: Tokenizer, value: Any) -> None:
+    assert asked(tokenizer, {"sampling": value}).startswith("bad_param: not a sampling key: 'max_token'")
+
+
+def test_a_key_of_jobs_is_refused_as_such(tokenizer: Tokenizer) -> None:
+    said = "bad_param: generation_config is a key of jobs: a row gives the values themselves"
+    assert asked(tokenizer, {"sampling": {"generation_config": "auto"}}) == said
+
+
+def test_a_run_says_at_its_start_that_the_column_is_data(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write([{"id": "a", "question": "q"}, {"id": "b", "question": "q", "sampling": "weekly"}])
+    assert job.run(options=RunOptions()).exit_code == 0
+    assert "the column 'sampling' holds plain data, not sampling values: 'weekly'" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_helpers import FORMATS, as_text, codes, jsonl, read_bytes, sample_rows, source_of, zstd
+from input_helpers import FORMATS, codes, jsonl, read_bytes, sample_rows, source_of, zstd
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
@@ -25,56 +24,6 @@ from batchgen.input.formats import arrow, lines
 from batchgen.input.source import RowRange, open_source
 
 every_format = pytest.mark.parametrize("form", FORMATS)
-
-
-@every_format
-def test_every_format_gives_the_rows_in_order_with_index_and_line(form: str, tmp_path: Path) -> None:
-    rows = sample_rows(8)
-    read = list(source_of(FORMATS[form](rows, tmp_path)).read())
-    texts = {"text": [{"text": row["prompt"]} for row in rows], "csv": as_text(rows), "tsv.gz": as_text(rows)}
-    expected = texts.get(form, rows)
-    assert [row.columns for row in read if row.error is None] == expected
-    assert [row.index for row in read] == list(range(8))
-    assert [row.line for row in read] == (
-        [1, 2, 3, 4] * 2 if form == "parts" else [n + ("sv" in form) for n in range(1, 9)]
-    )
-
-
-@every_format
-def test_reading_from_behind_any_row_gives_exactly_the_rows_after_it(form: str, tmp_path: Path) -> None:
-    source = source_of(FORMATS[form](sample_rows(8), tmp_path))
-    read = list(source.read())
-    for number, row in enumerate(read):
-        assert list(source.read(row.after)) == read[number + 1 :]
-
-
-@every_format
-def test_rows_that_are_not_wanted_are_left_out_and_change_nothing_else(form: str, tmp_path: Path) -> None:
-    source = source_of(FORMATS[form](sample_rows(11), tmp_path))
-    read = list(source.read())
-    for wanted in ({0, 5, 10}, {4}, set(), {9, 10}):
-        assert list(source.read(wanted=wanted.__contains__)) == [row for row in read if row.index in wanted]
-        assert list(source.read(read[2].after, wanted.__contains__)) == [
-            row for row in read if row.index in wanted and row.index > 2
-        ]
-
-
-@every_format
-def test_a_limit_ends_the_rows_wherever_reading_starts(form: str, tmp_path: Path) -> None:
-    path = FORMATS[form](sample_rows(8), tmp_path)
-    read = list(source_of(path).read())
-    limited = source_of(path, limit=5)
-    assert list(limited.read()) == read[:5]
-    assert list(limited.read(read[1].after)) == read[2:5]
-    assert list(limited.read(read[4].after)) == []
-    assert limited.num_rows() in (5, None)
-    assert list(source_of(path, limit=100).read()) == read
-
-
-@every_format
-def test_the_number_of_rows_is_the_true_one_where_it_is_known(form: str, tmp_path: Path) -> None:
-    source = source_of(FORMATS[form](sample_rows(8), tmp_path))
-    assert source.num_rows() == (8 if form in ("parquet", "saved dataset") else None)
 
 
 @every_format
@@ -109,17 +58,6 @@ def test_the_digest_is_the_one_that_sha256sum_prints(tmp_path: Path) -> None:
     assert file_digest(tmp_path / "file") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
-def test_a_byte_order_mark_crlf_and_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
-    content = b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \t\n{"a": 2}\n\n{"a": 3}'
-    rows = read_bytes(tmp_path, content)
-    assert [(row.index, row.line, row.columns) for row in rows if row.error is None] == [
-        (0, 1, {"a": 1}),
-        (1, 4, {"a": 2}),
-        (2, 6, {"a": 3}),
-    ]
-    assert [list(source_of(tmp_path / "rows.jsonl").read(row.after)) for row in rows] == [rows[1:], rows[2:], []]
-
-
 def test_a_text_line_keeps_its_white_space_and_loses_only_its_end(tmp_path: Path) -> None:
     rows = read_bytes(tmp_path, "\ufeff  two\u2028lines \r\n\n\ttab\n".encode(), "rows.txt")
     assert [row.columns for row in rows if row.error is None] == [
@@ -138,8 +76,8 @@ def test_json_is_read_as_leniently_as_python_does_where_that_loses_nothing(tmp_p
     assert row.columns["d"] == "\0😀"
 
 
-def test_a_line_of_50_megabytes_is_a_row_like_any_other(tmp_path: Path) -> None:
-    rows = [{"a": 1}, {"a": "x" * (50 << 20)}, {"a": 2}]
+def test_a_line_of_20_megabytes_is_a_row_like_any_other(tmp_path: Path) -> None:
+    rows = [{"a": 1}, {"a": "x" * (20 << 20)}, {"a": 2}]
     assert [row.columns for row in read_bytes(tmp_path, jsonl(rows)) if row.error is None] == rows
 
 
@@ -157,21 +95,6 @@ def test_a_line_beyond_the_limit_is_one_error_row_that_is_not_kept(
     assert codes(read_bytes(tmp_path, b'\xef\xbb\xbf{"a": "' + b"x" * 5000 + b'"}\n{"a": 2}\n')) == codes(more)
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, zstd], ids=["gzip", "zstd"])
-def test_a_compressed_file_cut_anywhere_gives_the_rows_before_the_cut_and_one_error_row(
-    compress: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
-    rows = sample_rows(40)
-    content = compress(jsonl(rows))
-    for cut in range(4, len(content), 7):
-        read = read_bytes(tmp_path, content[:cut])
-        good = [row.columns for row in read if row.error is None]
-        assert good == rows[: len(good)]
-        assert codes(read) == ["ok"] * len(good) + ["bad_encoding"]
-        assert "damaged" in read[-1].error.message
-        assert list(source_of(tmp_path / "rows.jsonl").read(read[-1].after)) == []
-
-
 def test_reading_goes_on_with_the_next_file_after_a_damaged_one(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(jsonl(sample_rows(3)))[:-4])
     (tmp_path / "2.jsonl").write_bytes(jsonl([{"a": 1}]))
@@ -181,22 +104,11 @@ def test_reading_goes_on_with_the_next_file_after_a_damaged_one(tmp_path: Path) 
     assert [list(source.read(row.after)) for row in rows] == [rows[n + 1 :] for n in range(5)]
 
 
-def test_a_gzip_file_of_several_members_is_read_to_its_end(tmp_path: Path) -> None:
-    rows = sample_rows(6)
-    read = read_bytes(tmp_path, gzip.compress(jsonl(rows[:3])) + gzip.compress(jsonl(rows[3:])))
-    assert [row.columns for row in read if row.error is None] == rows
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows", "rows.weird", "rows.jsonl.gz"])
 def test_compression_and_format_are_told_by_content_whatever_the_name(name: str, tmp_path: Path) -> None:
     rows = sample_rows(3)
     for content in (jsonl(rows), gzip.compress(jsonl(rows)), zstd(jsonl(rows))):
         assert [row.columns for row in read_bytes(tmp_path, content, name) if row.error is None] == rows
-
-
-def test_a_parquet_file_is_known_by_its_content(tmp_path: Path) -> None:
-    path = Path(FORMATS["parquet"](sample_rows(3), tmp_path)).rename(tmp_path / "rows.bin")
-    assert source_of(path).num_rows() == 3
 
 
 def test_what_is_no_json_is_text_unless_the_job_says_otherwise(tmp_path: Path) -> None:

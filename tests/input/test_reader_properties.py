@@ -21,7 +21,7 @@ import pytest
 from hostile_inputs import SOUND, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from input_helpers import source_of, zstd
+from input_helpers import FORMATS, as_text, codes, source_of, zstd
 from run_helpers import ENVIRONMENT, survived
 
 from batchgen.core.errors import UsageError
@@ -47,7 +47,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def read_all_ways(path: Path, **keys: object) -> list[Row]:
+def read_all_ways(path: Path | str, **keys: object) -> list[Row]:
     """The rows of a file, after checking that reading on from behind each gives the same ones."""
     source = source_of(path, **keys)
     rows = list(source.read())
@@ -60,14 +60,43 @@ def read_all_ways(path: Path, **keys: object) -> list[Row]:
     return rows
 
 
-@any_file
-@given(lines=LINES, crlf=st.booleans(), has_end=st.booleans())
-def test_every_line_that_is_not_blank_is_one_row_whatever_its_neighbours(
-    lines: list[bytes], crlf: bool, has_end: bool, folder: Path
+# Without lines in cells, so that the line of each row is known.
+TEXTS = st.text("aé \t,;\"'|\x85\u2028日😀", min_size=1, max_size=9)
+ITEMS = st.lists(st.integers(-(2**53), 2**53), min_size=1, max_size=2)
+TABLES = st.lists(
+    st.fixed_dictionaries({"id": TEXTS, "prompt": TEXTS.filter(str.strip), "nested": ITEMS}), min_size=1, max_size=12
+)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@settings(any_file, max_examples=10)
+@given(rows=TABLES, limit=st.integers(1, 14))
+def test_any_table_written_in_any_format_is_read_as_the_same_rows_from_any_row_on(
+    form: str, rows: list[dict[str, Any]], limit: int
 ) -> None:
-    end = b"\r\n" if crlf else b"\n"
+    with tempfile.TemporaryDirectory() as name:
+        path = FORMATS[form](rows, Path(name))
+        read = read_all_ways(path)
+        texts = {"text": [{"text": row["prompt"]} for row in rows], "csv": as_text(rows), "tsv.gz": as_text(rows)}
+        assert [row.columns for row in read if row.error is None] == texts.get(form, rows)
+        half = len(rows) // 2
+        lines = [*range(1, half + 1), *range(1, len(rows) - half + 1)] if form == "parts" else range(1, len(rows) + 1)
+        assert [row.line - ("sv" in form) for row in read] == [*lines]
+        limited = source_of(path, limit=limit)
+        assert list(limited.read()) == read[:limit]
+        assert list(limited.read(read[0].after)) == read[1:limit]
+        for source, num_rows in ((source_of(path), len(rows)), (limited, min(limit, len(rows)))):
+            assert source.num_rows() in (num_rows, *[None] * (form not in ("parquet", "saved dataset")))
+
+
+@any_file
+@given(lines=LINES, end=st.sampled_from([b"\n", b"\r\n"]), has_end=st.booleans(), has_mark=st.booleans())
+def test_every_line_that_is_not_blank_is_one_row_whatever_its_neighbours(
+    lines: list[bytes], end: bytes, has_end: bool, has_mark: bool, folder: Path
+) -> None:
     lines = [b"{}", *lines]  # a file is known by its first bytes, which here say "JSON"
-    (folder / "rows.jsonl").write_bytes(end.join(lines) + (end if has_end else b""))
+    content = end.join(lines) + (end if has_end else b"")
+    (folder / "rows.jsonl").write_bytes((b"\xef\xbb\xbf" if has_mark else b"") + content)
     rows = read_all_ways(folder / "rows.jsonl")
     expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     assert [row.line for row in rows] == [number for number, _ in expected]
@@ -88,7 +117,7 @@ def test_any_bytes_are_rows_or_one_clear_line(content: bytes, form: str, folder:
         assert "\n" not in str(error)
 
 
-@any_file
+@settings(any_file, max_examples=60)
 @given(
     objects=st.lists(OBJECTS, min_size=1, max_size=20), data=st.data(), compress=st.sampled_from([gzip.compress, zstd])
 )
@@ -108,12 +137,14 @@ def test_a_file_cut_off_while_compressed_costs_nothing_before_the_cut(
     (folder / "rows.jsonl").write_bytes(content)
     rows = read_all_ways(folder / "rows.jsonl")
     before = intact.count(b"\n")
+    if intact:
+        assert codes(rows) == ["ok"] * before + ["bad_encoding"] and "damaged" in str(rows[-1].error)
     assert [repr(row.columns) for row in rows[:before] if row.error is None] == [
         repr(json.loads(line)) for line in lines[:before]
     ]
 
 
-@any_file
+@settings(any_file, max_examples=60)
 @given(objects=st.lists(VALUES, min_size=1, max_size=30), data=st.data(), checksum=st.booleans())
 def test_a_damaged_parquet_file_has_all_its_rows_or_is_refused(
     objects: list[Any], data: st.DataObject, checksum: bool, folder: Path

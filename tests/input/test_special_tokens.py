@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import tokenizers
 from chat_templates import PUBLISHED, TOOLS
-from input_helpers import VOCAB_SIZE, requests_of, write_tokenizer
+from input_helpers import builder_of, requests_of, row_of, write_tokenizer
 from run_helpers import JobMaker, quiet
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Cursor, Request, Row, SamplingParams
-from batchgen.input.requests import RequestBuilder
+from batchgen.core.records import Request, Row
 from batchgen.input.rows import Embedded
 from batchgen.run.job import run_job
 from batchgen.text.tokenizer import Tokenizer
@@ -33,9 +31,8 @@ def loaded(template: str) -> Tokenizer:
 
 
 def made(tokenizer: Tokenizer, columns: dict[str, Any], asked: Any = None, **keys: Any) -> Request | Row:
-    spec = InputSpec(path=("in.jsonl",), **{"special_tokens": "refuse", **keys})
-    builder = RequestBuilder(spec, asked or SamplingParams(), tokenizer, max_model_len=5000, vocab_size=VOCAB_SIZE)
-    [found] = requests_of(builder, [Row(0, "in.jsonl", 1, columns, Cursor(0, 0, 1, 1))])
+    builder = builder_of(tokenizer, asked, **{"special_tokens": "refuse", **keys})
+    [found] = requests_of(builder, [row_of(columns)])
     return found
 
 

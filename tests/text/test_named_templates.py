@@ -30,7 +30,7 @@ PAIRS = {  # of a default and a template for tools
 
 
 def as_list(folder: Path, default: str, for_tools: str) -> Path:
-    named = {"default": default, "rag": "{{ documents }}", "tool_use": for_tools}
+    named = {"rag": "{{ documents }}", "default": default, "tool_use": for_tools}
     return write_tokenizer(folder, chat_template=[{"name": n, "template": text} for n, text in named.items()])
 
 

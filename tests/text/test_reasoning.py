@@ -143,12 +143,6 @@ def test_both_parts_come_back_whatever_is_in_them(
     assert split(tokenizer, f"{opening}{reasoning}</think>{text}", is_open=is_open) == expected
 
 
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    [ids] = tokenizer.encode_batch([text], False)
-    assert not isinstance(ids, Exception)
-    return ids
-
-
 @pytest.mark.parametrize(
     ("prompt", "answer", "rest"),
     [
@@ -160,9 +154,9 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     ],
 )
 def test_what_follows_a_marker_is_behind_its_first(tokenizer: Tokenizer, prompt: str, answer: str, rest: str) -> None:
-    prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
+    prompt_ids, ids = encoded(tokenizer, prompt), encoded(tokenizer, answer)
     found = text_behind(tokenizer, "</think>", prompt_ids, ids, tokenizer.decode(ids))
-    assert found == tokenizer.decode(ids_of(tokenizer, rest))
+    assert found == tokenizer.decode(encoded(tokenizer, rest))
 
 
 def followed(tokenizer: Tokenizer, answer: str, budget: int, *, is_open: bool = False) -> tuple[str, int, bool]:

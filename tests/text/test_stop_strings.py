@@ -81,42 +81,6 @@ def test_a_text_stops_at_the_first_token_that_completes_a_string(token_ids: list
         assert cut_text(TOKENIZER.decode, upto, found[1]) == text[: text.index(found[1])].replace("<end>", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("a b ab", ("ab",), (5, "ab")),
-        ("ab", ("b", "ab"), (1, "ab")),  # the one that begins first
-        ("aé", ("é", "é a"), (2, "é")),  # known at its last byte
-        ("a\n\nb", ("\n", "\n\n"), (1, "\n")),  # the shorter one is complete a token earlier
-        ("a b", ("b a",), None),
-    ],
-)
-def test_the_first_stop_string_is_the_one(text: str, stop: tuple[str, ...], expected: tuple[int, str] | None) -> None:
-    assert stops_at(TOKENIZER, encoded(text), stop) == expected
-
-
-@pytest.mark.parametrize(
-    ("stop", "expected", "text"),
-    [(("<end>",), (2, "<end>"), "ab"), (("b<end>é",), (4, "b<end>é"), "a")],
-)
-def test_a_special_token_that_a_stop_string_names_is_text_to_it(
-    stop: tuple[str, ...], expected: tuple[int, str], text: str
-) -> None:
-    token_ids = [*encoded("ab"), END, *encoded("é")]
-    assert stops_at(TOKENIZER, token_ids, stop) == expected
-    assert cut_text(TOKENIZER.decode, token_ids[: expected[0] + 1], expected[1]) == text
-
-
-def test_other_special_tokens_are_no_text_in_which_a_stop_string_could_be() -> None:
-    assert stops_at(TOKENIZER, [*encoded("a"), END, *encoded("b")], ("ab",)) == (2, "ab")
-    assert stops_at(TOKENIZER, [*encoded("a"), END, *encoded("b")], ("end",)) is None
-
-
-def test_of_stop_strings_that_begin_together_the_longest_is_the_one() -> None:
-    token = TOKENIZER._backend.token_to_id("ab")
-    assert StopStrings(TOKENIZER, ("a", "ab")).push(token) == "ab"
-
-
 def test_a_match_that_was_ignored_does_not_count_again_and_stays_in_the_text() -> None:
     watch, token_ids = StopStrings(TOKENIZER, ("ab",)), encoded("ab ab é")
     assert [watch.push(token) for token in token_ids] == [None, "ab", None, None, "ab", None, None, None]
@@ -127,13 +91,6 @@ def test_a_match_that_was_ignored_does_not_count_again_and_stays_in_the_text() -
 def test_a_character_that_stays_incomplete_is_no_new_text() -> None:
     watch, token_ids = StopStrings(TOKENIZER, ("\ufffd", "é")), encoded("🙂é")
     assert [watch.push(token) for token in token_ids] == ["\ufffd", None, None, None, "\ufffd", "é"]
-
-
-def test_texts_do_not_share_what_they_have_seen() -> None:
-    one, other = StopStrings(TOKENIZER, ("ab",)), StopStrings(TOKENIZER, ("ab",))
-    a, b = encoded("ab")
-    assert one.push(a) is None and other.push(b) is None
-    assert one.push(b) == "ab" and other.push(a) is None
 
 
 @pytest.mark.parametrize(

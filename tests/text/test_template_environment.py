@@ -59,6 +59,7 @@ SAME = {
         "{% block a %}{{ messages[0].role }}{% endblock %}{% filter upper %}a"
         "{% endfilter %}{% with a = 1 %}{{ a }}{% endwith %}"
     ),
+    "formats": "{{ '%5.1f|%-3s|%%' % (1.25, 'a') }}{{ '{:>4}'.format('a') }}{{ 'a'.center(5) }}{{ 'a\nb'|indent(2) }}",
     "newlines": "a\r\n{% if true %}\n  b\n{% endif %}\nc\n",
 }
 FAIL = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from chat_templates import CHATS, DATED, THINKING, TOOLS, VARIABLES, fix_date
-from input_helpers import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
+from input_helpers import SPECIAL_TOKENS, write_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from batchgen.core.errors import ModelError
@@ -103,17 +103,6 @@ def test_ids_text_and_chats_agree_with_transformers(folder: Callable[[Path], Pat
     assert prompt_of(ours, chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
-def test_special_tokens_are_added_in_front_only_when_asked(tokenizer: Tokenizer) -> None:
-    [with_bos] = tokenizer.encode_batch(["hi"], add_special_tokens=True)
-    [without] = tokenizer.encode_batch(["hi"], add_special_tokens=False)
-    assert with_bos == [1, *without]
-
-
-def test_special_tokens_written_in_a_text_are_encoded_as_such(tokenizer: Tokenizer) -> None:
-    [ids] = tokenizer.encode_batch(["a<|im_end|>b"], add_special_tokens=False)
-    assert ids[1] == 7 and len(ids) == 3
-
-
 def test_decoding_skips_special_tokens_and_marks_bytes_that_form_no_character(tokenizer: Tokenizer) -> None:
     [ids] = tokenizer.encode_batch(["né🙂"], add_special_tokens=False)
     assert tokenizer.decode([1, *ids, 7]) == "né🙂"
@@ -167,16 +156,6 @@ def test_the_token_that_a_template_writes_after_an_answer_is_an_end_token(
     assert {loaded.token_id(end) for end in ["<|pad|>", *ends]} == set(loaded.eos_token_ids)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [[{"name": "rag", "template": "no"}, {"name": "default", "template": CHAT_TEMPLATE}], CHAT_TEMPLATE],
-    ids=["named", "text"],
-)
-def test_a_chat_template_may_be_a_text_or_named_texts(template: Any, tmp_path: Path) -> None:
-    loaded = Tokenizer.load(write_tokenizer(tmp_path, chat_template=template))
-    assert prompt_of(loaded, USER_TURN).startswith("<|startoftext|><|im_start|>user\nThe ruler")
-
-
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, bos_token={"content": "<B>", "lstrip": False})
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
@@ -219,16 +198,6 @@ def test_an_unusable_file_of_the_folder_is_one_line_that_names_it(
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_templates_are_rendered_as_transformers_renders_them() -> None:
-    assert render("{% if true %}\n  a\n  {% endif %}\nb") == "  a\nb"  # trim_blocks, lstrip_blocks
-    assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
-    assert render("{{ {'é': '<'} | tojson }}") == '{"é": "<"}'
-    assert render("{% generation %}{{ bos_token }}{% endgeneration %}") == "<s>"
-    assert render("{{ strftime_now('%Y') | length }}") == "4"
-    assert render("{% set ns = namespace(n=0) %}{% set ns.n = 2 %}{{ ns.n }}") == "2"
-    assert render("{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}") == "True True True"
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -246,22 +215,6 @@ def test_a_template_that_leaves_the_sandbox_or_fails_is_one_line_and_nothing_els
     with pytest.raises(ChatTemplateError) as caught:
         render(template)
     assert "\n" not in str(caught.value)
-
-
-def test_the_sandbox_leaves_ordinary_templates_alone() -> None:
-    assert render("{{ '%5.1f|%-3s|%%' % (1.25, 'a') }}") == "  1.2|a  |%"
-    assert render("{{ '%s'|format('a') }} {{ '{:>4}'.format('a') }} {{ 7 % 4 }}") == "a    a 3"
-    assert render("{{ 'a'.center(5) }}|{{ 'ab'.replace('a', 'c') }}|{{ ', '.join(['a', 'b']) }}") == "  a  |cb|a, b"
-    assert render("{{ 'ab'|replace('a', 'c') }} {{ ['a', 'b']|join('-') }}{{ 'a\nb'|indent(2) }}") == "cb a-ba\n  b"
-    assert render("{{ {'a': [1]}|tojson(indent=2) }}") == '{\n  "a": [\n    1\n  ]\n}'
-    assert render("{{ 'x' * 3 + 'y' }} {{ 2 ** 10 * 3 }} {{ [1] + [2] }}") == "xxxy 3072 [1, 2]"
-
-
-def test_a_template_cannot_change_the_messages_of_a_row() -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ChatTemplateError):
-        render("{% set _ = messages[0].update(content='changed') %}", messages)
-    assert messages == [{"role": "user", "content": "hi"}]
 
 
 def test_merges_are_never_left_out_at_random(tmp_path: Path) -> None:

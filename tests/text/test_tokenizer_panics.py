@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from input_helpers import codes, write_tokenizer
+from input_helpers import builder_of, codes, row_of, write_tokenizer
 from run_helpers import MODEL, JobMaker, rows_of
 
 from batchgen.cli import main
-from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, ModelError, TokenizerError
-from batchgen.core.records import Cursor, Row, SamplingParams
-from batchgen.input.requests import RequestBuilder
+from batchgen.core.records import SamplingParams
 from batchgen.run.stop import StopRequested
 from batchgen.text.tokenizer import Tokenizer
 
@@ -66,10 +64,9 @@ def broken_folder(folder: Path) -> Path:
 @pytest.mark.parametrize("error", [PanicException("no entry\nfound"), Exception("no [UNK]")], ids=["panic", "error"])
 def test_a_text_that_cannot_be_encoded_costs_its_row_only(error: BaseException, tmp_path: Path) -> None:
     tokenizer = tokenizer_with(error, tmp_path)
-    sampling, spec = SamplingParams(labels=("p", "q")), InputSpec(path=("f",), chat_template="none")
-    builder = RequestBuilder(spec, sampling, tokenizer, max_model_len=99, vocab_size=264)
+    builder = builder_of(tokenizer, SamplingParams(labels=("p", "q")), chat_template="none")
     rows = [{"prompt": "a"}, {"prompt": "b!"}, {"prompt": "c"}, {"prompt": "d", "sampling": {"labels": ["x", "y!"]}}]
-    answers = [row for row, _ in builder.build([Row(n, "f", n, row, Cursor(0, 0, 0, n)) for n, row in enumerate(rows)])]
+    answers = [row for row, _ in builder.build([row_of(row, n) for n, row in enumerate(rows)])]
     assert codes(answers) == ["ok", "internal", "ok", "internal"]
     assert "the tokenizer cannot encode the text: no" in answers[1].error.message  # type: ignore[union-attr]
     assert "\n" not in answers[1].error.message  # type: ignore[union-attr]

@@ -168,13 +168,7 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=40)
-@given(
-    st.dictionaries(
-        st.from_regex(r"[a-z_][a-z0-9_]{0,9}", fullmatch=True).filter(lambda name: not iskeyword(name)),
-        VALUES,
-        max_size=4,
-    )
-)
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
 def test_what_is_written_in_a_familys_way_is_read_again(arguments: dict[str, Any]) -> None:
     for show in (repr, json.dumps):  # a Pythonic call, its literals Python's or JSON's
         pairs = ", ".join(f"{name}={show(value)}" for name, value in arguments.items())
