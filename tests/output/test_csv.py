@@ -58,14 +58,6 @@ def test_what_no_cell_can_hold_is_json_text() -> None:
     assert file.getvalue().decode() == 'id,n,on,l,text,parsed\r\n1,2.5,true,"[""a""]",,"{""ü"": [1]}"\r\n'
 
 
-@pytest.mark.parametrize("mark", ["\ufeff", ""])
-def test_a_mark_of_the_input_stands_in_the_output_too(job: JobMaker, mark: str) -> None:
-    path = job.folder / "rows.csv"
-    path.write_text(f"{mark}id;question\n1;é\n", encoding="utf-8")
-    job.run(job.spec(input={"path": [str(path)]}, output={"format": "csv"}))
-    assert (job.output / "outputs.csv").read_text(encoding="utf-8").startswith(f"{mark}id;")
-
-
 def test_a_table_in_another_encoding_becomes_one_that_spreadsheets_open(job: JobMaker) -> None:
     path = job.folder / "rows.csv"
     path.write_bytes("id;question\n1;Größe\n".encode("cp1252"))
@@ -79,15 +71,6 @@ def test_a_job_without_results_has_a_header(job: JobMaker) -> None:
     job.write([{"id": 1, "question": ""}])
     job.run(job.spec(output={"format": "csv"}))
     assert (job.output / "outputs.csv").read_text() == "id,text,finish_reason\n"
-
-
-def test_the_format_may_change_and_nothing_is_computed_again(job: JobMaker) -> None:
-    job.write(ROWS)
-    job.run(job.spec(output={"format": "csv"}))
-    for name in ("jsonl", "csv"):
-        job.run(job.spec(output={"format": name}), RunOptions(progress="quiet", update=True))
-        assert [path.name for path in job.output.glob("outputs.*")] == [f"outputs.{name}"]
-        assert not job.engines, "a run begins the list anew"
 
 
 # ---------------------------------------------------------------- what came in, and batchgen cat

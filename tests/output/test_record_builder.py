@@ -193,10 +193,6 @@ def test_kept_columns_make_way_for_the_records_own_fields() -> None:
     assert not RECORD_KEYS & set(list(record)[7:])
 
 
-def test_all_columns_are_kept_unless_the_job_chooses() -> None:
-    assert InputSpec(("in.jsonl",)).columns == ("*",)
-
-
 def test_a_batch_request_is_no_column_that_is_kept_but_by_name() -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}, "topic": 3}
     for columns, kept in ((("*",), {"topic": 3}), (("url",), {"url": "/v1/completions"}), ((), {})):

@@ -312,12 +312,6 @@ def test_links_that_somebody_else_put_where_files_are_staged_are_not_followed(ru
     assert precious.read_text() == "mine"
 
 
-def test_a_journal_that_is_no_name_is_said_to_be_none() -> None:
-    content = json.dumps({**json.loads(MANIFEST.to_bytes()), "journal": 5}).encode()
-    with pytest.raises(ValueError, match="journal is not the name of a folder"):
-        Manifest.from_bytes(content)
-
-
 @pytest.mark.parametrize("name", ["job.json", "run.lock", "progress.json"])
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(run_dir: RunDir, name: str) -> None:
     os.mkfifo(run_dir.path / name)
@@ -362,6 +356,11 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
         ({"shard": 3}, "shard"),
         ({"num_rows": "x"}, "num_rows"),
         ({"num_rows": 10**30}, "num_rows"),
+        ({"journal": 5}, "journal is not the name of a folder"),
+        *(
+            ({"fingerprints": {"input": {"files": [{"bytes": 1, "delimiter": sign}]}}}, "delimiter is not a character")
+            for sign in ("", ";;", '"', "\n", 5)
+        ),
         ({"version": 99}, r"a later batchgen wrote it \(record version 99, this one writes"),
     ],
     ids=str,
@@ -426,10 +425,3 @@ def test_the_rows_of_another_format_are_kept_until_the_next_job_is_finished(run_
     finished(run_dir, second)
     assert run_dir.kept_job() is None
     assert not run_dir.journals.exists()
-
-
-@pytest.mark.parametrize("sign", ["", ";;", '"', "\n", 5])
-def test_a_delimiter_that_no_table_has_is_refused(sign: object) -> None:
-    manifest = replace(MANIFEST, fingerprints={"input": {"files": [{"bytes": 1, "delimiter": sign}]}})
-    with pytest.raises(ValueError, match="delimiter is not a character"):
-        Manifest.from_bytes(manifest.to_bytes())

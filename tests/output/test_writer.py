@@ -167,15 +167,6 @@ def test_more_segments_than_files_may_be_open(run_dir: RunDir, monkeypatch: pyte
 # Parquet
 
 
-def test_parquet_has_fixed_types_for_the_records_own_fields(run_dir: RunDir) -> None:
-    rows = [record(index, token_ids=[1, 2]) for index in range(3)]
-    assert written(run_dir, rows, output_format="parquet") == rows
-    schema = pq.read_schema(run_dir.outputs("parquet"))
-    assert schema.names == ["id", "index", "fingerprint", "text", "finish_reason", "usage", "timings", "token_ids"]
-    assert all(schema.field(name).type == parquet.FIXED_TYPES[name] for name in schema.names[1:])
-    assert str(schema.field("id").type) == "string"
-
-
 def test_parquet_is_compressed_and_cut_into_row_groups(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "GROUP_ROWS", 10)
     written(run_dir, [record(index) for index in range(25)], output_format="parquet")
@@ -269,24 +260,6 @@ def test_a_table_in_memory_is_made_without_threads_of_arrow() -> None:
 
 
 # OpenAI Batch
-
-
-def test_openai_chat_rows_validate_against_openais_types(run_dir: RunDir) -> None:
-    chat = pytest.importorskip("openai.types.chat")
-    rows = written(run_dir, [record(0), record(1)], output_format="openai-batch", chat=True)
-    for index, row in enumerate(rows):
-        body = chat.ChatCompletion.model_validate(row["response"]["body"], strict=True)
-        assert body.choices[0].message.content == f"ответ {index}\n"
-        assert body.usage.total_tokens == 5 + index
-        assert (row["custom_id"], row["error"], row["response"]["status_code"]) == (f"q-{index}", None, 200)
-    assert len({row["id"] for row in rows}) == 2
-
-
-def test_openai_completion_rows_validate_against_openais_types(run_dir: RunDir) -> None:
-    types = pytest.importorskip("openai.types")
-    (row,) = written(run_dir, [record(0)], output_format="openai-batch", chat=False)
-    body = types.Completion.model_validate(row["response"]["body"], strict=True)
-    assert (body.object, body.choices[0].text) == ("text_completion", "ответ 0\n")
 
 
 def test_a_kept_url_decides_the_shape_of_an_openai_row(run_dir: RunDir) -> None:

@@ -59,6 +59,8 @@ def check(report: dict[str, Any], records: list[dict[str, Any]], errors: list[di
         computed = tokens[kind] - copied[kind]
         assert report["tokens_per_s"][kind] == pytest.approx(computed / report["wall_s"], rel=0.02, abs=0.02)
     assert sum(report["seconds"].values()) == pytest.approx(report["wall_s"], rel=0.01, abs=0.01)
+    engine_s = sum(report["seconds"][name] for name in ("prefill", "decode", "mask", "sample", "host"))
+    assert engine_s == pytest.approx(report["generate_s"], rel=0.02, abs=0.02)
     assert all(0 <= seconds <= report["wall_s"] for seconds in report["seconds"].values())
     assert (report["tail_s"] or 0) <= report["wall_s"]
     if occupancy := report["occupancy"]:
@@ -103,10 +105,11 @@ def test_the_figures_of_a_report_agree_with_each_other_and_with_the_rows(
         job.write([*lines, "{"])
         sizes = {"threads": 1, "max_num_seqs": max_num_seqs, "block_size": 4, "max_num_batched_tokens": 32}
         spec = job.spec(sampling={"max_tokens": 8}, engine=sizes, output={"format": form})
-        outcome = run_job(spec, quiet(max_total_tokens=stops_after))
+        outcome, num_sessions = run_job(spec, quiet(max_total_tokens=stops_after)), 1
         while outcome.exit_code == ExitCode.STOPPED:
-            outcome = run_job(spec, quiet())
+            outcome, num_sessions = run_job(spec, quiet()), 2
         check_run(job, spec, rows)
+        assert read_report(RunDir(job.output))["sessions"] == num_sessions
 
 
 def test_copies_are_counted_apart_and_have_no_latencies() -> None:
