@@ -560,7 +560,7 @@ def content_of(path: Path) -> Any:
         return {name: manifest[name] for name in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
-        return {name: report[name] for name in ("rows", "errors", "accuracy")}
+        return {name: report[name] for name in ("rows", "errors", "accuracy", "tokens", "finish_reasons")}
     if path.suffix == ".parquet":
         table = pq.read_table(path)
         return str(table.schema), [timeless(row) for row in table.to_pylist()]

@@ -18,7 +18,6 @@ from triton_device import DEVICE, HAS_GPU, OnDevice
 from batchgen.core.records import SamplingParams
 from batchgen.kernels.cuda import linear as products
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.linear import FixedOrderLinear
 from batchgen.model import state
 
 FEW = 4
@@ -54,17 +53,6 @@ def test_a_row_has_the_same_bits_in_every_number_of_rows(out_features: int, widt
     for rows in SUBSETS:
         got = half_layer(x[rows], h[rows], out_features, width)
         assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True))
-
-
-def test_the_bits_tell_a_path_that_takes_other_parts_or_steps_of_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, linear = normal(ROWS, 600, seed=0).to(DEVICE), OnDevice().kernels.linear(normal(70, 600, seed=1).to(DEVICE))
-    expected = linear(x)
-    assert isinstance(linear, FixedOrderLinear)
-    monkeypatch.setattr(linear, "num_parts", 1)
-    assert not torch.equal(linear(x), expected)
-    monkeypatch.undo()
-    monkeypatch.setattr(tuning, "BLOCK_K_FLOAT32", 64)  # parts begin at whole steps
-    assert not torch.equal(linear(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)

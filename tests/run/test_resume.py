@@ -136,21 +136,6 @@ def test_another_type_of_keys_is_refused_before_the_weights_are_loaded_unless_au
     assert run_job(spec, quiet(), engine_factory=in_bfloat16()).exit_code == ExitCode.OK
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("limits", [{}, {"max_total_tokens": 1}])
-def test_a_run_with_keys_in_8_bits_is_not_continued_or_reported_done_as_one_without(
-    job: JobMaker, kv_cache_dtype: str, limits: dict[str, int]
-) -> None:
-    """A finished one neither, although its weights are not loaded again."""
-    job.write(rows_of(60))
-    run_job(job.spec(), quiet(**limits), engine_factory=in_bfloat16(kv_cache_dtype="int8"))
-    with pytest.raises(ResumeMismatch, match=r'numerics\.kv_cache_dtype: was "int8", now \(not there\)'):
-        job.run(job.spec(engine={"kv_cache_dtype": kv_cache_dtype}))
-    assert job.engines == []
-    spec = job.spec(engine={"kv_cache_dtype": "int8"})
-    assert run_job(spec, quiet(), engine_factory=in_bfloat16(kv_cache_dtype="int8")).exit_code == ExitCode.OK
-
-
 def test_a_run_goes_on_on_another_device_of_the_same_kind(job: JobMaker) -> None:
     job.write(rows_of(5))
     on_cuda = in_bfloat16(device="cuda")

@@ -326,13 +326,6 @@ def test_a_file_of_another_program_is_left_alone(job: JobMaker, name: str, is_re
     assert (job.output / name).read_text() == "precious"
 
 
-def test_a_finished_run_has_failed_rows_though_their_file_was_taken_away(job: JobMaker) -> None:
-    job.write([*rows_of(3), "{"])
-    job.run()
-    (job.output / "errors.jsonl").unlink()
-    assert job.run().exit_code == 3
-
-
 # ---------------------------------------------------------------- interrupted and resumed
 
 
@@ -403,17 +396,6 @@ def test_finished_rows_are_written_while_others_are_long_in_coming(job: JobMaker
     assert len(seen) == 3
 
 
-def test_a_job_that_is_done_stays_done(job: JobMaker) -> None:
-    job.write(["{"])
-    assert job.run().exit_code == 3
-    before = (job.output / "errors.jsonl").stat().st_mtime_ns
-    outcome = job.run()
-    assert (outcome.exit_code, job.engines) == (3, [])
-    assert "errors.jsonl" in outcome.lines[1]
-    assert "already done" in outcome.lines[0]
-    assert (job.output / "errors.jsonl").stat().st_mtime_ns == before
-
-
 def test_overwrite_runs_a_finished_job_anew(job: JobMaker) -> None:
     job.write(rows_of(3))
     job.run()
@@ -440,20 +422,6 @@ def test_engine_sizes_and_output_format_may_change_on_resume(job: JobMaker) -> N
     spec = job.spec(engine={"max_num_seqs": 3}, output={"format": "parquet"})
     assert job.run(spec).exit_code == 0
     assert len(without_timings(job.output / "outputs.parquet")) == 60
-
-
-def test_interruptions_do_not_show_in_the_reports_counts(job: JobMaker, tmp_path: Path) -> None:
-    job.write([*rows_of(60), "{"])
-    undisturbed(job, tmp_path)
-    expected = read_report(job_module.RunDir(tmp_path / "reference"))
-    for num_tokens in (100, 300):
-        interrupted(job, job.spec(), num_tokens)
-    report = job.run().report
-    assert report is not None
-    assert (report["sessions"], expected["sessions"]) == (3, 1)
-    for key in ("rows", "errors", "tokens", "finish_reasons"):
-        assert report[key] == expected[key]
-    assert report["engine"]["num_output_tokens"] == expected["engine"]["num_output_tokens"]
 
 
 def test_an_engine_that_crashes_leaves_a_run_that_resumes(job: JobMaker, tmp_path: Path) -> None:

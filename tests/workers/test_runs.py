@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
+from run_helpers import JobMaker, journal_of, quiet, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
 from thread_workers import ThreadLauncher
 
@@ -62,15 +62,6 @@ def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections
     return without_timings(jobs.output / "outputs.jsonl")
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_workers_give_the_rows_of_one_process(jobs: JobMaker, number: int) -> None:
-    jobs.write([*rows_of(100), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}])
-    spec = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
-    alone = outputs(jobs, "alone", stub_factory(), **spec)
-    assert outputs(jobs, "dispatcher", workers(number), **spec) == alone
-    assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
-
-
 def test_workers_give_the_typed_columns_of_one_process(jobs: JobMaker) -> None:
     jobs.write(rows_of(20))
     spec = jobs.spec(sampling={"max_tokens": 0, "prompt_logprobs": 3}, output={"format": "parquet"})
@@ -80,22 +71,6 @@ def test_workers_give_the_typed_columns_of_one_process(jobs: JobMaker) -> None:
         assert run_job(place, quiet(), engine_factory=factory).exit_code == ExitCode.OK
         tables.append(pq.read_table(jobs.folder / name / "outputs.parquet").drop_columns("timings"))
     assert tables[0].equals(tables[1])
-
-
-def test_rows_of_a_lost_worker_go_to_others(jobs: JobMaker) -> None:
-    jobs.write(rows_of(200))
-    alone = outputs(jobs, "alone", stub_factory())
-    handles: list[WorkerHandle] = []
-
-    def on_launch(handle: WorkerHandle) -> None:
-        handles.append(handle)
-        if len(handles) == 1:
-            send = handle.send
-            handle.send = lambda assignment: (send(assignment), handle.remote.kill())[0]  # type: ignore[method-assign]
-
-    assert outputs(jobs, "dispatcher", workers(2, on_launch=on_launch)) == alone
-    assert handles[0].name == "thread-1"
-    assert len(handles) > 2, "the lost worker was replaced"
 
 
 class Hanging:
@@ -126,15 +101,6 @@ def hanging() -> Iterator[Callable[..., Hanging]]:
     yield lambda *args, **options: made.append(Hanging(*args, **options)) or made[-1]
     for engine in made:
         engine.release.set()
-
-
-def test_rows_of_a_worker_whose_step_hangs_go_to_others(jobs: JobMaker, hanging: Callable[..., Hanging]) -> None:
-    jobs.write(rows_of(200))
-    alone = outputs(jobs, "alone", stub_factory())
-    handles: list[WorkerHandle] = []
-    factory = workers(2, engine=hanging(1), on_launch=handles.append, step_timeout_s=0.5)
-    assert outputs(jobs, "dispatcher", factory) == alone
-    assert handles[0].name == "thread-1"
 
 
 def test_a_step_that_takes_longer_than_its_limit_is_no_hang_while_its_kernels_are_launched(jobs: JobMaker) -> None:
