@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_model import token_counts
 
@@ -148,6 +148,7 @@ def test_the_longest_run_that_counts(period: int, is_loop: bool) -> None:
     assert seen == [False] * (3 * period - 1) + [is_loop]
 
 
+@example([], list(range(65)))
 @given(prompt=TOKENS, output=st.lists(st.integers(0, 300), max_size=200))
 def test_counts_are_those_of_the_output_and_0_for_the_rest_of_the_prompt(prompt: list[int], output: list[int]) -> None:
     counts = token_counts(prompt, output)

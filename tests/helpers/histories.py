@@ -477,7 +477,7 @@ class World:
         A disk that refuses to remove a journal that is no longer needed ends no run: the next start removes it.
         """
         fresh = self.fresh()
-        self.compare(fresh.files, said, is_back=may_be_left or self.published == self.state)
+        self.compare(fresh.files, said, is_back=self.published == self.state, may_be_left=may_be_left)
         is_same = self.disturbed in (None, self.state)
         if made is not None:
             num_started = sum(engine.num_started for engine in made)
@@ -491,10 +491,13 @@ class World:
             self.sources = sources_of(fresh)
         self.published, self.disturbed, self.is_exact = self.state, None, True
 
-    def compare(self, wanted: Mapping[str, Any], said: str, *, is_back: bool) -> None:
-        """The files of the folder are those of a fresh run; one that was there stands beside journals of others."""
-        found = files_of(self.folder)
-        if is_back and "journal" not in wanted:
+    def compare(self, wanted: Mapping[str, Any], said: str, *, is_back: bool, may_be_left: bool = False) -> None:
+        """The files of the folder are those of a fresh run; one that was there stands beside journals of others.
+
+        After a loss of power at the end of a run, the next start removes what it left half written.
+        """
+        found = {name: file for name, file in files_of(self.folder).items() if not (may_be_left and name[0] == ".")}
+        if (is_back or may_be_left) and "journal" not in wanted:
             found.pop("journal", None)
         assert found.keys() == wanted.keys(), f"other files: {sorted(found.keys() ^ wanted.keys())}; {said}"
         differing = {name: (found[name], wanted[name]) for name in found if found[name] != wanted[name]}
