@@ -142,40 +142,23 @@ class Kernels(Protocol):
         [num_tokens, num_heads, width], zero from head_dim to the cache's width.
         """
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        inputs: ModelInput,
-        head_dim: int,
-        dtype: torch.dtype,
-        window: int = 0,
-        gates: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of every token over cached positions as ``query_blocks`` says, the last ``window`` if not 0.
+    def attention(self, q: Tensor, qkv: Tensor, heads: Heads, inputs: ModelInput, cache: KVCache) -> Tensor:
+        """Attention of every token of ``rope_and_cache`` over cached positions, as ``query_blocks`` says.
 
-        If tokens see their whole text, a window has the positions less than ``window`` before or after.
-
-        The last num_heads columns of ``gates`` [num_tokens, columns] are logits: a head's output is multiplied by
-        their sigmoid. Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.
+        If tokens see their whole text, a window has the positions less than ``window`` before or after. The output of
+        a gated head is multiplied by the sigmoid of its logit, which is all that is read of ``qkv``. Returns
+        [num_tokens, num_heads * head_dim] in the dtype of ``qkv``, whatever the type of the cache.
         """
 
     def attend(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        rotary: Tensor,
-        inputs: ModelInput,
-        cache: KVCache,
-        *,
-        subset: LogitsSubset | None = None,
+        self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, subset: LogitsSubset | None
     ) -> Tensor:
         """``rope_and_cache`` of all tokens, then ``attention`` of all, or of those in ``subset``."""
-        q, gates = self.rope_and_cache(qkv, heads, rotary, inputs, cache), qkv if heads.is_gated else None
+        q = self.rope_and_cache(qkv, heads, rotary, inputs, cache)
         if subset is not None:
             q, inputs = self.take_rows(q, subset.rows), subset.inputs
-            gates = None if gates is None else self.take_rows(gates, subset.rows)
-        return self.attention(q, cache, inputs, heads.head_dim, qkv.dtype, heads.window, gates)
+            qkv = self.take_rows(qkv, subset.rows) if heads.is_gated else qkv
+        return self.attention(q, qkv, heads, inputs, cache)
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.

@@ -153,28 +153,19 @@ class PlainKernels(ReferenceKernels):
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         return SortedExperts([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        inputs: ModelInput,
-        head_dim: int,
-        dtype: torch.dtype,
-        window: int = 0,
-        gates: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, qkv: Tensor, heads: interface.Heads, inputs: ModelInput, cache: KVCache) -> Tensor:
         num_tokens, num_heads, _ = q.shape
-        out = torch.empty(num_tokens + 1, num_heads, head_dim, dtype=dtype, device=q.device)
+        out = qkv.new_empty(num_tokens + 1, num_heads, heads.head_dim)
         layout = self._layout_of(inputs, cache.block_size)
         for rows in layout.rows:
             num_positions = rows.num_blocks * cache.block_size
             each = num_positions * max(cache.values.shape[1] * cache.width, num_heads * rows.tokens.shape[1])
             most = _MOST_NUMBERS.get(q.device.type, _MOST_NUMBERS_ELSEWHERE)
             for part in rows.in_parts(most // each):
-                mixed = _attended(q, cache, layout, part, window)[..., :head_dim]
-                if gates is not None:
-                    mixed = mixed * gates[part.tokens, -num_heads:, None].float().sigmoid()
-                out[part.targets] = mixed.to(dtype)
+                mixed = _attended(q, cache, layout, part, heads.window)[..., : heads.head_dim]
+                if heads.is_gated:
+                    mixed = mixed * qkv[part.tokens, -num_heads:, None].float().sigmoid()
+                out[part.targets] = mixed.to(out.dtype)
         return out[:num_tokens].flatten(1)
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:

@@ -218,19 +218,10 @@ class ReferenceKernels(interface.Kernels):
         cache.values[block, :, offset, :head_dim] = v.to(cache.values.dtype)
         return functional.pad(q * head_dim**-0.5, (0, cache.width - head_dim))
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        inputs: ModelInput,
-        head_dim: int,
-        dtype: torch.dtype,
-        window: int = 0,
-        gates: Tensor | None = None,
-    ) -> Tensor:
-        num_tokens, num_heads, _ = q.shape
+    def attention(self, q: Tensor, qkv: Tensor, heads: interface.Heads, inputs: ModelInput, cache: KVCache) -> Tensor:
+        num_heads, head_dim, window = heads.num_heads, heads.head_dim, heads.window
         group = num_heads // cache.keys.shape[1]
-        out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=q.device)
+        out = qkv.new_empty(len(q), num_heads, head_dim)
         for sequence, tokens in _sequences(inputs):
             positions = inputs.positions[tokens]
             seen = inputs.num_seen[tokens]
@@ -251,8 +242,8 @@ class ReferenceKernels(interface.Kernels):
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             mixed = weights @ values.repeat_interleave(group, 0)
             mixed = mixed.transpose(0, 1)[..., :head_dim]
-            if gates is not None:
-                mixed = mixed * gates[tokens, -num_heads:, None].float().sigmoid()
+            if heads.is_gated:
+                mixed = mixed * qkv[tokens, -num_heads:, None].float().sigmoid()
             out[tokens] = mixed.to(out.dtype)
         return out.flatten(1)
 

@@ -149,4 +149,4 @@ class Attention:
 
     def mix(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor, subset: LogitsSubset | None) -> Tensor:
         """Input of ``out_proj``, of the tokens of ``subset`` if it is given; writes all tokens to ``cache``."""
-        return self.kernels.attend(self.qkv(x), self.heads, rotary, inputs, cache, subset=subset)
+        return self.kernels.attend(self.qkv(x), self.heads, rotary, inputs, cache, subset)

@@ -9,6 +9,7 @@ import time_kernels
 import torch
 from tiny_model import ragged_input, random_state, tiny_model, write_checkpoint
 
+from batchgen.kernels.interface import Heads
 from batchgen.model import rates
 from batchgen.model.rates import MeasureConfig
 
@@ -22,7 +23,8 @@ def test_attention_is_counted_by_what_its_tokens_see(is_causal: bool, attended: 
     inputs, num_blocks = ragged_input([(0, 3), (0, 40)], 8, is_causal=is_causal)
     cache = random_state(model, num_blocks=num_blocks, block_size=8, num_slots=2).kv[0]
     kernels = time_kernels.TimedKernels(model.kernels)
-    kernels.attention(torch.zeros(43, 4, cache.width), cache, inputs, 16, torch.float32)
+    heads = Heads(4, 16, None, None, 1e-5)
+    kernels.attention(torch.zeros(43, 4, cache.width), torch.zeros(43, 0), heads, inputs, cache)
     assert kernels.work["attention"][0] == 4 * 4 * 16 * attended
 
 

@@ -109,9 +109,9 @@ def call_mixers(
         scales = zeros(num_blocks, KV_HEADS, 2, BLOCK_SIZE, dtype=torch.float32) if cached is torch.int8 else None
         cache = KVCache(keys, values, BLOCK_SIZE, scales)
         qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * head_dim + gates)
-        heads = Heads(HEADS, head_dim, norm, norm, 1e-5)
+        heads = Heads(HEADS, head_dim, norm, norm, 1e-5, window, is_gated=gates > 0)
         q = kernels.rope_and_cache(qkv, heads, rotary, inputs, cache)
-        kernels.attention(q, cache, inputs, head_dim, dtype, window, qkv if gates else None)
+        kernels.attention(q, qkv, heads, inputs, cache)
     state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
     weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
     kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)

@@ -13,7 +13,7 @@ from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import Kernels, SamplingRows
+from batchgen.kernels.interface import Heads, Kernels, SamplingRows
 from batchgen.kernels.reference import ReferenceKernels, to_int8
 from batchgen.model.config import LANES
 
@@ -150,10 +150,11 @@ def attend_over(kernels: Kernels, case: Case, inputs: ModelInput, cache: KVCache
     q = torch.zeros(inputs.num_tokens, num_heads, cache.width)
     q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
     dtype = case.keys[0].dtype
-    gates = None
+    qkv = torch.empty(inputs.num_tokens, 0, dtype=dtype)
     if case.gates:  # behind columns of something else
-        gates = torch.cat((torch.full((inputs.num_tokens, 5), torch.nan, dtype=dtype), torch.cat(case.gates)), 1)
-    out = kernels.attention(q, cache, inputs, head_dim, dtype, case.window, gates)
+        qkv = torch.cat((torch.full((inputs.num_tokens, 5), torch.nan, dtype=dtype), torch.cat(case.gates)), 1)
+    heads = Heads(num_heads, head_dim, None, None, 1e-5, case.window, is_gated=bool(case.gates))
+    out = kernels.attention(q, qkv, heads, inputs, cache)
     return list(out.split([count for _, count in case.pieces]))
 
 

@@ -135,18 +135,9 @@ class OnDevice:
         scales = None if cache.scales is None else cache.scales.to(DEVICE)
         return replace(cache, keys=keys, values=cache.values.to(DEVICE), scales=scales)
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        inputs: ModelInput,
-        head_dim: int,
-        dtype: torch.dtype,
-        window: int = 0,
-        gates: Tensor | None = None,
-    ) -> Tensor:
-        moved, gates = self._moved(cache), None if gates is None else gates.to(DEVICE)
-        return self.kernels.attention(q.to(DEVICE), moved, inputs.to(DEVICE), head_dim, dtype, window, gates).cpu()
+    def attention(self, q: Tensor, qkv: Tensor, heads: Heads, inputs: ModelInput, cache: KVCache) -> Tensor:
+        moved = self._moved(cache)
+        return self.kernels.attention(q.to(DEVICE), qkv.to(DEVICE), heads, inputs.to(DEVICE), moved).cpu()
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         moved = replace(state, slots=state.slots.to(DEVICE), blocks=state.blocks.to(DEVICE))

@@ -199,8 +199,9 @@ def test_attention_far_into_a_pool_beyond_two_to_the_31_elements() -> None:
         values[by : by + used] = first[1]
         inputs = shifted(base, by, block_size)
         rotary = rotary_table(128, dim).to(DEVICE)
-        q = kernels.rope_and_cache(qkv, Heads(16, dim, norm, norm, 1e-5), rotary, inputs, cache)
-        found.append(kernels.attention(q, cache, inputs, dim, torch.bfloat16))
+        heads = Heads(16, dim, norm, norm, 1e-5)
+        q = kernels.rope_and_cache(qkv, heads, rotary, inputs, cache)
+        found.append(kernels.attention(q, qkv, heads, inputs, cache))
     assert torch.equal(*found) and found[0].isfinite().all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_what_is_not_finite_reaches_those_who_attend_to_it_and_no_other(
         for seen in (0, window):
             cache = empty_cache(inputs, num_blocks, 16, 2, head_dim, kv_cache_dtype)
             q = kernels.rope_and_cache(x, shape, rotary_table(32, head_dim), inputs, cache)
-            out = kernels.attention(q, cache, inputs, head_dim, torch.float32, seen)
+            out = kernels.attention(q, x, replace(shape, window=seen), inputs, cache)
             found[x is dirty, seen] = out.view(20, 2, head_dim)
     for seen in (0, window):
         attends = torch.zeros(20, 2, dtype=torch.bool)

@@ -152,19 +152,18 @@ def _attended(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:
 
     Queries are read; of tokens that come as products, these are, and their keys and values are written.
     """
-    q, cache, inputs, head_dim = given[:4]
-    window, alone = given[5] if len(given) > 5 else 0, given[7] if len(given) > 7 else None
+    q, _, heads, inputs, cache, alone = (*given, None)[:6]
     positions = inputs.positions.long() + 1
     if not inputs.is_causal:
         blocks = inputs.query_blocks.long()
         positions = blocks[:, 5].repeat_interleave(blocks[:, 2])
     lasts = positions[inputs.cu_seqlens[1:].long() - 1]
-    if window:
-        positions, lasts = positions.clamp(max=window), lasts.clamp(max=window)
-    num_bytes = int(lasts.sum()) * _position_bytes(cache, head_dim) + q.nbytes + result.nbytes
+    if heads.window:
+        positions, lasts = positions.clamp(max=heads.window), lasts.clamp(max=heads.window)
+    num_bytes = int(lasts.sum()) * _position_bytes(cache, heads.head_dim) + q.nbytes + result.nbytes
     if alone is not None:
-        num_bytes += inputs.num_alone * (alone.qkv[0].nbytes + _position_bytes(cache, head_dim))
-    return 4.0 * q.shape[1] * head_dim * int(positions.sum()), float(num_bytes)
+        num_bytes += inputs.num_alone * (alone.qkv[0].nbytes + _position_bytes(cache, heads.head_dim))
+    return 4.0 * q.shape[1] * heads.head_dim * int(positions.sum()), float(num_bytes)
 
 
 def _cached(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:

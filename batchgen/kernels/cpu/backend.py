@@ -21,6 +21,7 @@ from batchgen.kernels.cpu.experts import PackedExperts, PackedRouter
 from batchgen.kernels.cpu.layout import ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, LogitsSubset, ModelInput
+from batchgen.kernels.interface import Heads
 from batchgen.kernels.processor import matrix_unit_note, processor_variant
 
 _TAKE_ROWS, _LOOKUP_PACKED = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
@@ -62,7 +63,7 @@ class Alone(NamedTuple):
     """Source of the queries, keys and values that attention makes itself; see ``compiled.heads``."""
 
     qkv: Tensor
-    heads: interface.Heads
+    heads: Heads
     rotary: Tensor
 
     def fields(self) -> tuple[int, ...]:
@@ -155,7 +156,7 @@ class CpuKernels(interface.Kernels):
         _SCALE.launch(x.dtype, -(-num_rows // ROWS_PER_ITEM), address(x), num_rows, width, _bits(by))
 
     def rope_and_cache(
-        self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, first: int = 0
+        self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, first: int = 0
     ) -> Tensor:
         """As in ``Kernels``, of the tokens from ``first`` on."""
         width, num_tokens = cache.width, len(qkv)
@@ -170,19 +171,11 @@ class CpuKernels(interface.Kernels):
         return q
 
     def attention(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        inputs: ModelInput,
-        head_dim: int,
-        dtype: torch.dtype,
-        window: int = 0,
-        gates: Tensor | None = None,
-        alone: Alone | None = None,
+        self, q: Tensor, qkv: Tensor, heads: Heads, inputs: ModelInput, cache: KVCache, alone: Alone | None = None
     ) -> Tensor:
         """As in ``Kernels``; if ``alone`` is given, it replaces ``q`` for the first ``inputs.num_alone`` tokens."""
-        num_heads, num_kv_heads, width = q.shape[1], cache.keys.shape[1], cache.width
-        out = empty((inputs.num_tokens, num_heads * head_dim), dtype)
+        num_heads, num_kv_heads, width = heads.num_heads, cache.keys.shape[1], cache.width
+        out, window = empty((inputs.num_tokens, num_heads * heads.head_dim), qkv.dtype), heads.window
         if window and not inputs.is_causal:
             window = 2 * window - 1  # positions seen
         most_rows = layout.attention_rows(QUERY_BLOCK * (num_heads // num_kv_heads))
@@ -193,37 +186,30 @@ class CpuKernels(interface.Kernels):
         memory, part_bytes = scratch(own_floats + layout.attention_scratch_floats(width, most_rows))
         of_alone: tuple[int, ...] = (0,) * _ALONE_WORDS
         if alone is not None:
-            qkv = address(alone.qkv), alone.qkv.shape[1]
-            of_alone = (*alone.fields(), inputs.num_alone, *qkv, address(inputs.slot_mapping), memory, part_bytes)
+            rows = address(alone.qkv), alone.qkv.shape[1]
+            of_alone = (*alone.fields(), inputs.num_alone, *rows, address(inputs.slot_mapping), memory, part_bytes)
         arguments = (
             *(address(q), *_fields(cache), address(inputs.query_blocks), address(inputs.positions)),
             *(address(inputs.block_tables), inputs.block_tables.shape[1]),
-            *(num_heads, head_dim, *of_alone),
+            *(num_heads, heads.head_dim, *of_alone),
             *(memory + 4 * own_floats, part_bytes, most_rows, window),
-            *(_address_of(gates), 0 if gates is None else gates.shape[1]),
+            *((address(qkv), qkv.shape[1]) if heads.is_gated else (0, 0)),
             *(most_together, most_heads, len(inputs.query_blocks), address(out)),
         )
-        kind = _ATTENTION_KINDS[dtype, cache.keys.dtype, head_dim % layout.TILE_STEP == 0]
+        kind = _ATTENTION_KINDS[qkv.dtype, cache.keys.dtype, heads.head_dim % layout.TILE_STEP == 0]
         _ATTENTION.launch(kind, items // most_heads, *arguments)
         return out
 
     def attend(
-        self,
-        qkv: Tensor,
-        heads: interface.Heads,
-        rotary: Tensor,
-        inputs: ModelInput,
-        cache: KVCache,
-        *,
-        subset: LogitsSubset | None = None,
+        self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, subset: LogitsSubset | None
     ) -> Tensor:
         """As in ``Kernels``; attention makes keys of sequences with one token, since it reads their blocks anyway."""
         q = self.rope_and_cache(qkv, heads, rotary, inputs, cache, inputs.num_alone)
-        gates, alone = qkv if heads.is_gated else None, Alone(qkv, heads, rotary)
+        alone = Alone(qkv, heads, rotary)
         if subset is not None:
             q, inputs = self.take_rows(q, subset.rows), subset.inputs
-            gates = None if gates is None else self.take_rows(gates, subset.rows)
-        return self.attention(q, cache, inputs, heads.head_dim, qkv.dtype, heads.window, gates, alone)
+            qkv = self.take_rows(qkv, subset.rows) if heads.is_gated else qkv
+        return self.attention(q, qkv, heads, inputs, cache, alone)
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         taps, width = weight.shape

@@ -261,7 +261,7 @@ def attend(
 ) -> None:
     """Write the attention of queries q [num_tokens, num_heads, width] to ``out``, rounded to its type.
 
-    ``out`` is [num_tokens, num_heads * head_dim]; ``window`` and ``gates`` are as in ``Kernels.attention``. With
+    ``out`` is [num_tokens, num_heads * head_dim]; ``Heads`` explains ``window`` and the columns of ``gates``. With
     ``one_order`` prompts have tiles as high as a single token's, and the compiler cannot choose how to round, so that a
     token's bits do not depend on whether it is computed by itself.
     """

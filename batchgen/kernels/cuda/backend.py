@@ -109,18 +109,10 @@ class CudaKernels(ReferenceKernels):
         )
         return q
 
-    def attention(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        inputs: ModelInput,
-        head_dim: int,
-        dtype: torch.dtype,
-        window: int = 0,
-        gates: Tensor | None = None,
-    ) -> Tensor:
-        out = torch.empty(len(q), q.shape[1] * head_dim, dtype=dtype, device=q.device)
-        attend(q, cache, inputs, out, window, gates, self._counters, self.batch_invariant)
+    def attention(self, q: Tensor, qkv: Tensor, heads: Heads, inputs: ModelInput, cache: KVCache) -> Tensor:
+        out = qkv.new_empty(len(q), heads.num_heads * heads.head_dim)
+        gates = qkv if heads.is_gated else None
+        attend(q, cache, inputs, out, heads.window, gates, self._counters, self.batch_invariant)
         return out
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
