@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.schedule import Schedule
-from batchgen.kernels.inputs import ModelInput, query_blocks
-from batchgen.model.subset import build_subset
+from batchgen.kernels.inputs import ModelInput, build_subset, query_blocks
 
 
 def build_input(

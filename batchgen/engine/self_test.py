@@ -9,7 +9,9 @@ compared with the CPU at each start.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import platform
 import zlib
 from contextlib import suppress
@@ -17,16 +19,17 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from batchgen import kernels as kernels_room
-from batchgen.core.errors import ModelError, OutOfMemory
-from batchgen.core.kept import cache_folder, keep, kept
+from batchgen.core.errors import BatchgenError, ModelError, OutOfMemory
 from batchgen.core.machine import UNTRIED_DEVICES, processor_name
 from batchgen.core.records import Request, SamplingParams
+from batchgen.core.storage import write_atomic
 from batchgen.engine.invariants import Comparison, Routing, Runs, made_up_prompts, texts_for
 from batchgen.engine.sizes import default_sizes
 from batchgen.kernels.interface import Kernels, SamplingRows
@@ -151,6 +154,11 @@ def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
     return plain
 
 
+def cache_folder() -> Path:
+    """The folder of verdicts in the user's cache. Raises RuntimeError for a user without a home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen"
+
+
 def _verdict(kernels: Kernels, small: SmallModel) -> str:
     """The fault of the kernels, from the user's cache or found now; "" if they are correct."""
     try:
@@ -158,10 +166,22 @@ def _verdict(kernels: Kernels, small: SmallModel) -> str:
     except RuntimeError:  # a user without a home folder
         return find_fault(kernels, small)
     key = _key(kernels, small)
-    if (verdict := kept(path, key)) is None:
+    verdict = _verdicts(path).get(key)
+    if not isinstance(verdict, dict):
         verdict = {"fault": find_fault(kernels, small)}
-        keep(path, key, verdict)
+        with suppress(OSError, BatchgenError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps({**_verdicts(path), key: verdict}, indent=2).encode() + b"\n")
     return str(verdict.get("fault", ""))
+
+
+def _verdicts(path: Path) -> dict[str, Any]:
+    """The verdicts by key; none from a file that is missing or damaged."""
+    try:
+        verdicts = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return verdicts if isinstance(verdicts, dict) else {}
 
 
 def find_fault(kernels: Kernels, small: SmallModel) -> str:

@@ -17,7 +17,7 @@ from repeats import slow
 from run_helpers import REPOSITORY
 
 from batchgen.cli.main import call, cli
-from batchgen.core.kept import cache_folder
+from batchgen.engine.self_test import cache_folder
 from batchgen.output.rundir import RunDir
 from batchgen.report import advice
 

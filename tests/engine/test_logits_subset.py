@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import BACK_ENDS, DTYPES, ragged_input, random_state, state_tensors, tiny_model
 
-from batchgen.kernels.inputs import QUERY_BLOCK, LogitsSubset, ModelInput
-from batchgen.model.subset import build_subset
+from batchgen.kernels.inputs import QUERY_BLOCK, LogitsSubset, ModelInput, build_subset
 
 TAILS: dict[str, dict[str, Any]] = {  # convolutions behind the last attention
     "none": {"full_attn_idxs": [1, 3]},

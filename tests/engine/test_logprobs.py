@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from batchgen.engine import sampler
-from batchgen.engine.sampler import step_logprobs
-from batchgen.kernels.likeliest import likeliest
+from batchgen.engine.sampler import likeliest, step_logprobs
 from batchgen.kernels.reference import ReferenceKernels
 
 WIDTHS = [1, 2, 9, 64, 640, 1001, 65_536]

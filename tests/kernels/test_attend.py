@@ -17,9 +17,8 @@ from torch import Tensor
 
 from batchgen.kernels.cpu import backend
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.inputs import KVCache, ModelInput, query_blocks
+from batchgen.kernels.inputs import KVCache, ModelInput, build_subset, query_blocks
 from batchgen.kernels.interface import Heads, Kernels
-from batchgen.model.subset import build_subset
 
 # (positions cached before, tokens of this step): single tokens first, as a step has them, and one behind prompts.
 PIECES = [(0, 1), (5, 1), (31, 1), (254, 1), (255, 1), (256, 1), (700, 1), (15, 17), (0, 40), (3, 1)]
