@@ -13,7 +13,6 @@ from typing import Any
 from batchgen.core.machine import QUANTIZATIONS
 
 AUTO = "auto"
-OTHER_ORDER = "which add up in another order, so tokens may differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,19 @@ class Numerics:
         text = ", ".join(filter(None, (place, self.integers))) + (f" ({self.kernels})" if self.kernels else "")
         return f"{text}, llguidance {self.llguidance}" if self.llguidance else text
 
-    def has_other_kernels(self, other: Numerics) -> bool:
-        """Whether both kernel sets are known and differ."""
-        return bool(self.kernels and other.kernels and self.kernels != other.kernels)
+    def refusal(self, other: Numerics, *, may_mix_kernels: bool) -> str:
+        """The reason why a run with these numerics cannot take rows of ``other`` numerics; "" if it can.
+
+        Kernels that are not known are not compared.
+        """
+        if self.base != other.base:
+            return f"{other.base} gives other tokens than {self.base}"
+        if may_mix_kernels or not self.kernels or not other.kernels or self.kernels == other.kernels:
+            return ""
+        return (
+            f"the kernels {other.kernels} add up in another order than the kernels {self.kernels}, so tokens may "
+            "differ: compute all rows with the same ones, or give --allow-mixed-kernels"
+        )
 
     def in_job(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> Numerics:
         """The numerics of a job ``now`` that replaces the job ``was`` with these numerics; both jobs as plain data.

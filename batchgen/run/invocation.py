@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from batchgen.core.errors import BatchgenError, ExitCode, ResumeMismatch, StorageError, UsageError
-from batchgen.core.numerics import OTHER_ORDER, Numerics
+from batchgen.core.numerics import Numerics
 from batchgen.core.records import Request, Row
 from batchgen.core.remote import refusals_as_usage
 from batchgen.core.shard import WHOLE, Shard
@@ -171,23 +171,15 @@ class Invocation:
     def _agreed_backend(self, job: OpenJob, manifest: Manifest) -> Backend:
         """The engine, which computes as the run did so far.
 
-        Raises OtherNumerics if rows would differ. Kernels that are not known are not compared.
+        Raises OtherNumerics if rows would differ.
         """
-        backend, folder = self.load(job, manifest), self.run_dir.path
+        backend = self.load(job, manifest)
         now = Numerics.of(backend.numerics)
         begun = manifest.numerics or now
-        again = "--update computes all rows again, --overwrite drops them first"
-        if begun.base != now.base:
-            flags = begun.flags(now)
-            raise OtherNumerics(
-                f"{folder} was begun in {begun.base}, here the model runs in {now.base}, which gives other tokens: "
-                f"{f'continue with {flags}; ' if flags else ''}{again}"
-            )
-        if begun.has_other_kernels(now) and not self.options.allow_mixed_kernels:
-            raise OtherNumerics(
-                f"{folder} was begun with the kernels {begun.kernels}, here they are {now.kernels}, {OTHER_ORDER}: "
-                f"continue where it was begun, or give --allow-mixed-kernels; {again}"
-            )
+        if why := begun.refusal(now, may_mix_kernels=self.options.allow_mixed_kernels):
+            flags = f"; continue with {flags}" if (flags := begun.flags(now)) else ""
+            again = "--update computes all rows again, --overwrite drops them first"
+            raise OtherNumerics(f"{self.run_dir.path} cannot be continued here: {why}{flags}; {again}")
         return backend
 
     def claim(self, manifest: Manifest) -> None:

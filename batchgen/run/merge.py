@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from batchgen.core.errors import LockedError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
-from batchgen.core.numerics import OTHER_ORDER, Numerics
+from batchgen.core.numerics import Numerics
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE
 from batchgen.core.storage import absolute, storage_errors
@@ -174,8 +174,9 @@ def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:
     first, count = shards[0], shards[0].manifest.shard.count
     for shard in shards[1:]:
         _check_same_job(first, shard)
-    if not allow_mixed_kernels:
-        _check_same_kernels(shards)
+        was, now = first.manifest.numerics or Numerics(), shard.manifest.numerics or Numerics()
+        if why := was.refusal(now, may_mix_kernels=allow_mixed_kernels):
+            raise UsageError(f"{first} and {shard} cannot be joined: {why}")
     by_number: dict[int, _Shard] = {}
     for shard in shards:
         if shard.number in by_number:
@@ -225,17 +226,6 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
 def _unsharded(manifest: Manifest) -> Manifest:
     """Values that the shards of a job must share; their kernels are compared separately."""
     return replace(manifest.with_numerics((manifest.numerics or Numerics()).base), shard=WHOLE)
-
-
-def _check_same_kernels(shards: Sequence[_Shard]) -> None:
-    first, *others = shards
-    for other in others:
-        was, now = first.manifest.numerics or Numerics(), other.manifest.numerics or Numerics()
-        if was.kernels != now.kernels:
-            raise UsageError(
-                f"{first} was computed with the kernels {was.kernels}, {other} with {now.kernels}, {OTHER_ORDER}: run "
-                "one of them again where the other ran, or give --allow-mixed-kernels"
-            )
 
 
 def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from batchgen.config.job import JobSpec
-from batchgen.core.numerics import OTHER_ORDER, Numerics
+from batchgen.core.numerics import Numerics
 from batchgen.core.version import __version__
 from batchgen.input.rows import row_chars
 from batchgen.output.manifest import differences
@@ -113,10 +113,6 @@ class IdentityGate:
         if changes := differences(self._context.weights, identity.weights):
             return f"its model is another one: {changes[0]}"
         its, agreed = Numerics.of(identity.numerics), Numerics.of(self.numerics or identity.numerics)
-        if changes := differences(agreed.base.plain, its.base.plain):
-            return f"it would compute other tokens: {', '.join(changes)}"
-        if agreed.has_other_kernels(its) and not self._context.may_mix_kernels:
-            both = f"its kernels are {its.kernels}, the run's {agreed.kernels}"
-            return f"{both}, {OTHER_ORDER} (--allow-mixed-kernels takes both)"
-        self.numerics = replace(agreed, kernels=agreed.kernels or its.kernels).plain
-        return ""
+        if not (why := agreed.refusal(its, may_mix_kernels=self._context.may_mix_kernels)):
+            self.numerics = replace(agreed, kernels=agreed.kernels or its.kernels).plain
+        return why
