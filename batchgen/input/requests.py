@@ -126,13 +126,8 @@ class RequestBuilder:
             yield (made, None) if isinstance(made, Row) else made
 
     def _drafts(self, rows: Sequence[Row]) -> Iterator[_Draft | Row]:
-        contents = [_attempt(row, self.finder.find, row.columns) if row.error is None else row for row in rows]
-        contents = [self._closed(item) if isinstance(item, Content) else item for item in contents]
-        prompts = [item.prompt for item in contents if isinstance(item, Content)]
-        chats = [prompt.variables for prompt in prompts if isinstance(prompt, Chat)]
-        rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
-        for row, content in zip(rows, contents, strict=True):
-            yield content if isinstance(content, Row) else _attempt(row, self._draft, row, content, rendered)
+        for row in rows:
+            yield row if row.error is not None else _attempt(row, self._draft, row)
 
     def _closed(self, content: Content) -> Content:
         """The content, where a chat that ends with an answer gets no header of another one if none is generated."""
@@ -142,10 +137,12 @@ class RequestBuilder:
             return content
         return replace(content, prompt=replace(prompt, variables={**prompt.variables, "add_generation_prompt": False}))
 
-    def _draft(self, row: Row, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
+    def _draft(self, row: Row) -> _Draft:
+        content = self._closed(self.finder.find(row.columns))
         prompt, chat = content.prompt, None
         if isinstance(prompt, Chat):
-            text, chat = next(rendered), prompt.variables
+            assert self._tokenizer is not None, "ContentFinder refuses chats without one"
+            text, chat = next(self._tokenizer.render_chats([prompt.variables])), prompt.variables
             if isinstance(text, ChatTemplateError):
                 what = text.describe(prompt.name, prompt.num_added) if isinstance(text, HiddenError) else str(text)
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, what)

@@ -19,7 +19,7 @@ def each(write: str) -> str:
 
 USER = {"role": "user", "content": "Hi"}
 SYSTEM = {"role": "system", "content": "S"}
-SAID = {"role": "assistant", "content": "a"}
+SAID = {"role": "assistant", "content": "In the old town."}
 CALL = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": {"tz": "UTC"}}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 ANSWERED = {"role": "tool", "content": "12:00", "tool_call_id": "call00001"}
@@ -63,13 +63,15 @@ def hidden(place: str) -> str:
     ("template", "messages", "place"),
     [
         (LISTING, [USER, CALLED, ANSWERED], "messages[1].tool_calls[0]"),
+        (CALLING.replace("{{ c.function.name }}", ""), [USER, CALLED], "messages[1].tool_calls[0]"),
         (DATED, [USER, {**CALLED, "content": "Let me see."}, ANSWERED], "messages[1].content"),
-        (PLAIN, [USER, {**SAID, "reasoning_content": "b"}], "messages[1].reasoning_content"),
-        (PLAIN, [USER, {**SAID, "refusal": "b"}], "messages[1].refusal"),
+        (PLAIN, [LONG, {**SAID, "reasoning_content": "b"}], "messages[1].reasoning_content"),
+        (PLAIN, [LONG, {**SAID, "refusal": "b"}], "messages[1].refusal"),
         (PLAIN.replace("messages", "messages[:1]"), [USER, SAID], "messages[1].content"),
         (each(TURN + "{{ (m.tool_calls or [1])[0] }}"), [BOTH_CALLS], "messages[0].tool_calls[1]"),
         ("{{ messages[-1].content }}", [SYSTEM, USER], "messages[0].content"),
         ("Hi {{ messages | length }}", [USER], "messages[0].content"),
+        (PLAIN.replace("messages", "messages[1:]"), [LONG, SAID, LONG], "messages[0].content"),
         # A text that is cut, and what is dropped in one shape of chats alone.
         (PLAIN.replace("content", "content[:20]"), [LONG], "messages[0].content"),
         (each(TURN + "{% if not m.content %}" + CALLS + "{% endif %}"), [CALLED | SAID], "messages[0].tool_calls[0]"),
@@ -90,11 +92,12 @@ def test_what_the_template_does_not_show_is_refused_by_name(
         (NAMES + CALLING, "tools[0], its description"),
         (NAMES + "{{ tools[0].function.description }}" + CALLING, "tools[0], its parameters"),
         ("{{ tools[0] }}" + CALLING, "tools[1], its name"),
-        ("{{ tools }}" + each(TURN + "{% if not tools %}" + CALLS + "{% endif %}"), "messages[2].tool_calls[0]"),
+        ("{{ tools }}" + each(TURN + "{% if not tools %}" + CALLS + "{% endif %}"), "messages[1].tool_calls[0]"),
     ],
 )
 def test_what_the_template_does_not_show_beside_tools_is_refused(template: str, place: str) -> None:
-    assert rendered(template, SYSTEM, USER, CALLED, tools=TOOLS).startswith(hidden(place))
+    messages = [LONG, CALLED] if "calls" in place else [LONG]
+    assert rendered(template, *messages, tools=TOOLS).startswith(hidden(place))
 
 
 @pytest.mark.parametrize("text", ["Be terse in all that you say.", "user", "Hi"])
@@ -122,6 +125,7 @@ def test_arguments_that_the_template_does_not_show_are_found_whatever_their_type
     [
         ("m.role | upper }}: {{ m.content", "USER: "),
         ("m.content | trim", "Hello"),
+        ("m.content | upper", "  HELLO"),
         ("m.content | tojson", '"'),
         ("m.content.replace('/no_think', '')", "  Hello"),
     ],
