@@ -172,15 +172,6 @@ def test_a_job_that_asks_for_what_cannot_be_is_refused_by_its_line(
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300 + 2 * len(str(files))
 
 
-def test_a_flag_that_asks_for_what_cannot_be_is_refused_by_its_name(files: Path) -> None:
-    with pytest.raises(UsageError, match=r"^--structured-outputs = 'yes': cannot read \S*/yes: No such file"):
-        from_flag("yes")
-    with pytest.raises(UsageError, match=r"^--structured-outputs = .*: must have exactly one of json"):
-        from_flag('{"after": "x"}')
-    with pytest.raises(UsageError, match=r"^--structured-outputs = '/tmp': cannot read /tmp: Is a directory"):
-        from_flag("/tmp")
-
-
 STRICT = {"name": "n", "strict": True, "schema": SCHEMA}
 ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from input_helpers import jsonl, zstd
 from repeats import slow
-from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
+from run_helpers import JobMaker, quiet, rows_of, without_timings
 
 from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
@@ -186,22 +186,6 @@ def test_status_says_that_a_run_failed_whose_input_changed(job: JobMaker) -> Non
     assert 0 < status["rows"]["done"] < NUM_ROWS
 
 
-def test_the_command_says_it_in_one_line_and_exits_2(job: JobMaker) -> None:
-    job.write(rows_of(NUM_ROWS))
-    process = start(["run", job.toml(), "--heartbeat", "1s"], step_s=0.02)
-    assert process.stderr is not None
-    said = ""
-    while " left" not in said:
-        line = process.stderr.readline()
-        assert line, said
-        said += line
-    os.truncate(job.input, 0)
-    code, rest = finish(process)
-    assert code == 2
-    assert rest.splitlines()[-1].startswith(f"batchgen: error: {job.input} has changed while it was in use")
-    assert "Traceback" not in rest
-
-
 # ---------------------------------------------------------------- no change
 
 
@@ -273,13 +257,6 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(job: JobMaker, monkey
     with pytest.raises(UsageError, match=r"input\.jsonl changes while it is read; run again"):
         job.run()
     assert not job.output.exists()
-
-
-def test_a_run_on_a_spooled_standard_input_is_not_disturbed(job: JobMaker) -> None:
-    job.write(rows_of(NUM_ROWS))
-    process = start(["run", job.toml(), "--input", "-", "--quiet"], stdin=job.input)
-    assert finish(process) == (0, "")
-    assert len(job.outputs()) == NUM_ROWS
 
 
 def test_an_interrupted_run_whose_input_was_touched_resumes(job: JobMaker) -> None:

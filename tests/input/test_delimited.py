@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import input_helpers
 import pytest
 from input_helpers import codes, read_bytes, source_of, zstd
 from run_helpers import MODEL, JobMaker, rows_of
@@ -22,24 +23,8 @@ from batchgen.input.formats import delimited
 from batchgen.plan.dry_run import make_plan
 from batchgen.plan.text import render_plan
 
-CELLS = [
-    "",
-    " ",
-    "a",
-    "2",
-    "é",
-    "日本😀",
-    "\0",
-    '"',
-    '""',
-    'say "hi"',
-    "a,b",
-    "a\tb",
-    "a;b",
-    "two\nlines",
-    "two\r\nlines",
-]
-CELLS += ["\n", '\r"', "\ufeff", "\x85\u2028", "x" * 300, '","', "'"]
+CELLS = ["", " ", "a", "2", "é", "日本😀", "\0", '"', '""', 'say "hi"', "a,b", "a\tb", "a;b", "two\nlines"]
+CELLS += ["two\r\nlines", "\n", '\r"', "\ufeff", "\x85\u2028", "x" * 300, '","', "'"]
 
 
 def table(rng: random.Random, num_columns: int) -> tuple[bytes, str]:
@@ -280,15 +265,7 @@ def test_the_header_says_the_columns_and_name_or_header_the_delimiter(name: str,
 # ---------------------------------------------------------------- whole runs
 
 
-def as_table(rows: list[dict[str, Any]]) -> bytes:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, rows[0])
-    writer.writeheader()
-    writer.writerows({**row, "question": f'{row["question"]}\n"Why"?'} for row in rows)
-    return text.getvalue().encode()
-
-
-TABLE = as_table(rows_of(40))
+TABLE = input_helpers.table([{**row, "question": f'{row["question"]}\n"Why"?'} for row in rows_of(40)])
 WITH_BAD = TABLE + b'q-50,short\r\nq-51,"a\nb",1\r\n'
 
 

@@ -99,7 +99,7 @@ def test_every_line_that_is_not_blank_is_one_row_whatever_its_neighbours(
     (folder / "rows.jsonl").write_bytes((b"\xef\xbb\xbf" if has_mark else b"") + content)
     rows = read_all_ways(folder / "rows.jsonl")
     expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    assert [row.line for row in rows] == [number for number, _ in expected]
+    assert [row.line for row in rows] == [number for number, _ in expected] and rows[0].error is None
     for row, (_, line) in zip(rows, expected, strict=True):
         if row.error is None:
             assert repr(row.columns) == repr(json.loads(line))

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
-import time
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from remote_servers import CREDENTIALS, Remote, environment_of, server_of
+from remote_servers import CREDENTIALS, Remote, server_of
 from run_helpers import (
-    ENVIRONMENT,
     JobMaker,
-    finish,
     journal_of,
     quiet,
     rows_of,
-    start,
-    until_rows_are_done,
     without_timings,
 )
 
@@ -103,28 +96,6 @@ def test_what_happens_to_the_object_meanwhile_costs_no_row(
     place.put("rows.jsonl", content)
     assert job.run(spec).exit_code == 0
     assert job.outputs() == expected(job)
-
-
-@pytest.mark.parametrize("num_kills", [1, pytest.param(5, marks=pytest.mark.slow)])
-@in_a_bucket
-def test_a_job_over_a_bucket_that_is_killed_gives_the_same_outputs(
-    place: Remote, job: JobMaker, num_kills: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = place.put("job/killed.jsonl", content_of(job))
-    reference = expected(job)
-    for name, value in environment_of("moto", place.url).items():
-        monkeypatch.setitem(ENVIRONMENT, name, value)
-    toml = job.toml(input={"path": [address]})
-    rng = random.Random(7)
-    for number in range(num_kills):
-        process = start(["run", toml, "--quiet", "--max-num-seqs", "8"], step_s=0.02)
-        until_rows_are_done(process, job.output, 30 * (number + 1))
-        time.sleep(rng.random() / 4)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    assert finish(start(["run", toml, "--quiet"])) == (0, "")
-    assert job.outputs() == reference
 
 
 @on_a_faulty_s3

@@ -186,15 +186,9 @@ HUGE = {f"{Q}.lora_{part}.weight": torch.full(shape, 1e30) for part, shape in {"
         ({f"{Q}.lora_B.weight": None}, f"tensor '{PREFIX}{Q}.lora_A.weight' has no partner; save it again"),
         ({f"{Q}.lora_A.weight": None}, f"tensor '{PREFIX}{Q}.lora_B.weight' has no partner"),
         ({f"{Q}.lora_A.default.weight": torch.zeros(4, 64)}, "lora_A.weight' is not a lora_A or lora_B of a linear"),
-        (
-            {f"{Q}.weight": torch.zeros(64, 64)},
-            "q_proj.weight' is not a lora_A or lora_B of a linear, embedding or head",
-        ),
+        ({f"{Q}.weight": torch.zeros(64, 64)}, "q_proj.weight' is not a lora_A or lora_B of a linear, embedding or"),
         ({"model.embed_tokens.weight": torch.zeros(3, 64)}, "has shape [3, 64], but rank and model make it ["),
-        (
-            {f"{Q}.lora_magnitude_vector": torch.ones(64)},
-            "lora_magnitude_vector' is not a lora_A or lora_B of a linear",
-        ),
+        ({f"{Q}.lora_magnitude_vector": torch.ones(64)}, "lora_magnitude_vector' is not a lora_A or lora_B of a"),
         ({"model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}, "lora_embedding_A' is not a lora_A or lora_B of a"),
         ({f"{Q}.lora_B.bias": torch.ones(64)}, "lora_B.bias' is not a lora_A or lora_B of a linear"),
         ({"x" * 600 + ".lora_A.weight": torch.ones(4, 64)}, "is not a lora_A or lora_B of a linear"),
@@ -218,14 +212,8 @@ def test_damaged_matrices_are_refused(base: Path, tmp_path: Path, changes: dict[
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (
-            "model.layers.9.feed_forward.w1",
-            "layers.9.feed_forward.w1', which is not a linear of this model",
-        ),
-        (
-            "model.layers.0.self_attn.q_proj",
-            "which is not a linear of this model; its own model is 'some/other'; give a",
-        ),
+        ("model.layers.9.feed_forward.w1", "layers.9.feed_forward.w1', which is not a linear of this model"),
+        ("model.layers.0.self_attn.q_proj", "which is not a linear of this model; its own model is 'some/other';"),
         ("lm_head", "changes 'lm_head', which is the embedding table of this model too"),
         ("model.embed_tokens", "changes 'model.embed_tokens', which is not a linear; train the adapter without it"),
         ("model.layers.1.operator_norm", "changes 'model.layers.1.operator_norm', which is not a linear"),

@@ -132,10 +132,7 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope_parameters", "low_freq_factor"]),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "su"}}, ["rope", "'su'"]),
         ({"norm_eps": 1e-5, "rms_norm_eps": 1e-6}, ["norm_eps is 1e-05 and rms_norm_eps 1e-06; keep the one"]),
-        (
-            {"tie_embedding": True, "tie_word_embeddings": False},
-            ["tie_embedding is True and tie_word_embeddings False"],
-        ),
+        ({"tie_embedding": True, "tie_word_embeddings": False}, ["tie_embedding is True and tie_word_embeddings"]),
         (
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             ["rope_parameters and rope_scaling disagree; keep only one of them"],
@@ -234,11 +231,6 @@ def test_mixtures_of_experts_have_the_published_size_of_which_a_token_meets_a_pa
     tables = config.logits_params_per_token * (1 if config.tie_embedding else 2)
     assert (config.linear_params + tables) / 1e9 == pytest.approx(billions, abs=0.005)
     assert (config.linear_params_per_token + tables) / 1e9 == pytest.approx(per_token, abs=0.005)
-
-
-@pytest.mark.parametrize(("name", "ff_dim"), [("LFM2-350M", 4608), ("LFM2-700M", 6912), ("LFM2-1.2B", 8192)])
-def test_published_shapes_have_the_adjusted_feed_forward_width(name: str, ff_dim: int) -> None:
-    assert dummy_config(f"dummy:{name}").ff_dim == ff_dim
 
 
 def test_an_unknown_dummy_names_the_known_ones() -> None:

@@ -1,4 +1,4 @@
-"""What sentence-transformers writes beside a model is read as data, and refused in one line where it is not known."""
+"""What sentence-transformers writes beside a model is read as data, or refused in one line; its layers run there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from families import raw_config
+from safetensors.torch import save_file
+from torch import Tensor
 from vector_models import CLS, LAST, MEAN, pooling_of, vector_settings
 
 from batchgen.core.errors import ModelError
+from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.registry import parse_config
-from batchgen.model.vector_files import VectorFiles, read_vector_files
+from batchgen.model.vector_files import Dense, VectorFiles, read_vector_files
+from batchgen.model.vectors import VectorHead, VectorSettings
 
 DENSE = {"type": "sentence_transformers.models.Dense", "in_features": 64, "out_features": 8, "bias": True}
 
@@ -133,3 +139,29 @@ def test_a_window_that_looks_both_ways_is_refused() -> None:
     raw = raw_config("lfm3", architectures=["Lfm3BidirectionalModel"])
     with pytest.raises(ModelError, match="window"):
         parse_config(raw, "tiny")
+
+
+# ---------------------------------------------------------------- layers behind the model
+
+
+ELSEWHERE = torch.device("meta")
+
+
+class Elsewhere(ReferenceKernels):
+    """Kernels of a device of their own, as Triton's refuse what lies on another one; they give zeros."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        assert weight.device == ELSEWHERE and bias is not None and bias.device == ELSEWHERE
+
+        def product(x: Tensor) -> Tensor:
+            assert x.device == ELSEWHERE
+            return torch.zeros(len(x), len(weight))
+
+        return product
+
+
+def test_dense_layers_are_loaded_and_run_on_the_device_of_the_model(tmp_path: Path) -> None:
+    save_file({"linear.weight": torch.ones(3, 4), "linear.bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    settings = VectorSettings((Dense(tmp_path, 4, 3, has_bias=True, has_tanh=True),))
+    head = VectorHead(settings, Elsewhere(), 4, torch.float32, ELSEWHERE)
+    assert head(np.ones((2, 4), np.float32)).shape == (2, 3)

