@@ -384,7 +384,7 @@ def test_many_rows_take_little_more_memory_than_ten_thousand_and_every_bad_one_i
         assert found["bad"] == list(range(1000, count + 1, 1000))
         return int(found["peak_bytes"])
 
-    assert peak_bytes(250_000) - peak_bytes(10_000) <= 50 << 20
+    assert peak_bytes(60_000) - peak_bytes(10_000) <= 10 << 20
 
 
 # ---------------------------------------------------------------- structured outputs

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from repeats import slow
 from simulate_workers import CPU, GPU, Kind, Scene, gsm8k_like, heavy_tailed, simulate
 
 from batchgen.core.records import Request, Result, Sample
@@ -282,6 +283,7 @@ def kept_busy(kind: Kind, num_workers: int, rows_each: int) -> float:
         (CPU, 8, 2048, 0.98),
         (CPU, 16, 512, 0.945),
         (CPU, 32, 98, 0.70),  # fewer rows than slots: it is start and end alone
+        slow(CPU, 64, 2048, 0.98),
         (GPU, 1, 8192, 0.92),
         (GPU, 8, 4096, 0.80),
     ],
@@ -290,11 +292,10 @@ def test_workers_are_kept_busy(kind: Kind, num_workers: int, rows_each: int, lea
     assert kept_busy(kind, num_workers, rows_each) > least
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "num_workers", "rows_each", "least"),
     [
-        (CPU, 64, 2048, 0.98),
         (CPU, 1024, 512, 0.92),
         (CPU, 1024, 98, 0.68),
         (GPU, 64, 16384, 0.93),
