@@ -29,7 +29,7 @@ from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
 
 _STEP, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_LOW_BITS = 0xFFFFFFFF
+_SIGN_BIT, _LOW_BITS = -(1 << 31), 0xFFFFFFFF
 _MOST_LOGITS = 1 << 24  # scored together: what is computed on the way is about as large
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -321,9 +321,9 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _largest(values: Tensor, ids: Tensor, k: int) -> Tensor:
     """The ids of the k largest values [num_rows, n] of each row, largest first, of equals the lowest; a NaN is large.
 
-    Value and id make one integer, which is larger where the value is or the id is lower.
+    Value and id make one integer, which is smaller where the value is larger or the id is lower.
     """
-    bits = (values.float() + 0.0).view(torch.int32)  # no -0.0
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    top = ((ordered << 32) + (_LOW_BITS - ids)).topk(k, dim=1).values
-    return _LOW_BITS - (top & _LOW_BITS)
+    bits = values.float().view(torch.int32)
+    ordered = torch.where(bits < 0, _SIGN_BIT - bits, bits)  # -0.0 is 0
+    keys = torch.sub(ids, ordered, alpha=1 << 32)
+    return keys.topk(k, dim=1, largest=False).values & _LOW_BITS
