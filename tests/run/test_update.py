@@ -141,6 +141,17 @@ def test_the_delimiter_that_was_found_may_be_named(job: JobMaker) -> None:
     assert manifest["fingerprints"]["input"]["files"][0]["delimiter"] == ";", "by which another one is another input"
 
 
+def test_files_may_come_and_a_limit_may_rise(folder: Folder) -> None:
+    folder.write_job(input={"limit": 30})
+    assert folder.run("--update")[:2] == (0, 0)
+    folder.write_job(input={"limit": 35})
+    assert folder.run()[:2] == (0, 5)
+    folder.write(rows_of(60), num_files=3)
+    folder.write_job(input={"limit": 60})
+    assert folder.run()[:2] == (0, 25)
+    folder.assert_fresh()
+
+
 def test_a_row_that_failed_for_the_machine_runs_again_with_update(job: JobMaker, capsys: Any) -> None:
     folder = Folder(job, capsys)
     assert folder.run(fails=frozenset({2, 5}))[:2] == (3, 40)
@@ -271,6 +282,18 @@ def test_outputs_stay_until_the_new_ones_replace_them(folder: Folder) -> None:
     assert code == 0 and "the outputs are from the previous job" in said
     code, computed, said = folder.run()
     assert code == 0 and computed < 20, said
+    folder.assert_fresh()
+
+
+def test_a_job_that_is_gone_back_to_is_done_and_the_one_under_way_goes_on_later(folder: Folder) -> None:
+    changed = [*folder.rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))]
+    folder.write(changed)
+    assert folder.run("--max-total-tokens", "100")[0] == 75
+    folder.write(folder.rows)
+    assert folder.run()[:2] == (0, 0)
+    folder.write(changed)
+    code, computed, said = folder.run()
+    assert code == 0 and 0 < computed < 20, said
     folder.assert_fresh()
 
 
