@@ -230,6 +230,18 @@ def test_a_model_that_changes_while_it_is_loaded_begins_nothing(job: JobMaker, m
     assert run_with(job, model).exit_code == 0
 
 
+def test_a_resume_during_which_the_model_changes_is_refused_and_can_be_made_good(job: JobMaker, model: Path) -> None:
+    job.write(rows_of(60))
+    run_with(job, model, quiet(max_total_tokens=200))
+    content = (model / "model.safetensors").read_bytes()
+    with pytest.raises(ModelError, match=r"model\.safetensors has changed"):
+        changing = changing_factory(model, "model.safetensors")
+        run_job(job.spec(model={"path": str(model)}), quiet(), engine_factory=changing)
+    (model / "model.safetensors").write_bytes(content)
+    assert run_with(job, model).exit_code == 0
+    assert len(job.outputs()) == 60
+
+
 def test_a_model_that_changes_while_an_update_loads_it_loses_nothing(job: JobMaker, model: Path) -> None:
     job.write(rows_of(20))
     spec = job.spec(model={"path": str(model)})

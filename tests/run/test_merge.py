@@ -70,6 +70,17 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_merged_shards_are_the_bytes_of_the_unsharded_run(tmp_path: Path, output_format: str, count: int) -> None:
+    whole = RunDir(run(job(tmp_path / "whole", output_format)))
+    merged = RunDir(tmp_path / "merged")
+    counts, _ = merge(shards(tmp_path, count, output_format=output_format), merged.path)
+    assert counts == Counts(NUM_ROWS - len(BAD), len(BAD))
+    assert merged.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()
+    assert merged.errors.read_bytes() == whole.errors.read_bytes()
+
+
 def test_a_merged_run_is_a_whole_run_whatever_the_order_of_the_arguments(tmp_path: Path) -> None:
     folders = shards(tmp_path, 3)
     merge(folders, tmp_path / "merged")

@@ -14,11 +14,12 @@ import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
 from repeats import slow
-from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, without_timings
+from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, updating, without_timings
 from stub_engine import sample_number
 
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
+from batchgen.core.errors import ResumeMismatch
 from batchgen.core.records import Request
 from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
@@ -101,6 +102,22 @@ def test_a_table_has_the_types_of_the_values_and_rows_cut_off_have_no_value(job:
     assert table.schema.field("parsed").type == pa.struct([("n", pa.int64()), ("of", pa.string())])
     assert table["parsed"].to_pylist() == [None if i % 2 else value(i) for i in range(6)]
     assert table["complete"].to_pylist() == [not i % 2 for i in range(6)]
+
+
+@pytest.mark.parametrize("form", ["parquet", slow("openai-batch")])
+def test_a_resumed_and_an_updated_run_have_the_values_of_an_undisturbed_one(job: JobMaker, form: str) -> None:
+    job.write(rows_of(30))
+    spec = spec_of(job, output={"format": form})
+    job.run(spec, fails=frozenset({3, 28}))
+    assert job.run(spec, updating()).exit_code == 0
+    assert parsed_of(job, form) == [value(i) for i in range(30)]
+    job.output = job.folder / "resumed"
+    spec = spec_of(job, output={"format": form})
+    assert job.run(spec, quiet(max_total_tokens=800)).exit_code == 75
+    with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["json"\], now \[\]'):
+        job.run(spec_of(job, output={"format": form, "parse": []}))
+    assert job.run(spec).exit_code == 0
+    assert parsed_of(job, form) == [value(i) for i in range(30)]
 
 
 @pytest.mark.parametrize("form", [slow("jsonl"), "parquet", slow("openai-batch")])

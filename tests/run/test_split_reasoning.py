@@ -10,11 +10,11 @@ import pytest
 import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, read_lines, rows_of, without_timings
+from run_helpers import JobMaker, quiet, read_lines, rows_of, updating, without_timings
 from stub_engine import sample_number
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import UsageError
+from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.records import Request
 from batchgen.run.loader import read_model
 from batchgen.text.tokenizer import Tokenizer
@@ -105,6 +105,20 @@ def test_accuracy_counts_the_text_alone(job: JobMaker) -> None:
     job.write(rows_of(6))
     outcome = job.run(spec_of(job, eval={"expected": "answer"}))
     assert outcome.report is not None and outcome.report["accuracy"]["exact_match"] == 1.0
+
+
+@pytest.mark.usefixtures("spec")
+def test_a_resumed_and_an_updated_run_split_as_an_undisturbed_one(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    job.run(spec_of(job))
+    expected, job.output = job.outputs(), job.folder / "resumed"
+    spec = spec_of(job)
+    assert job.run(spec, quiet(max_total_tokens=1500)).exit_code == 75
+    with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["reasoning"\], now \[\]'):
+        job.run(spec_of(job, output={"parse": []}))
+    assert job.run(spec, fails=frozenset({28})).exit_code == 3
+    assert job.run(spec, updating()).exit_code == 0
+    assert job.outputs() == expected
 
 
 @pytest.mark.usefixtures("spec")

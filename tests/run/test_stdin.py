@@ -145,6 +145,16 @@ def test_a_run_directory_stands_for_its_job_and_reads_no_standard_input(job: Job
     assert job.outputs() == expected(job, OTHERS)
 
 
+@pytest.mark.parametrize("rows", [[], ROWS], ids=["nothing", "the same"])
+def test_a_finished_run_is_done_for_the_same_rows(job: JobMaker, stdin: Stdin, rows: list[dict[str, Any]]) -> None:
+    stdin.give(ROWS)
+    run(job)
+    before = names(job.output)
+    stdin.give(rows)
+    assert "already done" in run(job).lines[0]
+    assert names(job.output) == before
+
+
 def test_a_run_of_a_file_is_not_done_for_standard_input(job: JobMaker, stdin: Stdin) -> None:
     job.write(ROWS)
     job.run()
@@ -194,6 +204,14 @@ def test_a_refused_overwrite_leaves_the_old_run_to_resume(job: JobMaker, stdin: 
     assert job.outputs() == expected(job, ROWS)
 
 
+def test_an_overwrite_runs_the_new_rows(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    stdin.give(OTHERS)
+    assert run(job, OVERWRITE).exit_code == 0
+    assert job.outputs() == expected(job, OTHERS)
+
+
 def test_an_overwrite_by_a_job_over_files_takes_the_copy_away(job: JobMaker, stdin: Stdin) -> None:
     stdin.give(ROWS)
     interrupt(job)
@@ -224,6 +242,16 @@ def test_stdin_is_copied_to_a_file_that_appears_whole(tmp_path: Path) -> None:
     commit_staged(target)
     assert target.read_bytes() == b"rows"
     assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
+
+
+def test_a_terminal_is_no_input(tmp_path: Path) -> None:
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    with pytest.raises(UsageError, match="terminal"):
+        stage_stdin(tmp_path / "stdin", Terminal())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_standard_input_that_cannot_be_read_is_named_as_such(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
+from batchgen.core.machine import QUANTIZATIONS
+from batchgen.core.units import counted
 from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
@@ -119,14 +122,29 @@ def edited(rows: Rows) -> Rows:
     return [row | {"question": "Another?"} if i == 7 else row for i, row in enumerate(rows)]
 
 
-def test_a_changed_input_is_taken_up_and_only_what_is_new_is_computed(folder: Folder) -> None:
-    rows = edited(folder.rows)
+CHANGES: dict[str, tuple[Callable[[Rows], Rows], int]] = {
+    "appended": (lambda rows: [*rows, {"id": "new", "question": "Why?"}], 1),
+    "inserted": (lambda rows: [{"id": "new", "question": "Why?"}, *rows], 1),
+    "removed": (lambda rows: [*rows[:5], *rows[7:]], 0),
+    "moved": (lambda rows: [*rows[20:], *rows[:20]], 0),
+    "edited": (edited, 1),
+    "another column": (lambda rows: [row | {"answer": "seen"} for row in rows], 0),
+    "renamed": (lambda rows: [row | {"id": f"x{i}"} for i, row in enumerate(rows)], 0),  # greedy: nothing is drawn
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_input_is_taken_up_and_only_what_is_new_is_computed(folder: Folder, change: str) -> None:
+    changed, num_new = CHANGES[change]
+    rows = changed(folder.rows)
     folder.write(rows)
     code, computed, said = folder.run()
-    assert (code, computed) == (0, 1) and "input changed: 39 rows kept, 1 to compute" in said, said
+    assert (code, computed) == (0, num_new), said
+    assert f"input changed: {len(rows) - num_new} rows kept, {num_new} to compute" in said
     records = map(json.loads, (folder.path / "outputs.jsonl").read_text().splitlines())
     num_tokens = sum(row["usage"]["completion_tokens"] for row in records if "reused" not in row["timings"])
-    assert "40 rows done, 39 of them kept\n" in said and f"1 row computed, {num_tokens} tokens out in " in said
+    assert f"{len(rows)} rows done, {len(rows) - num_new} of them kept\n" in said
+    assert f"{counted(num_new, 'row')} computed, {num_tokens} tokens out in " in said
     folder.assert_fresh()
 
 
@@ -149,6 +167,15 @@ def test_files_may_come_and_a_limit_may_rise(folder: Folder) -> None:
     folder.write(rows_of(60), num_files=3)
     folder.write_job(input={"limit": 60})
     assert folder.run()[:2] == (0, 25)
+    folder.assert_fresh()
+
+
+def test_a_row_that_failed_is_mended_in_the_input(folder: Folder) -> None:
+    folder.write([row | {"question": ""} if i == 3 else row for i, row in enumerate(folder.rows)])
+    assert folder.run()[:2] == (3, 0)
+    folder.write(folder.rows)
+    assert folder.run()[:2] == (0, 1)
+    assert not (folder.path / "errors.jsonl").exists()
     folder.assert_fresh()
 
 
@@ -195,12 +222,24 @@ def test_the_advice_on_answers_that_were_cut_off_is_given_where_it_works(
     assert advice in folder.run("--overwrite")[2]
 
 
+def test_of_several_samples_all_run_when_the_limit_changes(folder: Folder) -> None:
+    folder.write_job(sampling={"n": 2, "temperature": 1.0})
+    assert folder.run("--update")[:2] == (0, 40)
+    folder.write_job(sampling={"max_tokens": 16})
+    assert folder.run("--update")[:2] == (0, 40)
+    folder.assert_fresh()
+
+
 @pytest.mark.parametrize(
     ("keys", "num_computed"),
     [
         ({"input": {"prompt": "{question} Say it."}}, 40),
+        ({"sampling": {"temperature": 1.0}}, 40),
+        ({"sampling": {"seed": 3}}, 0),
         ({"input": {"columns": []}}, 0),
         ({"output": {"format": "parquet"}}, 0),
+        ({"output": {"format": "openai-batch"}}, 0),
+        ({"output": {"token_ids": True}}, 40),
     ],
     ids=lambda value: (
         "-".join(f"{key}" for keys in value.values() for key in keys) if isinstance(value, dict) else None
@@ -221,13 +260,51 @@ def test_another_job_is_refused_with_what_changed_and_update_keeps_what_cannot_d
     assert folder.run("--update")[:2] == (0, num_computed)
 
 
-def test_an_update_to_other_numerics_computes_all_rows_and_says_why(folder: Folder) -> None:
-    folder.write_job(engine={"kv_cache_dtype": "int8"})
+@pytest.mark.parametrize(
+    ("keys", "num_computed"),
+    [({"output": {"parse": ["reasoning"]}}, 40), ({"sampling": {"thinking_token_budget": 4}}, 40), ({}, 0)],
+    ids=["reasoning", "budget", "neither"],
+)
+def test_a_template_with_other_markers_of_thoughts_changes_the_rows_that_are_split_by_them(
+    folder: Folder, keys: dict[str, dict[str, Any]], num_computed: int
+) -> None:
+    for name, marker in (("first", "</think>"), ("second", "[/THINK]")):
+        text = "{# " + marker + " #}{% for m in messages %}{{ m.content }}{% endfor %}"
+        (folder.job.folder / f"{name}.jinja").write_text(text, encoding="utf-8")
+    folder.write_job(input={"chat_template": "first.jinja"}, **keys)
+    assert folder.run("--update")[0] == 0
+    folder.write_job(input={"chat_template": "second.jinja"})
+    assert folder.run("--update")[:2] == (0, num_computed)
+    folder.assert_fresh()
+
+
+FORMATS: list[tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]] = [
+    *(
+        ({"model": {"quantization": was}}, {"model": {"quantization": now}})
+        for was, now in permutations(QUANTIZATIONS, 2)
+    ),
+    *(({"model": {"dtype": was}}, {"model": {"dtype": now}}) for was, now in permutations(("auto", "bfloat16"), 2)),
+    *(({"model": {"device": was}}, {"model": {"device": now}}) for was, now in permutations(("auto", "cuda"), 2)),
+    *(
+        ({"engine": {"kv_cache_dtype": was}}, {"engine": {"kv_cache_dtype": now}})
+        for was, now in permutations(("auto", "int8"), 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("was", "now"), FORMATS, ids=str)
+def test_an_update_to_other_numerics_computes_all_rows_and_says_why(
+    folder: Folder, was: dict[str, dict[str, str]], now: dict[str, dict[str, str]]
+) -> None:
+    folder.write_job(**was)
+    assert folder.run("--update")[0] == 0
+    folder.write_job(**now)
     code, computed, said = folder.run()
     assert (code, computed) == (2, 0) and "--update" in said
     code, computed, said = folder.run("--update")
     assert (code, computed) == (0, 40) and "no row of" in said and " can be kept: " in said, said
     assert "already done" in folder.run()[2]
+    folder.assert_fresh()
 
 
 def test_an_update_on_another_device_than_auto_was_before_computes_all_rows(folder: Folder) -> None:
@@ -243,6 +320,15 @@ def test_an_update_on_another_device_than_auto_was_before_computes_all_rows(fold
     assert numerics == {"dtype": "bfloat16", "device": "cuda"}
     records = [*map(json.loads, (folder.path / "outputs.jsonl").read_text().splitlines())]
     assert len(records) == 41 and not any("reused" in record["timings"] for record in records)
+
+
+def test_a_row_that_comes_while_an_update_is_interrupted_is_taken_up(folder: Folder) -> None:
+    folder.write_job(input={"prompt": "{question} Say it."})
+    assert folder.run("--update", "--max-total-tokens", "300")[0] == 75
+    folder.write([*folder.rows, {"id": "new", "question": "Why?"}])
+    code, computed, said = folder.run()
+    assert code == 0 and 0 < computed < 41, said
+    folder.assert_fresh()
 
 
 def test_a_truncated_input_is_refused_while_an_update_is_interrupted(folder: Folder) -> None:
@@ -409,6 +495,33 @@ def test_an_input_that_has_lost_much_is_refused_with_the_counts(
         assert folder.files() == before
     else:
         folder.assert_fresh()
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_refused"),
+    [
+        (rows_of(36), False),  # 90 %
+        (rows_of(35), True),
+        ([*rows_of(20), *({"id": f"o{i}", "question": f"Else {i}?"} for i in range(20))], False),  # 50 % are kept
+        ([*rows_of(19), *({"id": f"o{i}", "question": f"Else {i}?"} for i in range(21))], True),
+        (rows_of(4000), False),  # more is no loss
+    ],
+    ids=["nine tenths", "fewer", "half", "less than half", "a hundred times"],
+)
+def test_how_much_may_be_lost_unasked(folder: Folder, rows: Rows, is_refused: bool) -> None:
+    folder.write(rows)
+    flags = ["--max-total-tokens", "40"] if len(rows) > 1000 else []
+    assert folder.run(*flags)[0] == (2 if is_refused else 75 if flags else 0)
+
+
+def test_of_a_few_rows_any_may_go(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Folder(job, capsys, num_rows=19)
+    folder.run()
+    folder.write(rows_of(40)[30:])
+    assert folder.run()[:2] == (0, 10)
+    folder.write(rows_of(2), num_files=1)
+    code, _, said = folder.run()
+    assert code == 2 and "the input has 1 file, was 2" in said
 
 
 def test_a_window_of_files_that_moves_on_is_no_loss(folder: Folder) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,12 @@ ELSEWHERE = {
     "input.regenerate": "test_turns.py: chats need a model that answers turns",
     **{f"embed.{name}": "test_vectors.py: the stub makes no vectors" for name in KEYS["embed"]},
 }
-CHANGES = [(key, was - 1, was) for key, (values, _) in CASES.items() for was in range(len(values))]
+# Every value becomes another by default; from every value to every other, the rest are slow.
+CHANGES = [
+    pytest.param(key, was, now, marks=[] if now - was in (1, 1 - len(values)) else pytest.mark.slow)
+    for key, (values, _) in CASES.items()
+    for was, now in permutations(range(len(values)), 2)
+]
 
 
 def test_every_key_that_changes_outputs_has_values() -> None:
