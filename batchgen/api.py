@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values, sections_of
+from batchgen.config.record_fields import packed_keys
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.packed import unpacked
@@ -79,7 +80,7 @@ class Run:
         return (
             iter(self.rows)
             if self.path is None
-            else (Record(unpacked(row)) for _, row in read_records(self._run_dir, self._spec))
+            else (self._record(row) for _, row in read_records(self._run_dir, self._spec))
         )
 
     @cached_property
@@ -90,7 +91,10 @@ class Run:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        return [Record(unpacked(record)) for record in self._records]
+        return [*map(self._record, self._records)]
+
+    def _record(self, record: Mapping[str, Any]) -> Record:
+        return Record(unpacked(record, packed_keys(self._spec)))
 
     def read(self) -> None:
         """Read ``rows`` and ``errors`` now, before the run directory is removed with its copy of rows in memory."""

@@ -32,6 +32,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
       batchgen cat runs/questions | jq .text
       batchgen cat runs/questions --format csv --columns id,text > answers.csv
     """
+    from batchgen.config.record_fields import packed_keys
     from batchgen.core.json_line import encode_json
     from batchgen.core.packed import unpacked
     from batchgen.output.finalize import Rows, read_records
@@ -46,13 +47,14 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
         raise UsageError(f"no outputs in {folder} ({began})")
     spec = manifest.spec(run_dir.manifest)
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    packed = packed_keys(spec)
     form = form or ("csv" if spec.output.format == "csv" else "jsonl")
     if names:
         _check(names, {name for _, record in read_records(run_dir, spec) for name in record})
 
     def rows() -> Iterator[tuple[int, bytes]]:
         for index, record in read_records(run_dir, spec):
-            yield index, encode_json(unpacked(record if form == "csv" else _chosen(record, names)))
+            yield index, encode_json(unpacked(record if form == "csv" else _chosen(record, names), packed))
 
     with io.BufferedWriter(_Stdout(), _BUFFER_BYTES) as file:
         if form == "csv":

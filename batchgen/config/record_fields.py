@@ -30,9 +30,14 @@ def record_keys(spec: JobSpec) -> frozenset[str]:
     """The fields that an output record of this job may have in addition to kept columns."""
     if spec.input.regenerate:
         return RECORD_KEYS | {"messages"}
-    if spec.packs_logprobs:
-        return RECORD_KEYS | (PACKED_KEYS - VECTOR_KEYS)
-    return RECORD_KEYS if spec.generates else WITHOUT_TEXT
+    return RECORD_KEYS | packed_keys(spec) if spec.generates else WITHOUT_TEXT
+
+
+def packed_keys(spec: JobSpec) -> frozenset[str]:
+    """The fields of a record of this job that may be packed arrays; a kept column may have another one's name."""
+    if not spec.generates:
+        return PACKED_KEYS & VECTOR_KEYS
+    return PACKED_KEYS - VECTOR_KEYS if spec.packs_logprobs else frozenset()
 
 
 def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:

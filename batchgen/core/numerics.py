@@ -57,7 +57,8 @@ class Numerics:
 
     def __str__(self) -> str:
         place = " on ".join(filter(None, (self.dtype, self.device)))
-        text = ", ".join(filter(None, (place, self.integers))) + (f" ({self.kernels})" if self.kernels else "")
+        head = self.head and f"{self.head} head"
+        text = ", ".join(filter(None, (place, self.integers, head))) + (f" ({self.kernels})" if self.kernels else "")
         return f"{text}, llguidance {self.llguidance}" if self.llguidance else text
 
     def refusal(self, other: Numerics, *, may_mix_kernels: bool) -> str:

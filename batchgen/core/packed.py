@@ -7,7 +7,7 @@ journal holds of numbers that a typed file takes as they are; other formats get 
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 PACKED_KEYS = frozenset(  # fields of a record that may be packed
@@ -29,15 +29,15 @@ def is_packed(value: object) -> bool:
 
 
 def numbers_of(value: Mapping[str, Any]) -> memoryview[Any]:
-    """All numbers of a packed array, one after the other. Raises ValueError where its bytes are damaged."""
+    """All numbers of a packed array, one after the other. Raises ValueError or TypeError if its bytes are damaged."""
     return memoryview(b64decode(value["base64"], validate=True)).cast(_CODES[value["dtype"]])
 
 
-def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with lists in place of packed arrays, also in its samples."""
-    plain = {name: lists_of(value) if name in PACKED_KEYS else value for name, value in record.items()}
-    if any(is_packed(value) for sample in record.get("samples") or () for value in sample.values()):
-        plain["samples"] = [unpacked(sample) for sample in record["samples"]]
+def unpacked(record: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    """A record with lists in place of the packed arrays of the fields ``names``, also in its samples."""
+    plain = {name: lists_of(value) if name in names else value for name, value in record.items()}
+    if names and record.get("samples"):
+        plain["samples"] = [unpacked(sample, names) for sample in record["samples"]]
     return plain
 
 

@@ -13,11 +13,12 @@ format.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from typing import Any
 
 from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import packed_keys
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.packed import unpacked
@@ -59,8 +60,9 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
         begun = begun._replace(manifest=replace(begun.manifest, num_rows=num_rows))
         run_dir.write_begun(begun)
     form, output = output_format(spec, begun.manifest), spec.output
+    names = frozenset[str]() if output.format == "parquet" else packed_keys(spec)
     with staged_file(run_dir.outputs(output.format)) as file:
-        form.write(file, Rows(lambda: _results(journal, form, packs=spec.generates or output.format == "parquet")))
+        form.write(file, Rows(lambda: _results(journal, form, names)))
     counts = _stage_errors(run_dir, form, journal)
     (commit_staged if counts.errors else remove_file)(run_dir.errors)
     commit_staged(run_dir.outputs(output.format))
@@ -106,7 +108,7 @@ def _lines_of(run_dir: RunDir, spec: JobSpec) -> Iterator[IndexedRow]:
         )
     journal = Journal.read(kept.folder, kept.manifest.shard)
     try:
-        yield from _results(journal, OutputFormat(), packs=True)
+        yield from _results(journal, OutputFormat(), frozenset())
     finally:
         journal.close()
 
@@ -118,9 +120,10 @@ def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Coun
     return journal.counts
 
 
-def _results(journal: Journal, form: OutputFormat, *, packs: bool) -> Iterator[IndexedRow]:
+def _results(journal: Journal, form: OutputFormat, names: Set[str]) -> Iterator[IndexedRow]:
+    """The rows of a file of results, with lists in place of the packed arrays of the fields ``names``."""
     for index in journal.done.indexes(errors=False):
         payload = journal.payload(index)
-        if not packs and b'"base64":' in payload:  # it may be from before the format of an unfinished job was changed
-            payload = encode_json(unpacked(json.loads(payload)))
+        if names and b'"base64":' in payload:  # it may be from before the format of an unfinished job was changed
+            payload = encode_json(unpacked(json.loads(payload), names))
         yield index, form.result_row(payload)

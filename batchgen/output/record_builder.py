@@ -253,7 +253,7 @@ class RecordBuilder:
 
     def _of_vector(self, row: Row, fields: dict[str, Any], num_tokens: int, timings: dict[str, Any]) -> dict[str, Any]:
         if self._spec.output.format != "parquet":
-            fields = unpacked(fields)
+            fields = unpacked(fields, VECTOR_KEYS)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0}
         return {**fields, "usage": usage, "timings": timings, **self._kept(row.columns)}
 

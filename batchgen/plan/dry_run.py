@@ -166,7 +166,8 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
 def _template(spec: JobSpec, model: ModelInfo) -> dict[str, bool] | None:
     """The parts of a chat that the chat template shows; None if no chat is rendered."""
     caps = model.tokenizer and model.tokenizer.template_caps
-    return dict(caps.table) if caps and spec.input.is_templated and not spec.embed.is_on else None
+    has_chats = spec.input.is_templated and not spec.input.prompt_token_ids and not spec.embed.is_on
+    return dict(caps.table) if caps and has_chats else None
 
 
 def _turns(survey: Survey) -> dict[str, int] | None:

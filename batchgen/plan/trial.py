@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
+from batchgen.config.record_fields import packed_keys
 from batchgen.core.chat_rows import ChatRow
 from batchgen.core.errors import UsageError
 from batchgen.core.packed import unpacked
@@ -88,17 +89,13 @@ def try_job(
                 note(line)
     for row, request in answers:
         if request is None:
-            yield Tried(row.line, 0, "", _fields(failed_entry(row, job.records).payload))
+            yield Tried(row.line, 0, "", json.loads(failed_entry(row, job.records).payload))
             continue
         (ended, result), tokenizer = results[row.key], job.model.tokenizer
         ids = ended.prompt_token_ids if isinstance(ended, ChatRow) else request.prompt_token_ids  # of the last turn
         prompt = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else str([*ids])
-        entry = entry_of(ended, result, job.records)
-        yield Tried(row.line, len(ids), prompt, _fields(entry.payload))
-
-
-def _fields(payload: bytes) -> dict[str, Any]:
-    return unpacked(json.loads(payload))
+        record = json.loads(entry_of(ended, result, job.records).payload)
+        yield Tried(row.line, len(ids), prompt, unpacked(record, packed_keys(job.spec)))
 
 
 def _indented(text: str) -> str:

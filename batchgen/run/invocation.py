@@ -177,9 +177,10 @@ class Invocation:
         now = Numerics.of(backend.numerics)
         begun = manifest.numerics or now
         if why := begun.refusal(now, may_mix_kernels=self.options.allow_mixed_kernels):
-            flags = f"; continue with {flags}" if (flags := begun.flags(now)) else ""
+            flags = begun.flags(now)
+            remedy = f"continue with {flags}; " if flags else ""
             again = "--update computes all rows again, --overwrite drops them first"
-            raise OtherNumerics(f"{self.run_dir.path} cannot be continued here: {why}{flags}; {again}")
+            raise OtherNumerics(f"{self.run_dir.path} cannot be continued here: {why}; {remedy}{again}")
         return backend
 
     def claim(self, manifest: Manifest) -> None:

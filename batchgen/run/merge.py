@@ -217,8 +217,10 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
     outputs = [shard.manifest.job["output"] for shard in (first, other)]
-    for was, now, name in ((*(output.get(name) for output in outputs), name) for name in FORM):
-        differences += (f"output.{name}: was {was}, now {now}",) * (was != now)
+    for name in FORM:
+        was, now = (output.get(name) for output in outputs)
+        if was != now:
+            differences += (f"output.{name}: was {was}, now {now}",)
     if differences:
         raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
 

@@ -9,10 +9,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import KEYS, JobSpec
-from batchgen.config.record_fields import columns_of
+from batchgen.config.record_fields import columns_of, packed_keys
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.packed import lists_of
+from batchgen.core.packed import unpacked
 from batchgen.core.structured import parsed
 from batchgen.input.rows import RowProblem
 from batchgen.input.template import Template
@@ -174,7 +174,8 @@ def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
     accuracy = _totals_of(spec).accuracy
     names = ("messages",) if spec.input.regenerate else _ANSWERS
     for _, record in read_records(run_dir, spec):
-        answers = [{name: lists_of(sample.get(name)) for name in names} for sample in record.get("samples") or [record]]
+        samples = [{name: sample.get(name) for name in names} for sample in record.get("samples") or [record]]
+        answers = [unpacked(sample, packed_keys(spec)) for sample in samples]
         has_any = any(value for answer in answers for value in answer.values())
         yield str(record["id"]), encode_json(answers).decode() if has_any else "", accuracy.verdict(record)
 

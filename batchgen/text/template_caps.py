@@ -1,8 +1,7 @@
 """Capabilities of a chat template, found with a few chats, and the check that a prompt shows each part of its chat.
 
-A template has branches for the roles and fields that it knows; anything else leaves no trace in the prompt. The check
-looks for the texts of a plain chat; where these are short or changed, and where there are tools, calls or thoughts, it
-renders the chat once more with marks. Changes to a text that leave its end in place, such as trimming, are not found.
+The check looks for the texts of a plain chat; if these are short or changed, or if there are tools, calls or thoughts,
+it renders the chat once more with marks. It does not find changes to a text that leave its end in place.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles
 _ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template, unlike others
 _ROLE = "zqroleqz"  # known to no template
 _CHECKED = ("tool_calls", "refusal", *REASONING)  # fields that may hold more than the content
-_MIN_CHARS = 12  # of a text that stands nowhere else by chance
+_MIN_CHARS = 12  # of a text that the prompt has nowhere else by chance
 _REMEDY = "leave it out, or name in model.tokenizer a folder whose template shows it"
 _HIDDEN = f"the model's chat template does not show it; {_REMEDY}"
 _NO_ROLE = f"the model's chat template does not know this role; {_REMEDY}"
@@ -34,7 +33,10 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA}}
 _PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 # Messages before and after a turn that is tried; by whether it is the first.
-_AROUND: Mapping[bool, Any] = {True: (([], []), ([], [_USER])), False: (([_USER], []), ([_USER, _CALLED], []))}
+_AROUND: Mapping[bool, Any] = {
+    True: (([], []), ([], [_USER])),
+    False: (([_USER], []), ([_USER, _ANSWER], []), ([_USER, _CALLED], [])),
+}
 _THOUGHTS = dict.fromkeys(REASONING, "t")
 
 
@@ -68,20 +70,33 @@ class TemplateCaps:
     def render(self, chats: Sequence[Variables]) -> Iterator[str | ChatTemplateError]:
         """Per chat, in order, the prompt of its ``form``, or an error of the template, or a HiddenError."""
         for chat in chats:
-            form = self.form(chat)
-            prompt = self._render(form)
-            problem = self._problem(form, prompt) if isinstance(prompt, str) else None
-            yield problem or prompt
+            yield self._rendered(chat)[1]
 
     def form(self, chat: Variables) -> Variables:
         """A chat as the template takes it.
 
         A role of ``ALIASES`` that the template does not know is replaced by its alias. A template that takes lists gets
-        the parts of a content; others get them joined by newlines, as in vLLM.
+        the parts of a content; others, and those that do not show them in this chat, get them joined by newlines, as in
+        vLLM.
         """
+        return self._rendered(chat)[0]
+
+    def _rendered(self, chat: Variables) -> tuple[Variables, str | ChatTemplateError]:
+        """The form of a chat, and its prompt or the error of the first form that was tried."""
         has_tools = bool(chat.get("tools"))
         messages = [self._message(message, (number == 0, has_tools)) for number, message in enumerate(chat["messages"])]
-        return {**chat, "messages": messages}
+        form, joined = ({**chat, "messages": each} for each in (messages, [*map(_joined, messages)]))
+        prompt = self._checked(form)
+        if not isinstance(prompt, str) and joined != form:
+            other = self._checked(joined)
+            if isinstance(other, str):
+                return joined, other
+        return form, prompt
+
+    def _checked(self, form: Variables) -> str | ChatTemplateError:
+        prompt = self._render(form)
+        problem = self._problem(form, prompt) if isinstance(prompt, str) else None
+        return problem or prompt
 
     @cached_property
     def table(self) -> Mapping[str, bool]:
@@ -103,9 +118,10 @@ class TemplateCaps:
     def _message(self, message: Mapping[str, Any], where: tuple[bool, bool]) -> Mapping[str, Any]:
         role, content = message.get("role"), message.get("content")
         if role in ALIASES and not self._turn(role, *where)[0]:
-            message = {**message, "role": (role := ALIASES[role])}
+            role = ALIASES[role]
+            message = {**message, "role": role}
         if isinstance(content, list) and not self._turn(role, *where)[1]:
-            message = {**message, "content": "\n".join(part["text"] for part in content)}
+            message = _joined(message)
         return message
 
     def _problem(self, chat: Variables, prompt: str) -> HiddenError | None:
@@ -144,6 +160,12 @@ class TemplateCaps:
             takes = takes or self._shows(parts, number)
             knows = knows or (self._shows(text, number) and self._render(text) != self._render(other))
         return knows, takes
+
+
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with the parts of its content as one text."""
+    content = message.get("content")
+    return {**message, "content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
 def _shows_texts(chat: Variables, prompt: str) -> bool:

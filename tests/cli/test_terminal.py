@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import unicodedata
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -291,16 +292,31 @@ def test_kernel(a): pass
 """
 
 
-def test_of_a_product_of_cases_those_that_show_every_value_once_are_not_slow(tmp_path: Path) -> None:
-    (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
+def collected(folder: Path, marks: str) -> list[str]:
+    (folder / "test_cases.py").write_text(CASES, encoding="utf-8")
     hook = "from repeats import mark_repeats\ndef pytest_collection_modifyitems(items): mark_repeats(items, True)\n"
-    (tmp_path / "conftest.py").write_text(hook, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--co", "-q", "-m", "not slow", str(tmp_path)]
-    done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False)
-    found = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    (folder / "conftest.py").write_text(hook, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--co", "-q", "-m", marks, str(folder)]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, check=False)
+    return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_of_a_product_of_cases_those_that_show_every_value_once_are_not_slow(tmp_path: Path) -> None:
+    found = collected(tmp_path, "not slow and not nightly")
     assert [name for name in found if "list" in name or "kernel" in name] == [
         *("test_list[1-1]", "test_list[1-2]", "test_list[2-2]", "test_list[2-1]", "test_kernel[1]")
     ]
     product = [name[len("test_product[") : -1].split("-") for name in found if "product" in name]
     assert list(map(set, zip(*product, strict=True))) == [{"x", "y", "z"}, {"1"}, {"1", "2"}, {"1", "2", "3"}]
     assert len(product) == 3
+
+
+def test_of_a_product_of_cases_those_that_show_every_pair_of_values_are_not_nightly(tmp_path: Path) -> None:
+    found, every = (collected(tmp_path, marks) for marks in ("not nightly", ""))
+    shown, possible = (
+        {pair for name in names if "product" in name for pair in combinations(enumerate(name[13:-1].split("-")), 2)}
+        for names in (found, every)
+    )
+    assert shown == possible
+    assert len(found) < len(every)
+    assert {name for name in every if "product" not in name} <= {*found}

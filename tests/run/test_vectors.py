@@ -20,7 +20,7 @@ from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, without_timi
 from safetensors.torch import load_file, save_file
 from vector_models import CLS, pooling_of, vector_settings
 
-from batchgen import LLM
+from batchgen import LLM, run_job
 from batchgen.bench import measure
 from batchgen.cli.main import call
 from batchgen.core.errors import UsageError
@@ -99,6 +99,19 @@ def test_parquet_holds_lists_of_one_size(folder: Path) -> None:
     assert table.schema.field("embedding").type == pa.list_(pa.float32(), WIDTH)
     assert "finish_reason" not in table.schema.names
     assert np.array_equal(np.stack(table["embedding"].to_numpy()), wanted)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_kept_column_with_the_form_of_a_packed_array_stays_as_it_is(form: str, folder: Path) -> None:
+    columns = [{"dtype": "int32", "shape": [1], "base64": text} for text in ("AQAAAA==", "!!")]
+    rows = [{"text": "a", "top_ids": column, "assistant_mask": column} for column in columns]
+    (folder.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    code, place = run(folder, "--output-format", form)
+    assert code == 0
+    records = run_job(place).rows
+    assert [record["top_ids"] for record in records] == columns
+    assert [record["assistant_mask"] for record in records] == columns
+    assert len(records[0]["embedding"]) == WIDTH
 
 
 @pytest.mark.parametrize(("before", "now"), [("parquet", "jsonl"), ("jsonl", "parquet")])

@@ -239,6 +239,31 @@ def test_parts_are_joined_in_those_messages_alone_that_need_it() -> None:
 # ---------------------------------------------------------------- the check itself
 
 
+def test_parts_stay_in_a_later_turn_of_a_template_whose_turns_alternate() -> None:
+    """It counts users, and assistants without calls, as the one of Ministral 3."""
+    alternating = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}"
+        "{% if m.role == 'user' or m.role == 'assistant' and not m.tool_calls %}"
+        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+    )
+    asking = {"role": "user", "content": parts("What?", "Answer briefly.")}
+    for before in ([], [SYSTEM], [USER, SAID]):
+        assert rendered(alternating + SHOWS_PARTS, *before, asking).endswith("user: <What?><Answer briefly.>;")
+
+
+def test_parts_are_joined_in_a_chat_in_which_the_template_does_not_show_them() -> None:
+    """It trims the first user's turn if there are tools, as the one of Llama 3."""
+    trims = (
+        "{{ tools | tojson }}{% set ns = namespace(first=tools is defined) %}{% for m in messages %}"
+        "{% if ns.first and m.role == 'user' %}{% set ns.first = false %}user: {{ m.content | trim }};"
+        "{% elif m.content is string %}{{ m.role }}: {{ m.content }};"
+        "{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
+    )
+    asking = {"role": "user", "content": parts("What is this?", "Answer briefly.")}
+    assert rendered(trims, SYSTEM, asking, tools=TOOLS).endswith("user: What is this?\nAnswer briefly.;")
+
+
 def test_a_template_that_demands_something_of_the_texts_is_asked_with_them() -> None:
     demands = "{% if '[x]' not in messages[0].content %}{{ raise_exception('no [x]') }}{% endif %}" + BRANCHES
     first, tool = {"role": "user", "content": "[x] 0"}, {"role": "tool", "content": "C"}
