@@ -130,7 +130,8 @@ def test_float32_from_bfloat16_has_the_bits_of_float32(shape: tuple[int, int]) -
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(n, generator=generator).bfloat16() for n in (shape, shape[:1]))
     x, residual = (torch.randn(133, n, generator=generator) for n in (shape[1], shape[0]))
-    stored, widened = make("panels", weight, bias), make("panels", weight.float(), bias.float())
+    stored = PackedLinear(weight, bias, dtype=torch.float32)
+    widened = PackedLinear(weight.float(), bias.float())
     for rows in (1, 2, 3, 7, 133):
         assert torch.equal(stored(x[:rows]), widened(x[:rows]))
         assert torch.equal(stored(x[:rows], residual[:rows]), widened(x[:rows], residual[:rows]))
