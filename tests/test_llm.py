@@ -287,4 +287,4 @@ def test_a_value_whose_text_raises_costs_its_row() -> None:
 
 def test_importing_it_loads_no_torch() -> None:
     code = "import sys, batchgen; batchgen.LLM; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=ENVIRONMENT).returncode == 0
