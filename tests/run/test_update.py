@@ -383,6 +383,15 @@ def test_a_job_that_is_gone_back_to_is_done_and_the_one_under_way_goes_on_later(
     folder.assert_fresh()
 
 
+def test_a_return_to_the_job_of_outputs_that_were_removed_is_no_loss(folder: Folder) -> None:
+    folder.write([*folder.rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))])
+    assert folder.run("--max-total-tokens", "100")[0] == 75
+    folder.write(folder.rows)
+    (folder.path / "outputs.jsonl").unlink()
+    assert folder.run()[0] == 0
+    folder.assert_fresh()
+
+
 def test_a_job_that_was_given_up_goes_when_an_older_one_finishes(
     job: JobMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
