@@ -98,8 +98,7 @@ class PendingTokens:
 
     Attributes:
         token_ids: int64 [num_sampled] on the device, -1 for a row of logits that is not finite.
-        rows: int64 [num_pending] on the host, which of them are wanted; None: they are this step's tokens in order.
-        places: int64 [num_pending] on the host, where they go among this step's tokens; None as ``rows`` is.
+        rows, places: int64 [num_pending] on the host, which ids and for which tokens of this step; None: all, in order.
     """
 
     token_ids: Tensor
@@ -150,11 +149,10 @@ def query_blocks(
     size: int,
     reach: np.ndarray | None = None,
 ) -> Tensor:
-    """``ModelInput.query_blocks`` of runs of neighbouring tokens.
+    """``ModelInput.query_blocks`` of runs of neighbouring tokens: ``starts[i]`` to ``ends[i]``, of ``sequences[i]``.
 
-    Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are the positions
-    of all tokens, ``tables`` the block tables of all sequences, with blocks of ``size``. With ``reach``, the tokens of
-    run i attend to the first ``reach[i]`` positions, or to the positions up to their own if it is 0.
+    ``positions`` are the positions of all tokens, ``tables`` the block tables of all sequences, with blocks of
+    ``size``. With ``reach``, run i attends to the first ``reach[i]`` positions, or up to its own if that is 0.
     """
     run, first = np.arange(len(starts)), starts
     if len(positions) > len(starts):
@@ -206,10 +204,9 @@ def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, si
 def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubset | None:
     """The tokens of CPU ``inputs`` that later results depend on after the last attention; None if all of them are.
 
-    The convolutions after the last attention reach back ``reach`` tokens in all. So logits need a token and ``reach``
-    before it; the convolution state at the end of a chunk or a KV block needs the last ``reach`` tokens. One token per
-    sequence is always kept: kernels never see a sequence without tokens. If a token sees its whole text, the
-    convolutions reach as far ahead, state is not kept, and each text has logits.
+    The convolutions after the last attention reach back ``reach`` tokens in all: logits need them and a token, the
+    state at the end of a chunk or KV block the last ``reach``. Kernels never see a sequence without tokens, so one is
+    always kept. If a token sees its whole text, the convolutions reach as far ahead, and no state is kept.
     """
     if inputs.num_tokens == inputs.num_seqs:
         return None
@@ -287,12 +284,11 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class ConvState:
-    """The last inputs of one short convolution, oldest first.
+    """The last inputs of one short convolution, oldest first; blocks have them so that a prefix can be taken over.
 
     Attributes:
         slots: [num_slots, conv_L_cache - 1, hidden_size], the inputs of each running sequence.
-        blocks: [num_blocks, conv_L_cache - 1, hidden_size], the inputs at the end of each KV block, so that a prefix
-            can be taken over with both halves of its state; num_blocks is 0 if they are not kept.
+        blocks: [num_blocks or 0, conv_L_cache - 1, hidden_size], the inputs at the end of each KV block.
         block_size: positions per KV block.
     """
 

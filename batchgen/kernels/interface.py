@@ -1,7 +1,6 @@
-"""Interface of the kernels: the few operations in which a step spends its time.
+"""Interface of the kernels, the few operations in which a step spends its time: the model does not know its back end.
 
-``reference`` is plain torch and the measure of the others; ``plain`` is faster and runs anywhere; ``cpu`` is compiled
-for the machine's vectors, ``cuda`` for its GPU. The model calls a ``Kernels`` and does not know which back end it has.
+``reference`` is plain torch and the measure; ``plain`` runs anywhere; ``cpu`` and ``cuda`` are compiled.
 """
 
 from __future__ import annotations
@@ -130,24 +129,19 @@ class Kernels(Protocol):
     def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """Norm and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
 
-        The type int8 represents an integer from -127 to 127 times a scale: a 127th of the largest magnitude of the
-        position's key (or value) in that head, NaN if one is not finite; ``round(x / scale)`` is kept.
-
-        If a value has a number that is not finite, the position's key in that head is NaN and its value zero. Tokens
-        that attend to the position get NaN. Tokens in the same tile that do not attend to it multiply a finite value by
-        zero.
-
         qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], or wider: what follows is not read. rotary is
         float32 [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
-        [num_tokens, num_heads, width], zero from head_dim to the cache's width.
+        [num_tokens, num_heads, width], zero from head_dim to the cache's width. int8 holds ``round(x / scale)``, from
+        -127 to 127: a scale is a 127th of the largest magnitude of the position's key (or value) in that head, NaN if
+        one is not finite. If a value is not finite, the key is NaN and the value zero: tokens that attend to the
+        position get NaN, other tokens of the tile multiply a finite value by zero.
         """
 
     def attention(self, q: Tensor, qkv: Tensor, heads: Heads, inputs: ModelInput, cache: KVCache) -> Tensor:
         """Attention of every token of ``rope_and_cache`` over cached positions, as ``query_blocks`` says.
 
-        If tokens see their whole text, a window has the positions less than ``window`` before or after. The output of
-        a gated head is multiplied by the sigmoid of its logit, which is all that is read of ``qkv``. Returns
-        [num_tokens, num_heads * head_dim] in the dtype of ``qkv``, whatever the type of the cache.
+        If tokens see their whole text, a window is the positions less than ``window`` away. A gated head's output is
+        times the sigmoid of its logit in ``qkv``. Returns [num_tokens, num_heads * head_dim] in the dtype of ``qkv``.
         """
 
     def attend(
@@ -161,11 +155,11 @@ class Kernels(Protocol):
         return self.attention(q, qkv, heads, inputs, cache)
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
+        """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; float32 weight [taps, width], bias [width].
 
-        weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot holds its last ``taps - 1``
-        inputs, and every KV block whose last position was computed holds the inputs up to that position. If ``inputs``
-        are not causal, the taps lie around each token, ``taps // 2`` of them after it, and state is not used.
+        Writes a sequence's last ``taps - 1`` inputs to its slot of ``state``, and the inputs at the end of each KV
+        block that is complete to the block. If not causal, ``taps // 2`` taps lie after each token, and state is not
+        used.
         """
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -183,9 +177,8 @@ class Kernels(Protocol):
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Set forbidden logits [num_rows, vocab_size] to -inf in place, in ``rows`` (int64 [num_masked], no row twice).
 
-        A token is forbidden if its bit in ``bits`` (int32 [num_masked, words], words = ceil(vocab_size / 32) or more)
-        is 0: bit ``token % 32`` of word ``token // 32``. A NaN stays, so that the row is still recognized as not
-        finite.
+        A token is forbidden if bit ``token % 32`` of word ``token // 32`` of its ``bits`` (int32 [num_masked,
+        ceil(vocab_size / 32) or more]) is 0. A NaN stays, so that the row is still recognized as not finite.
         """
 
     def logsumexp(self, logits: Tensor) -> Tensor:
@@ -256,10 +249,9 @@ class Heads:
 class Routing:
     """Choice of the ``num_active`` experts that a row meets, and the weights of their outputs; all of it in float32.
 
-    Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The experts with the largest
-    scores plus ``bias`` [num_experts] are chosen, equal ones by ascending id, NaN last; their ids are given in
-    ascending order. Weights are the scores, divided by (their sum + ``normalizer_eps``) if ``is_normalized``, times
-    ``scale``.
+    Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The largest scores plus ``bias``
+    [num_experts] are chosen, equal ones by ascending id, NaN last, and given by ascending id. Weights are the scores,
+    divided by (their sum + ``normalizer_eps``) if ``is_normalized``, times ``scale``.
     """
 
     weight: Tensor

@@ -1,8 +1,6 @@
 """The kernels in plain torch, vectorized over the sequences of a step: for devices without kernels of their own.
 
-Each call computes all tokens with a few dozen operations of torch, for any number of sequences. If each sequence has
-one token, all sizes follow from shapes, so that the host never waits for the device and the step can be recorded. The
-order of additions is not fixed: a row's bits may depend on the batch.
+The order of additions is not fixed. Steps of one token per sequence take all sizes from shapes, to be recorded.
 """
 
 from __future__ import annotations
@@ -120,9 +118,8 @@ def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) ->
 class PlainKernels(ReferenceKernels):
     """``Kernels`` by torch, all sequences at once; arguments as for ``ReferenceKernels``.
 
-    ``why`` tells the user why faster kernels cannot be used. With ``may_wait`` the host may ask the device for the
-    positions of single tokens, to leave out more of what they do not see; the default on the CPU, where it costs
-    nothing.
+    ``why`` tells the user why faster kernels cannot be used. With ``may_wait``, the default on the CPU, the host may
+    ask the device for the positions of single tokens, to leave out more of what they do not see.
     """
 
     name = "plain"

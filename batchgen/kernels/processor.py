@@ -1,7 +1,6 @@
 """Instruction sets that kernels are compiled for, decided once for the plan, the loader and the kernels.
 
-Numba compiles the kernels, so its settings (``NUMBA_CPU_FEATURES``, ``NUMBA_CPU_NAME``, ``NUMBA_ENABLE_AVX``) decide
-here too: with them a run behaves as on an older CPU. Imports neither torch nor numba, so that ``plan`` can use it.
+Numba's settings (``NUMBA_CPU_NAME`` and others) decide here too, without imports of numba or torch, for ``plan``.
 """
 
 from __future__ import annotations

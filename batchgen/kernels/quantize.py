@@ -1,9 +1,6 @@
-"""Numbers as 8-bit integers: one scale for each row and group of neighbours.
+"""Numbers as 8-bit integers: one scale for each row and group of neighbours, of weights alone or of inputs too.
 
-Weights alone: a back end may keep the integers, or the numbers that they represent; a product with either has the same
-bits. Weights and inputs: both are rotated first, group by group, by a Hadamard matrix. Its rows are orthogonal, so
-rotating both factors does not change their product; and a channel that outgrows the others of its group, as after
-norms, is spread over all of them, so that it no longer takes most of the 8 bits.
+Rotating both by a Hadamard matrix first, whose rows are orthogonal, spreads a channel that outgrows its group.
 """
 
 from __future__ import annotations
@@ -116,7 +113,6 @@ def _quantized(rows: Tensor, group: int) -> Int8Weight:
 
 
 def _joined(parts: list[Int8Weight]) -> Int8Weight:
-    """A weight made of these rows."""
     if len(parts) == 1:
         return parts[0]
     return Int8Weight(

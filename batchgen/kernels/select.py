@@ -24,10 +24,8 @@ def select(
 ) -> Kernels:
     """The fastest back end for a device and dtype; on CUDA, with ``batch_invariant``, the one with independent rows.
 
-    Without it CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both are the same. Plain
-    torch is for models that are not causal on CUDA, for GPUs with a ``triton_obstacle`` and for all other devices. For
-    ``weights`` and ``activations`` see ``Kernels``; CUDA ignores the latter. A CPU takes bfloat16 and float32, and
-    ``processor.cpu_obstacle`` must return "".
+    Plain torch is for models that are not causal on CUDA, GPUs with a ``triton_obstacle``, and other devices. For
+    ``weights`` and ``activations``, which CUDA ignores, see ``Kernels``. A CPU needs ``processor.cpu_obstacle`` "".
     """
     if device.type == "cpu":
         from batchgen.kernels.cpu.backend import CpuKernels

@@ -1,7 +1,6 @@
 """The CPU back end: torch tensors in, compiled kernels on their memory, torch tensors out.
 
-Kernels read addresses, so every tensor that crosses must be contiguous and of the stated type; ``address``
-asserts the first, and the callers' signatures fix the second.
+Kernels read addresses: ``address`` asserts that tensors are contiguous, and the callers' signatures fix their types.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def _bits(value: float) -> int:
 
 
 def _address_of(tensor: Tensor | None) -> int:
-    """Address of a tensor, 0 for None."""
     return 0 if tensor is None else address(tensor)
 
 

@@ -1,8 +1,6 @@
 """Machine code of kernels for this process: from files, from parallel compiling processes, or compiled here.
 
-Compiling takes seconds, and numba compiles in one thread only. So ``start`` starts another process for it, which
-divides the work with copies of itself, as soon as a run knows its dtype: while torch is imported and weights are read.
-This process compiles the kernels that are still missing when it needs them.
+Numba compiles for seconds in one thread, so other processes do it while torch is imported and weights are read.
 """
 
 from __future__ import annotations

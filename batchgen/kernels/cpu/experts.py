@@ -1,7 +1,6 @@
 """Experts of the CPU: one launch multiplies the panels of all; it reads from memory which rows meet which expert.
 
-Rows that meet the same expert are copied next to each other, so that tiles of rows meet a panel as in any linear, and a
-token's results are added up from there. Python only needs to know the number of rows, so launches can be repeated.
+Rows of one expert are copied next to each other, so that tiles of rows meet a panel as in any linear.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The compiled kernels: the source of each, its kinds, and the choice of kernels that a run needs.
 
-Imports neither torch nor numba, so that kernels can be looked up, and compiled in another process, before they are
-imported.
+Imports neither torch nor numba, so that kernels are found, or compiled elsewhere, before these are imported.
 """
 
 from __future__ import annotations
@@ -112,9 +111,8 @@ def needed(
 ) -> list[tuple[KernelSpec, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
-    ``dtype`` is the dtype that it is computed in, ``stored`` the dtype of its weights before ``weights`` and
-    ``activations`` apply, ``kv_cache_dtype`` the dtype of keys and values; ``parts`` are
-    ``model.config.ModelConfig.parts``.
+    ``dtype`` is that of the computation, ``stored`` that of the weights before ``weights`` and ``activations`` apply,
+    ``kv_cache_dtype`` that of keys and values; ``parts`` are ``model.config.ModelConfig.parts``.
     """
     if dtype not in ELEMENTS:
         return []

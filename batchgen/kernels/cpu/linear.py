@@ -1,8 +1,6 @@
-"""Linears of the CPU: weights in panels, in the order in which kernels read them.
+"""Linears of the CPU: weights in their stored type in panels, in the order in which kernels read them.
 
-They are read in their stored type (float32, bfloat16 for either dtype, 8 bits), from four places at once, which a
-single core needs to use its share of the memory bandwidth, and the next panel is fetched while one is multiplied.
-SwiGLU's two products are one, and its gate is applied before results are written.
+Four places are read at once, which a single core needs to use its share of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -68,11 +66,8 @@ _ROWS_AT_ONCE = 32 * TILE_COLUMNS  # that are laid out, so that no second copy o
 class PackedWeight:
     """A weight in panels of 64 outputs, each of four strips of 16: strips [strips, ...], contiguous.
 
-    A strip has the numbers of one vector side by side, and one vector per input or pair of inputs: [pairs, 16, 2] of
-    bfloat16, [inputs, 16] of float32, or groups of bytes as in ``compiled.int8``. Rows of zeros fill the last panel.
-
-    ``kind`` is "bf16", "f32", "int8" (bytes that are read as numbers) or "integers" (bytes that are multiplied as
-    integers).
+    A strip has one vector per input or pair of inputs: [pairs, 16, 2] of bfloat16, [inputs, 16] of float32, or bytes as
+    in ``layout`` (``kind`` "int8": read as numbers, "integers": multiplied as such). Rows of zeros fill the last panel.
     """
 
     strips: Tensor

@@ -1,8 +1,6 @@
-"""Machine code of kernels, kept on disk from one process to the next.
+"""Machine code of kernels, kept on disk from one process to the next and loaded by llvmlite alone, without numba.
 
-A kernel's object is looked up by everything that decides its machine code, and loaded by llvmlite alone: numba, which
-takes a second to import and to prepare, is only needed if an object is missing. A file that is torn, foreign or not
-owned by this user counts as missing: LLVM would crash on garbage, and run code of another user.
+A torn, foreign or other user's file counts as missing: LLVM would crash on garbage, and run code of another user.
 """
 
 from __future__ import annotations

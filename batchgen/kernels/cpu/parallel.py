@@ -1,19 +1,6 @@
 """Launches kernels on threads, or lets a ``CaptureHook`` record their launches.
 
-The threads of ``Pool`` take part when they can, and a launch can do without them. OpenMP's launches only end when all
-threads have taken part: next to a process that uses one of two cores, that is many times slower.
-
-A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on they are
-addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own range:
-if items are rows, or in the order of rows, it gets the same rows in each kernel, and finds them in its own cache. Then
-it helps the others. Work is taken item by item, so results must not depend on the worker.
-
-Kernels stream weights through every cache, so each launch costs Python some 20 microseconds, over a hundred times per
-step: a seventh of the time of a single sequence. So a ``Recorder`` records the launches of a step one after the other,
-which takes half as long with the interpreter in the caches; the other threads run them meanwhile, and this thread joins
-them at the end. If a step repeats an earlier one (the same number of sequences, with one token each), its launches are
-repeated on the same memory without Python. Launches run in order, so memory that a launch frees, by Python's references
-while recording, is used by a later one at once; replays use it in the same way.
+OpenMP's launches end when all threads have taken part, which takes many times longer next to a busy process.
 """
 
 from __future__ import annotations
@@ -95,8 +82,8 @@ class Allocator(Protocol):
 class CaptureHook(threading.local):
     """Collects the calling thread's launches and allocates their results while a step is recorded, or run in one go.
 
-    It is a thread's variable, not an argument, because the model, which runs between recorder and launches, does not
-    know it.
+    It is a thread's variable: the model, which runs between recorder and launches, does not know it. A launch costs
+    Python 20 microseconds, over a hundred times a step; recorded in a row it takes half, while other threads run them.
     """
 
     launches: list[Launched] | GrowingProgram | None = None  # None: launches run at once
@@ -113,7 +100,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Kernel:
-    """A kernel in its kinds, each compiled before its first launch, unless an earlier process has done so."""
+    """A kernel in its kinds, each compiled before its first launch, unless an earlier process has done so.
+
+    It is a C function of int64 words: from ``ARGS`` on addresses and sizes. Workers begin with the same range of items
+    in each kernel, so that they find its rows in their caches, then help others: results must not depend on the worker.
+    """
 
     def __init__(self, spec: KernelSpec) -> None:
         self._spec = spec

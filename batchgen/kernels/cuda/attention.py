@@ -1,17 +1,6 @@
 """Ragged paged attention with an online softmax: single tokens split over their context, prompts in tiles.
 
-A sequence's positions fall into spans of ``SPAN``, whatever the batch. Each span is summed by itself and the spans are
-then merged in order; a token in decode has one program per span and KV head, a tile of a prompt walks over its spans in
-one program. Both call the same two functions below, so with tiles of the same height they sum in the same order, and
-other rows of the batch do not affect a row's arithmetic. With a window, spans and steps of the loop that no row sees
-are skipped; the others add zero to rows that do not see them.
-
-Rows of a tile are (token, head of the group that shares a KV head), so that grouped heads read keys once and a single
-token still fills part of a matrix instruction. Scratch of split decode is float32 [num_seqs, num_heads, num_spans,
-head_dim], num_spans being the spans of the longest sequence.
-
-Keys and values in int8 are multiplied as integers, which 16-bit types hold exactly; then a score is multiplied by its
-key's scale, a weight by its value's.
+Spans of ``SPAN`` positions are summed alone, then merged in order, by the same functions: bits are a row's own.
 """
 
 from __future__ import annotations
@@ -62,12 +51,11 @@ def _merge(best, total, mixed, best2, total2, mixed2):
 
 @triton.jit
 def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAYOUT: tl.constexpr):
-    """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end); returns values as for ``_merge``.
+    """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end); returns values for ``_merge``.
 
-    ``cache`` is (keys, values, scales, num_kv_heads). A step within one block only looks up that block. Keys past
-    ``end`` may hold anything: their scores are replaced. Values past ``end`` are not read: their weights are zero, but
-    zero times infinity is NaN. A weight times the scale of a value may be too small for float16: it is rounded to
-    bfloat16, also in a float16 model.
+    ``cache`` is (keys, values, scales, num_kv_heads). Scores of keys past ``end`` are replaced; values past it are not
+    read: zero times infinity is NaN. Integers, which 16-bit types hold exactly, are multiplied, then by scales; a
+    weight times a scale may be too small for float16, so it is bfloat16.
     """
     keys, values, scales, num_kv_heads = cache
     TILE: tl.constexpr = LAYOUT[TILE_AT]
@@ -259,11 +247,10 @@ def attend(
     counters: SplitCounters,
     one_order: bool,
 ) -> None:
-    """Write the attention of queries q [num_tokens, num_heads, width] to ``out``, rounded to its type.
+    """Write the attention of queries q [num_tokens, num_heads, width] to ``out`` [num_tokens, num_heads * head_dim].
 
-    ``out`` is [num_tokens, num_heads * head_dim]; ``Heads`` explains ``window`` and the columns of ``gates``. With
-    ``one_order`` prompts have tiles as high as a single token's, and the compiler cannot choose how to round, so that a
-    token's bits do not depend on whether it is computed by itself.
+    ``Heads`` explains ``window`` and the columns of ``gates``. With ``one_order``, prompts have tiles as high as a
+    single token's, and the compiler cannot choose how to round: a token's bits are the same alone and in a prompt.
     """
     num_tokens, num_heads, width = q.shape
     head_dim, num_kv_heads = out.shape[1] // num_heads, cache.keys.shape[1]

@@ -1,7 +1,6 @@
 """The CUDA back end: torch tensors in, Triton kernels on their memory, torch tensors out.
 
-It never waits for the device or reads from it: every grid follows from shapes that the host knows, so a step can be
-captured in a CUDA graph. Kernels are compiled when first launched and kept in Triton's cache on disk.
+It never waits for the device: grids follow from shapes that the host knows, so that a CUDA graph can capture a step.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 wa
 class CudaKernels(ReferenceKernels):
     """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32; other operations come from the reference.
 
-    With ``batch_invariant`` a token's bits depend on its own sequence alone: products add up in an order that their
-    weight fixes. Without it cuBLAS may round a row
-    differently with how many rows share its product, and a token computed as part of a prompt (a long chunk, or
-    again after a preemption) differently from one computed by itself; see the package's docstring.
+    With ``batch_invariant`` a token's bits depend on its sequence alone. Without it cuBLAS chooses a kernel by the
+    number of rows, and a prompt's tiles are taller than a single token's: a token may round differently in a prompt.
     """
 
     name = "cuda"

@@ -1,10 +1,6 @@
 """Matrix products with a fixed weight: by kernels that sum in the same order for any number of rows, or by cuBLAS.
 
-cuBLAS picks its kernel by shape and may split the inner dimension when rows are few, so a row's last bits can differ
-with how many rows share the product. ``FixedOrderLinear`` adds along the inner dimension in steps and parts that only
-depend on the weight; the number of rows only decides the height and width of tiles, and whether a part has its own
-program, so a row's bits do not depend on other rows. That holds as long as a GPU's matrix instructions of one family
-round alike at every width.
+cuBLAS picks its kernel by shape and may split the inner dimension: a row's last bits depend on the other rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Kernels that treat each row by itself: RMS norm, alone and after a sum; SwiGLU.
+"""Kernels that treat each row by itself: RMS norm, alone and after a sum; SwiGLU. Only the width decides a sum's order.
 
-Only the width decides the order in which a row is summed, so its bits never depend on other rows. Norms are launched
-with ``WRITTEN_OUT``, since otherwise the compiler would fuse them with the residual.
+Norms are launched with ``WRITTEN_OUT``, since otherwise the compiler would fuse them with the residual.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ def scaled(v, scale, weight, dtype: tl.constexpr):
 
 @triton.jit
 def _normed(v, weight, width, eps, dtype: tl.constexpr):
-    """RMS norm of a float32 row."""
     column = tl.arange(0, v.shape[0])
     scale = tl.rsqrt(tl.sum(v * v) / width + eps)
     return scaled(v, scale, tl.load(weight + column, mask=column < width, other=0.0), dtype)

@@ -1,9 +1,6 @@
 """Draws one token per row of logits without a sort: one program per row, the logits read again instead of kept.
 
-A filter keeps the tokens from some probability upward. Probabilities in (0, 1] order like the bits of their float32,
-30 of which can be set, so the threshold is found three bits at a time: eight candidates are weighed in each of ten
-passes. A row's logits stay in the L2 cache meanwhile; its probabilities would take twice their space, and a sort
-more passes than these. The draw inverts the cumulative distribution over token ids, in order, in float64.
+A filter's threshold is found three of the 30 bits of a probability at a time, from logits in the L2 cache.
 """
 
 from __future__ import annotations

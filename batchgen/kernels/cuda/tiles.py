@@ -1,10 +1,6 @@
 """The sequence that a program works for, derived on the device, so that the host need not copy a work list.
 
-A ragged batch is cut into tiles of T tokens that never span two sequences. Sequence i owns the tiles from
-``cu_seqlens[i] // T + i`` on; that leaves it ``cu_seqlens[i + 1] // T - cu_seqlens[i] // T + 1`` of them, never
-fewer than it needs, so ``num_tokens // T + num_seqs`` programs cover every batch and a few find nothing to do.
-
-If several programs compute parts of one result, each increments a counter, and the last one adds the parts up.
+Sequence i owns the tiles of T tokens from ``cu_seqlens[i] // T + i`` on, never fewer than it needs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """Linears of bfloat16 by the tiles of a matrix unit: 16 rows by two strips of a panel at a time.
 
-16 pairs of inputs in a strip, [16, 16 outputs, 2], have the layout of a tile in memory. A row's sums take in 32 inputs
-at once, in order, whatever the number of rows: see ``tiles.emit_dot_bf16``.
-
-A part of the inputs is multiplied with all rows of a block before the next part, so that its weights stay in the first
-cache; sums wait in memory meanwhile. Up to 16 rows take all four strips side by side, since their time goes into
-reading weights. Four tiles are in use at a time, and set to zero afterwards: on a core whose other thread is busy,
-tiles with numbers leave too few registers to rename, and the loop takes twice as long.
+Whatever the number of rows, a row's sums take in 32 inputs at once, in order: see ``tiles.emit_dot_bf16``.
 """
 
 from __future__ import annotations
@@ -33,6 +27,7 @@ from batchgen.kernels.cpu.layout import (
     UNPACKED_STEPS,
 )
 
+# A part of the inputs meets all rows of a block before the next part, so that its weights stay in the first cache.
 _PART = 10  # steps at most: in two strips they are 20 KiB
 _STEP_NUMBERS = TILE_STEP * LANES  # of a strip
 _NUM_LINES, _MOST_LINES = 32, 4  # of a step in two strips; prefetched in a step at most

@@ -1,8 +1,6 @@
 """Linears of integers by the tiles of a matrix unit, in panels as VNNI multiplies them: the same bits.
 
-A group of 128 inputs in a strip is 64 bytes of scales and two tiles of weights. Products within a group add up exactly,
-in any order; the sums of a group are scaled and added in float32, in the order of the groups, while the next group is
-multiplied.
+Products in a group of 128 inputs add up exactly; its sums are scaled while the next group is multiplied.
 """
 
 from __future__ import annotations

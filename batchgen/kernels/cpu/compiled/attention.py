@@ -1,27 +1,6 @@
 """Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
 
-A work item is a few KV heads and a few consecutive tokens of one sequence, or of several whose block tables begin
-alike: the tiles that these share are read once for all of them. Up to 8 query rows, or 16, meet a key at once. If
-a sequence has only one token in the step, its queries, key and value are made here (see ``heads``); otherwise they are
-made before. Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no
-horizontal sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
-machine multiplies bfloat16 in pairs or tiles (faster), queries and probabilities are rounded to bfloat16 first, as the
-reference model rounds them. The element type of the pointers to both decides. If keys and values are integers, a score
-is multiplied by the scale of its key, and a probability, once it has been added to the total, by the scale of its
-value.
-
-Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the softmax
-runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds probabilities per lane
-= position mod 16, and adds values two positions at a time, in turn from each of four chunks of 32 positions (see
-``matrix_attention`` for tiles). Rows that share an item share loads, never a sum. With a window, complete tiles, groups
-and chunks that no row of an item sees are skipped: they would have added zeros.
-
-For long contexts memory is the bound, and the processor only prefetches long runs from few places by itself. The keys
-of a block are one run over all heads, and its values another; so an item walks the heads of four blocks side by side:
-with one head per item, runs of a few kilobytes reached two thirds of the memory bandwidth. If few rows meet a key, the
-processor still waits for memory, since a run ends before its prefetching has started. So while keys are read, the
-values of the same positions are prefetched, which are always at the same distance, and while values are read, the next
-keys: of the next tile, or of the next query block.
+A row's sums have one order in any batch, chunk or block size (see ``_attend``): an item's rows share loads only.
 """
 
 from __future__ import annotations
@@ -52,6 +31,10 @@ GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end 
 ALONE = Group("Alone", "num_alone qkv columns slots own", qkv=DTYPE, slots=np.int64, own=Own(F32))
 # Of a query block: whether its token is alone, and then where its keys wait among all in ``own``, and its slot.
 Newest = namedtuple("Newest", "is_alone waiting slot own head_dim")
+# Memory is the bound in long contexts, and the processor only prefetches long runs from few places by itself. A block's
+# keys are one run over all heads, its values another: an item walks the heads of four blocks together (one head per
+# item reached two thirds of the bandwidth). If few rows meet a key, a run ends before that prefetching starts, so
+# reading keys prefetches the values at the same positions, and reading values the next keys.
 # Keys that will be read soon: their block table, their distance after the values that are read now, and their end.
 Upcoming = namedtuple("Upcoming", "table ahead end")
 
@@ -71,11 +54,10 @@ def _chunk(table, position, head, cache):
 
 @simd.jit
 def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch):
-    """Scores of ``tall`` query rows of each head against the positions from ``begin`` to ``tile_end``.
+    """Scores of ``tall`` query rows of each head against the positions from a chunk's ``begin`` to ``tile_end``.
 
-    ``begin`` is a chunk's start. Few rows take a group of chunks at once, to read from several places of memory, and
-    prefetch their values meanwhile; in place of a chunk outside these positions the nearest one is scored, and masked
-    later.
+    Few rows take a group of chunks at once, to read from several places of memory; the nearest chunk takes the place of
+    one outside these positions, and is masked later.
     """
     keys, _, _, _, width, block_size, lanes, pack = cache
     head, num_heads = heads
@@ -183,12 +165,15 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
     """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
 
     ``heads`` are the first KV head and how many; their rows begin ``apart`` rows from each other. ``start`` is the
-    position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
-    rows meet a tile's keys and values while they are near. ``following`` are the keys that are upcoming at the end.
+    position of the block's first token; sums and totals are left in ``scratch``. ``following`` are the keys to come.
     """
     width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
     most = products.rows_at_once(scratch.rows_q)
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
+    # Why a row's bits are its own: a score is a sum over head_dim in order; tiles start at multiples of ``TILE`` of the
+    # *sequence*; probabilities add up per lane = position mod 16; values add up two positions at a time, in turn from
+    # each of four chunks of 32 (see ``matrix_attention`` for tiles). What no row sees within a window would add zeros.
+    # Tiles are the outer loop, so that all rows meet a tile's keys and values while they are near.
     for tile in range(seen - seen % layout.TILE, end, layout.TILE):
         tile_end = min(tile + layout.TILE, end)
         for number in range(num_heads if has_scales else 0):
@@ -303,7 +288,7 @@ def _attend_together(
 def attention(
     item, q, cache, queries, heads, rotary, alone, rows_q, most_rows, window, gates, most, most_heads, num_blocks, out
 ):
-    """One item is up to ``most`` of ``num_blocks`` query blocks and ``most_heads`` KV heads.
+    """Attend for up to ``most`` of ``num_blocks`` query blocks and ``most_heads`` KV heads.
 
     ``rows_q`` begin ``layout.attention_scratch_floats`` for ``most_rows``.
     """

@@ -1,10 +1,6 @@
-"""The two inner products of attention, as tiles of accumulators that stay in vector registers.
+"""The two inner products of attention as tiles of accumulators in vector registers, emitted as LLVM IR.
 
-Numba would spill them, so they are emitted as LLVM IR, one function for each number of query rows. The element type of
-the pointers to queries and probabilities decides how they multiply: ``float32`` one by one, bfloat16 in pairs. Integer
-keys and values are taken without scales, which the caller applies. If registers only hold some of a tile's sums (AVX2,
-NEON), parts of it take turns; each sum is added up in the same order. This module only knows blocks of memory, not
-sequences or softmax.
+The element type of the pointers to queries and probabilities decides how they multiply; callers apply scales.
 """
 
 from __future__ import annotations
@@ -87,8 +83,7 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, ahe
     """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
 
     Chunks begin at ``starts`` in the keys; if there are several, memory ``ahead`` bytes after them is prefetched. A
-    score is a sum over dimensions (or pairs of them) in order; enough sums are under way to hide the latency of an
-    addition. Parts of a tile take turns every few dimensions, so that all chunks are read side by side.
+    score is a sum over dimensions (or pairs of them) in order. Parts of a tile take turns, to read chunks side by side.
     """
     unit = 2 if emit.is_bf16(keys) else 1  # dimensions that lie side by side
     starts = cgutils.unpack_tuple(builder, starts)
@@ -142,8 +137,6 @@ def _add(builder, paired, spread, factors, totals):
 
 
 def _scores(vectors, row_counts):
-    """Function of the tiles of ``_emit_scores`` for each of ``row_counts``."""
-
     @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, I64, ANY, I64)
     def scores(builder, rows, q, width, keys, starts, key_stride, ahead, out, out_index):
         def tile(count):
@@ -155,11 +148,10 @@ def _scores(vectors, row_counts):
 
 
 def _emit_values(builder, rows, vectors, weights, weight_index, chunks, some, width, out, out_index):
-    """Add the weighted values of some of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
+    """Add weighted values of some of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
-    ``some`` are the first and the last chunk. A chunk is a pointer to its values [CHUNK, width] from the first of these
-    vectors on, and the distance in bytes at which few rows prefetch. Two positions of each chunk are added in turn,
-    then the next two of each. Parts of a tile take turns every few positions.
+    ``some`` are the first and last chunk. A chunk is a pointer to its values [CHUNK, width] from the first vector on,
+    and the bytes to where few rows prefetch. Each chunk in turn adds two positions.
     """
     some = cgutils.unpack_tuple(builder, some)
     chunks = [cgutils.unpack_tuple(builder, chunk) for chunk in cgutils.unpack_tuple(builder, chunks)]

@@ -1,9 +1,6 @@
-"""Operations on vectors of 16 float32, as functions that emit LLVM IR.
+"""Operations on vectors of 16 float32, as functions that emit LLVM IR; ``simd`` makes them callable from numba.
 
-LLVM lowers 16 lanes to the machine's registers (one of AVX-512, two of AVX2, four of NEON). ``simd`` makes these
-operations callable from numba functions; the matrix products, which keep a tile of accumulators in registers, emit
-loops of them. The element type of a pointer decides whether an operation converts: 16-bit integers are bfloat16 bits,
-8-bit integers are converted to float32, float32 is used unchanged.
+The element type of a pointer decides what is converted: 16-bit integers are bfloat16 bits, 8-bit ones numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The C function that a launch calls: it takes items, and calls a kernel's function for each of them.
 
-A kernel is a function of an item and of its own arguments by name; ``kernel`` declares the types of those that are not
-integers.
+A kernel is a function of an item and of its own arguments by name; ``kernel`` declares types other than integers.
 """
 
 from __future__ import annotations

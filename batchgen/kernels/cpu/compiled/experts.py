@@ -1,7 +1,6 @@
 """Experts: the routing of tokens, the sorting of rows by expert, and the weighted sum of outputs.
 
-The number of rows of each expert is only in memory, where ``matmul`` reads it: launches are the same for every batch of
-the same number of rows, so that they can be repeated. A row's result depends on that row alone.
+Only memory holds an expert's number of rows, so launches are the same for each batch of as many rows and can repeat.
 """
 
 from __future__ import annotations

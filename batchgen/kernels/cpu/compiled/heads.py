@@ -1,8 +1,6 @@
 """Queries, keys and values of a token, head by head: normed, rotated, and written where attention reads them.
 
-Two kernels use it: ``rope_and_cache`` for the tokens of prompts, and ``attention`` for the only token of a sequence,
-whose block it reads anyway. Keys are stored in a block by dimension, so a single key is spread over one cache line per
-dimension: fetching them just for that took ten times as long as the arithmetic.
+``rope_and_cache`` calls it for prompts; ``attention``, for a sequence's only token, fetches the keys' lines anyway.
 """
 
 from __future__ import annotations

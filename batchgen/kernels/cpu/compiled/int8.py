@@ -1,12 +1,6 @@
 """Weights of 8 bits in a tile: read as numbers, or multiplied as integers. Emitted as LLVM IR.
 
-Numbers: a strip is, for each group of 32 inputs, 16 float16 scales and [16 pairs, 16 outputs, 2 inputs] of bytes. A
-number is the integer times its scale, rounded to the type in which the product is computed.
-
-Integers: a strip is, for each group of 128 rotated inputs, 16 float32 scales and [16 outputs, 4 inputs] of bytes for
-every four inputs, which are shifted to be positive if the machine multiplies unsigned by signed bytes; or [16, 2] for
-every two inputs, which are widened to 16 bits if the machine cannot multiply bytes exactly. Products within a group add
-up exactly.
+``layout.GROUP`` and ``layout.DOT_GROUP`` inputs share scales; products within a group of integers add up exactly.
 """
 
 from __future__ import annotations
@@ -19,6 +13,10 @@ from batchgen.kernels.cpu.layout import DOT_GROUP, DOT_GROUP_BYTES, GROUP, GROUP
 from batchgen.kernels.processor import cpu_features, has_matrix_unit
 
 _BYTE = ir.IntType(8)
+# A strip of numbers is, per group of 32 inputs, 16 float16 scales and bytes [16 pairs, 16 outputs, 2]; a number is
+# rounded to the type of the product. A strip of integers is, per group of 128 rotated inputs, 16 float32 scales and
+# bytes [16, 4] per four inputs, shifted to be positive if the machine multiplies unsigned by signed bytes; or [16, 2]
+# per two inputs if it cannot multiply bytes exactly and widens them to 16 bits.
 _SCALE_BYTES = 2 * LANES
 _PAIR_BYTES = 2 * LANES  # of a pair of inputs
 _ADDING = frozenset({"avx512vnni", "avxvnni", "dotprod"})
@@ -195,10 +193,8 @@ def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, pre
 def emit_integer_sums(builder, totals, x, first_row, strip, groups, num_steps, prefetch):
     """Add the products of rows with strips to ``totals`` {(row, strip): vector}, group by group in float32.
 
-    There are ``num_steps`` of 8 inputs: padding of the last group is left out.
-
-    ``x`` is (integers [rows, groups * 128], their float32 scales [rows, groups], int32 [rows, groups] that cancel the
-    contribution of the weights' shift). ``prefetch`` takes the number of a step of 8 inputs.
+    ``x`` is (integers [rows, groups * 128], float32 scales [rows, groups], int32 [rows, groups] that cancel the shift
+    of weights). Of ``num_steps`` steps of 8 inputs, each calls ``prefetch`` with its number; padding is left out.
     """
     values, scales, shifts = x
     rows = 1 + max(r for r, _ in totals)

@@ -70,9 +70,8 @@ def finish_tile(product, sums, rows, first, column):
 def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
     """(address, bytes per step) from which a tile of ``steps`` steps prefetches.
 
-    The last ``num_fetching`` tiles, of which this is number ``turn``, prefetch the weights that this thread most likely
-    multiplies next, late, so that they are still in the cache then. Earlier tiles (and a single tile, which waits for
-    its own weights) prefetch lines that are already in the cache, which is free.
+    The last ``num_fetching`` tiles (this is number ``turn``) prefetch the panel that this thread most likely multiplies
+    next, late, so that the cache still has it then. The others prefetch lines that are in the cache, which is free.
     """
     if turn < 0 or num_fetching == 0:
         return here, 0
@@ -111,7 +110,6 @@ def following_panel(product, item):
 
 @simd.jit
 def _multiply_panel(item, product, x):
-    """Multiply a group of rows by one panel; x as in ``tiles.multiply``."""
     first_row, end_row, weight = group_of(product, item // product.num_panels)
     panel, num_rows, width = item % product.num_panels, end_row - first_row, product.width
     columns = HALF if product.is_gated else layout.TILE_COLUMNS

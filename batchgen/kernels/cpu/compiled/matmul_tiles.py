@@ -1,9 +1,6 @@
-"""The inner product of a linear: a tile of accumulators that stays in vector registers, emitted as LLVM IR.
+"""The inner product of a linear: a tile of accumulators in vector registers, emitted as LLVM IR.
 
-It multiplies pairs of bfloat16 if the machine has an instruction for that; otherwise it widens both factors to float32
-as it loads them. It adds in float32, in order of the inputs, whatever the number of rows: so a row's sums have the same
-bits in every product. It only knows memory and strides, not layers. The element types of the pointers to inputs and
-weights decide how they are read.
+Sums are float32 in order of the inputs, whatever the number of rows: so a row has the same bits in every product.
 """
 
 from __future__ import annotations
@@ -97,10 +94,8 @@ def _emit_factors(builder, x, weight, row, strip, pair, group):
 def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, step):
     """Prefetch weights into the second cache, in step ``index`` of a tile, which reads ``step_bytes`` of each strip.
 
-    One or two rows, which never share a panel with another tile and only wait for its weights, prefetch each strip's
-    weights a little ahead. More rows prefetch neighbouring lines from the address ``ahead`` on, ``step`` bytes further
-    with each step (an address for each strip would take too many registers); if ``step`` is smaller than these lines,
-    some are prefetched again, which is cheaper than choosing.
+    One or two rows only wait for their weights: they prefetch each strip a little ahead. More rows prefetch from the
+    address ``ahead``, ``step`` bytes a step: one per strip would take too many registers; lines may come twice.
     """
     if rows <= 2:
         lead = builder.add(builder.mul(index, emit.number(step_bytes)), emit.number(_LEAD))
@@ -119,9 +114,8 @@ def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, ste
 def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, prefetch):
     """Add the products of rows of x with the neighbouring strips ``strip`` to ``totals`` {(row, strip): vector}.
 
-    A strip is [pairs, 16, 2] of bfloat16: for each pair of inputs, the weights of 16 outputs; or [inputs, 16] of
-    float32; or bytes as in ``int8``. In float32, sums of ``_SEGMENT`` pairs are added up: the error of one long sum
-    would grow with its number of roundings.
+    A strip is [pairs, 16, 2] of bfloat16, [inputs, 16] of float32, or bytes as in ``int8``. In float32, sums of
+    ``_SEGMENT`` pairs are added up: the error of one long sum would grow with its number of roundings.
     """
     rows = 1 + max(r for r, _ in totals)
     row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, emit.number(r)))]) for r in range(rows)]
@@ -228,11 +222,10 @@ def _multiply(
 
 @jit
 def multiply(rows, x, x_index, x_stride, weight, strip_size, steps, out, out_index, out_stride, how, ahead, step):
-    """The products of up to ``MAX_ROWS`` rows, with strips ``strip_size`` elements apart.
+    """The products of up to ``MAX_ROWS`` rows; ``how`` is (finish, sums, residual), ``strip_size`` between strips.
 
-    ``x`` is a pointer to rows ``x_stride`` elements apart, multiplied in ``steps`` pairs of inputs; or, with weights
-    that are multiplied as integers, a tuple as in ``emit_integer_sums``, in steps of 8. ``how`` is (finish, sums,
-    residual); for ``ahead`` and ``step`` see ``_emit_ahead``.
+    ``x`` points to rows ``x_stride`` apart, in ``steps`` pairs of inputs, or is a tuple as in ``emit_integer_sums``, in
+    steps of 8. For ``ahead`` and ``step`` see ``_emit_ahead``.
     """
     _multiply(rows, x, x_index, x_stride, weight, strip_size, steps, out, out_index, out_stride, how, ahead, step)
 

@@ -1,9 +1,6 @@
-"""The two inner products of attention by vectors or, for queries of type ``simd.TILED``, by the tiles of a matrix unit.
+"""The two inner products of attention by vectors or, for queries of type ``simd.TILED``, by tiles of a matrix unit.
 
-Cached keys, [pairs of dimensions, positions, 2], are tiles of weights as they lie; values are laid out in scratch
-memory as [pairs of positions, dimensions, 2] first. Query rows are the rows of a tile. A score is made of 32 dimensions
-at once, and a sum of weighted values of the 32 positions of a chunk at once, chunk by chunk: see
-``tiles.emit_dot_bf16``. So the bits of neither depend on the other rows of a tile.
+Tiles add 32 dimensions or positions at once, in order: a row's bits do not depend on the other rows of a tile.
 """
 
 from __future__ import annotations

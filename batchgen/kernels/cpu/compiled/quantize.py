@@ -1,7 +1,6 @@
 """Rotated inputs of products as 8-bit integers: the same bits as ``quantize.quantize_rows``.
 
-A group of 128 inputs stays in registers from its loading to its integers. To add lanes within a vector, one operation
-multiplies it by ones and minus ones and adds a copy with permuted lanes.
+A group of 128 inputs stays in registers; lanes are added to permuted lanes times ones and minus ones.
 """
 
 from __future__ import annotations

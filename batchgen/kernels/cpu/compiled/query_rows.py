@@ -1,7 +1,6 @@
 """Query rows of attention in the scratch memory of a worker: gathered, weighed and written.
 
-Row r of a query block is query head ``r % group`` of its token ``r // group``. The rows of blocks that are attended
-together follow each other, spaced by ``stride``.
+Row r of a query block is query head ``r % group`` of its token ``r // group``; a next block begins ``stride`` rows on.
 """
 
 from __future__ import annotations

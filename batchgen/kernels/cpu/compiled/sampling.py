@@ -1,8 +1,6 @@
 """Draws one token per row of logits, without a sort and without a copy of the logits.
 
-A filter keeps the tokens from some probability upward. That threshold is found digit by digit: probabilities in
-(0, 1] order like their bits, so three histograms over 12, 10 and 10 bits of them pin it exactly. The draw itself
-inverts the cumulative distribution over token ids, in order.
+Probabilities in (0, 1] order like their bits: three histograms of 12, 10 and 10 bits find a filter's threshold.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Vectors of 16 float32 as first-class values inside numba functions.
+"""Vectors of 16 float32 as first-class values inside numba functions: a numba signature for each function of ``emit``.
 
-Numba lacks a vector type, and its auto-vectorizer neither keeps a tile of accumulators in registers nor reorders a
-float sum, so the kernels name their vector operations. Each operation is a function of ``emit`` that emits its LLVM IR;
-here it gets a numba signature. Loads and stores convert from and to the model's dtype: the element type of a typed
-pointer decides (``uint16`` holds bfloat16 bits, ``int8`` and ``float32`` themselves).
+Numba lacks a vector type, and its auto-vectorizer neither keeps accumulators in registers nor reorders a float sum.
 """
 
 from __future__ import annotations

@@ -1,14 +1,6 @@
 """Sharing of items among compiled kernels, and the threads of a pool, which run programs: launches of kernels in order.
 
-If another process takes a core, a thread of the pool is suspended for milliseconds. The others only wait for the items
-that it holds. A thread that has finished the last item of a launch begins the next launch; a thread that comes late
-joins the current launch, if there is one. A waiting thread spins for as long as gaps between launches usually last,
-then sleeps: a ready thread would be moved to another core as soon as one is free.
-
-``PROGRESS`` holds the number of the current launch, counted over all programs, above the number of threads in it.
-``END`` holds the number after the last launch, above the most workers of the newest program. A thread joins launches
-below it; ``BASE`` and ``TABLE`` were written before, and cannot change while it is in the launch. A program may grow
-while other threads run it: then ``END`` rises after the new launches are in the table.
+If another process takes a core, the others only wait for the items that its thread holds, and begin the next launch.
 """
 
 from __future__ import annotations
@@ -18,6 +10,7 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled.simd import call, fetch, fetch_add, jit, pause, pointer, replace
 
+# As long as gaps between launches usually last; then threads sleep: a ready thread would be moved to any free core.
 _SPINS = 4000  # some 100 microseconds: Python takes 20 from one launch to the next
 _WAIT, _WAKE, _ALL = 128, 129, 1 << 30  # operations of Linux's futex among threads of one process
 _FUTEX_BITS, _WORKERS, _NEXT = (1 << 32) - 1, (1 << layout.WORKER_BITS) - 1, 1 << layout.WORKER_BITS
@@ -79,7 +72,11 @@ def wake(pool, place):
 
 @jit
 def take_part(pool, number):
-    """Work in launch after launch until the current program has run out of them, unless it is for fewer workers."""
+    """Work in launch after launch until the current program has run out of them, unless it is for fewer workers.
+
+    ``PROGRESS`` is the number of the current launch, over all programs, above the number of its threads; ``END``,
+    raised once ``TABLE`` has new launches, the number after the last launch, above the most workers.
+    """
     while True:
         progress, end = fetch(pool, layout.PROGRESS), fetch(pool, layout.END)
         launch = progress >> layout.WORKER_BITS

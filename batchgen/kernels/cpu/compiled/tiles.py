@@ -1,12 +1,6 @@
-"""Tile registers of a matrix unit (AMX): operations on them, emitted as LLVM IR, and the same operations on memory.
+"""Tile registers of a matrix unit (AMX), eight of up to 16 rows of 64 bytes: operations on them, emitted as LLVM IR.
 
-There are eight tiles of up to 16 rows of 64 bytes. An instruction names its tiles by immediate numbers, so ``emit_*``
-take them as Python integers, never as values. A kernel configures the tiles before it uses them and releases them at
-its end, so that it does not depend on other libraries, and switches of threads need not save them.
-
-If the instruction sets to compile for do not include AMX, tiles are in ``state``, a part of the worker's scratch
-memory. Each operation gives the same bits there, so kernels can be tested without AMX; on processors other than x86 the
-bits differ for denormal numbers.
+If the target lacks AMX, the same operations on memory give the same bits, so kernels can be tested anywhere.
 """
 
 from __future__ import annotations
@@ -30,6 +24,9 @@ _NUM_TILES = 8
 _BYTE, _WORD = ir.IntType(8), ir.IntType(64)
 _FLUSHES_DENORMALS = 0x9FC0  # of MXCSR: denormal numbers are zeros, in and out; no operation traps
 _SETS_MXCSR = platform.machine() in ("x86_64", "AMD64")
+# Instructions name tiles by immediates: ``emit_*`` take Python integers. Kernels configure and release the tiles, so
+# that they do not depend on other libraries, and thread switches need not save them. They set them to zero after use:
+# tiles with numbers leave too few registers to rename next to a busy thread on the core, which doubles a loop's time.
 # Numbers of tiles: of sums, of rows, of weights. The second of these sets is for fewer than 16 rows.
 WHOLE, REST = ((0, 1), 2, 3), ((4, 5), 6, 7)
 
@@ -190,7 +187,6 @@ def _row_at(builder, state, tile, row):
 
 
 def _rows_at(builder, state, tile):
-    """Pointer to the number of a tile's rows."""
     at = bytes_at(builder, state, emit.number(_NUM_TILES * TILE_BYTES + 8 * tile))
     return builder.bitcast(at, _WORD.as_pointer())
 
