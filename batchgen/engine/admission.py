@@ -24,9 +24,8 @@ _Order = tuple[int, int, int]
 class LookAhead:
     """Source of the requests of a run, which pulls them only as far as they are needed.
 
-    It bounds the requests that wait to be admitted (``max_waiting``), the requests that only wait for the result of an
-    identical one, and the memory of all unfinished requests. Beyond the bound on memory, large rows are pulled one by
-    one, and only if none waits.
+    It bounds the requests that wait to be admitted (``max_waiting``) or for the result of an identical one, and the
+    memory of all unfinished ones. Beyond that memory, large rows are pulled one by one, and only if none waits.
     """
 
     def __init__(
@@ -76,9 +75,8 @@ class LookAhead:
 class WaitingQueue:
     """Queue of requests pulled from the input but not yet admitted, in order of admission.
 
-    Preempted sequences come first, then later turns of a row, whose prefix is still cached, then those that may get the
-    most tokens in all turns that are left, then by arrival; sequences that share a prefix stay together. Starting long
-    sequences early keeps a job from ending with a few stragglers. Without ``longest_first`` only the arrival counts.
+    Preempted sequences come first, then later turns, whose prefix is cached, then those that may get the most tokens in
+    all turns, so that a job does not end with a few stragglers (not without ``longest_first``), then by arrival.
     """
 
     def __init__(self, longest_first: bool = True) -> None:

@@ -1,8 +1,6 @@
 """Pool of KV blocks: tracks free and shared blocks, and the content of full ones. Plain Python, no tensors.
 
-A block belongs to the sequences that hold it, several at once if they share a prefix. A full block may be registered
-under a hash, by which other sequences find it. It keeps its content after its last holder frees it, until all other
-blocks are in use: the block unused longest is emptied first.
+A full block stays findable by a hash after its last holder frees it; the block unused longest is emptied first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Identical greedy requests, so that each is computed once.
+"""Identical greedy requests, so that each is computed once: an answer is a function of prompt and parameters alone.
 
-A greedy answer is a function of prompt and parameters alone. Requests equal to one under way wait for its result.
-Recent results are remembered up to a fixed number of tokens, so memory stays bounded however large the input is.
+Requests equal to one under way wait for its result; recent results are remembered up to a fixed number of tokens.
 """
 
 from __future__ import annotations

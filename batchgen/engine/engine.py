@@ -1,7 +1,6 @@
 """The step loop: schedule, forward, sample, update. Pulls requests lazily and yields results as they finish.
 
-Everything happens in the caller's thread; only ``stop`` may be called from another one. If launches return before their
-work is done, steps overlap (``overlap``): the parts of a step are the same.
+Everything happens in the caller's thread; only ``stop`` may be called from another one.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ class Engine:
     ) -> None:
         """Rows may have ``stop`` and ``structured_outputs`` if a ``tokenizer``, or ``text`` in its place, is given.
 
-        ``eos_token_ids`` default to the model config's and the tokenizer's. ``sampler`` and ``runner`` make the
-        engine's sampler and runner.
-
-        Raises:
-            UsageError: a size that cannot work.
+        ``eos_token_ids`` default to the model config's and the tokenizer's; ``sampler`` and ``runner`` make the
+        engine's own. Raises UsageError for a size that cannot work.
         """
         config = config or EngineConfig()
         use_threads_beside(model, config.threads)

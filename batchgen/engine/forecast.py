@@ -1,9 +1,6 @@
-"""Forecast of KV memory: the most blocks that running sequences will hold at once.
+"""Forecast of KV memory: the most blocks that running sequences will hold at once, from lengths of ended ones.
 
-``max_tokens`` limits a sequence, but few sequences would fit if each were expected to reach it, so the expected length
-is learned from ended sequences. A preemption wastes all computed tokens and an idle block costs little, so admission
-looks at the coming peak. Until then sequences advance together, and the shortest leave first and free their blocks (cf.
-Gong et al., Past-Future Scheduler for LLM Serving, arXiv:2507.10150).
+An idle block costs less than a preemption (cf. Gong et al., Past-Future Scheduler, arXiv:2507.10150).
 """
 
 from __future__ import annotations

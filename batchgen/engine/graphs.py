@@ -1,12 +1,6 @@
 """CUDA graphs of decode steps: launches are captured once and then repeated by one call.
 
-Sizes are rounded up to a few buckets, and the added rows work on a block and a slot that no sequence owns. All buckets
-are recorded before the first step. They begin with the feed of token ids that only the device knows and end with the
-argmax of each row, so that nothing is launched between greedy steps but copies.
-
-All recordings of an engine share a stream and a pool of memory, as torch's allocator keeps memory by stream and cuBLAS
-a workspace for each. They also end together, once the device is done with them: newer torch frees the workspaces of a
-stream when the first graph that was captured on it is destroyed, while other graphs would still use them.
+Sizes are rounded up to a few buckets; the added rows work on a block and a slot that no sequence owns.
 """
 
 from __future__ import annotations
@@ -47,12 +41,9 @@ class CudaRecorder:
         weakref.finalize(self, _destroy, device, self._graphs).atexit = False
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """See ``Recorder``; the result is only there after a replay.
+        """See ``Recorder``; the result is only there after a replay. ``work`` runs once before, which compiles kernels.
 
-        ``work`` runs once before it is captured, which compiles kernels and sets up cuBLAS for the stream.
-
-        Raises:
-            CaptureFailed: for a reason other than memory.
+        Raises: CaptureFailed: for a reason other than memory.
         """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -97,6 +88,8 @@ def unowned(tensor: Tensor) -> Tensor:
 
 def _destroy(device: torch.device, graphs: list[torch.cuda.CUDAGraph]) -> None:
     if graphs:
+        # All end together: newer torch frees the workspaces of a stream when the first graph that was captured on it is
+        # destroyed, while other graphs would still use them.
         torch.cuda.synchronize(device)
         graphs.clear()
 
@@ -116,9 +109,8 @@ class CudaGraphs:
     """Runs decode steps of one model from graphs, which are recorded on the padding: by ``record_all``, or when met.
 
     Attributes:
-        last_token_ids: int64 [max_num_seqs] on the device: the likeliest token of each row of logits of the step
-            replayed last, -1 for a row that is not finite. The sampler may replace them; the next replay reads them and
-            overwrites them, after all earlier launches.
+        last_token_ids: int64 [max_num_seqs] on the device, the likeliest token of each row of the last replay's logits,
+            or -1. The sampler may replace them; the next replay reads and overwrites them, after all earlier launches.
     """
 
     def __init__(
@@ -133,10 +125,8 @@ class CudaGraphs:
     def record_all(self) -> None:
         """Record each bucket, for contexts of ``_USUAL_TOKENS``: the largest first, whose memory the others share.
 
-        The largest and the smallest are then replayed once and compared with a launched step.
-
-        Raises:
-            CaptureFailed: see ``CudaRecorder``, or a replayed step differs.
+        Raises CaptureFailed as ``CudaRecorder``, or if the largest or smallest, replayed once, differs from a launched
+        step.
         """
         most = self.padding.slot
         sizes = sorted({bucket(n + 1, most) for n in range(most)}, reverse=True)

@@ -1,7 +1,6 @@
 """Runs the same requests in several ways, whose logits must be equal, and compares them.
 
-The self-test of kernels runs a small random model, ``batchgen check`` the user's own. Logits are compared, not only
-tokens: equal tokens can hide different logits.
+The self-test runs a small random model, ``batchgen check`` the user's own; equal tokens can hide different logits.
 """
 
 from __future__ import annotations

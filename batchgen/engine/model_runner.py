@@ -19,13 +19,10 @@ from batchgen.model.decoder import Decoder
 class ModelRunner:
     """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out.
 
-    Steps may come from recordings (``replays``), which are made here, before the first step, or as steps are met.
-    ``notes`` are for the user.
-
     Attributes:
-        overlaps: whether a step is launched before the last one is waited for; by default if launches return before
-            their work is done.
+        overlaps: whether a step is launched before the last one is waited for; by default if launches return early.
         fetch: copies token ids to the host.
+        notes: lines for the user.
     """
 
     @memory_errors("allocating KV blocks and convolution state", SMALLER_SIZES)

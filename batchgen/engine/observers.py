@@ -1,9 +1,6 @@
 """Watchers of the tokens of one sequence: observers see each token and may end it, rules restrict next tokens.
 
-Observers can end a sequence from ``min_tokens`` on. A constraint also says which tokens may come next; the engine only
-knows ``Constraints``, not grammars. Forced tokens are part of a constraint's definition, not a shortcut, since a model
-may spell the same text in other tokens: they are appended whatever the batch, as soon as they are known, and computed
-with the next step. Rules are stateless, and made once for all rows with the same values.
+Rules are stateless, made once for all rows with the same values; the engine knows ``Constraints``, not grammars.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ class Constraint(Protocol):
 
     Attributes:
         is_active: whether it restricts the next token.
-        forced: the only token that may come next, None if there are several.
+        forced: the only token that may come next, or None. It is appended in any batch: a model may spell it otherwise.
         is_complete: whether the text so far fits.
         is_over: whether it fits and nothing may follow.
         error: why the constraint cannot be followed any further; empty while it can.

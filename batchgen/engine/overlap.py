@@ -1,10 +1,6 @@
 """Overlapping steps: each is launched while the last one runs, if launches return before their work is done.
 
-The rest of the engine need not know of it. Until the host learns a token, its sequence ends with a placeholder, so that
-it is scheduled, built and sampled in its later form; the id goes from step to step on the device. An end by length is
-known ahead, and later tokens are not computed. If an end token, a stop string or logits that are not finite end a
-sequence, the step under way computes one token too many, which is dropped on arrival. The memory of an ended sequence
-is reused at once: later work on it is launched later, and the device keeps the order of launches.
+Until the host learns a token, its sequence ends with a placeholder; the rest of the engine need not know.
 """
 
 from __future__ import annotations
@@ -55,8 +51,7 @@ class Overlap:
     """The step in flight, and the sequences that end with a placeholder until its tokens are known.
 
     ``compute`` launches a schedule and returns its token ids on the device, ``fetch`` copies them to the host, ``book``
-    counts the schedule's tokens as cached, ``update`` waits for the token ids and returns the results that end with
-    them.
+    counts its tokens as cached, ``update`` waits for the ids and returns the results that end with them.
     """
 
     def __init__(
@@ -85,7 +80,11 @@ class Overlap:
         return results
 
     def flush(self) -> list[Result]:
-        """Wait for the step in flight, if there is one; the results that are complete with its tokens."""
+        """Wait for the step in flight, if there is one; the results that are complete with its tokens.
+
+        A token that it computed after the end of a sequence is dropped. Memory of ended sequences is reused at once:
+        later work is launched later, and the device keeps the order of launches.
+        """
         step, self.in_flight = self.in_flight, None
         if step is None:
             return []
@@ -120,9 +119,8 @@ def _without_ended(schedule: Schedule) -> Schedule:
 def penalized_logits(logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
     """Penalized logits of tokens that were seen, and generated ``times`` times; all of one shape or broadcast.
 
-    The repetition penalty divides a positive logit and multiplies a negative one (Keskar et al., CTRL,
-    arXiv:1909.05858, section 4.1); then ``frequency * times`` and, if ``times`` is not 0, ``presence`` are taken off,
-    as OpenAI and vLLM define them.
+    The repetition penalty divides positive logits and multiplies others (Keskar et al., CTRL, arXiv:1909.05858, 4.1);
+    then ``frequency * times`` and, if ``times`` is not 0, ``presence`` are taken off, as OpenAI and vLLM define them.
     """
     lowered = torch.where(logits > 0, logits / repetition, logits * repetition)
     return lowered - frequency * times - presence * (times > 0)
@@ -131,10 +129,8 @@ def penalized_logits(logits: Tensor, times: Tensor, repetition: Tensor, frequenc
 class DeviceTokenCounts:
     """Counts of tokens by slot: 0 if never seen, 1 if in the prompt, plus 1 for each time it was generated.
 
-    They are for penalized sequences, whose newest tokens the host learns too late. Each slot of convolution state has a
-    row, which is set from the tokens on the host when a sequence is first sampled there; each sampled token is added on
-    the device. Rows are dense, since a device passes over a vocabulary faster than the host gathers the distinct
-    tokens; for a CPU ``observers.HostTokenCounts`` does that.
+    They are for penalized sequences, whose newest tokens the host learns too late. Rows are dense, which a device
+    passes over faster than the host gathers distinct tokens; for a CPU ``observers.HostTokenCounts`` does that.
     """
 
     def __init__(self, num_slots: int) -> None:

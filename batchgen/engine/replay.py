@@ -1,10 +1,6 @@
 """Abilities of a device beyond running a step: to queue the next step after it, and to repeat one from a recording.
 
-A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
-host need not launch its hundreds of kernels again: it only changes what the input tensors hold. On the CPU a recording
-is cheap but computes all of its rows, so it is made for exactly one size; feed and argmax of token ids stay outside,
-since the recorder only repeats its own kernels. Kernels of other steps run on other threads while this thread launches
-more. For GPU recordings see ``graphs``.
+A step of one token per sequence repeats the launches of any other of its size; only the inputs' content differs.
 """
 
 from __future__ import annotations

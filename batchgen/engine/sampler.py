@@ -1,12 +1,6 @@
 """Sampler: from logits to the next token of each sequence, and to log-probabilities if they are asked for.
 
-Randomness is counter-based: one uniform number per (seed, request key, sample, position), so a token never depends on
-batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the raw logits, then the mask of
-constraints and of ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties, temperature, min_p,
-top_k, top_p.
-
-A new filter of tokens is a field of ``kernels.interface.SamplingRows``, filled in ``_rows`` and applied by the
-``sample`` of each back end; the CPU and CUDA back ends keep the tokens above a threshold of probability.
+One uniform number per (seed, request key, sample, position): no token depends on slot, order, preemption or resume.
 """
 
 from __future__ import annotations
@@ -99,7 +93,10 @@ class TokenMask(NamedTuple):
 
 
 class Sampler:
-    """Chooses one token per row of logits."""
+    """Chooses one token per row of logits, in vLLM's order: log-probabilities of the raw logits, the mask of
+    constraints, ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties, temperature, min_p,
+    top_k, top_p.
+    """
 
     def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int], num_slots: int = 0) -> None:
         """``num_slots``: slots whose tokens the device counts for penalties; 0 if ``Generation`` counts them."""
@@ -118,9 +115,8 @@ class Sampler:
     ) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 if a row is not finite or no token is allowed.
 
-        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. ``best``, if known,
-        begins with the result of ``kernels.argmax_or_none`` for these rows; drawn ids are written into it. Books the
-        log-probabilities asked for; without these the host does not wait for the device.
+        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens. ``best`` begins with the result of
+        ``kernels.argmax_or_none`` and takes drawn ids. The host waits for the device only to book log-probabilities.
         """
         asking = [(i, s) for i, s in enumerate(sequences) if not s.generation.unwatched_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]

@@ -1,8 +1,6 @@
 """Scheduler: decides how many tokens each sequence advances in a step. Plain Python; imports no torch.
 
-There are no phases: a sequence owes the tokens that are not cached, and a step pays part of each debt within the token
-budget. Prompts, chunks, single tokens and recomputation after a preemption are one loop over owed tokens. When blocks
-run out, ``_make_room`` preempts the sequence that was admitted last, and that step does not admit any.
+There are no phases: prompts, chunks, single tokens and recomputation after preemption are one loop over owed tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Self-test of kernels at first use: runs a small model with the shapes of the user's in the real engine.
+"""Self-test of kernels at first use, and at each start on a device that the authors have not tried.
 
-It has each kind of layer of the model once, with the model's widths, heads and number formats, and random weights. A
-row must have the same bits alone, among others, in chunks, after a cached prefix and as one text, and the numbers must
-match plain torch except for rounding. If they do not, plain torch computes everything. The verdict is kept for the
-kernels, shapes, formats and threads of this machine. On a device that the authors have not tried, plain torch is
-compared with the CPU at each start.
+A small model with each kind of layer, the widths, heads and formats of the user's model runs in the real engine.
 """
 
 from __future__ import annotations
@@ -133,10 +129,8 @@ def _narrowed(layer: LayerShape) -> LayerShape:
 def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
     """The kernels, or plain torch in their place, with a line for the user, if they fail the self-test.
 
-    The test is skipped if the verdict is known, or the kernels are plain torch.
-
-    Raises:
-        ModelError: the authors have not tried the device, and its results differ from the CPU's.
+    It is skipped if the verdict is known, or the kernels are plain torch. Raises ModelError if the authors have not
+    tried the device, and its results differ from the CPU's.
     """
     device = small.device
     if device.type in UNTRIED_DEVICES and (why := device_fault(kernels, small)):

@@ -1,8 +1,6 @@
 """State of the requests under way: ``Sequence`` (one sample), ``RequestState`` (one request).
 
-Most requests are one sequence. ``n`` samples are one each (greedy samples are equal, so one is computed for all), and
-so are labels to be scored, all after the same prompt. With the prefix cache, tokens that sequences of a state share are
-computed once.
+Samples (one for all that are greedy) and labels to be scored are a sequence each; the prefix cache shares the prompt.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from batchgen.engine.generation import Generation
 class Sequence:
     """The tokens so far of one sample, or of a text to be scored, and where their state is kept.
 
-    Fewer tokens are computed than known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt owes all of
-    its tokens, a decoding sequence one token, a preempted sequence all tokens outside its cached blocks; these phases
-    differ in nothing else. The scheduler owns all of it except the tokens, which ``generation`` appends to and judges.
+    It owes ``num_owed`` tokens to the cache: a fresh prompt all, a decoding sequence one, a preempted one all outside
+    its cached blocks; these phases differ in nothing else. The scheduler owns it, except the tokens of ``generation``.
     """
 
     request: Request

@@ -37,9 +37,8 @@ _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per bl
 class SchedulerConfig:
     """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
 
-    ``kv_cache_dtype`` is "auto" if keys and values are kept in the type in which they are computed;
     ``admits_in_batches`` is for devices that run single tokens far cheaper than steps with prompts. With
-    ``whole_prompts`` each prompt is computed in one step; a prompt beyond the token budget gets a step of its own.
+    ``whole_prompts`` each prompt is computed in one step, beyond the token budget in its own.
     """
 
     max_num_batched_tokens: int
@@ -213,10 +212,8 @@ def use_threads_beside(model: Decoder, threads: int | None) -> None:
 def use_threads(threads: int | None, config: ModelConfig) -> int:
     """Set the CPU threads of this process, and return how many; loading packs weights with them.
 
-    None means all threads of torch, up to the usable processors, or one for a model too small to share.
-
-    Raises:
-        UsageError: more than could be useful here.
+    None means all threads of torch, up to the usable processors, or one for a model too small to share. Raises
+    UsageError for more than could be useful here.
     """
     import torch
 

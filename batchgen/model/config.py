@@ -1,7 +1,6 @@
 """Shape of a decoder-only language model of any family, and the sizes and costs that follow from it.
 
-The module of a family makes it from the checkpoint's ``config.json``: families differ only in its values. Does not
-import torch, so that planning can use it.
+Families differ only in its values, read from ``config.json``. Does not import torch, so that planning can use it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,10 @@ _KV_BYTES = {"bfloat16": (2, 0), "int8": (1, 4)}  # of a cached number, and of t
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of some layers; ``model.rope`` has the formula of each ``kind``.
+    """Rotary embedding of some layers: base ``theta``; ``model.rope`` has the formula of each ``kind``.
 
-    ``theta`` is the base. "linear" stretches all wavelengths by ``factor``, "llama3" stretches wavelengths above
-    ``original_positions / low_freq_factor`` by ``factor`` and leaves those below ``original_positions /
-    high_freq_factor`` unchanged; "yarn" does the same by the index of a pair. "proportional" rotates only
-    ``rotated_share`` of the head, from its first pair on. Queries and keys are multiplied by ``scale``, and so scores
-    by its square, for models that do not divide scores by the root of ``head_dim``.
+    "proportional" rotates only ``rotated_share`` of the head, from its first pair on. Queries and keys are multiplied
+    by ``scale``, and so scores by its square, for models that do not divide scores by the root of ``head_dim``.
     """
 
     theta: float
@@ -53,11 +49,11 @@ NO_ROPE = Rope(1.0, "proportional", rotated_share=0.0)  # all cosines 1, all sin
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward of ``num_experts``, of which each token meets the ``num_active`` with the highest scores.
+    """A feed-forward of ``num_experts`` of width ``ff_dim``; each token meets the ``num_active`` with the highest
+    scores.
 
-    Scores are ``sigmoid`` or ``softmax`` of the router's logits, in float32; with ``has_bias``, a float32 bias is added
-    for the choice, but not for the weights. The weights of chosen experts are their scores times ``scale``, with
-    ``is_normalized`` divided by (their sum + ``normalizer_eps``). ``ff_dim`` is the width of one expert.
+    Scores are ``sigmoid`` or ``softmax`` of the router's float32 logits; with ``has_bias``, a bias counts for the
+    choice only. Weights are scores times ``scale``, if ``is_normalized`` over (their sum + ``normalizer_eps``).
     """
 
     num_experts: int
@@ -91,16 +87,14 @@ class ModelConfig:
 
     ``eos_token_ids`` end a generation. ``has_qk_norm``: queries and keys are normed per head; ``has_attention_gate``: a
     head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: outputs of mixers and feed-forwards are
-    normed before they are added; ``norm_offset``: a number that is added to the weights of norms; ``has_gelu``:
-    feed-forwards are gated by gelu, not silu; ``biases``: roles of the modules that add one. Rows of the embedding are
-    multiplied by ``embedding_scale``, in the model's dtype if ``rounds_embedding_scale``, and logits by
-    ``logits_scale``. ``tensor_names`` maps the role of each tensor to its name in the checkpoint, without ``.weight``,
-    with ``{layer}`` and ``{expert}`` for their indices; ``module_names`` maps parts of a module to other names that
-    transformers, and so adapters, use for them. Families without convolutions leave the fields ``conv_*`` at their
-    defaults. Without ``is_causal``, each token sees its whole text. Without ``has_head`` the model gives its last
-    hidden state in place of logits, or the logits of ``labels``, of which ``scores`` are the "softmax", the "sigmoid"
-    of each, or the "logits" themselves. ``has_unexpected_head``: the output projection differs from the embedding,
-    though ``config.json`` says that they are tied.
+    normed; ``norm_offset``: added to the weights of norms; ``has_gelu``: feed-forwards are gated by gelu, not silu;
+    ``biases``: roles of the modules that add one. Rows of the embedding are multiplied by ``embedding_scale``, in the
+    model's dtype if ``rounds_embedding_scale``, and logits by ``logits_scale``. ``tensor_names``: by role of each
+    tensor, its name in the checkpoint, without ``.weight``, with ``{layer}`` and ``{expert}``; ``module_names``: other
+    names that transformers, and so adapters, use for parts of a module. Without ``is_causal``, each token sees its
+    whole text. Without ``has_head`` the model gives its last hidden state, or the logits of ``labels``, of which
+    ``scores`` are the "softmax", the "sigmoid", or the "logits" themselves. ``has_unexpected_head``: the output
+    projection differs from the embedding, though ``config.json`` says that they are tied.
     """
 
     vocab_size: int

@@ -1,7 +1,6 @@
-"""Typed look-ups in a parsed ``config.json``, for the modules of the families.
+"""Typed look-ups in a parsed ``config.json``, under each of the names that releases have used for a value.
 
-A value is looked up under each of the names that releases have used for it. A missing or impossible value is a
-ModelError that names the file and the key.
+A missing or impossible value is a ModelError that names the file and the key.
 """
 
 from __future__ import annotations
@@ -84,11 +83,10 @@ class ConfigValues:
         return next((name for name in names if self.raw.get(name) is not None), names[0])
 
     def rope(self, default_theta: float) -> Rope:
-        """The rotary embedding, with ``default_theta`` if the config does not give a base.
+        """The rotary embedding, with ``default_theta`` if the config does not give a base. Unknown kinds are refused.
 
-        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. As in
-        transformers, a base in ``rope_parameters`` wins over ``rope_theta``, and the original number of positions is
-        taken from the config itself first. Unknown kinds are refused.
+        As in transformers, a base in ``rope_parameters`` (transformers 5) wins over ``rope_theta`` (older files, which
+        have ``rope_scaling`` too), and the original number of positions is taken from the config itself first.
         """
         new, old = (self.section(name, is_needed=False) for name in ("rope_parameters", "rope_scaling"))
         for part in (new, old):

@@ -1,9 +1,6 @@
-"""Decoder-only network over a ragged batch.
+"""Decoder-only network over a ragged batch: ``h += mix(norm(h)); h += feed_forward(norm(h))`` per layer, norm and head.
 
-    h += mix(norm(h));  h += feed_forward(norm(h))   per layer, then the last norm and the output projection
-
-``mix`` is attention or a short convolution, ``feed_forward`` is dense or of experts, and their outputs may be normed
-once more. Families differ only in data, ``ModelConfig`` and tensor names; ``families`` lists the available parts.
+``mix`` is attention or a short convolution. Families differ only in data, ``ModelConfig`` and tensor names.
 """
 
 from __future__ import annotations
@@ -86,11 +83,9 @@ class Decoder:
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:
         """One step: computes the tokens of ``inputs``, extends ``state``, returns logits [num_logits, vocab_size].
 
-        Without a head these are the normed hidden states [num_logits, hidden_size], or logits of labels.
-
-        ``max_position`` is the largest position in the batch. A layer computes only the tokens that are needed: all of
-        them up to the last attention's keys and values, then the tokens of ``inputs.subset``, and in the last
-        feed-forward the tokens whose logits are wanted.
+        Without a head these are the normed hidden states [num_logits, hidden_size], or logits of labels. After the last
+        attention's keys and values only the tokens of ``inputs.subset`` are computed, in the last feed-forward only
+        those whose logits are wanted. ``max_position`` is the largest position in the batch.
         """
         tables = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)

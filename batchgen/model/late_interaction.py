@@ -1,7 +1,6 @@
-"""Late interaction: a vector for each token of a text; queries and documents are tokenized differently.
+"""Late interaction: a vector for each token of a text, by settings of PyLate or sentence-transformers from 6 on.
 
-The settings are written by PyLate (``config_sentence_transformers.json``) and by sentence-transformers from 6 on
-(``sentence_bert_config.json`` and the config of the module ``MultiVectorMask``). Formulas: arXiv:2004.12832.
+Queries and documents are tokenized differently. Formulas: arXiv:2004.12832.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ _PYLATE_KEYS = ("query_prefix", "document_prefix", "query_length", "document_len
 class Side:
     """Settings by which the texts of one side, queries or documents, become tokens and vectors.
 
-    ``prefix`` is put before each text, and white space around it is taken off if ``strips``; ``marker`` is a token that
-    is put after the first one, or "". A text has at most ``max_tokens`` tokens, or, if that is None, the model's most.
-    A shorter text is filled with ``filler`` up to ``filled_to`` tokens; other tokens attend to these if ``attends``.
-    Vectors of the tokens ``skipped`` are left out.
+    ``prefix`` precedes each text, without the white space around it if ``strips``; ``marker`` ("" for none) follows the
+    first token. A text has at most ``max_tokens`` (None: the model's most). ``filler`` fills shorter ones up to
+    ``filled_to``; others see it if ``attends``. Tokens in ``skipped`` have no vector.
     """
 
     prefix: str = ""

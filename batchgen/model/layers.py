@@ -1,8 +1,6 @@
-"""Parts of a decoder layer: attention, short convolution, feed-forward.
+"""Parts of a decoder layer: attention, short convolution, feed-forward; weights by role, state as an argument.
 
-Each part takes its weights by role and calls kernels; state is an argument, so parts do not remember a batch. All
-activations are [num_tokens, hidden_size]. ``linears`` lists the linears that a token meets in a part (only active
-experts), each with the width of its input.
+Activations are [num_tokens, hidden_size]; ``linears`` are those that a token meets, with the width of each input.
 """
 
 from __future__ import annotations

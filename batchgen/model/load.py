@@ -47,16 +47,13 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
 ) -> Decoder:
     """The model at ``path`` with its weights, ready to run.
 
-    ``dtype`` "auto" is the checkpoint's own on CUDA, and on the CPU bfloat16 if the machine multiplies it natively,
-    else float32. ``quantization`` "w8a16" rounds the weights of linears to 8-bit integers with a scale per 32 inputs,
-    "w8a8" with a scale per 128, and their inputs too, on the CPU only; "none" does not round. ``adapter`` is the folder
-    or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device`` "auto" is CUDA if
-    available, never "mps" or "xpu". ``batch_invariant`` makes matrix products on a GPU add up in the same order
-    whatever shares the batch, as they always do on the CPU; without it cuBLAS computes products of many rows. If there
-    are no kernels for a GPU, plain torch computes, and ``Kernels.notes`` says so. ``kernels`` replaces the back end of
-    the device; ``tested`` runs a self-test of the device's kernels before weights are read, and returns the kernels to
-    use: commands, ``LLM`` and ``generate`` pass it. Without ``has_head`` the model gives hidden states. Raises
-    ModelError for an unusable folder, config, or weights.
+    ``dtype`` "auto" is the checkpoint's on CUDA, on the CPU bfloat16 if the machine multiplies it natively, else
+    float32. ``quantization`` "w8a16" rounds weights to 8-bit integers with a scale per 32 inputs, "w8a8" with a scale
+    per 128, and inputs too, on the CPU only; "none" does not round. ``adapter`` is the folder or Hub id of a LoRA,
+    added before that. ``device`` "auto" is CUDA if available, never "mps" or "xpu". Without ``batch_invariant`` cuBLAS
+    computes products on a GPU, in an order that depends on the batch. ``kernels`` replaces the device's; ``tested``
+    runs their self-test before weights are read and returns the kernels to use. Without ``has_head`` the model gives
+    hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, WEIGHTS_FILES)

@@ -1,7 +1,6 @@
 """Measurement of the ceilings of ``roofline``, in the process that runs the model.
 
-The rate of floating-point operations is measured on the model's own linears, all layers in turn, so that weights come
-from memory as in a real step; the bandwidth is measured on large copies and sums.
+FLOP/s are those of the model's own linears, all layers in turn, so that weights come from memory as in a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Roofline of a run: the least work that its steps need, over the measured ceilings of its machine.
 
-Two ceilings bound a step: floating-point operations per second and bytes from memory per second. The engine counts the
-work, and ``rates`` measures the ceilings. Imports no torch.
+The engine counts the work, ``rates`` measures FLOP/s and bytes/s. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,12 +43,11 @@ class Work:
 class Costs:
     """FLOP and bytes per unit of each thing that the engine counts.
 
-    FLOP: two per weight that a token meets, four per head dimension and position that it attends to. After the last
-    attention's keys and values only the tokens with logits need be computed, so that part counts with the logits, and
-    there one token per sequence and step attends. Bytes: per step every weight (of experts the share that its tokens
-    are expected to meet) and each sequence's keys and values. Layers with a window are counted separately, with at most
-    that many positions attended to and read. Counts assume a causal model; in others each of a text's n tokens attends
-    to n positions, not to (n + 1) / 2 on average.
+    FLOP: two per weight that a token meets, four per head dimension and position that it attends to. What follows the
+    last attention's keys and values counts with the logits; one token per sequence and step attends there. Bytes: per
+    step every weight (of experts the expected share) and each sequence's keys and values. Layers with a window count at
+    most that many positions. Counts assume a causal model: in others each of n tokens attends to n positions, not (n +
+    1) / 2.
     """
 
     flops_per_token: int

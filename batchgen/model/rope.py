@@ -15,12 +15,11 @@ from batchgen.model.config import ModelConfig, Rope
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Angle per position of each pair (i, i + head_dim / 2), float32 [head_dim / 2]; in the reference's order.
 
-    default: ``theta ** (-2i / head_dim)``. "linear": the same divided by ``factor``. "llama3" (Llama 3.1): a frequency
-    is divided by ``factor`` if its wavelength 2 pi / f exceeds ``original_positions / low_freq_factor``, unchanged if
-    it is below ``original_positions / high_freq_factor``, and blended in between. "proportional" (LFM3): 0 for pairs
-    beyond the rotated share. "yarn": pairs that turn at least ``high_freq_factor`` times within ``original_positions``
-    are unchanged, pairs that turn at most ``low_freq_factor`` times are divided, and pairs in between are blended by
-    their index.
+    default: ``theta ** (-2i / head_dim)``. "linear": divided by ``factor``. "llama3" (Llama 3.1): divided by ``factor``
+    if the wavelength 2 pi / f exceeds ``original_positions / low_freq_factor``, unchanged below ``original_positions /
+    high_freq_factor``, blended in between. "proportional" (LFM3): 0 for pairs beyond the rotated share. "yarn":
+    unchanged if they turn ``high_freq_factor`` times within ``original_positions``, divided if ``low_freq_factor``
+    times or less, and blended in between by index.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents

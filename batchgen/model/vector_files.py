@@ -1,8 +1,6 @@
 """Settings of a checkpoint for vectors of hidden states, from the files that sentence-transformers writes.
 
-It reads ``modules.json`` with the configs of pooling and dense layers, ``config_sentence_transformers.json`` with the
-prompts, and ``sentence_bert_config.json`` with the longest text. Classes named there are never imported: a module is
-recognized by the last part of its name, or refused. A GGUF file only says how tokens are pooled.
+Classes named there are never imported: a module is recognized by the last part of its name, or refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The head of a model that gives vectors: dense layers, cut, normalization, or the scores of labels.
+"""The head of a model that gives vectors: dense layers, cut, L2 norm, in sentence-transformers' order; or label scores.
 
-Each row is worked on by itself in float32, so that its bits do not depend on other rows. As in sentence-transformers,
-the order is: pooled states, dense layers, the first ``dimensions`` numbers, division by the L2 norm.
+Each row is worked on by itself in float32, so that its bits do not depend on other rows.
 """
 
 from __future__ import annotations

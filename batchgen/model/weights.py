@@ -1,7 +1,6 @@
-"""Sources of a model's weights: a safetensors checkpoint, or a random generator of the same shapes.
+"""Sources of a model's weights: a safetensors checkpoint, or a random generator. Loading never runs code.
 
-A model takes each tensor by name and shape exactly once and then finishes the source, which can thus name a missing,
-misshapen or left-over tensor. Loading never runs code. ``gguf`` has the source of GGUF files.
+A model takes each tensor by name and shape once, then finishes the source, which names missing and left-over ones.
 """
 
 from __future__ import annotations
@@ -121,9 +120,8 @@ class StoredTensors(Generic[Place]):
 class Checkpoint(StoredTensors[str]):
     """Tensors of a checkpoint folder, memory-mapped: only the taken ones are read.
 
-    One file is mapped at a time, and mapped again after every ``_MOST_MAPPED`` bytes: most devices need another layout
-    of the weights, and a single mapping would keep both copies in memory until the last tensor. A mapping per tensor
-    would parse the file's header each time, which takes half a minute if every expert has tensors of its own.
+    A file is mapped again after every ``_MOST_MAPPED`` bytes: one mapping would keep both layouts of the weights in
+    memory to the end. A mapping per tensor would parse the file's header each time, half a minute with experts.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, unread: tuple[str, ...] = ()) -> None:

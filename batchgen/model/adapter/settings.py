@@ -1,7 +1,6 @@
 """Settings of a LoRA adapter, from its ``adapter_config.json``; without torch, so that a plan can check them.
 
-Keys have the same meaning as in peft. An adapter may add products to linears, or replace embedding or head; a key that
-asks for more is refused by name, and so is an unknown key.
+Keys mean the same as in peft; others, and those that ask for more than products and another head, are refused by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Weights of a model with a LoRA adapter added, as a source of plain weights.
 
-``W + scale * B A`` is rounded to float32, then to the dtype of the model. Products of float32 are exact in float64,
-where they are added rank by rank: threads, processor and fused operations do not change a bit. An embedding or head
-that the adapter holds (``modules_to_save``) replaces the model's.
+Products of float32 are exact in float64, where they are added rank by rank: no thread or processor changes a bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Model families: parsers of ``config.json``, tensor names and published shapes.
 
-To add a family, write a ``Family``, enter it in ``FAMILIES`` and add a tiny config to ``tests/helpers/families.py``:
-all tests of families then run for it. The decoder has SwiGLU, grouped-query attention, optionally with norms per head
-of queries and keys, and short convolutions; the fields of ``ModelConfig`` and ``LayerShape`` name the rest. ``dense``
-reads configs like Llama's.
+A family is data: ``docs/internals.md`` says how to add one, and ``dense`` reads configs like Llama's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Gemma 3 as a model of text, and EmbeddingGemma, whose tokens see later ones too.
-
-It has two kinds of attention with their own rotations, and norms around each half of a layer.
+"""Gemma 3 as a model of text, and EmbeddingGemma, whose tokens see later ones too: two kinds of attention, more norms.
 
 Facts of the architecture: arXiv:2503.19786, the published checkpoints' ``config.json`` and transformers' model of it.
-
-The reference adds 1 to the weights of norms in float32; here the sum is rounded once, to the model's dtype.
 """
 
 from __future__ import annotations
@@ -65,6 +61,7 @@ def _read(values: ConfigValues) -> ModelConfig:
         is_tied=True,
         head_dim=head_dim,
         has_post_norms=True,
+        # The reference adds it in float32; here the sum is rounded once, to the model's dtype.
         norm_offset=1.0,
         has_gelu=True,
         embedding_scale=math.sqrt(values.integer("hidden_size")),

@@ -1,11 +1,6 @@
-"""Granite 3 and 4 with attention and dense feed-forwards only: Llama's layers with four multipliers.
+"""Granite 3 and 4 with attention and dense feed-forwards only (no Mamba, no experts): Llama's layers with multipliers.
 
-Facts of the architecture: the published checkpoints' ``config.json`` and transformers' models of them. Layers of Mamba
-and mixtures of experts, which other models of Granite 4's ``model_type`` have, are not computed here.
-
-The reference multiplies the outputs of mixers and feed-forwards by ``residual_multiplier``. Here the residual stream is
-divided by it instead, from the embedding on: norms give the same result if their epsilon is divided by its square. So
-weights and kernels need not know it, and adapters and quantized weights stay as they were saved.
+Facts of the architecture: the published checkpoints' ``config.json`` and transformers' models of them.
 """
 
 from __future__ import annotations
@@ -58,6 +53,8 @@ def _read_granite(values: ConfigValues) -> ModelConfig:
     return replace(
         dense,
         layers=tuple(map(scaled, dense.layers)),
+        # The residual stream is divided by the multiplier, not outputs multiplied: norms give the same with this
+        # epsilon, so weights, kernels and adapters need not know it.
         norm_eps=dense.norm_eps / residual**2,
         embedding_scale=embedding / residual,
         logits_scale=1 / logits,

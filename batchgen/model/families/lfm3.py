@@ -55,11 +55,10 @@ def _layer(values: ConfigValues, kind: str, ff_dim: int) -> LayerShape:
 
 
 def _rope(values: ConfigValues, kind: str) -> Rope:
-    """The rotary embedding of one kind of attention.
+    """The rotary embedding of one kind of attention; for full attention "proportional", as the publisher computes it.
 
-    For full attention the released config says "default" with a ``partial_rotary_factor`` of 0.5. The publisher's code
-    then rotates half of the pairs and spaces the angles over the whole head, as transformers does for "proportional";
-    for "default", transformers rotates all pairs, which is not how the model was trained.
+    The released config says "default" with a ``partial_rotary_factor`` of 0.5: transformers rotates all pairs for that,
+    which is not how the model was trained.
     """
     ropes = values.section("rope_parameters", is_needed=False)
     part = dict(ConfigValues(ropes.raw or _ROPES, ropes.where).section(kind).raw)

@@ -1,7 +1,6 @@
 """Llama 3, SmolLM2, which has the same layers, and SmolLM3, which has no rotary embedding in every fourth.
 
-Facts of the architecture: arXiv:2407.21783, arXiv:2502.02737, arXiv:2501.18795 (layers without rotation), the
-published checkpoints' ``config.json`` and transformers' model of SmolLM3.
+Facts: arXiv:2407.21783, arXiv:2502.02737, arXiv:2501.18795 (layers without rotation), transformers' model of SmolLM3.
 """
 
 from __future__ import annotations

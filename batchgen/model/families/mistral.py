@@ -1,8 +1,6 @@
-"""Mistral from 7B-v0.2 on, without a sliding window, and Ministral 3: Llama's layers.
+"""Mistral from 7B-v0.2 on, without a sliding window, and Ministral 3, with YaRN: Llama's layers.
 
-Facts of the architecture: arXiv:2310.06825, the published checkpoints' ``config.json`` and transformers' models of
-them. Mistral's rotary embeddings are as they are, Ministral's have YaRN. Queries of Ministral beyond the original
-context are multiplied by a number that grows with the position. This is not supported: the context ends there.
+Facts of the architecture: arXiv:2310.06825, the published ``config.json`` and transformers' models of them.
 """
 
 from __future__ import annotations
@@ -38,6 +36,7 @@ def _read_ministral(values: ConfigValues) -> ModelConfig:
     dense = read_dense(values, default_theta=1e6, has_qk_norm=False, head_dim=128)
     if not rope.get("llama_4_scaling_beta", default=0):
         return dense
+    # Beyond the original context, queries are multiplied by a number that grows with the position: not supported.
     unscaled = rope.integer("original_max_position_embeddings")
     return replace(dense, max_position_embeddings=min(unscaled, dense.max_position_embeddings))
 

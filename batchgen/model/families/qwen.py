@@ -1,7 +1,6 @@
-"""Qwen2 and Qwen2.5, whose queries, keys and values have biases, and Qwen3, dense and with a mixture of experts.
+"""Qwen2 and Qwen2.5, whose queries, keys and values have biases, and Qwen3, with norms per head, dense or of experts.
 
-Facts of the architecture: arXiv:2407.10671, arXiv:2505.09388 and the published checkpoints' ``config.json``. Qwen3 has
-a norm per head on queries and keys.
+Facts of the architecture: arXiv:2407.10671, arXiv:2505.09388 and the published checkpoints' ``config.json``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Config of the model in a GGUF file: maps the metadata of each architecture to keys of ``config.json``.
+"""Config of the model in a GGUF file: maps metadata to keys of ``config.json``, without torch, so that a plan can.
 
-The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what converters write: llama.cpp's
-``convert_hf_to_gguf.py``. Imports no torch, so that a plan can read it.
+The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's ``convert_hf_to_gguf.py`` writes.
 """
 
 from __future__ import annotations

@@ -27,12 +27,11 @@ _CHUNK = 1 << 18  # values turned into float32 at once: these stay in the proces
 
 
 class GgufTensors(StoredTensors[GgufTensor]):
-    """Tensors of a GGUF file, each read back into ``dtype``.
+    """Tensors of a GGUF file, each read back into ``dtype``; a layer's experts, which share a tensor, one by one.
 
-    Converters of the architectures ``ROTATED`` put the outputs of each head of ``head_dim`` that are rotated together,
-    i and i + head_dim / 2, side by side; here they are moved back. A file holds the experts of a layer in one tensor;
-    here they are taken one by one. With ``is_exact`` blocks are read into float32, for a model that keeps integers:
-    then the integers of Q8_0 are the file's own.
+    Converters of the architectures ``ROTATED`` put rotated outputs i and i + head_dim / 2 of each head side by side;
+    here they are moved back. With ``is_exact`` blocks are read into float32, and the integers of Q8_0 are the file's
+    own.
     """
 
     def __init__(
