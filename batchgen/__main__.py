@@ -1,7 +1,6 @@
 """The process: ``batchgen`` and ``python -m batchgen``. It answers signals before anything slow is imported.
 
-A signal while the command line's modules are imported, or while the process leaves, must not change the exit code
-that a script sees. What a command does with a signal is its own business.
+A signal during imports, or while the process leaves, must not change the exit code that a script sees.
 """
 
 from __future__ import annotations

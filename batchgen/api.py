@@ -1,7 +1,6 @@
-"""The commands as Python functions, and ``generate``, a job over rows in memory.
+"""The commands as Python functions, and ``generate``, a job over rows in memory; ``batchgen`` exports the names.
 
-Rows in memory become the run's standard input, with the same reader, journal and resume as ``batchgen run --input -``.
-``batchgen`` exports the names.
+Rows in memory become standard input, with the same reader, journal and resume as ``batchgen run --input -``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A loaded model for Python programs: ``LLM`` answers lists of prompts, chats and texts, and batches of a table.
+"""A loaded model for Python programs: ``LLM``, with the names of ``vllm.LLM``, answers prompts, chats and tables.
 
-Nothing is journalled here: pipelines that repeat what they lose (Ray Data, Spark, Daft) call it, and so do notebooks.
-``batchgen.run_job`` and ``batchgen.generate`` never lose or repeat a row. Methods and arguments have the names of
-``vllm.LLM``.
+Nothing is journalled here: Ray Data, Spark and Daft, which repeat what they lose, call it, and notebooks.
 """
 
 from __future__ import annotations

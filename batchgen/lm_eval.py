@@ -1,8 +1,6 @@
-"""The model "batchgen" of lm-evaluation-harness: its requests become the rows of runs, one run per kind of request.
+"""The model "batchgen" of lm-evaluation-harness, which importing this module registers; ``python -m`` runs ``lm_eval``.
 
-Importing this module registers the model; ``python -m batchgen.lm_eval`` is the command ``lm_eval`` with it. Scores do
-not depend on a batch size, and with a folder ``output`` an evaluation that was killed continues where it stopped.
-Prompts are cut from the left, begun and scored as by lm-eval's model "hf", whose ``max_length`` has the same meaning.
+Each kind of request is a run; prompts are cut from the left, begun and scored as by lm-eval's model "hf".
 """
 
 from __future__ import annotations

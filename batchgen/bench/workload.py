@@ -1,7 +1,6 @@
 """Workloads of a benchmark: real prompts or made-up ones, from a file, by name or by shape.
 
-A real job does not know how long its answers will be, so ``hide_lengths`` hides the lengths from the engine if the
-workload fixes them. Otherwise the model's own end tokens end an answer.
+``hide_lengths`` hides the lengths of answers from the engine, as a real job does not know them.
 """
 
 from __future__ import annotations

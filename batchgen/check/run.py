@@ -58,15 +58,11 @@ Write = Callable[[str], None]
 
 
 def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dict[str, Any]:
-    """Run every proof on the model of ``spec``, with the prompts of its input if it ``has_input``.
+    """Run every proof on the model of ``spec``, on prompts of its input if it ``has_input``; the result as plain data.
 
-    ``log`` takes messages about progress, ``show`` the lines of the result as they come. Returns the result as plain
-    data: ``backend`` names the kernels, ``kernels`` their variant, ``digest`` all logits of the prompts run one by one,
-    ``failed`` says where a proof fails, ``notes`` what the user should know of the kernels.
-
-    Raises:
-        UsageError: model or input cannot be used.
-        GateFailed: a request ends with an error.
+    ``log`` takes messages about progress, ``show`` the lines of the result. ``kernels`` is the variant of the
+    ``backend``, ``digest`` that of all logits of the prompts run one by one, ``failed`` says where a proof fails.
+    Raises UsageError if model or input cannot be used, GateFailed if a request ends with an error.
     """
     info = read_model(spec)
     prompts = made_up_prompts(info.config.vocab_size, room(info.max_model_len), LENGTHS, PREFIX, SUFFIXES)

@@ -1,7 +1,6 @@
 """The ``help`` command: pages of ``batchgen/docs``, sections of them, and the help of other commands.
 
-The pages are Markdown files of the package, so that they can be read without internet. Only the elements that they use
-are supported: headings, paragraphs, lists, tables, code blocks and links.
+Pages are Markdown files in the package; only the elements that they use are supported.
 """
 
 from __future__ import annotations

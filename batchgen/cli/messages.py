@@ -1,7 +1,6 @@
 """Lookup of the page that explains a message of the program, for ``batchgen help MESSAGE``.
 
-The messages are all string literals of the package. A message copied from a terminal is found by its constant parts:
-paths and numbers do not matter.
+The messages are all string literals of the package, found by their constant parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Output of commands: results on stdout, one-line messages on stderr, without terminal control characters.
 
-A stderr that is full or closed does not change the exit code. A stdout in that state does, since its text is the
-command's result.
+A stdout that is full or closed changes the exit code, a stderr does not.
 """
 
 from __future__ import annotations

@@ -26,12 +26,11 @@ _DIMENSIONS = integer(1, 1 << 20)
 
 @dataclass(frozen=True)
 class EmbedSpec:
-    """Settings for embedding texts. ``pooling`` is None for a job that generates text.
+    """Settings for embedding texts; ``pooling`` is None for a job that generates text.
 
-    "auto", and ``normalize`` None, use the checkpoint's own setting. ``prompt`` is put before each text: the name of
-    one of the checkpoint's prompts, or else the text itself; for a checkpoint for late interaction, the side: "query"
-    or "document". Numbers are rounded to ``dtype``. ``dimensions`` keeps the first numbers of a vector. Texts longer
-    than the model takes are cut if ``truncate`` is set, and refused otherwise.
+    "auto", and ``normalize`` None, use the checkpoint's. ``prompt`` precedes each text: the name of a prompt of the
+    checkpoint, or else the text itself; for late interaction, the side, "query" or "document". ``dimensions`` keeps the
+    first numbers of a vector. Texts longer than the model takes are cut if ``truncate``, else refused.
     """
 
     pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make an embedding", None)

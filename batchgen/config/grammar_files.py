@@ -1,7 +1,6 @@
-"""Text files that a job names: a JSON schema or a grammar in ``sampling.structured_outputs``, a chat template.
+"""Text files that a job names, whose content becomes part of it: a JSON schema, a grammar, a chat template.
 
-Their content becomes part of the job, so that a run can only be resumed with the same content. Rows cannot name files:
-a dataset must not decide what is read on this machine.
+Rows cannot name files: a dataset must not decide what is read on this machine.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ class FileError(ValueError):
 
 
 def with_files(outputs: object, resolve: Callable[[str], str]) -> dict[str, Any]:
-    """A job's ``structured_outputs`` with the contents of files in place of their paths.
+    """A job's ``structured_outputs`` with the contents of files in place of paths, which ``resolve`` makes absolute.
 
-    A text, also as ``json``, is a JSON object if it begins with ``{``, and otherwise the path of a JSON schema. A text
-    as ``grammar`` is a grammar if it holds a colon or a newline, and otherwise the path of one. ``resolve`` makes a
-    path absolute, or raises ValueError. Raises FileError, or ValueError if ``outputs`` is not an object.
+    A text (or ``json``) is a JSON object if it begins with ``{``; a ``grammar`` is one if it holds a colon or a
+    newline. Raises FileError, or ValueError if ``outputs`` is not an object.
     """
     if isinstance(outputs, str) and outputs and not _is_json(outputs):
         outputs = {"json": outputs}

@@ -1,8 +1,6 @@
 """Identity of results: the draw of a row, the fingerprint of all that decides its result, and its limit.
 
-A result depends only on its request, the model, and how the model computes. So a row can take the result of an earlier
-row with the same fingerprint, if the answer fits the row's limit of tokens. This module does not know where results are
-kept.
+A row can take the result of an earlier one with its fingerprint, if the answer fits its limit of tokens.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ def fingerprint(
 ) -> str:
     """A digest, as 32 hex digits, of all that decides a row's result apart from the model and how it computes.
 
-    With one sample the limit is left out: ``still_holds`` can tell from a record whether the answer reached it. Draw
-    and seed count only if tokens are sampled. ``facts`` are what else the row depends on: the version of the library
-    that masks its tokens, and what the chat template says about its answer.
+    With one sample the limit is left out (``still_holds``); draw and seed count only if tokens are sampled. ``facts``:
+    the version of the library that masks tokens, and what the chat template says about the answer.
     """
     drawn = b"%d" % draw if _is_drawn(params) else b""
     limited = b"%d" % limit if params.n > 1 else b""
@@ -66,9 +63,8 @@ def fingerprint(
 def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -> bool:
     """Whether a record with the row's fingerprint can be reused under ``limit``, in tokens.
 
-    An answer that ended by itself can be reused under any limit that it fits in; an answer that was cut off, only under
-    the same limit. The fingerprint of a chat includes the limits of its turns. Raises KeyError or TypeError for a
-    record that was not written by a run.
+    An answer that ended by itself can be reused under any limit that it fits in; one that was cut off, only under the
+    same. A chat's fingerprint has its limits. Raises KeyError or TypeError for a record that a run did not write.
     """
     if params.n > 1 or params.labels or "finish_reason" not in record or "finish_reasons" in record:
         return True

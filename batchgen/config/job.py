@@ -116,11 +116,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The rows, and the way from a row to its prompt.
+    """The rows, and the way from a row to its prompt; at most one of ``prompt``, ``messages``, ``prompt_token_ids``.
 
-    ``path`` entries are absolute (or ``-``, ``hf:...``, an address), it is empty only for commands that read no input;
-    ``columns == ("*",)`` keeps all columns. At most one of ``prompt``, ``messages``, ``prompt_token_ids`` is set.
-    ``chat_template`` is "auto", "none", or the text of a template.
+    ``path`` entries are absolute (or ``-``, ``hf:...``, an address); only commands that read no input have none.
+    ``columns == ("*",)`` keeps all columns. ``chat_template`` is "auto", "none", or the text of a template.
     """
 
     path: tuple[str, ...] = key(
@@ -198,10 +197,9 @@ class InputSpec:
 class EngineConfig:
     """Sizes and policies of the engine; None means "chosen for the machine".
 
-    Only ``max_model_len`` and ``kv_cache_dtype`` can change outputs; for the latter a resume compares the type that the
-    engine really uses. "auto" is the type that the model computes in. ``look_ahead`` is the maximum number of requests
-    pulled from the input but not yet admitted. ``look_ahead`` and the policies do not change outputs and are not keys
-    of the job file. Raises UsageError naming an unknown type, or a size below 1 or too large for the host's memory.
+    Only ``max_model_len`` and ``kv_cache_dtype`` ("auto": the type that the model computes in) can change outputs; a
+    resume compares the latter as the engine really uses it. ``look_ahead`` limits requests pulled but not admitted; it
+    and the policies are not keys of the job file. Raises UsageError for an unknown type and impossible sizes.
     """
 
     max_num_batched_tokens: int | None = key(

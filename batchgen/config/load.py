@@ -1,7 +1,6 @@
 """From a TOML job file and flags to a ``JobSpec``: raw settings are merged, flags win, and the result is checked.
 
-Every refusal names the key, the value, the place (file and line, or flag) and the nearest valid name. This module does
-not open the input or the model.
+Every refusal names the key, the value, the place (file and line, or flag) and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def load_job(
 ) -> JobSpec:
     """The validated job of a TOML file or of ``begun``, a run directory's job, and of flags; flags win.
 
-    ``flags`` holds values by section and key, of the same types as in TOML. Paths in the file are relative to its
-    folder, paths in flags to the working directory. ``needs`` are the sections that must have a path: a benchmark has
-    neither input nor output. Raises ``UsageError`` with one line that names the key.
+    ``flags`` has TOML's types by section and key. Paths are relative to the file, or in flags to the working directory.
+    ``needs`` are the sections that must have a path. Raises ``UsageError`` with one line that names the key.
     """
     origins = [] if path is None else [read_settings(path)]
     if begun is not None:
@@ -88,9 +86,8 @@ def job_from_values(values: Mapping[str, Mapping[str, Any]], source: str) -> Job
 def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The arguments of a Python call as values by section and key; arguments that are None are left out.
 
-    An argument names a section or a key. A section may be given as its path or as ``SamplingParams``. A key must belong
-    to one section only, or have a section in ``MAIN_SECTIONS``. Raises UsageError naming ``source`` and an argument
-    that is neither.
+    An argument is a section (its path, or ``SamplingParams``) or a key of one section only, or one in
+    ``MAIN_SECTIONS``. Raises UsageError naming ``source`` and an argument that is neither.
     """
     sections: dict[str, Any] = {}
     single: list[tuple[str, str, Any]] = []

@@ -1,7 +1,6 @@
 """Merging and checking of sampling values: of a job's [sampling] and [classify], a row's overrides, an OpenAI body.
 
-Kinds of single values are declared on the fields of ``SamplingParams``; combinations that contradict each other are
-refused here. This module does not know file formats or the engine.
+``SamplingParams`` declares single values; combinations that contradict each other are refused here.
 """
 
 from __future__ import annotations

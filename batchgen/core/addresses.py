@@ -1,7 +1,6 @@
 """Addresses of remote files: which of them a job takes, and what files and messages show of them.
 
-Any query, parameter or fragment may give access to a file, so it is shown as ``***`` with a digest for comparison. A
-password is refused, because the stores find their own credentials. Stores and their errors are unknown here.
+A query, parameter or fragment may give access: it is shown as ``***`` with a digest. Passwords are refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The answer in a text, found by a rule and compared with the expected one as evaluators do.
+"""The answer in a text, found by a rule and compared as evaluators do: lm-evaluation-harness's "flexible-extract".
 
-A rule is ``last_number`` or a regular expression whose first group is the answer. The number is what
-lm-evaluation-harness takes from answers to GSM8K (its filter "flexible-extract"), and commas, dollar signs and a last
-full stop do not count, as in its exact match; zeros after the point do. RE2 searches for expressions, in time linear in
-the text. Source of its syntax: https://github.com/google/re2/wiki/Syntax.
+A rule is ``last_number`` or an expression of RE2: https://github.com/google/re2/wiki/Syntax.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Limits of the control groups of this process: its own group and all groups above it.
+"""Limits of the control groups of this process: its own group and all groups above it, where batch systems set them.
 
-A batch system or a service manager sets the limit some levels below the mount point. A container may show its own group
-as the mount point, whatever the name by which ``/proc/self/cgroup`` knows it.
 Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, .../cgroup-v1/memory.html and .../scheduler/sched-bwc.html.
 """
 

@@ -1,7 +1,6 @@
 """Fingerprints of files: the SHA-256 of their content, whatever their path and time.
 
-``Digests`` reads a file again only when its state in the file system (``FileState``) has changed, as git's index does.
-The same comparison detects an input or a model that changes during a run. It knows nothing of rows.
+``Digests`` reads a file again only when its state in the file system has changed, as git's index does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Header of a GGUF file: its metadata, and where its tensors are.
+"""Header of a GGUF file, its metadata and places of tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. It is parsed here, without the ``gguf`` package,
-because that package trusts the lengths that a file states; and without torch, so that a plan can read it.
-``model.gguf.config`` and ``text.gguf_tokenizer`` interpret the metadata.
+Parsed here, as the package ``gguf`` trusts the lengths that a file states; without torch, so that a plan can read it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """JSON on one line: an encoder, UTF-8 if possible, without NaN and raw newlines, and a strict decoder.
 
-Rows contain values that JSON lacks (dates, decimals, bytes, NaN, lone surrogates, keys that are not strings). This
-module decides once how outputs, errors and the journal write each of them.
+Decides once how values that JSON lacks (dates, decimals, bytes, NaN, lone surrogates, other keys) are written.
 """
 
 from __future__ import annotations

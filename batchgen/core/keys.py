@@ -1,8 +1,6 @@
 """Declarations of settings keys: a dataclass field with the kind of its values, its help line and its default.
 
-The loader of job files, the flags, the help and the resume check read these declarations, so a new key is declared only
-here. What acts on a sampling key is in ``engine.sampler`` or ``engine.observers``. Names, ranges and meanings of
-sampling values are vLLM's. Nothing here knows a file format or a command.
+Loader, flags, help and resume read them, so a key is declared only here; sampling values are vLLM's.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ _MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing l
 
 
 class Kind(NamedTuple):
-    """The values that a key takes.
+    """The values that a key takes; ``metavar`` names the value in help, and is "" for a switch.
 
-    ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value.
-    ``metavar`` names the value in help, and is "" for a switch. ``from_text`` turns a flag's text into what TOML would
-    hold. ``repeats``: the flag may be given several times. ``none``: how None is written in a job file.
+    ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value;
+    ``from_text`` turns a flag's text into TOML's value; ``none`` is None there. ``repeats``: the flag may come several
+    times.
     """
 
     parse: Callable[[Any], Any]

@@ -25,9 +25,8 @@ class TokenLogprob(NamedTuple):
 class Logprobs:
     """Log-probabilities of consecutive tokens, and the ``num_top`` likeliest tokens in the place of each.
 
-    They are bytes of arrays, as the numbers may be many: ``token_ids`` int32 and ``values`` float32 [num_tokens],
-    ``top_ids`` int32 and ``top_values`` float32 [num_tokens, num_top], the likeliest first. As a sequence they are
-    ``TokenLogprob``.
+    They are bytes of arrays: ``token_ids`` int32 and ``values`` float32 [num_tokens], ``top_ids`` int32 and
+    ``top_values`` float32 [num_tokens, num_top], the likeliest first. As a sequence they are ``TokenLogprob``.
     """
 
     token_ids: bytes = b""

@@ -78,13 +78,10 @@ def _says_so(message: str) -> bool:
 
 @contextmanager
 def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
-    """Turn an error that reports exhausted memory into one line; ``doing`` completes "out of memory while".
+    """Turn an error that reports exhausted memory into OutOfMemory; ``doing`` completes "out of memory while".
 
-    ``advice`` adds a remedy to ending other processes and raising the limit.
-
-    Raises:
-        OutOfMemory: instead of that error.
-        BatchgenError: no thread can be started, which a limit on processes forbids; all other errors pass.
+    ``advice`` adds a remedy to ending other processes and raising the limit. If no thread can be started, which a limit
+    on processes forbids, raises BatchgenError; other errors pass.
     """
     try:
         yield

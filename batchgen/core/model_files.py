@@ -1,8 +1,6 @@
 """Checks and reads the files of a model, a folder or a GGUF file, whose content is hostile by default.
 
-Reading a FIFO, a device or a sparse file of exabytes would never end, so kind and size of each file of a model or
-tokenizer are checked before any is opened. Other files in the folder are ignored. Only one file is parsed: the index of
-the weights, which names other files.
+Kind and size of each are checked before any is opened: a FIFO, a device or a sparse file would never end.
 """
 
 from __future__ import annotations
@@ -64,10 +62,8 @@ def tokenizer_folder(model: Path) -> Path:
 def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
     """The files that match one of ``patterns`` and that a model or tokenizer is read from, sorted; a GGUF file always.
 
-    ``ADAPTER_FILES`` give the two files of an adapter, present or not.
-
-    Raises:
-        ModelError: the index of the weights, if there is one, is unusable.
+    ``ADAPTER_FILES`` give the two files of an adapter, present or not. Raises ModelError for an unusable index of
+    weights.
     """
     if (patterns := tuple(patterns)) == ADAPTER_FILES:
         return [model / name for name in ADAPTER_FILES]
@@ -83,9 +79,7 @@ def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
 def check_files(model: Path, patterns: Iterable[str]) -> None:
     """Check every file that ``model_files`` finds, without opening any but the index of the weights and tiny ones.
 
-    Raises:
-        ModelError: one is not a regular file (a link to one is), is too large to be what its name says, or a pointer of
-            Git LFS.
+    Raises ModelError if one is not a regular file (or a link to one), too large for its name, or a pointer of Git LFS.
     """
     for path in model_files(model, patterns):
         size, most = file_bytes(path), _MAX_WEIGHTS_BYTES if path.suffix in _WEIGHT_SUFFIXES else _MAX_DATA_BYTES
@@ -106,10 +100,8 @@ def _is_pointer(path: Path) -> bool:
 def weight_map(folder: Path) -> dict[str, str] | None:
     """Tensor name -> name of its file in ``folder``, by the index of the weights; None if all are in one file.
 
-    A single file comes before an index, as in transformers: it may have been saved over a folder with an older index.
-
-    Raises:
-        ModelError: the index is unusable, or names something else than a safetensors file of this folder.
+    A single file comes first, as in transformers: it may have been saved over an older index. Raises ModelError if the
+    index is unusable, or names something else than a safetensors file of this folder.
     """
     index = folder / INDEX
     if os.path.lexists(folder / WEIGHTS) or not os.path.lexists(index):

@@ -1,7 +1,6 @@
 """Resolves a model name to a local folder or GGUF file: an existing one, or one in the Hugging Face Hub's cache.
 
-It downloads only files that match the caller's patterns, which name data formats (safetensors, JSON, jinja), so that
-neither pickles nor code of a repository reach the machine, and checks the files before any is opened.
+Only files that match the caller's patterns of data formats are downloaded, never pickles or code, and then checked.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ _GGUF_ID = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 def resolve_model(path: str, revision: str, patterns: Sequence[str]) -> Path:
     """The folder or GGUF file that ``path`` names: a local one, else a Hub id's files that match ``patterns``.
 
-    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing is downloaded.
-    ORGANIZATION/NAME/FILE.gguf is one GGUF file of a repository, and is fetched without the others. Raises ModelError
-    that says how the name was read, or which file cannot belong to a model.
+    With ``HF_HUB_OFFLINE=1`` nothing is downloaded. ORGANIZATION/NAME/FILE.gguf is fetched without the repository's
+    others. Raises ModelError that says how the name was read, or which file cannot belong to a model.
     """
     model = Path(path)
     try:

@@ -1,7 +1,6 @@
 """Numerics of a run: what decides its tokens in addition to weights and requests.
 
-This is the only list of them. Engines state them, manifests and reports store them as ``plain`` data, and resumes,
-workers, merges and updates compare them here.
+This is their only list: engines state them, manifests and reports store them, resumes and workers compare them.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Numerics; a value that is not stated is the field's default.
+    """Numerics; a value that is not stated is the field's default, and "auto" if the dtype decides it.
 
-    ``weights``, ``activations`` and ``kv_cache_dtype`` are "auto" if they are as the dtype says. A ``dtype`` or
-    ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" if the checkpoint has a head
-    although its config ties it to the embedding. ``llguidance`` is the version of the library that masks tokens, if a
-    job has masks. ``kernels`` names the kernel set: a run may continue with another one if it is allowed to.
+    A ``dtype`` or ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" if the checkpoint has
+    a head although its config ties it. ``llguidance`` is the version of the library that masks tokens, if a job has
+    masks. ``kernels`` names the kernel set: a run may continue with another one if it is allowed to.
     """
 
     dtype: str = ""

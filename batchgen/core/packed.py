@@ -1,7 +1,6 @@
-"""Arrays of numbers in a record, as the base64 text of their bytes: JSON numbers take several times the room and time.
+"""Arrays of numbers in a record, as base64 text of their bytes: JSON numbers take several times the room and time.
 
-A packed array is an object with ``dtype``, ``shape`` and ``base64``, of bytes with the lowest one first. It is what the
-journal holds of numbers that a typed file takes as they are; other formats get lists.
+A packed array is an object with ``dtype``, ``shape`` and ``base64``, lowest byte first; other formats get lists.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Addresses of remote files (``s3://``, ``gs://``, ``hf://``, ``https://``), their stores, and their faults.
+"""Addresses of remote files (``s3://``, ``gs://``, ``hf://``, ``https://``), their stores in fsspec, and their faults.
 
-A store is an fsspec file system; its library is imported when the first address of its scheme is used. Credentials come
-from the places of these libraries (environment, ``~/.aws``, ``gcloud``, ``hf auth login``, ``~/.netrc``) and never from
-an address. Every error of a store becomes one line; transient ones are retried first. This module does not know rows
-and runs.
+Credentials come from the libraries' own places, never from an address; transient errors are retried.
 """
 
 from __future__ import annotations

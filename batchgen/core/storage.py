@@ -1,7 +1,6 @@
 """Local files: atomic, durable writes (temporary file, fsync, rename, fsync of the folder), and checks of paths.
 
-Everything durable in a run directory goes through this module, so the rules are in one place. Errors of the system
-become one-line ``StorageError``s. It handles bytes and paths and knows nothing of their meaning.
+Everything durable in a run directory goes through it; errors of the system become one-line ``StorageError``s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Structured outputs: constraints on a text, as users of vLLM and OpenAI write them, in one canonical form.
 
-The canonical form is JSON text, so that sampling parameters stay hashable, comparable and printable. Grammar libraries
-and tokenizers are not used here: ``text.grammar`` compiles schemas.
+It is JSON text, so that sampling parameters stay hashable and comparable; ``text.grammar`` compiles it.
 """
 
 from __future__ import annotations
@@ -78,9 +77,8 @@ _OF_SCHEMAS = ("name", "description", "strict", "schema")
 def from_response_format(value: object) -> dict[str, Any]:
     """``structured_outputs`` for OpenAI's ``response_format``, an object or the JSON text of one.
 
-    A ``schema`` next to json_object counts, as in llama.cpp and at Together and Fireworks. A schema's name, description
-    and "strict" are ignored: the text always fits the schema. Raises ValueError, whose text follows the name of the
-    value.
+    A ``schema`` next to json_object counts, as in llama.cpp and at Together and Fireworks; name, description and
+    "strict" are ignored: the text always fits. Raises ValueError, whose text follows the name of the value.
     """
     try:
         settings = object_of(value)

@@ -1,7 +1,6 @@
 """Table of words that other tools and their pages use, each with its name here.
 
-``help``, unknown flags, unknown keys and unknown arguments in Python look here before they look for similar spellings,
-which may mislead: ``--resume`` resembles ``--reuse``. Case, hyphens, underscores and dots do not count.
+They count before similar spellings, which may mislead: ``--resume`` resembles ``--reuse``.
 """
 
 from __future__ import annotations

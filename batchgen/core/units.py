@@ -1,6 +1,5 @@
-"""Parsers and formatters of values with a unit: sizes, durations, percentages, clock times.
+"""Parsers and formatters of values with a unit, for the job file and flags: sizes, durations, percentages, clock times.
 
-Pure functions shared by the job file and the command line; they know no key and no flag.
 Every parser raises ``ValueError`` whose text completes the sentence "<key> = <value>: ...".
 """
 

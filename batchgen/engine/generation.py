@@ -88,7 +88,7 @@ class Generation:
         token_ids: the sequence's own list: prompt and output, or prompt and label.
         generates: whether tokens are generated after the prompt; if not, given ones are scored.
         counts, thoughts: of ``observers``, the one that the sampler reads, and the one of a thinking budget.
-        unwatched_until: with fewer tokens, only ``end_ids`` (with -1) end it, and it only asks the sampler for its draw;
+        unwatched_until: with fewer tokens, only ``end_ids`` (with -1) end it, and it only asks the sampler for draws;
             0 until that is known.
         logprobs, scores: log-probabilities of generated tokens, in parts, and of given ones, of which those from
             ``next_scored`` to ``end_scored`` (indexes into ``token_ids``) are left, from the position before each.

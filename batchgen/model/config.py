@@ -49,11 +49,9 @@ NO_ROPE = Rope(1.0, "proportional", rotated_share=0.0)  # all cosines 1, all sin
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward of ``num_experts`` of width ``ff_dim``; each token meets the ``num_active`` with the highest
-    scores.
-
-    Scores are ``sigmoid`` or ``softmax`` of the router's float32 logits; with ``has_bias``, a bias counts for the
-    choice only. Weights are scores times ``scale``, if ``is_normalized`` over (their sum + ``normalizer_eps``).
+    """A feed-forward of ``num_experts`` of width ``ff_dim``, of which each token meets ``num_active``, those with the
+    highest scores: ``sigmoid`` or ``softmax`` of the router's float32 logits. With ``has_bias``, a bias counts for the
+    choice only. Weights are scores times ``scale``, if ``is_normalized`` divided by (their sum + ``normalizer_eps``).
     """
 
     num_experts: int

@@ -1,7 +1,6 @@
 """A folder of an object store or of a dataset on the Hub, in which files appear complete or not at all.
 
-Each write is one PUT, a multipart upload whose last request makes the object appear, or a commit. A dataset that does
-not exist is created, private. ``publish`` decides on names and order.
+A write is one PUT, a multipart upload whose last request makes the object appear, or a commit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Finished rows of earlier jobs, found by fingerprint; their files are only read.
 
-Each row takes 16 bytes of memory: half of its fingerprint, and the place of its record. The record itself is read when
-it is asked for, and its full fingerprint is compared then. The caller decides which jobs are added.
+A row takes 16 bytes: half of its fingerprint, which is compared in full when the record is read, and its place.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
 """Final files of a run, written from its journal: every row once, in order; a file appears complete or not at all.
 
-The order of steps makes a kill at any moment harmless: the journal's ``job.json`` gets the number of rows; outputs and
-``errors.jsonl`` are written under temporary names and synced; then ``errors.jsonl`` is put in place, then the outputs,
-and outputs of another format are removed. The report and the folder's ``job.json`` follow, which name the files as
-finished. Until then the journal holds every row, and running again writes the same bytes. The disk needs room for the
-journal and the outputs, and during an update also for the earlier outputs.
-
-Rows are only read back from JSON: from ``outputs.jsonl``, or from the journal, which is kept if outputs have another
-format.
+Rows are read back from JSON only: from ``outputs.jsonl``, or from the journal, kept with outputs of another format.
 """
 
 from __future__ import annotations
@@ -44,11 +37,12 @@ class Rows:
 
 
 def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, num_rows: int) -> Begun:
-    """Write the outputs and failed rows of a job whose rows are all in its journal; see the module for the order.
+    """Write the outputs and failed rows of a job whose rows are all in its journal.
 
     ``num_rows`` counts the input's rows over all shards and is stored in the journal's ``job.json``, which is returned.
-    ``errors.jsonl`` exists afterwards only if a row failed. Once the report is written too, call ``RunDir.finish``.
-    Raises BatchgenError if a row is missing, StorageError if the disk refuses.
+    ``errors.jsonl`` exists afterwards only if a row failed. Once the report is written too, call ``RunDir.finish``. A
+    kill between these steps is harmless: until then the journal holds every row, and running again writes the same
+    bytes. Raises BatchgenError if a row is missing, StorageError if the disk refuses.
     """
     journal.commit()
     if not journal.done.covers(num_rows):

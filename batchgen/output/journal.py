@@ -1,13 +1,6 @@
 """The journal: append-only record of finished rows, written during a run, read on resume and for the final files.
 
-Which bytes make a row durable: its whole line (newline included, see ``segments``) in a segment file, once that file
-and its name in the folder are fsynced. When ``append`` returns, the operating system has the line, so kill -9 does not
-lose rows. The fsync follows at the next ``append`` or ``tick`` at least half a second after the previous fsync; a power
-loss costs only the rows appended since then, which run again. If fsync is slow, the half second becomes a hundred times
-its duration, at most 30 s, so that syncing takes about 1 % of a run.
-
-An opened journal starts a new segment and never writes to an older one, except to cut its torn tail, so a crash does
-not damage older rows. Payloads are opaque to this module.
+It never writes to older segments except to cut a torn tail. Payloads are opaque to this module.
 """
 
 from __future__ import annotations
@@ -41,6 +34,7 @@ from batchgen.output.segments import (
 )
 
 SEGMENT_BYTES = 8 << 20  # a growing file is copied from its start each time, as by jobs/sync_to_s3.sh
+# Between two fsyncs; a hundred times their duration if they are slow, so that syncing takes about 1 % of a run.
 SYNC_SECONDS = 0.5
 MAX_SYNC_SECONDS = 30.0
 SYNC_COST_FACTOR = 100
@@ -76,7 +70,11 @@ class Counts:
 
 
 class Journal:
-    """An open journal. Not thread-safe; the run directory's lock admits one process at a time."""
+    """An open journal. Not thread-safe; the run directory's lock admits one process at a time.
+
+    A row is durable once its whole line, newline included, and the file's name are fsynced. The system has it when
+    ``append`` returns, so kill -9 loses nothing; a power loss costs the rows since the last fsync, which run again.
+    """
 
     def __init__(self, folder: Path, shard: Shard) -> None:
         self._folder = folder

@@ -1,7 +1,6 @@
 """``job.json``: the job of a run directory's outputs, or of one of its journals, and its comparison with other jobs.
 
-Plain data is compared: keys declare whether they change outputs (``JobSpec.output_keys``), and the readers of input and
-model make their fingerprints.
+Plain data is compared; keys declare whether they change outputs (``JobSpec.output_keys``).
 """
 
 from __future__ import annotations
@@ -41,17 +40,15 @@ _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256; its first d
 class Manifest:
     """The resolved job and what it ran on.
 
-    ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the input,
-    the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over all
-    shards, known once all of them are in the journal. ``taken`` says that the journal has all rows that are kept from
-    earlier results, and ``num_good`` how many rows can run, if they were counted then. ``created_at`` is when the
-    folder was begun, in ISO 8601 with the local offset: updates inherit it. ``rendered_at`` is the time that a chat
-    template prints: the time of the run whose rows a new folder reuses, otherwise ``created_at``. ``parts`` are digests
-    of what was merged. ``files`` are the outputs and ``errors.jsonl`` of a finished job, by name with ``bytes`` and
-    ``sha256``, and ``journal`` names the folder that they were written from. ``file_states`` is ``Digests.to_plain()``,
-    which lets the next invocation skip reading unchanged files; it is not compared. ``version`` is ``RECORD_VERSION``
-    or an earlier one: rows of an earlier version are not reused, but its outputs, report and status are still read.
-    ``batchgen`` is the build that wrote it, "" before 0.2.0.
+    ``job`` and ``output_keys`` are ``JobSpec.to_dict()`` and ``JobSpec.output_keys()``; ``fingerprints`` identify the
+    ``input``, the ``model`` and the ``code``. ``num_rows`` counts input rows over all shards, once all are in the
+    journal. ``taken``: the journal has all rows kept from earlier results; ``num_good`` can run, if they were counted
+    then. ``created_at`` is when the folder was begun, in ISO 8601 with the local offset: updates inherit it.
+    ``rendered_at`` is the time that a chat template prints: that of reused rows, otherwise ``created_at``. ``parts``
+    are digests of what was merged. ``files`` are a finished job's, by name with ``bytes`` and ``sha256``; ``journal``
+    is the folder they were written from. ``file_states`` (``Digests.to_plain()``) lets the next invocation skip reading
+    unchanged files. Rows of a ``version`` before ``RECORD_VERSION`` are not reused. ``batchgen`` is the build that
+    wrote it, "" before 0.2.0.
     """
 
     job: dict[str, Any]

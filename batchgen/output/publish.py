@@ -1,9 +1,6 @@
 """Publication of a finished run's files: to a folder of an object store, or of a dataset on the Hub.
 
-``batchgen.json`` next to them says when their run directory was begun, so that files of another directory are never
-replaced, and what the files hold, so that publishing again copies only what is missing or differs. It says
-``"complete": true`` once all files are there; the outputs appear last. A kill at any moment leaves a destination that
-the next attempt completes.
+``batchgen.json`` there names their run, whose files alone are replaced; it is ``complete`` last, after a kill too.
 """
 
 from __future__ import annotations

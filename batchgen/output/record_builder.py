@@ -64,17 +64,12 @@ class RecordBuilder:
     def result(self, row: Row, result: Result) -> dict[str, Any]:
         """The output record of a row that has its prompt; the index is the id of a row without one.
 
-        The order is fixed and fields that were not asked for are left out: id, index, fingerprint, text, reasoning,
-        tool_calls, parsed, extracted, finish_reason, complete, usage, timings, token_ids, logprobs, top_ids,
-        top_logprobs, samples, prompt_token_ids, assistant_mask, prompt_logprobs, prompt_top_ids, prompt_top_logprobs,
-        perplexity, kept columns. Fields of a sample are taken from the first one; ``samples`` holds all samples if
-        there are several. ``JobSpec.packs_logprobs`` makes log-probabilities packed arrays, with the ids of their
-        tokens. ``complete`` is whether the text fits its structured outputs and its tool calls are complete.
-        ``parsed`` is its JSON value, null if the text has none or is not complete, and ``extracted`` what
-        ``eval.extract`` finds in it. With [embed] the fields of ``vector_fields`` replace the text and the fields made
-        from it, with [classify] the fields of ``scored_fields`` do. A chat that was generated again has ``messages``
-        and ``finish_reasons``; its text is the last answer. A kept column with the name of a field of the record is
-        written as ``input_<name>``.
+        ``docs/records.md`` describes the fields, whose order is fixed; those that were not asked for are left out.
+        Fields of a sample are the first one's, and ``samples`` holds all if there are several.
+        ``JobSpec.packs_logprobs`` makes log-probabilities packed arrays, with the ids of their tokens. With [embed] the
+        fields of ``vector_fields`` replace the text and the fields made from it, with [classify] those of
+        ``scored_fields``. A chat that was generated again has ``messages`` and ``finish_reasons``; its text is the last
+        answer. A kept column named like a field is ``input_<name>``.
         """
         params, fingerprint = row.params, self.fingerprint(row)
         if result.vector or params.labels:

@@ -1,8 +1,6 @@
 """The run directory: the names of its files, checks that a run wrote them, and their replacement and removal.
 
-``job.json`` is the job of the outputs, and is written after them. Each unfinished job has a folder of its own in
-``journal/``, with its ``job.json`` and its rows, which is removed once the job is finished. So files that are stale,
-copied in part or left by a kill are never mistaken for another job's. Rows are opaque to this module.
+An unfinished job has a folder of its own in ``journal/``: no stale or partial file is mistaken for another job's.
 """
 
 from __future__ import annotations
@@ -98,11 +96,10 @@ class RunDir:
         return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in mine}
 
     def create(self) -> None:
-        """Make the folder and its parents, durably.
+        """Make the folder and its parents, durably; a folder that another process holds is left to ``lock`` to refuse.
 
-        Raises UsageError if that fails, or as ``refuse_foreign_files`` does. A folder that another process holds is not
-        judged, since it may still lack its ``job.json``: ``lock`` refuses it. A journal that is a symbolic link or a
-        mount point is refused, since folders are removed by renaming them.
+        A journal that is a link or a mount point is refused, since folders are removed by renaming them. Raises
+        UsageError, also as ``refuse_foreign_files`` does.
         """
         if self.path == self.path.parent:
             raise UsageError(f"output.path = {self.path} is the root of the file system; name a folder for the run")

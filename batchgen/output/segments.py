@@ -1,11 +1,6 @@
 """The journal's files: segments ``000001-TOKEN.seg``, ``000002-TOKEN.seg`` of one checksummed line per record.
 
-A line is ``CRC KIND INDEX CURSOR PAYLOAD\\n``: CRC-32 (8 hex digits) of all bytes after it, the newline included; kind
-``r`` (result), ``e`` (error) or ``p`` (tokens of a half-done row); the row's index; ``file:offset:row:index`` of where
-reading can continue after the row (``-`` for ``p``); one JSON value. Escaped JSON never contains a newline, so an
-intact line starts after the next newline: damage costs the lines it hits and, if it hits a newline, the next one. The
-token is random, so that machines that continue the same run never give two segments the same name. The journal decides
-which record supersedes which.
+JSON holds no newline, so damage costs the lines it hits. Random tokens: no two machines name a segment alike.
 """
 
 from __future__ import annotations
@@ -59,7 +54,11 @@ class Damage:
 
 
 def encode_line(kind: bytes, index: int, cursor: Cursor | None, payload: bytes) -> bytes:
-    """The line of one record; ``payload`` is JSON without a newline."""
+    """The line ``CRC KIND INDEX CURSOR PAYLOAD\\n`` of one record; ``payload`` is JSON without a newline.
+
+    CRC-32 in hex digits is of all bytes after it; the cursor, ``file:offset:row:index`` or ``-``, is where reading can
+    continue after the row.
+    """
     where = b"-" if cursor is None else b"%d:%d:%d:%d" % (cursor.file, cursor.offset, cursor.row, cursor.index)
     body = b" %b %d %b %b\n" % (kind, index, where, payload)
     return b"%08x" % crc32(body) + body

@@ -1,8 +1,6 @@
 """Calibration: runs a sample of a job's rows in the real engine and scales their time to the whole job. Imports torch.
 
-Prompts and answers have a rate each, taken from the steps that ran at least half as many sequences as the fullest one;
-a step's time is shared evenly among its tokens. The steps after these, the end of the sample, count once: a job has one
-end too. A job that runs more rows at a time than the sample is somewhat faster.
+Rates come from steps at least half as full as the fullest; the steps after these count once, as a job's end does.
 """
 
 from __future__ import annotations

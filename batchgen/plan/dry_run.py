@@ -1,7 +1,6 @@
-"""Dry run of a job: surveys its input and reports what a run would take, for ``batchgen plan``.
+"""Dry run of a job: surveys its input, by the code of a run, and reports what a run would take, for ``batchgen plan``.
 
-It reads the input with the same code as a run, so that both find the same bad rows. It writes nothing, and imports
-torch only to calibrate.
+It writes nothing, and imports torch only to calibrate.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ def make_plan(
 ) -> dict[str, Any]:
     """Survey the job's input and estimate a run; the plan as plain data for ``--json`` and ``render_plan``.
 
-    ``output_tokens`` is the expected mean length of an answer. Rows with results in the output folder or in the runs of
-    ``output.reuse`` are counted as kept, unless the job ``starts_anew``. Raises UsageError for a job that ``run`` would
-    refuse too, ModelError for unusable weights when calibrating.
+    ``output_tokens`` is the mean length of answers to expect. Rows with results count as kept, unless the job
+    ``starts_anew``. Raises UsageError as ``run`` does, ModelError for unusable weights when calibrating.
     """
     run_dir = RunDir(Path(spec.output.path))
     jobs = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path)

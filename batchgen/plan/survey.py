@@ -1,7 +1,6 @@
-"""Survey of a job's rows: counts, lengths and bad rows, in one pass over the input.
+"""Survey of a job's rows: counts, lengths and bad rows, in one pass over the input, without weights or engine.
 
-Memory is bounded for any number of rows: lengths are counted, and only a random sample of the rows is kept. Neither
-weights nor an engine are needed.
+Memory is bounded: lengths are counted, and only a random sample of the rows is kept.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``label_tokens`` counts the tokens of labels to be scored; ``read_s`` is the time of reading and tokenizing. Rows
-    that are taken over from an earlier run (``is_reused``) only count in ``num_reused``. A chat that is generated turn
-    by turn has the tokens of its last prompt, with answers of one letter, and an output in each turn; ``turns`` counts
-    the chats by their number of turns.
+    ``label_tokens`` are those of labels to be scored; ``read_s`` is the time of reading and tokenizing. Reused rows
+    only count in ``num_reused``. A chat generated turn by turn has the tokens of its last prompt, with answers of one
+    letter, and an output per turn.
     """
 
     def __init__(

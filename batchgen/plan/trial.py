@@ -1,7 +1,6 @@
 """Trial of a job's first rows: each prompt as the model sees it, and the model's answer, for ``batchgen try``.
 
-It shows what a chat template makes of a row before a night is spent on all rows. Files of the run directory are neither
-written nor read.
+Files of the run directory are neither written nor read.
 """
 
 from __future__ import annotations

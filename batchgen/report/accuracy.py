@@ -1,7 +1,6 @@
 """Accuracy of a run: right answers among the rows that have an expected one, with wrong ones, samples and labels.
 
-Rows are added one by one; memory does not grow with them. If answers are labels, from a closed set, pairs of expected
-and found labels are counted.
+Rows are added one by one; memory does not grow with them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``report.json``: the totals of a run, from its finished rows and the resources its invocations used.
 
-Totals come from the rows themselves, so a run interrupted ten times reports the same tokens as an undisturbed one; only
-times add up over invocations. ``KEYS`` says what each key means.
+Only times add up over invocations: interrupted runs report the same tokens. ``KEYS`` says what each key means.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Two reports side by side, and the gates that decide whether one is a regression.
+"""Two reports side by side, and the gates that decide whether one is a regression; each applies only if it is given.
 
-Each gate applies only if it is given: tokens per second of generating may fall by a share, exact match over the same
-rows by percentage points; with either gate, the share of failed rows may not rise. Other figures are only shown. A
-comparison is plain data, which ``--json`` prints: ``figures``, ``answers`` (see ``answer_changes``; None if the rows of
-a run are missing), ``differences`` between values that should be equal, and the gates.
+A comparison is plain data, which ``--json`` prints; figures without a gate are only shown.
 """
 
 from __future__ import annotations
@@ -151,9 +148,8 @@ Answers = Iterator[tuple[str, str, bool | None]]  # id, the answer or "", whethe
 def answer_changes(now: Answers, before: Answers) -> dict[str, Any]:
     """Rows of two runs, matched by their ids: how many are in both, and which answers changed or are newly right.
 
-    ``empty`` counts the rows without an answer in either run, such as rows of a job that scores its prompts.
-
-    Holds about 200 bytes for each row of ``before``, and the first ids of each kind.
+    ``empty`` counts the rows without an answer in either run, as of a job that scores prompts. Holds about 200 bytes
+    for each row of ``before``, and the first ids of each kind.
     """
     answers = {_hashed(row_id): (_hashed(answer), is_right) for row_id, answer, is_right in before}
     changes: dict[str, Any] = {"rows": 0, "empty": 0, "only_before": len(answers), "only_now": 0}

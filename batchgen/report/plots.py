@@ -1,7 +1,6 @@
 """The charts of the HTML report as SVG, drawn by matplotlib (extra ``batchgen[report]``) if it is installed.
 
-Plotly and Bokeh put megabytes of script into every file; an SVG chart takes some kilobytes and needs no script.
-Colours are CSS variables, so one file serves light and dark.
+They need no script, unlike Plotly and Bokeh; colours are CSS variables, so one file serves light and dark.
 """
 
 from __future__ import annotations

@@ -71,11 +71,9 @@ class Distribution:
 class RowTotals:
     """Totals of rows; for ``expected``, ``answer`` and ``has_labels`` see ``Accuracy``.
 
-    ``max_tokens`` is the job's limit, or None; ``num_cut_by_job`` counts the answers that ended there, in rows with one
-    sample: with a higher limit they continue.
-
-    ``tokens`` has the report's kinds of tokens; ``copied_tokens`` counts the ``num_copies`` rows that got a copy, and
-    ``reused_tokens`` the ``num_reused`` rows that an earlier run has computed.
+    ``num_cut_by_job`` counts the answers, of rows with one sample, that ended at the job's ``max_tokens``. ``tokens``
+    has the report's kinds; ``copied_tokens`` those of ``num_copies`` copies, ``reused_tokens`` of ``num_reused`` kept
+    rows.
     """
 
     expected: Finder | None = None

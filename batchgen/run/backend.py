@@ -42,14 +42,12 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """An engine with its weights.
+    """An engine with its weights; ``close`` releases resources outside this process.
 
-    ``numerics`` (``Engine.numerics``) must stay the same for a run: others give other tokens. ``facts`` returns, after
-    the engine has run, its sizes for the report. ``prepare`` waits until the kernels are compiled, which takes time in
-    the first run on a machine; ``notes`` are shown to the user after it. An engine that ``takes_rows`` runs rows, not
-    requests, and returns journal entries, not results. ``close`` releases resources outside this process.
-    ``num_launches`` counts launches of kernels, to distinguish a long step from one that hangs. ``workers`` describes
-    the current workers: name, place, state, rows, tokens_per_s, in_flight.
+    ``numerics`` must stay the same for a run: others give other tokens. ``facts`` are sizes for the report, after the
+    engine has run; ``prepare`` waits for the kernels, and ``notes`` are shown then. An engine that ``takes_rows``
+    returns journal entries. ``num_launches`` tells a long step from one that hangs. ``workers`` describes the current
+    workers: name, place, state, rows, tokens_per_s, in_flight.
     """
 
     engine: EngineLike
@@ -68,10 +66,9 @@ class Backend:
 class RunContext:
     """Facts of a run at the time when its engine is loaded, so that workers elsewhere can load the same.
 
-    ``rendered_at`` is the time that chat templates print. ``weights`` are the digests of ``ModelFiles.fingerprint``,
-    and ``digests`` are ``Digests.to_plain``. ``numerics`` (see ``Backend``) produced the job's rows so far; None
-    without rows. ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to the user.
-    ``may_mix_kernels`` says whether rows may come from other kernels too.
+    ``rendered_at`` is the time that chat templates print; ``weights`` and ``digests`` are those of ``ModelFiles`` and
+    ``Digests.to_plain``; ``numerics`` (see ``Backend``) produced the job's rows so far; ``num_rows`` are this shard's,
+    if they were counted. ``may_mix_kernels``: rows may come from other kernels too.
     """
 
     rendered_at: datetime | None = None

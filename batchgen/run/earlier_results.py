@@ -1,9 +1,6 @@
 """Earlier results that a job can keep rows from, by fingerprint: in its own folder and in folders of earlier runs.
 
-Sources are the outputs that ``job.json`` names, the journals of unfinished jobs, and the runs of ``output.reuse``; each
-is judged by its own ``job.json``. A row whose fingerprint is known takes that result, which depends only on the
-request, the model, and how the model computes; the latter two are compared first. Failed rows are left out. This module
-does not write anything.
+Each source is judged by its own ``job.json``, since results depend on the model and its numerics. Writes nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +29,12 @@ _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 
 
 class EarlierResults:
-    """The earlier results that the job of ``manifest`` can take its rows from.
+    """The earlier results that the job of ``manifest`` can take its rows from. Close it.
 
     ``run_dir`` is the job's own folder, whose journal ``mine`` is not read. ``lines`` describes how each source
-    differs; if a source computes in another way, its rows are not used. If the chat template prints a date, a line says
-    which date. Without numerics in the manifest, as in a plan, numerics are not compared. ``sources`` lists the
-    folder's own sources: how many results each has, and its job. Close it. Raises UsageError as ``earlier_runs``, and
-    for files that cannot be read.
+    differs; one that computes in another way, if the manifest has numerics, is not used. ``sources`` lists the folder's
+    own: how many results each has, and its job. Raises UsageError as ``earlier_runs``, and for files that cannot be
+    read.
     """
 
     def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, mine: Path | None = None) -> None:

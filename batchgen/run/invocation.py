@@ -1,7 +1,6 @@
 """One invocation of a job: its options, progress and requests to stop, and its work around an engine.
 
-It loads the engine, passes rows through it into the journal, and publishes. ``job`` decides which rows run and the
-order of steps.
+It passes rows through the engine into the journal; ``job`` decides which rows run and the order of steps.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ from batchgen.run.vectors import cut_note
 class RunOptions:
     """Options of one invocation, as opposed to the job: none of them changes a row's output.
 
-    ``update`` lets a job replace another one, or change much of its input, and keeps each row that cannot differ.
-    ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run continue with kernels that round differently.
-    ``progress`` is a bar on a terminal or in a notebook, and elsewhere a line every ``heartbeat_s`` seconds ("auto") or
-    nothing ("bar"); or it is JSON lines ("json"), or nothing ("quiet"). ``shard`` may be given as ``(i, n)``. If it
-    ``may_exit``, a stop that takes too long and a second SIGINT end the process. If it ``keeps_stdin``, the rows that
-    an earlier start read from standard input are used.
+    ``update`` lets a job replace another one, or change much of its input. ``max_error_rate`` is a fraction;
+    ``allow_mixed_kernels`` lets kernels differ that round differently. ``progress``: a bar on a terminal or in a
+    notebook, and elsewhere a line every ``heartbeat_s`` seconds ("auto") or nothing ("bar"); "json" lines; or "quiet".
+    ``shard`` may be ``(i, n)``. Only if it ``may_exit`` do a late stop and a second SIGINT end the process. If it
+    ``keeps_stdin``, rows that an earlier start read from standard input are used.
     """
 
     overwrite: bool = False
@@ -206,11 +204,10 @@ class Invocation:
 
 
 class RequestStream:
-    """The requests of one invocation, read and made as the engine asks for them; memory does not grow with the input.
+    """The requests of one invocation, made as the engine asks for them; memory does not grow with the input.
 
-    ``pending`` holds the rows that are with the engine, by index. ``is_exhausted`` says that the input has been read to
-    its end. If ``gives_rows`` is set, ``tasks`` yields rows with claimed ids, which workers make into requests.
-    Reading, checking and tokenizing are charged to "read".
+    ``pending`` holds the rows that are with the engine, by index. If ``gives_rows`` is set, ``tasks`` yields rows with
+    claimed ids, which workers make into requests. Reading, checking and tokenizing are charged to "read".
     """
 
     def __init__(self, sink: ResultSink, validator: RowValidator, stopper: Stopper, charge: Charge) -> None:

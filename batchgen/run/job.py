@@ -1,7 +1,6 @@
 """``batchgen run``: runs a job, continues it, brings its folder up to date, or finds that it is done.
 
-It decides the order of steps, so that a refusal comes before anything is written and a kill at any moment leaves a
-folder whose job can be run again. A first run is an update of nothing.
+Refusals come before anything is written; a kill at any moment leaves a folder whose job can be run again.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ def run_job(
     engine_factory: EngineFactory | None = None,
     lines: Iterable[bytes] | None = None,
 ) -> Outcome:
-    """Run a job, or what is left of it.
+    """Run a job, or what is left of it; handles SIGINT and SIGTERM meanwhile, if called from the main thread.
 
-    ``engine_factory`` replaces the model's own engine. ``lines`` are read in place of standard input. Handles SIGINT
-    and SIGTERM meanwhile, if called from the main thread. Raises UsageError before anything is written, LockedError if
-    another process holds the run directory, StorageError and other BatchgenErrors for later failures.
+    ``engine_factory`` replaces the model's own engine, ``lines`` standard input. Raises UsageError before anything is
+    written, LockedError if another process holds the run directory, StorageError and other BatchgenErrors later.
     """
     return _Job(spec, options or RunOptions(), engine_factory, lines).execute()
 

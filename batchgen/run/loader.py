@@ -219,10 +219,8 @@ def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
 def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     """Load the weights and create the engine of a job; imports torch.
 
-    Raises:
-        ModelError: the weights are unusable.
-        UsageError: sizes or threads that this machine cannot provide.
-        OutOfMemory: weights and state do not fit.
+    Raises ModelError for unusable weights, UsageError for sizes or threads that this machine cannot provide,
+    OutOfMemory if weights and state do not fit.
     """
     num_params = info.config.linear_params + info.config.logits_params_per_token
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype

@@ -1,8 +1,6 @@
 """``batchgen merge``: joins the finished shards of one job into one run directory that holds every input row once.
 
-It only reads run directories: the records of the shards go into a journal of the target, from which ``finalize`` writes
-the files as for any run. The target's ``job.json`` has the digests of the shards' files: if these have changed, the
-shards are merged again in place. An interrupted merge can be run again.
+Records go into the target's journal, from which ``finalize`` writes the files as for any run; shards are only read.
 """
 
 from __future__ import annotations
@@ -77,13 +75,11 @@ class _Shard:
 
 
 def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> Merged:
-    """Write outputs, failed rows, report and ``job.json`` of all shards of a job into ``target``.
+    """Write outputs, failed rows, report and ``job.json`` of all shards of a job into ``target``, new or merged before.
 
-    ``target`` must be new, or a folder in which these shards, or earlier versions of them, were merged. Times of the
-    report add up as if one machine had run the shards one after another. Raises UsageError and leaves ``target``
+    Times of the report add up as if one machine had run the shards in turn. Raises UsageError and leaves ``target``
     unchanged if the shards are of different jobs, one is missing, unfinished, edited or given twice, if a row is
-    missing or repeated, or if the shards were computed by different kernels without ``allow_mixed_kernels``. Raises
-    LockedError, StorageError.
+    missing or repeated, or if kernels differ without ``allow_mixed_kernels``. Raises LockedError, StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
     target = absolute(target)

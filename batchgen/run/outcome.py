@@ -27,9 +27,8 @@ _MAX_UNREAD = 3  # lines about rows that took others
 class Outcome:
     """End of an invocation: the exit code of the process, lines for the user, the report of a finished run.
 
-    ``stop_reason`` is why it was asked to stop, such as the name of a signal. A request may come too late:
-    ``is_finished`` says whether the outputs are written. ``failures`` are the lines about failed rows, which
-    ``--quiet`` prints too: cron and systemd pass on what is printed, not the exit code.
+    ``stop_reason`` is why it was asked to stop, perhaps too late: ``is_finished`` says whether the outputs are written.
+    ``--quiet`` prints ``failures`` too, since cron and systemd pass on what is printed, not the exit code.
     """
 
     exit_code: ExitCode

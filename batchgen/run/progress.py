@@ -80,9 +80,8 @@ class Clock:
 class Progress:
     """The counters of one invocation; a context manager that runs the thread.
 
-    ``rows_total`` counts the rows of this shard, None while unknown. ``sink`` counts finished rows; it is None at the
-    beginning. The counts of the run's earlier invocations are in ``progress.json``, which is removed at the end unless
-    there is something to resume.
+    ``rows_total`` counts the rows of this shard, ``sink`` finished ones; each is None until known. ``progress.json``
+    has the counts of earlier invocations, and is removed at the end unless there is something to resume.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:

@@ -29,12 +29,11 @@ _SHOWN_WORKERS = 40
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """State, rows, tokens, rate and time left of the run in ``folder``.
+    """State, rows, tokens, rate and time left of the run in ``folder``. Raises UsageError for a folder without a run.
 
-    ``state`` is "running", "finished", "stopped" (on request), "failed" (by an error) or "interrupted" (by a kill).
-    ``tokens`` are None after a kill, since the last saved count is older than the journal's rows, and without a report.
-    ``tokens_per_s`` counts computed tokens: of the last half minute, or of a finished run's whole time. ``eta_s`` is
-    None unless a process runs. Raises UsageError for a folder without a run.
+    ``state`` is "running", "finished", "stopped" (on request), "failed" (by an error) or "interrupted" (by a kill,
+    after which ``tokens`` are None: the saved count is older than the rows). ``tokens_per_s`` counts computed tokens,
+    of the last half minute or of a finished run. ``eta_s`` is None unless a process runs.
     """
     run_dir = RunDir(folder)
     progress = read_progress(folder) or {}

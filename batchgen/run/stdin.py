@@ -1,9 +1,6 @@
-"""Standard input as a file: copied into the run directory, so that a resume can read the same rows again.
+"""Standard input, or rows of a Python caller, as a file in the run directory, so that a resume can read them again.
 
-Rows of a Python caller come the same way.
-
-A new copy is staged next to the old one and replaces it only when the job has been accepted: a refused invocation
-leaves an existing run unchanged.
+A new copy replaces the old one only when the job has been accepted: refused invocations leave a run unchanged.
 """
 
 from __future__ import annotations

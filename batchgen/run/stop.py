@@ -1,7 +1,6 @@
 """Reasons to stop an invocation early: signals, a deadline, limits on time and tokens, too many failed rows.
 
-All of them become one flag with one reason, which the generating loop obeys; ``watchdog`` enforces the time limit of
-the shutdown. This module does not know rows or the journal.
+All become one flag with one reason, which the generating loop obeys; ``watchdog`` limits the time of the shutdown.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ class Limits:
 class Stopper:
     """Collects requests to stop; ``reason`` is None until the first request.
 
-    Inside ``drain_with(stop)`` a request calls ``stop``, and work in hand may finish. Elsewhere inside
-    ``interruptible()`` it raises ``StopRequested`` in the main thread. Anywhere else it only sets ``reason``. Unless it
-    ``may_exit``, the process belongs to another program, and a watchdog does not end it, however long the work in hand
-    takes.
+    Inside ``drain_with(stop)`` a request calls ``stop``, and work in hand may finish; elsewhere inside
+    ``interruptible()`` it raises ``StopRequested`` in the main thread. No watchdog ends another program's process (not
+    ``may_exit``).
     """
 
     def __init__(self, limits: Limits, *, may_exit: bool = True) -> None:

@@ -1,8 +1,6 @@
 """Rows that a folder keeps when its job or its input has changed: exactly those whose result cannot differ.
 
-The module decides whether an unfinished job is this one, and whether this one may replace another without ``--update``.
-Its pass over the input takes rows over from earlier results, within a bound, since a start without ``--update`` may
-only lose few results. A killed pass continues at the next start: the rows that it has kept are in the journal.
+A start without ``--update`` may only lose few results; a killed pass continues from the rows in the journal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Watchdog thread that force-exits the process when a graceful shutdown exceeds its time limit.
 
-It reads signals from a pipe that the interpreter's C handler writes to (``signal.set_wakeup_fd``), so no lock of Python
-code can delay it. It does not decide when to stop (see ``stop``).
+It reads signals from the pipe of ``signal.set_wakeup_fd``, so that no lock of Python code can delay it.
 """
 
 from __future__ import annotations

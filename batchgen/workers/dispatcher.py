@@ -1,9 +1,6 @@
-"""Dispatcher of rows over workers: a queue of leases, which also takes back the leases of a lost worker.
+"""Dispatcher of rows over workers: a queue of leases (guided self-scheduling), which takes those of lost workers back.
 
-Leases get smaller as fewer rows are left (guided self-scheduling), so that workers end together. A lease that is lost
-twice runs alone in a worker, and is split in two at each loss there, until it is a single row: one that is lost twice
-there has ended its workers. At the end workers with free slots get the newest rows of others once more (backup tasks),
-as these have rarely begun; the first answer to a row counts. Pure: no thread, no I/O, and a clock that a test can set.
+At the end, workers with free slots repeat the newest rows of others (backup tasks). Pure: no thread, no I/O.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An engine made of many workers; an invocation uses it like any other (``EngineLike``) that takes rows.
 
-It carries messages between the workers and the dispatcher, which assigns rows. The driver has one thread, which handles
-never block. The launcher starts and calls workers.
+It carries messages between workers and dispatcher, in one thread, which handles never block.
 """
 
 from __future__ import annotations
@@ -75,9 +74,8 @@ class WorkersEngine:
     def begin(self) -> WorkerReady:
         """Launch the workers; returns when the first is ready.
 
-        Raises:
-            BatchgenError: no worker can load the model; the same error as in a single process.
-            NoWorkers: none could be started.
+        Raises the BatchgenError of a single process if no worker can load the model, NoWorkers if none could be
+        started.
         """
         while not self._ready:
             self._launch()

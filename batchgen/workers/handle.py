@@ -1,7 +1,6 @@
 """The driver's view of a worker, wherever it runs: a process with at most one call of its methods under way.
 
-Nothing here blocks on a worker: its calls are futures, and so is its start. Each kind of workers has a launcher that
-starts and calls processes.
+Nothing here blocks on a worker: its calls are futures, and so is its start.
 """
 
 from __future__ import annotations
@@ -108,11 +107,10 @@ class WorkerHandle:
 
 
 class WorkerLauncher(ABC):
-    """Starts workers of one kind and waits for them.
+    """Starts workers of one kind and waits for them; ``num_wanted``: the fewest and the most that a run continues with.
 
-    ``num_wanted`` are the fewest and the most workers that a run continues with; the run starts with the first worker.
     ``is_local`` workers are identical: if one cannot load, none can. ``woken`` is set when a call has ended.
-    ``no_place`` says why workers without a place will not get one; it is None while they may.
+    ``no_place`` says why workers will not get a place; None while they may.
     """
 
     kind = "local"  # of the names

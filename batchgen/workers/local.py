@@ -1,7 +1,6 @@
 """Workers that are processes of this machine, each with its slice of processors, devices and memory.
 
-A worker is a fresh interpreter, since a forked copy of the driver, which has threads, could deadlock. A thread for each
-worker calls it over a socket with pickles: both ends trust each other.
+A fork of the driver, which has threads, could deadlock: workers are fresh interpreters, called over sockets by pickles.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Loop around a worker's engine: steps it in one thread, makes rows into requests in another, and talks to the driver.
 
-So neither messages nor the tokenizer delay a step. Every kind of worker has one. Processes and network are its owner's
-business, which passes assignments in and carries updates out.
+So neither messages nor the tokenizer delay a step; processes and network are its owner's business.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Messages between the driver and its workers.
+"""Messages between the driver and its workers, frozen and pickled: a task is a row, an answer its result.
 
-A task is a row sent to a worker, and an answer its result. Messages are frozen and can be pickled; driver and workers
-trust each other.
+Driver and workers trust each other.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ class WorkerReady:
 class WorkerUpdate:
     """Message of a worker to the driver, at least every ``HEARTBEAT_S``, so that its silence means something.
 
-    ``progress`` counts steps, launches of kernels and rows made into requests; a worker that has rows hangs if this
-    count does not grow. ``finished`` are answers to tasks. ``partials`` are the tokens so far of half-done tasks, by
-    key; they replace the ones sent before. ``stats`` are ``EngineStats.counts``, or None in an update without them.
-    With ``stopped`` all unfinished tasks are given back, and ``facts`` are the facts of ``Backend``.
+    ``progress`` counts steps, launches of kernels and rows made into requests: a worker with rows hangs if it does not
+    grow. ``finished`` are answers, ``partials`` the tokens so far of half-done tasks, by key, which replace those sent
+    before. ``stats`` are ``EngineStats.counts`` or None. With ``stopped`` unfinished tasks are given back.
     """
 
     finished: tuple[Answer, ...] = ()

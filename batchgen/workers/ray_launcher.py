@@ -1,7 +1,6 @@
 """Workers on a Ray cluster: each is an actor on one GPU or on a group of cores.
 
-Ray places them, reports losses and asks an autoscaler for machines; rows and messages are handled here. Ray is imported
-by ``ray_cluster`` alone.
+Ray places them, reports losses and asks an autoscaler for machines; only ``ray_cluster`` imports it.
 """
 
 from __future__ import annotations

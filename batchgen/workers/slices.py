@@ -40,12 +40,9 @@ def split_machine(
 ) -> list[MachineSlice]:
     """The slices of the most workers that a job may have on this machine; ``num_rows`` is the number of rows, if known.
 
-    "auto" is a worker for each GPU that the job may use, or without GPUs for each NUMA node, whose memory its
-    processors reach fastest: at most as many workers as get some full batches. A number is lowered, with a line for
-    ``note``, to the rows and, without GPUs, to the processors and to the memory, each worker with its ``weight_bytes``.
-
-    Raises:
-        UsageError: there are fewer GPUs.
+    "auto" is a worker for each GPU that the job may use, or else for each NUMA node, whose memory is fastest: at most
+    as many as get some full batches. A number is lowered, with a line for ``note``, to the rows and, without GPUs, to
+    the processors and the memory (``weight_bytes`` each). Raises UsageError if there are fewer GPUs.
     """
     cluster, nodes, gpus = spec.cluster, cpus_by_node(), visible_gpus(spec.model.device)
     gpus_each = (1 if cluster.gpus_per_worker is None else cluster.gpus_per_worker) if gpus else 0

@@ -1,8 +1,6 @@
 """Counts of all workers of a run: together in the shape of one engine's (``EngineStats``), and of each by itself.
 
-A run on workers reads as a run of one large device: phases are means over the workers, steps and tokens are sums.
-Workers that are gone are kept as one sum, so that nothing grows with the number of workers that come and go. A series
-over time is not kept.
+Phases are means over the workers, steps and tokens sums; workers that are gone are one sum, so that nothing grows.
 """
 
 from __future__ import annotations

@@ -16,12 +16,11 @@ ALONE_AFTER = 2  # losses
 
 @dataclass(slots=True)
 class WorkerState:
-    """The rows of a worker, and its counters.
+    """The rows of a worker, and its counters; ``moved_at`` is when it last made progress.
 
     ``state`` is "running", "isolated" (its one lease must run alone), "leaving" (told to stop), "left" or "lost".
-    ``moved_at`` is when it last made progress. ``num_rows`` were answered by it first. ``num_given_back`` were in
-    flight when it was lost or left before the run stopped, and ``num_tokens_taken_over`` of their tokens need not be
-    generated again.
+    ``num_rows`` were answered by it first. ``num_given_back`` were in flight when it was lost or left before the run
+    stopped; ``num_tokens_taken_over`` of their tokens need not be generated again.
     """
 
     name: str

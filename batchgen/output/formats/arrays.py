@@ -1,7 +1,6 @@
 """Arrow columns of packed arrays (``core.packed``): their bytes become the column's, number by number nothing is made.
 
-Vectors, and the rows of a table, such as the likeliest tokens in the place of each, have a fixed size where it is the
-same in all rows of the file: a type with the size 1 is still to be sized.
+Items of one size in all rows of the file have a fixed size: a type with the size 1 is still to be sized.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Outputs as a CSV file for spreadsheets: a row's own columns, then the model's answer, without counts and times.
 
-The standard library quotes cells. Text is written unchanged, null is an empty cell, and other values, such as lists and
-objects, are JSON text.
+Text is written unchanged, null is an empty cell, and other values, such as lists and objects, are JSON text.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ _BUFFER_CHARS = 1 << 20
 
 class CsvFormat(OutputFormat):
     """``outputs.csv``. ``has_id``: the input has ids; ``has_bom``: the file begins with a mark that says UTF-8.
-    ``delimiter`` separates cells.
 
-    ``columns`` are the columns to write, in order; by default all columns of all rows. ``own`` are the fields of the
-    job's records, whose names kept columns cannot have.
+    ``columns`` are written in order; by default all columns of all rows. ``own`` are the fields of the job's records,
+    whose names kept columns cannot have. ``delimiter`` separates cells.
     """
 
     def __init__(

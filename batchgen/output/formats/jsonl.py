@@ -1,7 +1,6 @@
-"""Output formats, and the plainest one: a JSON object per line, like the journal's payloads.
+"""Output formats, and the plainest one, the only one to be read back: a JSON object per line, as in the journal.
 
-A format turns the journal's payloads into the rows of one file. The caller decides on rows, their order, and when the
-file appears. Only this format is ever read back.
+A format turns payloads into the rows of one file; its caller decides on rows, their order, and when it appears.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Output and error files in the format of OpenAI's Batch API, for code that reads that format.
+"""Output and error files in the format of OpenAI's Batch API: https://platform.openai.com/docs/guides/batch.
 
-Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`` is derived from the row and from when
-the run was begun, so a resumed run writes the same bytes: ids come from the row's index, ``created`` is the run's. A
-kept ``url`` says per row whether a chat or a text completion was asked for, and a kept ``model`` from which model.
-Fields that OpenAI lacks are added to its own, as readers of its format ignore them: ``timings`` and ``kept_columns`` in
-the line; ``prompt_logprobs`` and ``perplexity`` in the body; ``reasoning_content`` (as in vLLM), ``parsed`` (as in
-OpenAI's SDK), ``extracted`` and ``tool_calls`` in the message of a chat or the choice of a completion; ``complete``,
-``token_ids`` and, for reasons that OpenAI lacks, ``stop_reason`` in a choice.
+All but ``timings`` follows from row and run; fields that OpenAI lacks are added, as readers ignore them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Outputs as a typed, zstd-compressed Parquet file, written in row groups so that memory does not grow with the rows.
 
-The record's own fields have fixed types; the arguments of tool calls and the ``parsed`` of samples are JSON text. Kept
-columns have the types of a Parquet input, if all values fit. Other columns and ``parsed`` get the type that all their
-values share, found in a first pass over the rows. A column without such a type (mixed types, integers beyond 64 bits,
-objects with ever new keys) becomes JSON text, one value per row, marked in the field's metadata. Values are never
-changed to fit a type, except that a key which an object lacks becomes null.
+Values stay as they are (a key that an object lacks is null); a column without a type that holds all is JSON text.
 """
 
 from __future__ import annotations
