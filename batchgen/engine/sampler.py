@@ -315,9 +315,10 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The ids of the k largest values [num_rows, n] of each row, largest first, of equals the lowest; a NaN is large.
+    """The ids of the k largest values [num_rows, n] of each row, largest first, of equals the lowest.
 
-    Value and id make one integer, which is smaller where the value is larger or the id is lower.
+    Value and id make one integer, which is smaller where the value is larger or the id is lower. A negative NaN comes
+    last, another one first.
     """
     bits = values.float().view(torch.int32)
     ordered = torch.where(bits < 0, _SIGN_BIT - bits, bits)  # -0.0 is 0

@@ -212,18 +212,15 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         differences = (f"shards: was {counts[0]}, now {counts[1]}", *differences)
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
-    outputs = [shard.manifest.job["output"] for shard in (first, other)]
-    for name in FORM:
-        was, now = (output.get(name) for output in outputs)
-        if was != now:
-            differences += (f"output.{name}: was {was}, now {now}",)
     if differences:
         raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
 
 
 def _unsharded(manifest: Manifest) -> Manifest:
     """Values that the shards of a job must share; their kernels are compared separately."""
-    return replace(manifest.with_numerics((manifest.numerics or Numerics()).base), shard=WHOLE)
+    form = {f"output.{name}": manifest.job["output"].get(name) for name in FORM}
+    manifest = manifest.with_numerics((manifest.numerics or Numerics()).base)
+    return replace(manifest, shard=WHOLE, output_keys=manifest.output_keys | form)
 
 
 def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:

@@ -82,9 +82,15 @@ class ChatTemplate:
 
     def behind_answer(self) -> str:
         """The text that it writes after a final answer of the assistant; "" if it fails on a plain chat."""
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _END.strip()}]
-        prompt = next(self.render([{"messages": chat, "add_generation_prompt": False}]))
-        return prompt.rpartition(_END.strip())[2] if isinstance(prompt, str) and _END.strip() in prompt else ""
+        texts = {"user": "a", "assistant": _END.strip()}
+        as_texts = [{"role": role, "content": text} for role, text in texts.items()]
+        as_lists = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts.items()]
+        for prompt in self.render(
+            [{"messages": each, "add_generation_prompt": False} for each in (as_texts, as_lists)]
+        ):
+            if isinstance(prompt, str) and _END.strip() in prompt:
+                return prompt.rpartition(_END.strip())[2]
+        return ""
 
     def _prompt(self, chat: Chat) -> str:
         # As JSON: a value without a JSON type, such as a date, is its ``str()`` in a template too.

@@ -1,11 +1,13 @@
 """Marks in a chat: words after its texts, calls and tools, so that a prompt shows which of them a template writes.
 
-A mark consists of letters and digits, which templates leave unchanged; case does not count.
+A mark consists of letters and digits, which templates leave unchanged; case does not count. Equal texts get equal
+marks, since a template may drop a message that equals another.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,15 +35,20 @@ class MarkedChat:
     """A chat with a mark in each part: its ``variables``. Ids and types stay, since a template may branch on them."""
 
     def __init__(self, chat: Variables) -> None:
-        self._places: list[Place] = []
+        self._places: list[tuple[int, Place]] = []  # each with the number of its mark
+        self._numbers: dict[tuple[str, object], int] = {}  # of marks, by key and text
         messages = [self._message(*item) for item in enumerate(chat["messages"])]
         tools = [_inside(tool, partial(self._tool, f"tools[{n}]")) for n, tool in enumerate(chat.get("tools") or ())]
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}
 
     def hidden(self, prompt: str) -> Sequence[Place]:
         """The parts that the template's prompt of this chat does not show, or shows as they are written."""
-        shown = {int(number) for number in _MARK.findall(prompt.casefold())}
-        return [place for number, place in enumerate(self._places) if (number in shown) == place.is_unread]
+        left, hidden = Counter(map(int, _MARK.findall(prompt.casefold()))), []
+        for number, place in reversed(self._places):  # of equal texts, the last ones are those that show
+            left[number] -= 1
+            if (left[number] >= 0) == place.is_unread:
+                hidden.append(place)
+        return hidden[::-1]
 
     def _message(self, number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
         place = partial(Place, number, role=str(message.get("role")))
@@ -84,12 +91,13 @@ class MarkedChat:
         if isinstance(value, dict):
             of_each_type = {type(item): item for item in value.values()}.values()
             return {**value, **{self._mark(place): item for item in of_each_type}}
-        mark = self._mark(place)
+        mark = self._mark(place, value if isinstance(value, str) else None)
         return [*value, mark] if isinstance(value, list) else f"{value} {mark}"
 
-    def _mark(self, place: Place) -> str:
-        self._places.append(place)
-        return f"zq{len(self._places) - 1}qz"
+    def _mark(self, place: Place, text: str | None = None) -> str:
+        number = self._numbers.setdefault((place.key, text or object()), len(self._numbers))
+        self._places.append((number, place))
+        return f"zq{number}qz"
 
 
 def _inside(item: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Mapping[str, Any]:

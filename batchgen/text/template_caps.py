@@ -7,13 +7,14 @@ it renders the chat once more with marks. It does not find changes to a text tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from batchgen.text.chat import ChatTemplate, ChatTemplateError
 from batchgen.text.marks import REASONING, MarkedChat, Place, Variables
 
 ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles, and what templates call them
+_ALIASES = ({}, *({role: alias} for role, alias in ALIASES.items()), ALIASES)
 _ROLES = frozenset({"system", "user", "assistant", "tool"})  # may be the "else" of a template, unlike others
 _ROLE = "zqroleqz"  # known to no template
 _CHECKED = ("tool_calls", "refusal", *REASONING)  # fields that may hold more than the content
@@ -31,12 +32,7 @@ _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "name": "f", "tool_call_id": "callcall1", "content": "c"}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA}}
-_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-# Messages before and after a turn that is tried; by whether it is the first.
-_AROUND: Mapping[bool, Any] = {
-    True: (([], []), ([], [_USER])),
-    False: (([_USER], []), ([_USER, _ANSWER], []), ([_USER, _CALLED], [])),
-}
+_PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
 _THOUGHTS = dict.fromkeys(REASONING, "t")
 
 
@@ -65,7 +61,6 @@ class TemplateCaps:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._turn = lru_cache(maxsize=256)(self._try_turn)
 
     def render(self, chats: Sequence[Variables]) -> Iterator[str | ChatTemplateError]:
         """Per chat, in order, the prompt of its ``form``, or an error of the template, or a HiddenError."""
@@ -73,30 +68,39 @@ class TemplateCaps:
             yield self._rendered(chat)[1]
 
     def form(self, chat: Variables) -> Variables:
-        """A chat as the template takes it.
+        """The first form of a chat whose prompt shows all parts; the first of all if none does.
 
-        A role of ``ALIASES`` that the template does not know is replaced by its alias. A template that takes lists gets
-        the parts of a content; others, and those that do not show them in this chat, get them joined by newlines, as in
-        vLLM.
+        A content is a list if the template takes lists, otherwise its parts are joined by newlines, as in vLLM, or each
+        text is a list of one part. A role of ``ALIASES`` is replaced by its alias if the template does not know it.
         """
         return self._rendered(chat)[0]
 
     def _rendered(self, chat: Variables) -> tuple[Variables, str | ChatTemplateError]:
         """The form of a chat, and its prompt or the error of the first form that was tried."""
-        has_tools = bool(chat.get("tools"))
-        messages = [self._message(message, (number == 0, has_tools)) for number, message in enumerate(chat["messages"])]
-        form, joined = ({**chat, "messages": each} for each in (messages, [*map(_joined, messages)]))
-        prompt = self._checked(form)
-        if not isinstance(prompt, str) and joined != form:
-            other = self._checked(joined)
-            if isinstance(other, str):
-                return joined, other
-        return form, prompt
+        refused = []
+        for form in self._forms(chat):
+            prompt = self._render(form)
+            problem = self._problem(form, prompt) if isinstance(prompt, str) else None
+            if isinstance(prompt, str) and problem is None:
+                return form, prompt
+            refused.append((form, problem or prompt))
+        return refused[0]
 
-    def _checked(self, form: Variables) -> str | ChatTemplateError:
-        prompt = self._render(form)
-        problem = self._problem(form, prompt) if isinstance(prompt, str) else None
-        return problem or prompt
+    def _forms(self, chat: Variables) -> Iterator[Variables]:
+        """The forms of a chat, in the order in which they are tried."""
+        tried: list[list[Mapping[str, Any]]] = []
+        for change in (dict, _joined, _listed) if self._takes_parts else (_joined, _listed):
+            for aliases in _ALIASES:
+                messages = [
+                    change({**each, "role": aliases.get(each["role"], each["role"])}) for each in chat["messages"]
+                ]
+                if messages not in tried:
+                    tried.append(messages)
+                    yield {**chat, "messages": messages}
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return self._hidden({"messages": [_PARTS]}) == []
 
     @cached_property
     def table(self) -> Mapping[str, bool]:
@@ -115,15 +119,6 @@ class TemplateCaps:
     def _render(self, chat: Variables) -> str | ChatTemplateError:
         return next(self._template.render([chat]))
 
-    def _message(self, message: Mapping[str, Any], where: tuple[bool, bool]) -> Mapping[str, Any]:
-        role, content = message.get("role"), message.get("content")
-        if role in ALIASES and not self._turn(role, *where)[0]:
-            role = ALIASES[role]
-            message = {**message, "role": role}
-        if isinstance(content, list) and not self._turn(role, *where)[1]:
-            message = _joined(message)
-        return message
-
     def _problem(self, chat: Variables, prompt: str) -> HiddenError | None:
         messages = chat["messages"]
         for number, role in enumerate(str(message.get("role")) for message in messages):
@@ -133,39 +128,35 @@ class TemplateCaps:
                     return HiddenError(Place(number, "role", role), _NO_ROLE)
         if _shows_texts(chat, prompt):
             return None
-        marked = MarkedChat(chat)
-        answer = self._render(marked.variables)
-        if not isinstance(answer, str):
+        hidden = self._hidden(chat)
+        if hidden is None:
             return HiddenError(Place(None, "messages"), _UNCHECKED)
         # That earlier thoughts are left out is how a template is meant; that all are is a loss.
-        hidden = (place for place in marked.hidden(answer) if place.key not in REASONING or not self.table["thoughts"])
-        return next(map(HiddenError, hidden), None)
+        lost = (place for place in hidden if place.key not in REASONING or not self.table["thoughts"])
+        return next(map(HiddenError, lost), None)
 
     def _shows(self, chat: Variables, message: int | None) -> bool:
-        """Whether all parts of a message, or of the tools, are in the prompt of a chat."""
-        marked = MarkedChat(chat)
-        prompt = self._render(marked.variables)
-        return isinstance(prompt, str) and all(place.message != message for place in marked.hidden(prompt))
+        """Whether all parts of a message, or of the tools, are in the prompt of a form of a chat."""
+        tried = map(self._hidden, self._forms(chat))
+        return any(hidden is not None and all(place.message != message for place in hidden) for hidden in tried)
 
-    def _try_turn(self, role: str, is_first: bool, has_tools: bool) -> tuple[bool, bool]:
-        """A trial of a role: whether it is shown otherwise than an unknown one, and whether it may have parts."""
-        knows = takes = False
-        tools = {"tools": [_TOOL] if has_tools else None}
-        for before, after in _AROUND[is_first]:
-            number = len(before)
-            text, parts, other = (
-                {**tools, "messages": [*before, {"role": name, "content": content}, *after]}
-                for name, content in ((role, "a"), (role, _PARTS), (_ROLE, "a"))
-            )
-            takes = takes or self._shows(parts, number)
-            knows = knows or (self._shows(text, number) and self._render(text) != self._render(other))
-        return knows, takes
+    def _hidden(self, form: Variables) -> Sequence[Place] | None:
+        """The parts that are not in the prompt of a form; None if the template fails on it with marks."""
+        marked = MarkedChat(form)
+        prompt = self._render(marked.variables)
+        return marked.hidden(prompt) if isinstance(prompt, str) else None
 
 
 def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message with the parts of its content as one text."""
     content = message.get("content")
     return {**message, "content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
+
+
+def _listed(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its text as a list of one part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _shows_texts(chat: Variables, prompt: str) -> bool:

@@ -52,8 +52,11 @@ class Turns:
                 continue
             others = []
             for text in _OTHERS:
-                changed = [*messages[:number], {"role": "assistant", "content": text}, *messages[number + 1 :]]
+                content = [{"type": "text", "text": text}] if isinstance(message.get("content"), list) else text
+                changed = [*messages[:number], {"role": "assistant", "content": content}, *messages[number + 1 :]]
                 others.append(_text_of(self._template, {**chat, "messages": changed}))
+            if others[0] == others[1]:
+                raise ChatTemplateError("assistant_mask: the chat template does not show other answers in their place")
             start = min(_common_length(prompt, other) for other in others)
             same = min(_common_length(prompt[::-1], other[::-1]) for other in others)
             end = max(start, len(prompt) - same)

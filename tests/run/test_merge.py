@@ -18,7 +18,7 @@ from batchgen.config.output import OutputSpec
 from batchgen.core.errors import BatchgenError, LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor
+from batchgen.core.records import Cursor, SamplingParams
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.output.finalize import finalize
 from batchgen.output.journal import Counts, Journal, JournalEntry
@@ -172,8 +172,11 @@ REFUSED: dict[str, Callable[[Path], list[Path]]] = {
     ),
     "shards: was 2, now 3": lambda folder: beside(folder, job(folder / "b"), Shard(2, 3)),
     "input rows: was 11, now 13": lambda folder: beside(folder, job(folder / "b"), num_rows=13),
-    r"output\.format: was jsonl, now parquet": lambda folder: beside(folder, job(folder / "b", "parquet")),
-    r"output\.logprobs_dtype: was float32, now float16": lambda folder: beside(
+    r'of one job: output\.format: was "jsonl", now "parquet"$': lambda folder: [
+        run(replace(job(folder / name, name), sampling=SamplingParams(logprobs=1)), Shard(number, 2))
+        for number, name in enumerate(("jsonl", "parquet"), 1)
+    ],
+    r'output\.logprobs_dtype: was "float32", now "float16"$': lambda folder: beside(
         folder, job(folder / "b", logprobs_dtype="float16")
     ),
     r"other is not a run directory: it has no job\.json": lambda folder: [folder / "other"],

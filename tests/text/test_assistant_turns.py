@@ -22,6 +22,7 @@ MARKED = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% else %}{{ m.content }}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+LISTS = PLAIN.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
 
 
 def chat(*contents: str) -> list[dict[str, Any]]:
@@ -35,6 +36,7 @@ CHATS = {
     "an empty answer": chat("a", "", "b", "c"),
     "white space": chat("a", " \n b \n", "c"),
     "none": chat("a"),
+    "tags": chat("a", "<b>bold</b>", "c", "<", "d"),
     "other letters": chat("größe", "naïve 🙂 日本", "b"),
 }
 
@@ -51,6 +53,8 @@ def turns_of(source: str, messages: list[dict[str, Any]], **more: Any) -> list[s
 def test_a_turn_is_its_text_and_the_token_that_ends_it_with_marks_and_without(messages: list[dict[str, Any]]) -> None:
     wanted = [f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"]
     assert turns_of(PLAIN, messages) == turns_of(MARKED, messages) == wanted
+    lists = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    assert turns_of(LISTS, lists) == wanted
 
 
 def test_thoughts_and_calls_are_of_the_turn_where_the_template_shows_them() -> None:
@@ -72,6 +76,9 @@ def test_turns_that_cannot_be_told_are_an_error() -> None:
     refusing = PLAIN + "{% if messages[1].content == 'a7q' %}{{ raise_exception('not so') }}{% endif %}"
     with pytest.raises(ChatTemplateError, match=r"assistant_mask: .*not so"):
         turns_of(refusing, chat("a", "b"))
+    fixed = PLAIN.replace("{{ m.content }}", "{{ m.content if m.content in 'ab' else '' }}")
+    with pytest.raises(ChatTemplateError, match="assistant_mask: the chat template does not show other answers"):
+        turns_of(fixed, chat("a", "b"))
 
 
 def test_a_template_that_names_and_trims_the_turns_in_its_own_way() -> None:
