@@ -22,7 +22,7 @@ from batchgen.config.load import job_from_values, sections_of
 from batchgen.config.record_fields import packed_keys
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.packed import unpacked
+from batchgen.core.logprobs import unpacked
 from batchgen.core.records import Record
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_share, shown

@@ -34,7 +34,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     """
     from batchgen.config.record_fields import packed_keys
     from batchgen.core.json_line import encode_json
-    from batchgen.core.packed import unpacked
+    from batchgen.core.logprobs import unpacked
     from batchgen.output.finalize import Rows, read_records
     from batchgen.output.formats import csv_format
     from batchgen.output.formats.jsonl import write_lines

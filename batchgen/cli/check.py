@@ -1,8 +1,9 @@
-"""The ``check`` command."""
+"""The commands about this machine: ``check`` and ``env``."""
 
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import click
@@ -11,11 +12,19 @@ from batchgen.cli.options import GroupedCommand, job_options, json_option, take_
 from batchgen.cli.say import say, show
 from batchgen.config.job import KEYS
 from batchgen.core.errors import ExitCode, GateFailed
-from batchgen.core.machine import require_address_space
-from batchgen.core.units import counted
+from batchgen.core.machine import (
+    available_bytes,
+    num_usable_cpus,
+    require_address_space,
+    total_bytes,
+    visible_gpus,
+)
+from batchgen.core.units import counted, labelled
 
 _SIZES = tuple(name for name in KEYS["engine"] if name not in ("threads", "kv_cache_dtype"))  # the proofs choose these
 _MAX_PROMPTS = 16  # of a file without --limit
+# Of the variables that change what a run does, those that hold no secret.
+_VARIABLES = ("BATCHGEN_DEBUG", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "RAY_AUTH_MODE")
 
 
 @click.command(cls=GroupedCommand)
@@ -55,4 +64,40 @@ def check(path: str | None, as_json: bool, **values: Any) -> int:
     if not result["ok"]:
         first, more = result["failed"][0], len(result["failed"]) - 1
         raise GateFailed(first + (f" (and {counted(more, 'more proof')})" if more else ""))
+    return ExitCode.OK
+
+
+@click.command()
+@json_option()
+def env(as_json: bool) -> int:
+    """Show versions and machine, for the report of a bug.
+
+    \b
+    Example:
+      batchgen env --json
+    """
+    from batchgen.report.build import machine_facts
+
+    require_address_space()
+    from batchgen.kernels.processor import cpu_obstacle, processor_variant
+
+    facts = machine_facts()
+    content = {
+        **facts["machine"],
+        "kernels": cpu_obstacle() or processor_variant(),
+        "cpus": num_usable_cpus(),
+        "memory_bytes": total_bytes(),
+        "available_bytes": available_bytes(),
+        "gpus": len(visible_gpus("auto")),
+        "versions": facts["versions"],
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+    if as_json:
+        show(json.dumps(content, indent=2))
+        return ExitCode.OK
+    sizes = f"{content['available_bytes'] / 2**30:.1f} GiB free of {content['memory_bytes'] / 2**30:.1f}"
+    lines = [(name, str(content[name])) for name in ("platform", "processor", "python", "kernels", "cpus")]
+    lines += [("memory", sizes), ("gpus", str(content["gpus"]))]
+    lines += [(name, value) for part in ("versions", "variables") for name, value in content[part].items()]
+    show("\n".join(labelled(lines)))
     return ExitCode.OK

@@ -16,9 +16,9 @@ PACKAGE = Path(__file__).parents[1]
 PAGES = {  # the page or heading for messages of a room or module; the longest name wins
     **{"": "faq", "api": "python", "llm": "python", "lm_eval": "evaluate with lm-evaluation-harness"},
     **{"bench": "bench", "check": "test it on your machine", "cli": "commands", "config": "job-file"},
-    **{"config/embed": "[embed]", "config/cluster": "[cluster]", "config/sampling": "[sampling]"},
+    **{"config/cluster": "[cluster]", "config/sampling": "[sampling]"},
     **{"core/gguf": "models", "core/model": "models", "core/remote": "credentials", "core/structured": "extract"},
-    **{"core/batch_lines": "openai batch files", "core/shard": "shards", "engine": "slow", "kernels": "gpus"},
+    **{"core/shard": "shards", "engine": "slow", "kernels": "gpus"},
     **{"input": "rows that fail", "input/formats": "[input]", "input/columns": "[input]", "input/source": "[input]"},
     **{"input/openai_batch": "openai batch files", "input/requests": "error codes", "model": "models"},
     **{"output": "the run directory", "output/publish": "copies", "plan": "plan", "report": "report", "run": "updates"},

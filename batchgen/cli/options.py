@@ -253,8 +253,11 @@ def _job_option(section: str, item: Key) -> Callable[[F], F]:
     )
 
 
-def take_job_flags(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Remove the job's flags from a command's arguments: section -> key -> value as TOML would hold it."""
+def take_job_flags(values: dict[str, Any], job: str | None = "") -> dict[str, dict[str, Any]]:
+    """Remove the job's flags from a command's arguments: section -> key -> value as TOML would hold it.
+
+    Raises click.UsageError for a command on a ``job`` that has neither a job nor flags.
+    """
     flags: dict[str, dict[str, Any]] = {}
     for name in [name for name in values if "__" in name]:
         value = values.pop(name)
@@ -265,4 +268,6 @@ def take_job_flags(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
         flags.setdefault(section, {})[key] = (
             from_text(value) if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
         )
+    if job is None and not flags:
+        raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
     return flags

@@ -80,7 +80,7 @@ def report(
 
 def _show(run_dir: RunDir, content: dict[str, Any], price: float | None, html: Path | None, *, as_json: bool) -> None:
     """Show a report, with the cost at a price per hour."""
-    from batchgen.report.text import render_report
+    from batchgen.report.tables import render_report
     from batchgen.report.usage import cost_of
 
     if price is not None:

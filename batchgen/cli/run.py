@@ -70,10 +70,8 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
       batchgen run job.toml --structured-outputs '{"choice": ["yes", "no"]}'
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
     """
-    flags = take_job_flags(values)
+    flags = take_job_flags(values, job)
     point_out_backslashes(flags)
-    if job is None and not flags:
-        raise click.UsageError("give a job file, or data with --model and --prompt", click.get_current_context())
     spec, values["shard"] = load_spec(job, flags, values["shard"])
     from batchgen.run.stop import Limits
     from batchgen.workers.backend import run_job

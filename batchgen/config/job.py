@@ -14,12 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
-from batchgen.config.embed import EmbedSpec
-from batchgen.config.output import EvalSpec, OutputSpec, listed
+from batchgen.config.output import EmbedSpec, EvalSpec, OutputSpec, listed
 from batchgen.config.sampling import CLASSIFY_KEYS, SAMPLING_KEYS
 from batchgen.core import keys
 from batchgen.core.addresses import masked
-from batchgen.core.batch_lines import is_batch_shape
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
 from batchgen.core.machine import QUANTIZATIONS, UNTRIED_DEVICES
@@ -190,7 +188,7 @@ class InputSpec:
         """Whether a row is an OpenAI Batch request: by the job's format, or by its shape if no prompt is mapped."""
         if self.format != "auto":
             return self.format == "openai-batch"
-        return not self.is_mapped and is_batch_shape(columns)
+        return not self.is_mapped and "custom_id" in columns and isinstance(columns.get("body"), dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import KEYS, SECTIONS, JobSpec
-from batchgen.config.sampling import CLASSIFY_KEYS, ParamError, merge_params, values_of
+from batchgen.config.sampling import CLASSIFY_KEYS, ParamError, keys_beyond_turns, merge_params, values_of
 from batchgen.config.settings import MAIN_SECTIONS, RawSettings, check_names, read_settings
-from batchgen.config.turns import check_turns
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import resembling
 from batchgen.core.records import SamplingParams
@@ -200,7 +199,7 @@ def _check_together(spec: JobSpec) -> None:
     if spec.input.encoding and spec.input.format in ("parquet", "hf"):
         raise UsageError(f'input.encoding applies to text only, but input.format is "{spec.input.format}"')
     spec.check_kind()
-    check_turns(spec)
+    _check_turns(spec)
     spec.check_destination()
     folder = Path(spec.output.path)
     if folder.is_file():
@@ -211,3 +210,24 @@ def _check_together(spec: JobSpec) -> None:
             f"output.path = {spec.output.path!r} is named as a file, and a run fills a folder: give "
             f"{folder.stem}, {place}"
         )
+
+
+def _check_turns(spec: JobSpec) -> None:
+    """Refuse what does not fit chats that are generated turn by turn. Raises UsageError."""
+    source, output = spec.input, spec.output
+    if source.regenerate is None:
+        return
+    if source.messages is None:
+        raise UsageError("input.regenerate takes chats: name their column in input.messages")
+    is_beyond = {
+        "[embed]": spec.embed.is_on,
+        **{f"sampling.{key}": True for key in keys_beyond_turns(spec.sampling)},
+        "input.continue_final_message": source.continue_final_message,
+        'input.chat_template = "none"': not source.is_templated,
+        "output.token_ids": output.token_ids,
+        "output.parse = tool_calls": "tool_calls" in output.parse,
+        "output.parse = json": "json" in output.parse,
+        'output.format = "openai-batch"': output.format == "openai-batch",
+    }
+    for name in [name for name, is_given in is_beyond.items() if is_given]:
+        raise UsageError(f"{name} does not fit input.regenerate, whose turns are plain texts: leave one of them out")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.core.packed import PACKED_KEYS
+from batchgen.core.logprobs import PACKED_KEYS
 
 RECORD_KEYS = frozenset(
     {"id", "index", "fingerprint", "text", "reasoning", "finish_reason", "usage", "timings"}
@@ -22,6 +22,7 @@ WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # of such a job: the text
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request; kept only if named
 # Fields of its request in a response in OpenAI's form, under the names of RecordBuilder.
 OF_REQUEST = ("url", "encoding_format", "model")
+CHAT_URL, COMPLETION_URL, EMBEDDING_URL = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 _PREFIX = "input_"
 _PREFIXES = re.compile(f"^(?:{_PREFIX})+")
 
@@ -79,3 +80,14 @@ def _taken(spec: JobSpec, *, is_line: bool) -> frozenset[str]:
     """The names that kept columns cannot have; a response also has the fields of a request to OpenAI's Batch API."""
     is_renamed = spec.output.format == "openai-batch" and not is_line
     return record_keys(spec) | (frozenset(OF_REQUEST) if is_renamed else frozenset())
+
+
+def url_of(columns: Mapping[str, Any]) -> Any:
+    """The ``url`` of an OpenAI Batch request; if it is missing, the one that its body fits."""
+    if "url" in columns:
+        return columns["url"]
+    body = columns.get("body")
+    if isinstance(body, dict) and "input" in body:
+        return EMBEDDING_URL
+    is_completion = isinstance(body, dict) and "prompt" in body and "messages" not in body
+    return COMPLETION_URL if is_completion else CHAT_URL

@@ -214,3 +214,16 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
     if p.min_tokens > p.max_tokens:
         message = f"min_tokens = {p.min_tokens} is above max_tokens = {p.max_tokens}"
         yield ("min_tokens", "max_tokens"), message
+
+
+def keys_beyond_turns(params: SamplingParams) -> list[str]:
+    """The keys of [sampling] and [classify] whose values no turn of a chat can have (``input.regenerate``)."""
+    is_beyond = {
+        "n": params.n > 1,
+        "max_tokens": not params.max_tokens,
+        "logprobs": params.logprobs is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "structured_outputs": bool(params.structured_outputs),
+        "labels": bool(params.labels),
+    }
+    return [key for key, is_given in is_beyond.items() if is_given]

@@ -1,6 +1,7 @@
 """Memory, address space, processors, GPUs and interpreters of this machine, and the errors of exhausted memory.
 
-It imports nothing large, so that limits can be checked before torch is imported.
+It imports nothing large, so that limits can be checked before torch is imported. Source of the files of control groups:
+https://docs.kernel.org/admin-guide/cgroup-v2.html, .../cgroup-v1/memory.html and .../scheduler/sched-bwc.html.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from batchgen.core.cgroups import cpu_limits, memory_limits
 from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
 
 _LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process if it runs out
@@ -30,6 +30,17 @@ _REMEDIES = "end other processes, or raise the limit"
 _AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d.]+ [kKMGTPE]?i?B(?:ytes)?\b)", re.I)
 _CPUINFO = Path("/proc/cpuinfo")
 _FALLBACK_SHARE = 0.5  # of built-in memory: assumed free on systems that do not report it (not Linux)
+# Types of the weights and of the activations of linears: "auto" as they are stored or computed, or "int8".
+QUANTIZATIONS = {"none": ("auto", "auto"), "w8a16": ("int8", "auto"), "w8a8": ("int8", "int8")}
+UNTRIED_DEVICES = ("mps", "xpu")  # torch's names of the GPUs of Apple and Intel, on which batchgen has never run
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+_FILES = {  # by version: the limit, the usage, and the line of memory.stat with the part that the kernel can reclaim
+    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+# Of each version: microseconds of processor time in each period, and the period.
+_CPU_QUOTAS = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 
 
 def physical_bytes() -> int:
@@ -173,14 +184,6 @@ def _num_pages(column: int) -> int:
         return 0
 
 
-def _read_int(path: str) -> int | None:
-    """The number in a file, or None if the file is missing or says "max"."""
-    try:
-        return int(Path(path).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-
-
 def cpus_by_node() -> list[list[int]]:
     """The processors that this process may run on, by NUMA node, threads of a core adjacent. Empty if not Linux."""
     if not hasattr(os, "sched_getaffinity"):
@@ -189,13 +192,8 @@ def cpus_by_node() -> list[list[int]]:
     for cpu in sorted(os.sched_getaffinity(0)):
         folder = Path(f"/sys/devices/system/cpu/cpu{cpu}")
         node = next((path.name for path in folder.glob("node[0-9]*")), "")
-        nodes.setdefault(node, []).append((_read_int(f"{folder}/topology/core_id") or 0, cpu))
+        nodes.setdefault(node, []).append((_number(folder / "topology/core_id") or 0, cpu))
     return [[cpu for _, cpu in sorted(cpus)] for cpus in nodes.values()]
-
-
-# Types of the weights and of the activations of linears: "auto" as they are stored or computed, or "int8".
-QUANTIZATIONS = {"none": ("auto", "auto"), "w8a16": ("int8", "auto"), "w8a8": ("int8", "int8")}
-UNTRIED_DEVICES = ("mps", "xpu")  # torch's names of the GPUs of Apple and Intel, on which batchgen has never run
 
 
 def visible_gpus(device: str) -> list[str]:
@@ -221,3 +219,58 @@ def fresh_python(program: str, *arguments: object, options: Sequence[str] = ("-I
     argv = [str(folder.absolute()) for folder in folders], *arguments
     start = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
     return [sys.executable, *options, "-c", start + program, *map(json.dumps, argv)]
+
+
+def memory_limits() -> list[tuple[int, int]]:
+    """For each group the limit in bytes, and the bytes in use that the kernel cannot reclaim; empty without groups.
+
+    The kernel counts cached files as used until it needs their memory; they are subtracted here.
+    """
+    limits = []
+    for version, folder in _groups("memory"):
+        limit_name, usage_name, reclaimable_name = _FILES[version]
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is not None and usage is not None:
+            limits.append((limit, max(0, usage - _reclaimable(folder, reclaimable_name))))
+    return limits
+
+
+def cpu_limits() -> list[int]:
+    """Processors whose time each group may use, rounded up; empty if none limits it."""
+    limits = []
+    for version, folder in _groups("cpu"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            words = " ".join((folder / name).read_text(encoding="ascii") for name in _CPU_QUOTAS[version]).split()
+            quota, period = map(int, words)
+            if quota > 0:  # -1 means unlimited
+                limits.append(-(-quota // period))
+    return limits
+
+
+def _groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """The version and folder of each of this process's groups that may limit what a controller controls."""
+    names = {"": "", controller: ""}  # by controller, which version 2 does not name
+    with suppress(OSError):
+        for line in _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            _, controllers, name = (*line.split(":", 2), "", "")[:3]
+            names |= dict.fromkeys(controllers.split(","), name)
+    for version, mount in ((2, ""), (1, controller)):
+        inside = [part for part in PurePosixPath(names[mount]).parts if part not in ("/", "..")]
+        for depth in range(len(inside), -1, -1):
+            yield version, (_MOUNT / mount).joinpath(*inside[:depth])
+
+
+def _reclaimable(folder: Path, name: str) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file, or None if the file is missing or says "max"."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

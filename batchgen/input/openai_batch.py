@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.config.record_fields import CHAT_URL, COMPLETION_URL, EMBEDDING_URL, url_of
 from batchgen.config.sampling import ROW_KEYS
-from batchgen.core.batch_lines import CHAT_URL, COMPLETION_URL, EMBEDDING_URL, url_of
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.structured import OLD_NAMES
 from batchgen.core.units import shown

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from batchgen.config.identity import draw_of_turn
-from batchgen.config.turns import keys_beyond_turns
+from batchgen.config.sampling import keys_beyond_turns
 from batchgen.core.chat_rows import ASSISTANT, ChatRow, Message, Turn
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import Request, Result, Row, SamplingParams

@@ -14,7 +14,7 @@ from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import packed_keys
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.packed import unpacked
+from batchgen.core.logprobs import unpacked
 from batchgen.core.storage import commit_staged, remove_file, staged_file
 from batchgen.output.formats import OutputFormat, output_format
 from batchgen.output.formats.jsonl import read_lines, write_lines

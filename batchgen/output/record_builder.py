@@ -13,14 +13,12 @@ from typing import Any
 
 from batchgen.config.identity import draw_of, fingerprint, limit_of
 from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import VECTOR_KEYS, kept_columns
+from batchgen.config.record_fields import VECTOR_KEYS, kept_columns, url_of
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
-from batchgen.core.batch_lines import url_of
 from batchgen.core.chat_rows import ASSISTANT, ChatRow, system_before
 from batchgen.core.keys import INT32_MAX
-from batchgen.core.logprobs import Logprobs
-from batchgen.core.packed import is_packed, packed, unpacked
+from batchgen.core.logprobs import Logprobs, is_packed, packed, unpacked
 from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
 from batchgen.output.scores import packed_fields, perplexity, scored_fields, token_fields, vector_fields
 from batchgen.text.answer import AnswerReader

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from batchgen.core.logprobs import Logprobs
-from batchgen.core.packed import lists_of, packed
+from batchgen.core.logprobs import Logprobs, lists_of, packed
 from batchgen.core.records import Result
 from batchgen.text.tokenizer import Tokenizer
 

@@ -17,14 +17,13 @@ from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import packed_keys
 from batchgen.core.chat_rows import ChatRow
 from batchgen.core.errors import UsageError
-from batchgen.core.packed import unpacked
+from batchgen.core.logprobs import unpacked
 from batchgen.core.units import counted
 from batchgen.input.rows import prepared
 from batchgen.output.rundir import RunDir
 from batchgen.run.loader import EngineFactory, load_engine
 from batchgen.run.opened import open_job
-from batchgen.run.results import entry_of, failed_entry
-from batchgen.run.turns import Turns
+from batchgen.run.results import Turns, entry_of, failed_entry
 
 _MAX_RECORD_CHARS = 500  # of a record without a text, such as a vector
 

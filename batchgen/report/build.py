@@ -22,7 +22,7 @@ from batchgen.core.storage import read_regular, write_atomic
 from batchgen.core.version import build
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
-from batchgen.report.text import render_report
+from batchgen.report.tables import render_report
 from batchgen.report.usage import MALFORMED, device_s, split, tail_s, thin, usage_of, workers_section
 
 REPORT_VERSION = 4

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchgen.core.answers import text_of
+from batchgen.core.logprobs import lists_of
 from batchgen.core.numerics import Numerics
-from batchgen.core.packed import lists_of
 from batchgen.core.units import counted, format_amount, format_duration, format_share, shortened
 
 Report = Mapping[str, Any]

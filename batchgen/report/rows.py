@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from batchgen.core.packed import is_packed, numbers_of
+from batchgen.core.logprobs import is_packed, numbers_of
 from batchgen.report.accuracy import Accuracy, Finder
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")

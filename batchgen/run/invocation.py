@@ -28,9 +28,8 @@ from batchgen.run.loader import EngineFactory, load_engine
 from batchgen.run.opened import OpenJob
 from batchgen.run.outcome import Outcome
 from batchgen.run.progress import Progress
-from batchgen.run.results import Charge, ResultSink
+from batchgen.run.results import Charge, ResultSink, Turns
 from batchgen.run.stop import Limits, Stopper
-from batchgen.run.turns import Turns
 from batchgen.run.vectors import cut_note
 
 

@@ -12,7 +12,7 @@ from batchgen.config.job import KEYS, JobSpec
 from batchgen.config.record_fields import columns_of, packed_keys
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.packed import unpacked
+from batchgen.core.logprobs import unpacked
 from batchgen.core.structured import parsed
 from batchgen.input.rows import RowProblem
 from batchgen.input.template import Template

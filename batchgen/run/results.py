@@ -1,24 +1,33 @@
-"""Sink of results: writes every finished row to the journal, counts rows and tokens, and limits the error rate."""
+"""Results on their way from the engine: the turns of chats, and the sink that writes every finished row to the journal.
+
+An engine only knows requests: a result may lead to the next turn of its chat. The sink also counts rows and tokens, and
+limits the error rate.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from batchgen.core.chat_rows import ChatRow
 from batchgen.core.errors import BatchgenError, RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Result, Row
+from batchgen.core.records import Request, Result, Row
 from batchgen.core.units import one_line
+from batchgen.input.requests import RequestBuilder
 from batchgen.input.template import Template
+from batchgen.input.turns import TurnBuilder
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.stop import Stopper
 
 MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows says nothing
+Charge = Callable[[str], AbstractContextManager[None]]  # charges the time inside to an account (``Clock.on``)
+_Task = TypeVar("_Task")  # a request, or a row that workers make into one
 
 
 def entry_of(row: Row, result: Result, record_builder: RecordBuilder) -> JournalEntry:
@@ -46,9 +55,6 @@ def entry_of(row: Row, result: Result, record_builder: RecordBuilder) -> Journal
 def failed_entry(row: Row, record_builder: RecordBuilder) -> JournalEntry:
     """The journal entry for a row with an error."""
     return JournalEntry(row.index, row.after, "error", encode_json(record_builder.error(row)))
-
-
-Charge = Callable[[str], AbstractContextManager[None]]  # charges the time inside to an account (``Clock.on``)
 
 
 class ResultSink:
@@ -143,3 +149,56 @@ class ResultSink:
                 f"more than --max-error-rate {100 * limit:g}%{few}",
                 "give a higher --max-error-rate to continue",
             )
+
+
+class Turns:
+    """Gives an engine the requests of rows, and takes its results; rows with one request pass through.
+
+    ``builder`` makes the requests; None if workers do. ``pending`` holds the rows that are with the engine, by key.
+    ``on_turn`` gets each row whose next turn begins.
+    """
+
+    def __init__(
+        self,
+        builder: RequestBuilder | None,
+        pending: dict[int, Row],
+        on_turn: Callable[[ChatRow], object] = lambda row: None,
+    ) -> None:
+        self._builder, self._pending, self._on_turn = builder, pending, on_turn
+        self._next: deque[Request] = deque()
+
+    def requests(self, first: Iterable[_Task]) -> Iterator[_Task | Request | None]:
+        """Requests of rows in ``pending``: next turns first, then the first turns of further rows in order.
+
+        None says that all rows are with the engine and that more turns may follow.
+        """
+        if not isinstance(self._builder, TurnBuilder):
+            yield from first
+            return
+        source = iter(first)
+        while True:
+            request = self._next.popleft() if self._next else next(source, None)
+            if request is None and not self._pending:
+                return
+            yield request
+
+    def take(self, result: Result) -> tuple[Row, Result] | None:
+        """The row that ends with a result of the engine, with the result of all its turns; None if a turn follows."""
+        row = self._pending.pop(result.key)
+        if not isinstance(self._builder, TurnBuilder):
+            return row, result
+        row, whole = self._builder.after(row, result)
+        if whole is not None:
+            return row, whole
+        [(row, request)] = self._builder.build([row])
+        if request is None:
+            return row, replace(result, error=row.error)
+        self._pending[row.key] = row
+        self._next.append(request)
+        self._on_turn(row)
+        return None
+
+    def unfinished(self, tokens: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        """``tokens`` of unfinished requests, by key, preceded by the tokens of earlier turns."""
+        rows = {key: row for key, row in self._pending.items() if isinstance(row, ChatRow) and row.turns}
+        return {**tokens, **{key: row.token_ids_with(tokens.get(key)) for key, row in rows.items()}}

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from batchgen.config.embed import EmbedSpec
 from batchgen.config.job import JobSpec
+from batchgen.config.output import EmbedSpec
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import counted, shown

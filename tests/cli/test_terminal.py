@@ -21,7 +21,7 @@ from stub_engine import stub_factory
 from batchgen.cli import main
 from batchgen.cli.main import call
 from batchgen.core.units import one_line, printable
-from batchgen.run import watchdog
+from batchgen.run import stop
 from batchgen.run.display import BarDisplay, LineDisplay
 
 HOSTILE = "a\x1b[2J\nb\r\x07\x9b31m\u202egpj.\u2066\u2028\x7f\udcff"
@@ -103,7 +103,7 @@ def test_a_process_without_stderr_is_still_gone_in_time(monkeypatch: pytest.Monk
     codes: list[int] = []
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(os, "_exit", codes.append)
-    watchdog._leave("stopped")
+    stop._leave("stopped")
     assert codes == [75]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.core import cgroups, machine
+from batchgen.core import machine
 
 MIB = 1 << 20
 V2, V1 = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
@@ -36,8 +36,8 @@ class Groups:
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
-    monkeypatch.setattr(cgroups, "_MOUNT", tmp_path)
-    monkeypatch.setattr(cgroups, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "_MOUNT", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(machine, "physical_bytes", lambda: 64 * 1024 * MIB)
     monkeypatch.setattr(machine, "_meminfo_available", lambda: 60 * 1024 * MIB)
     monkeypatch.setattr(machine, "address_space_bytes", lambda: None)

@@ -29,7 +29,7 @@ from batchgen.config.load import load_job
 from batchgen.config.record_fields import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.errors import ExitCode, RowError, RowErrorCode
 from batchgen.core.keys import BOOL, Key
-from batchgen.core.packed import PACKED_KEYS
+from batchgen.core.logprobs import PACKED_KEYS
 from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, Timings
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.plan.dry_run import make_plan

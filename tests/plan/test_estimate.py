@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from run_helpers import JobMaker, rows_of
 
-from batchgen.config.embed import EmbedSpec
 from batchgen.config.job import JobSpec
+from batchgen.config.output import EmbedSpec
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.shard import WHOLE
 from batchgen.engine import Engine

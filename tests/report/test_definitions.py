@@ -20,7 +20,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.report.advice import bound_by
 from batchgen.report.build import build_report
 from batchgen.report.rows import LATENCIES, Distribution, RowTotals, percentile
-from batchgen.report.text import render_report
+from batchgen.report.tables import render_report
 from batchgen.report.usage import add_up, follow, since, split, tail_s, thin, usage_of
 from batchgen.run.job import run_job
 from batchgen.run.reports import read_report

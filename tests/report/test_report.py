@@ -18,7 +18,7 @@ from batchgen.report.advice import advice, bound_by
 from batchgen.report.build import KEYS, build_report
 from batchgen.report.facts import pace, tiles
 from batchgen.report.rows import RowTotals
-from batchgen.report.text import render_report
+from batchgen.report.tables import render_report
 from batchgen.report.usage import cost_of, follow
 from batchgen.run.job import run_job
 from batchgen.run.reports import read_report

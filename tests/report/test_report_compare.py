@@ -25,7 +25,7 @@ from batchgen.report.compare import (
     render_comparison,
 )
 from batchgen.report.rows import RowTotals
-from batchgen.report.text import render_report
+from batchgen.report.tables import render_report
 
 SPEED, ACCURACY = Gates(speed=0.05), Gates(accuracy=1.0)
 

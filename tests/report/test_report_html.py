@@ -16,9 +16,9 @@ from run_helpers import JobMaker, rows_of
 from batchgen.cli.main import call
 from batchgen.core.errors import RowErrorCode
 from batchgen.report.facts import answers
+from batchgen.report.html import _series
+from batchgen.report.html import _ticks as log_ticks
 from batchgen.report.html import render_html as render_page
-from batchgen.report.plots import _series
-from batchgen.report.plots import _ticks as log_ticks
 from batchgen.report.rows import Distribution
 from batchgen.run.invocation import RunOptions
 
@@ -66,7 +66,7 @@ def charts() -> None:
 
 
 def test_without_matplotlib_there_is_a_page_without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.report.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("batchgen.report.html.find_spec", lambda name: None)
     text = render_html(with_series())
     assert "<svg" not in text and "Failed rows" in Page(text).titles
     assert "the page has no charts: they need matplotlib" in text
@@ -78,7 +78,7 @@ def test_the_command_says_that_a_page_has_no_charts(
     job.write(rows_of(2))
     job.run()
     for found in (None, "a module"):
-        monkeypatch.setattr("batchgen.report.plots.find_spec", lambda name, found=found: found)
+        monkeypatch.setattr("batchgen.report.html.find_spec", lambda name, found=found: found)
         monkeypatch.setattr("batchgen.report.html.draw", lambda report: [])
         assert call(["report", str(job.output), "--html", str(job.folder / "page.html")]) == 0
         assert ("no charts" in capsys.readouterr().err) == (found is None)

@@ -19,7 +19,7 @@ from batchgen.core.errors import ExitCode
 from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
 from batchgen.plan.text import render_plan
-from batchgen.report.text import render_report
+from batchgen.report.tables import render_report
 from batchgen.run.reports import read_report
 
 TABLE = [("a", "first"), ("b", None), (None, "third"), (None, None), ("e", "fifth")]

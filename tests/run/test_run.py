@@ -38,8 +38,7 @@ from batchgen.run.outcome import short
 from batchgen.run.reports import read_report
 from batchgen.run.results import ResultSink
 from batchgen.run.status import read_status, render_status
-from batchgen.run.stop import Limits, Stopper
-from batchgen.run.watchdog import Watchdog
+from batchgen.run.stop import Limits, Stopper, Watchdog
 
 
 def made(folder: Path) -> Path:

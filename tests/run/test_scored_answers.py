@@ -16,7 +16,7 @@ from batchgen.report.accuracy import interval
 from batchgen.report.advice import advice
 from batchgen.report.build import build_report
 from batchgen.report.rows import RowTotals
-from batchgen.report.text import render_report
+from batchgen.report.tables import render_report
 
 RULE = r"(\w+)"  # the last word of what the stub says
 

@@ -149,7 +149,7 @@ def test_signals_that_the_parent_ignores_do_not_stop_a_run(job: JobMaker) -> Non
 
 WATCHED = """
 import signal, sys, time
-from batchgen.run.watchdog import Watchdog
+from batchgen.run.stop import Watchdog
 watchdog = Watchdog([signal.SIGTERM, signal.SIGINT], 0.5, lambda: "SIGTERM")
 signal.signal(signal.SIGTERM, lambda number, frame: None)
 print("ready", flush=True)

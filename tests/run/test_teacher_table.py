@@ -17,7 +17,7 @@ from batchgen.api import Run
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
-from batchgen.core.packed import unpacked
+from batchgen.core.logprobs import unpacked
 from batchgen.core.shard import Shard
 from batchgen.plan.dry_run import make_plan
 from batchgen.plan.text import render_plan

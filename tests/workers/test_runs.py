@@ -24,7 +24,7 @@ from batchgen.core.errors import ExitCode
 from batchgen.core.records import Cursor, Row
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.rundir import RunDir
-from batchgen.report.text import render_report
+from batchgen.report.tables import render_report
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job

@@ -1,4 +1,4 @@
-"""Arrow columns of packed arrays (``core.packed``): their bytes become the column's, number by number nothing is made.
+"""Arrow columns of packed arrays (``core.logprobs``): their bytes become the column's, with no object per number.
 
 Items of one size in all rows of the file have a fixed size: a type with the size 1 is still to be sized.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchgen.core.packed import is_packed, numbers_of
+from batchgen.core.logprobs import is_packed, numbers_of
 
 
 def packed_types(dtype: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import VECTOR_KEYS, record_keys
 from batchgen.core.json_line import encode_json
-from batchgen.core.packed import is_packed
+from batchgen.core.logprobs import is_packed
 from batchgen.output.formats.arrays import array_of, column_of, holds_numbers, packed_types, sized_type, vector_types
 from batchgen.output.formats.jsonl import OutputFormat
 
