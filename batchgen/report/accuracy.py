@@ -61,11 +61,6 @@ class Accuracy:
         if not right:
             self._add_wrong(record, answer, expected)
 
-    def verdict(self, record: Mapping[str, Any]) -> bool | None:
-        """Whether a record is right; None if it is not compared."""
-        expected = None if self.expected is None else self.expected(record)
-        return None if expected is None else self._verdict(record, expected)[1]
-
     def _verdict(self, sample: Mapping[str, Any], expected: Any) -> tuple[str | None, bool]:
         """The answer of a record, or of one of its samples, and whether it is right."""
         if self.answer:

@@ -5,13 +5,13 @@ A comparison is plain data, which ``--json`` prints; figures without a gate are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.core.json_line import encode_json
-from batchgen.core.units import counted, format_duration, format_share, printable, shortened
+from batchgen.core.numerics import Numerics
+from batchgen.core.units import format_duration, format_share, printable, shortened
 from batchgen.report.facts import Report, Table, at, rate
 
 _WIDTH = 80
@@ -44,32 +44,49 @@ NO_GATES = Gates()
 def compare_reports(
     now: Report, before: Report, gates: Gates = NO_GATES, answers: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The comparison of ``now`` with the baseline ``before``, judged by ``gates``."""
-    figures, other_rows = [], _other_rows(before, now)
+    """The comparison of ``now`` with the baseline ``before``, judged by ``gates``.
+
+    It has ``figures``, ``answers`` (see ``answer_changes``; None if the rows of a run are missing), ``differences``
+    between values that should be equal, and ``unjudged``, the figures that a gate cannot judge, each with the reason.
+    """
+    unjudged, figures = dict(_unjudged(now, before, gates)), []
     for name, (path, _) in _FIGURES.items():
-        values = _number(before, path), _number(now, path)
-        if values != (None, None):
-            verdict = None if name == "exact match" and other_rows else _is_regression(name, *values, gates)
-            figures.append({"name": name, "before": values[0], "now": values[1], "is_regression": verdict})
-    differences = [text for key in _JOB for text in _differences(key, before.get(key), now.get(key))]
-    limits = {f"max_regress_{name}": limit for name, limit in gates._asdict().items()}
-    return {"figures": figures, "answers": answers, "differences": differences, "other_rows": other_rows, **limits}
+        was, is_now = _number(before, path), _number(now, path)
+        if was is not None or is_now is not None:
+            is_worse = name not in unjudged and _is_worse(name, was, is_now, gates)
+            figures.append({"name": name, "before": was, "now": is_now, "is_regression": is_worse})
+    values = {key: (_value(before.get(key)), _value(now.get(key))) for key in _JOB}
+    differences = [f"{key}, before {was}, now {is_now}" for key, (was, is_now) in values.items() if was != is_now]
+    return {"figures": figures, "answers": answers, "differences": differences, "unjudged": unjudged}
 
 
-def _is_regression(name: str, before: float | None, now: float | None, gates: Gates) -> bool | None:
-    """Whether a figure is worse than its gate allows; None without a gate."""
+def _unjudged(now: Report, before: Report, gates: Gates) -> Iterator[tuple[str, str]]:
+    """The figures that have a gate and cannot be judged, each with the reason."""
+    if gates.speed is not None and not (_number(before, "rate.total") and _number(now, "rate.total")):
+        yield "total tokens/s", "--max-regress-speed has nothing to judge: both runs must have computed tokens"
+    if gates.accuracy is not None:
+        why = "both runs must compare rows with [eval] expected, and some must have been right before"
+        if _number(before, "accuracy.exact_match") and _number(now, "accuracy.exact_match") is not None:
+            digests = {before.get("compared"), now.get("compared")} - {None}
+            is_same = len(digests) < 2 and at(before, "accuracy.total") == at(now, "accuracy.total")
+            why = "" if is_same else "the runs compared other rows or other right answers: run both over the same"
+        if why:
+            yield "exact match", f"--max-regress-accuracy has nothing to judge: {why}"
+
+
+def _is_worse(name: str, before: float | None, now: float | None, gates: Gates) -> bool:
+    """Whether a figure is worse than its gate allows."""
     if before is None or now is None:
-        return None
+        return False
+    if name == "failed rows":
+        return gates != NO_GATES and now > before
     if name.endswith("tokens/s") and gates.speed is not None:
         return now < before * (1 - gates.speed)
-    if name == "exact match" and gates.accuracy is not None:
-        return round(100 * (before - now), 6) > gates.accuracy
-    return now > before if name == "failed rows" and gates != NO_GATES else None
+    return name == "exact match" and gates.accuracy is not None and round(100 * (before - now), 6) > gates.accuracy
 
 
 def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table, Table]:
     """The figures of a comparison, and lines on changed answers and on differences that should not be."""
-    verdicts = {True: "REGRESSION", False: "passes", None: ""}
     figures = []
     for figure in comparison["figures"]:
         name, before, now = figure["name"], figure["before"], figure["now"]
@@ -78,21 +95,16 @@ def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table,
             change = f"{100 * (now - before):+.1f} pts"
         elif before and now is not None:
             change = format(now / before - 1, "+.2%" if name == "perplexity" else "+.1%")
-        figures.append((name, _shown(name, before), _shown(name, now), change, verdicts[figure["is_regression"]]))
+        mark = "  REGRESSION" if figure["is_regression"] else ""
+        figures.append((name, _shown(name, before), _shown(name, now), f"{change:>9}{mark}"))
     words = [*_answer_lines(comparison["answers"]), *(("not alike", text) for text in comparison["differences"])]
-    has_gates = any(verdict for *_, verdict in figures)
-    head = ("", "before", "now", "change", *(["gate"] if has_gates else []))
-    return Table(title, head, figures if has_gates else [row[:-1] for row in figures]), Table(
-        "Answers of both", (), words, is_prose=True
-    )
+    return Table(title, ("", "before", "now", "change"), figures), Table("Answers of both", (), words, is_prose=True)
 
 
 def render_comparison(comparison: Mapping[str, Any]) -> str:
     """A comparison as a table of at most 80 columns."""
     figures, words = comparison_tables(comparison, "")
-    lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
-    for name, before, now, change, *verdict in figures.rows:
-        lines.append(f"{name:<18} {before:>14} {now:>14} {change:>9}  {''.join(verdict)}".rstrip())
+    lines = [f"{name:<18} {before:>14} {now:>14} {change}".rstrip() for name, before, now, change in figures.rows]
     lines += [f"{name:<18} {text}" for name, text in words.rows]
     return "\n".join(shortened(printable(line), _WIDTH) for line in lines)
 
@@ -103,100 +115,49 @@ def _shown(name: str, value: float | None) -> str:
 
 
 def _answer_lines(answers: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    if answers is None:
-        return
-    apart = (f", {answers[f'only_{when}']:,} only {when}" for when in ("before", "now") if answers[f"only_{when}"])
-    yield "rows in both", f"{answers['rows']:,}{''.join(apart)}"
-    if answers["rows"] > answers["empty"]:
-        equal = answers["rows"] - answers["changed"]["rows"]
-        yield "equal answers", f"{equal:,} ({format_share(equal / answers['rows'], 1)})"
-    for kind in ("changed", "newly_right", "newly_wrong"):
-        rows, ids = answers[kind]["rows"], answers[kind]["ids"]
-        if rows:
-            yield kind.replace("_", " "), f"{rows:,}: {', '.join(map(str, ids))}{', …' if rows > len(ids) else ''}"
+    if answers and answers["rows"]:
+        share = format_share(answers["equal"] / answers["rows"], 1)
+        yield "equal answers", f"{answers['equal']:,} of {answers['rows']:,} in both ({share})"
+    if answers and answers["changed"]:
+        ids = answers["changed"]
+        more = ", …" if len(ids) < answers["rows"] - answers["equal"] else ""
+        yield "changed", f"{', '.join(ids)}{more}"
 
 
 def check_gates(comparison: Mapping[str, Any]) -> None:
     """Raises GateFailed naming every regression, and UsageError if a gate has nothing to judge."""
-    values = {figure["name"]: (figure["before"], figure["now"]) for figure in comparison["figures"]}
-    worse = [figure["name"] for figure in comparison["figures"] if figure["is_regression"]]
-    before, now = values.get("total tokens/s", (None, None))
-    if comparison["max_regress_speed"] is not None and not (before and now):
-        which = "this run has no rate of tokens" if before else "the run compared with computed no tokens"
-        raise UsageError(f"--max-regress-speed has nothing to judge: {which}")
-    if comparison["max_regress_accuracy"] is not None:
-        if reason := _no_accuracy(*values.get("exact match", (None, None))):
-            raise UsageError(f"--max-regress-accuracy has nothing to judge: {reason}")
-        if (reason := comparison["other_rows"]) and "failed rows" not in worse:
-            raise UsageError(f"--max-regress-accuracy has nothing to judge: {reason}; run both over the same rows")
+    worse = [figure for figure in comparison["figures"] if figure["is_regression"]]
+    changes = (f"{f['name']} {_shown(f['name'], f['before'])} -> {_shown(f['name'], f['now'])}" for f in worse)
     if worse:
-        listed = "; ".join(f"{name} {' -> '.join(_shown(name, value) for value in values[name])}" for name in worse)
-        raise GateFailed(f"regression: {listed}")
+        raise GateFailed(f"regression: {'; '.join(changes)}")
+    for reason in comparison["unjudged"].values():
+        raise UsageError(reason)
 
 
-def _no_accuracy(before: float | None, now: float | None) -> str:
-    """The reason why two shares of right answers cannot be judged; "" if they can."""
-    if before is None or now is None:
-        which = "the run compared with" if before is None else "this run"
-        return f"{which} compared no row; name the column of right answers as [eval] expected"
-    return "" if before else "no text of the run compared with equals [eval] expected; its own report says more"
+def answer_changes(now: Iterable[tuple[str, str]], before: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Rows of two runs, as ids and answers, matched by their ids: how many are in both, how many answers are equal.
 
-
-Answers = Iterator[tuple[str, str, bool | None]]  # id, the answer or "", whether it is right (None: not known)
-
-
-def answer_changes(now: Answers, before: Answers) -> dict[str, Any]:
-    """Rows of two runs, matched by their ids: how many are in both, and which answers changed or are newly right.
-
-    ``empty`` counts the rows without an answer in either run, as of a job that scores prompts. Holds about 200 bytes
-    for each row of ``before``, and the first ids of each kind.
+    ``changed`` has the first ids of the others. Holds about 200 bytes for each row of ``before``.
     """
-    answers = {_hashed(row_id): (_hashed(answer), is_right) for row_id, answer, is_right in before}
-    changes: dict[str, Any] = {"rows": 0, "empty": 0, "only_before": len(answers), "only_now": 0}
-    changes |= {kind: {"rows": 0, "ids": []} for kind in ("changed", "newly_right", "newly_wrong")}
-    for row_id, answer, is_right in now:
-        if (earlier := answers.get(_hashed(row_id))) is None:
-            changes["only_now"] += 1
-            continue
-        changes["rows"] += 1
-        changes["only_before"] -= 1
-        changes["empty"] += not answer and earlier[0] == _hashed("")
-        kinds = ["changed"] if earlier[0] != _hashed(answer) else []
-        if None not in (is_right, earlier[1]) and is_right != earlier[1]:
-            kinds.append("newly_right" if is_right else "newly_wrong")
-        for kind in kinds:
-            changes[kind]["rows"] += 1
-            changes[kind]["ids"] += [row_id] if len(changes[kind]["ids"]) < _SHOWN_IDS else []
-    return changes
+    answers = {_hashed(row_id): _hashed(answer) for row_id, answer in before}
+    num_rows, num_equal, changed = 0, 0, list[str]()
+    for row_id, answer in now:
+        if (earlier := answers.get(_hashed(row_id))) is not None:
+            num_rows += 1
+            num_equal += earlier == _hashed(answer)
+            if earlier != _hashed(answer) and len(changed) < _SHOWN_IDS:
+                changed.append(row_id)
+    return {"rows": num_rows, "equal": num_equal, "changed": changed}
 
 
 def _hashed(text: str) -> bytes:
     return blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
 
 
-def _other_rows(before: Report, now: Report) -> str:
-    """The difference between the rows whose answers two runs compared; "" if they are the same, or missing."""
-    was, is_now = _number(before, "accuracy.total"), _number(now, "accuracy.total")
-    if not was or not is_now:
-        return ""
-    if was != is_now:
-        return f"this run compared {counted(int(is_now), 'row')} with their right answers, the other one {int(was):,}"
-    digests = before.get("compared"), now.get("compared")
-    other = None not in digests and digests[0] != digests[1]
-    return "the rows compared have other ids or other right answers" if other else ""
-
-
-def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """A line for each different value; nested values are compared one by one."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in {**before, **now}:
-            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
-    elif before != now:
-        yield f"{name}, before {_value(before)}, now {_value(now)}"
-
-
 def _value(value: Any) -> str:
-    return "not set" if value is None else value if isinstance(value, str) else encode_json(value).decode()
+    if isinstance(value, Mapping):
+        return str(Numerics.of(value))
+    return ", ".join(value) if isinstance(value, list) else "not set" if value is None else str(value)
 
 
 def _number(report: Report, path: str) -> float | None:

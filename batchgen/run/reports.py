@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -149,9 +149,8 @@ def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:
     return None
 
 
-def changed_rows(now: RunDir, before: RunDir, changed: Mapping[str, Any]) -> Table:
-    """Prompts and both runs' answers for the first rows whose answers changed (``answer_changes``)."""
-    ids = list(map(str, changed["ids"]))
+def changed_rows(now: RunDir, before: RunDir, ids: Sequence[str]) -> Table:
+    """Prompts and both runs' answers for rows whose answers changed (``answer_changes``)."""
     rows_of_runs = []
     for run_dir in (before, now):
         spec = _spec(run_dir)
@@ -169,15 +168,15 @@ def _spec(run_dir: RunDir) -> JobSpec:
     return manifest.spec(run_dir.manifest)
 
 
-def _answers(run_dir: RunDir) -> Iterator[tuple[str, str, bool | None]]:
+def _answers(run_dir: RunDir) -> Iterator[tuple[str, str]]:
+    """The id and the answers of each row that has any: a job that scores its prompts has none."""
     spec = _spec(run_dir)
-    accuracy = _totals_of(spec).accuracy
     names = ("messages",) if spec.input.regenerate else _ANSWERS
     for _, record in read_records(run_dir, spec):
         samples = [{name: sample.get(name) for name in names} for sample in record.get("samples") or [record]]
         answers = [unpacked(sample, packed_keys(spec)) for sample in samples]
-        has_any = any(value for answer in answers for value in answer.values())
-        yield str(record["id"]), encode_json(answers).decode() if has_any else "", accuracy.verdict(record)
+        if any(value for answer in answers for value in answer.values()):
+            yield str(record["id"]), encode_json(answers).decode()
 
 
 def has_failed_rows(run_dir: RunDir) -> bool:
