@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from batchgen.text.tokenizer import Tokenizer
 
 _HEARTBEAT_S = 30.0
+_WORKLOADS = (
+    "give --workload nano-vllm, or --workload FILE, whose rows --limit and --max-tokens are for, or --num-requests "
+    "with --input-len and --output-len"
+)
 _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]."
 
 
@@ -118,21 +122,15 @@ class _Heartbeat:
 def _requests(values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None) -> list[Request]:
     workload, limit = values["workload"], values["limit"]
     lengths = [values[name] for name in ("num_requests", "input_len", "output_len")]
+    without = lengths if workload is not None else [limit]
+    without += [values["max_tokens"]] if workload in (None, *NAMED) else []
+    if any(value is not None for value in without) or (workload is None and None in lengths):
+        raise UsageError(_WORKLOADS)
+    if workload in NAMED:
+        return NAMED[workload](vocab_size)[:limit]
     if workload is not None:
-        if any(value is not None for value in lengths):
-            raise UsageError("--workload FILE is the whole workload: leave out --num-requests and the lengths")
-        if workload in NAMED:
-            if values["max_tokens"] is not None:
-                raise UsageError(f"--max-tokens is for the answers of a file: {workload} has its own")
-            return NAMED[workload](vocab_size)[:limit]
         default = SamplingParams(max_tokens=values["max_tokens"] or 256, ignore_eos=values["ignore_eos"])
         return from_file(Path(workload), default, limit=limit, tokenizer=tokenizer)
-    if values["max_tokens"] is not None:
-        raise UsageError("--max-tokens is for the answers of a file: it needs --workload FILE")
-    if None in lengths:
-        raise UsageError("give --workload FILE, or --num-requests with --input-len and --output-len")
-    if limit is not None:
-        raise UsageError("--limit is for rows of a file: it needs --workload FILE")
     inputs = LengthRange.parse(values["input_len"], "--input-len")
     outputs = LengthRange.parse(values["output_len"], "--output-len")
     return Shape(values["num_requests"], inputs, outputs).requests(vocab_size)

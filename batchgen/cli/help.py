@@ -30,7 +30,11 @@ _LAST_PAGES = ("changelog", "contributing", "internals", "performance")
 _MAX_WIDTH = 80
 _HEADING = re.compile(r"(#+) (.+)")
 _ITEM = re.compile(r" *(?:[*-]|\d+\.) ")
-_FIRST_ITEM = re.compile(r" *(?:[*-]|1\.) ")  # no other begins a list within a paragraph, as in CommonMark
+_BLOCK = re.compile(  # code, a heading, a table, an item, a paragraph (in which a list begins with 1.), a blank line
+    r"^```[\s\S]*?^```$|^#.*$|^\|.*$(?:\n\|.*$)*"
+    r"|^ *(?:[*-]|\d+\.) .*$(?:\n(?! *(?:[*-]|\d+\.) |```|#|$).*)*|^.+$(?:\n(?! *(?:[*-]|1\.) |```|#|$).*)*|^$",
+    re.MULTILINE,
+)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _FENCE = "```"
 
@@ -188,42 +192,24 @@ def render(section: Section, width: int) -> str:
     """A section as text of ``width`` columns: headings in bold, paragraphs filled, tables aligned, code as it is."""
     lines: list[str] = []
     indent = "  "
-    for block in _blocks(section.lines):
-        if heading := _HEADING.fullmatch(block[0]):
+    for block in _BLOCK.findall("\n".join(line for line in section.lines if not line.startswith("<!--"))):
+        if heading := _HEADING.fullmatch(block):
             indent = "  " * max(len(heading[1]) - section.level + (section.level > 1), 1)
             lines.append(indent[2:] + click.style(_plain(heading[2]), bold=True))
         else:
-            lines += [(indent + line).rstrip() for line in _block(block, width - len(indent))]
+            lines += [(indent + line).rstrip() for line in _lines(block, width - len(indent))]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).strip("\n"))
 
 
-def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
-    """Headings, paragraphs, items of lists, tables and code blocks, each as its lines; a blank line is a block too."""
-    block: list[str] = []
-    for line in (*lines, ""):
-        is_code = bool(block) and block[0].startswith(_FENCE)
-        is_item = bool(block) and bool((_ITEM if _ITEM.match(block[0]) else _FIRST_ITEM).match(line))
-        if not is_code and block and (not line.strip() or line.startswith((_FENCE, "#")) or is_item):
-            yield block
-            block = []
-        if is_code or (line.strip() and not line.startswith("<!--")):
-            block.append(line)
-        elif not line.strip():
-            yield [""]
-        if is_code and line == _FENCE:
-            yield block
-            block = []
-
-
-def _block(block: Sequence[str], width: int) -> list[str]:
-    if block[0].startswith(_FENCE):
-        indent = " " * max(0, min(2, width - max(map(len, block))))
-        return [indent + line for line in block[1:-1]]
-    if block[0].startswith("|"):
-        return _table(block, width)
-    match = _ITEM.match(block[0])
+def _lines(block: str, width: int) -> list[str]:
+    if block.startswith(_FENCE):
+        _, *code, _ = block.split("\n")
+        return textwrap.indent("\n".join(code), " " * max(0, min(2, width - max(map(len, code))))).split("\n")
+    if block.startswith("|"):
+        return _table(block.split("\n"), width)
+    match = _ITEM.match(block)
     mark = match[0] if match else ""
-    lines = _wrapped(" ".join(line.strip() for line in block).removeprefix(mark.strip()), width - len(mark))
+    lines = _wrapped(" ".join(block.removeprefix(mark).split()), width - len(mark))
     return [mark + lines[0], *(" " * len(mark) + line for line in lines[1:])]
 
 
