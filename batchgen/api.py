@@ -67,11 +67,9 @@ class Run:
         return f"<Run: {rows}; {shown['wall time']}, {speed}{match}>"
 
     def __len__(self) -> int:
-        """The number of rows that are done."""
         return int(self.report["rows"]["done"])
 
     def __getitem__(self, place: int) -> dict[str, Any]:
-        """One of ``rows``."""
         return self.rows[place]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -66,12 +66,8 @@ class LLM:
     ) -> None:
         """``keys`` may be any keys of a job file, such as ``quantization``, ``max_num_seqs``, ``pooling`` or ``id``.
 
-        ``prompt`` is the column or template of the rows of tables; ``sampling`` the default of all calls.
-
-        Raises:
-            UsageError: a key that is unknown, impossible, or has an effect on jobs alone.
-            ModelError: the model cannot be used.
-            OutOfMemory: its weights and state do not fit.
+        ``prompt`` is the column or template of the rows of tables; ``sampling`` the default of all calls. Raises
+        UsageError for a key that is unknown, impossible, or for jobs alone; ModelError, OutOfMemory.
         """
         sections = sections_of({"model": model, "prompt": prompt, **keys}, "LLM")
         _refuse_jobs(sections)

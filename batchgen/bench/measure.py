@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,10 +44,7 @@ _NOTE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Subject of a measurement: a model with the engine's settings; ``note`` shows progress to the user.
-
-    ``eos_token_ids`` end answers; the default is the model config's.
-    """
+    """A model with the engine's settings; ``note`` shows progress. ``eos_token_ids``: by default the model config's."""
 
     model: Decoder
     config: EngineConfig
@@ -91,7 +88,7 @@ def benchmark(bench: Bench, requests: list[Request], times: int) -> dict[str, An
         "threads": torch.get_num_threads(),
         "backend": model.kernels.name,
         "num_requests_tokens": {"prompt": _num_prompt_tokens(requests), "output": stats[0].num_output_tokens},
-        **_medians(runs),
+        **{name: statistics.median(run.get(name, 0.0) for run in runs) for name in runs[0]},
         "engine": sizes[-1],
         "num_steps": stats[0].num_steps,
         "num_preemptions": stats[0].num_preemptions,
@@ -99,10 +96,6 @@ def benchmark(bench: Bench, requests: list[Request], times: int) -> dict[str, An
         "runs": list(runs),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
-
-
-def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in runs[0]}
 
 
 def _repeats(

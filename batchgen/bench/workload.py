@@ -31,11 +31,7 @@ class LengthRange:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> LengthRange:
-        """From ``"128"`` or ``"100:1024"``.
-
-        Raises:
-            UsageError: anything else.
-        """
+        """From ``"128"`` or ``"100:1024"``. Raises UsageError for anything else."""
         low, _, high = text.partition(":")
         try:
             lengths = cls(int(low), int(high or low))
@@ -89,11 +85,7 @@ NAMED = {"nano-vllm": nano_vllm}
 def from_file(
     path: Path, default: SamplingParams, *, limit: int | None = None, tokenizer: Tokenizer | None = None
 ) -> list[Request]:
-    """Requests of a JSONL file, whose rows are read as a job reads its own and may have ``max_tokens``.
-
-    Raises:
-        UsageError: an unreadable file, a row that cannot run, or no row.
-    """
+    """Requests of a JSONL file as a job reads it, perhaps with ``max_tokens``. Raises UsageError for a bad row."""
     from batchgen.input.requests import RequestBuilder
     from batchgen.input.source import open_source
 

@@ -88,10 +88,7 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
 
 
 def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
-    """The page or section whose name fits best, or a list of sections with these words; the index without a topic.
-
-    Raises UsageError with the nearest name.
-    """
+    """The page or section that fits a topic best, a list of sections, or the index. Raises UsageError with a hint."""
     pages = _pages()
     index = next(sections(INDEX, pages.pop(INDEX)))
     wanted = _words(topic)

@@ -58,7 +58,6 @@ def _job(text: str) -> str:
 
 
 def _points(text: str) -> float:
-    """Percentage points."""
     try:
         points = float(text)
     except ValueError:
@@ -112,10 +111,7 @@ def _show_all(ctx: click.Context, option: click.Parameter, is_asked: bool) -> No
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its options under headings: the job's sections, this run, others.
-
-    Hidden options are for experts: ``--help-all`` shows them.
-    """
+    """A command whose help groups its options, and shows those for experts with ``--help-all`` only."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

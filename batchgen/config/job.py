@@ -246,10 +246,7 @@ KEYS |= {"sampling": SAMPLING_KEYS, "classify": CLASSIFY_KEYS}
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A whole job: everything that decides its outputs, and how they are made. See ``load_job``.
-
-    ``sampling`` has the values of [sampling] and of [classify].
-    """
+    """A job: everything that decides its outputs, and how they are made. ``sampling`` has [classify] too."""
 
     model: ModelSpec
     input: InputSpec

@@ -53,10 +53,7 @@ def load_job(
 
 
 def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSpec:
-    """The spec that ``JobSpec.to_dict`` described, as read back from JSON.
-
-    Raises UsageError naming ``source`` on unknown keys and on impossible values.
-    """
+    """The spec that ``JobSpec.to_dict`` described, from JSON. Raises UsageError naming ``source`` and the key."""
     settings = RawSettings({section: data.get(section, {}) for section in KEYS}, None, str(source))
     try:
         check_names(settings)
@@ -143,10 +140,7 @@ def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
 
 
 def _merge(origins: Sequence[RawSettings]) -> JobSpec:
-    """The job of all origins; later ones win.
-
-    Single values are checked, combinations of sections are not.
-    """
+    """The job of all origins; later ones win. Single values are checked, combinations of sections are not."""
     merged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for origin in origins:
         for section in SECTIONS:

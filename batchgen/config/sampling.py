@@ -158,10 +158,7 @@ def _checked(key: str, value: object, parse: Callable[[Any], _Made]) -> _Made:
 
 
 def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``overrides`` with every way to ask for structured outputs translated to ``structured_outputs``.
-
-    Raises ParamError if two of them ask for different forms.
-    """
+    """``overrides`` with ``structured_outputs`` in place of other ways to ask for it. Raises ParamError for two."""
     names = [name for name in _WAYS if name in overrides]
     if not names:
         return overrides

@@ -172,13 +172,11 @@ def check_names(settings: RawSettings) -> None:
 
 
 def _hint_outside(name: str) -> str:
-    """A hint for an unknown name outside sections."""
     hint = resembling(name, [*KEYS, *_SHORT])
     return hint if hint and not synonym_of(name) else nearest(name, [*KEYS])
 
 
 def _hint(section: str, key: str) -> str:
-    """A hint for an unknown key."""
     if section == "sampling" and key in ("response_format", *OLD_NAMES):
         return f" (in a job it is structured_outputs = {{ {OLD_NAMES.get(key, 'json')} = ... }})"
     return nearest(key, [*KEYS[section]])
@@ -207,10 +205,7 @@ def _expand(settings: RawSettings, section: str, key: str, value: object) -> obj
 
 
 def _line_of(text: str, dotted: str) -> int | None:
-    """The 1-based line where a key ``a.b.c``, or else the table that holds it, begins in the file.
-
-    None if the file writes it in an unusual way.
-    """
+    """The 1-based line where a key ``a.b.c``, or its table, begins in the file; None for an unusual way to write it."""
     lines: list[tuple[str, int]] = []
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -235,10 +230,7 @@ def _plain(name: str) -> str:
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
-    """Make paths absolute; other values (``-``, ``hf:``, an address, a Hub id) stay unchanged.
-
-    Raises ValueError for a value that can be neither.
-    """
+    """Make paths absolute; ``-``, ``hf:``, addresses and Hub ids stay. Raises ValueError for other values."""
     if (section, key) == ("input", "path"):
         return tuple(_input(base, item) for item in value)
     if (section, key) == ("input", "chat_template"):

@@ -50,9 +50,8 @@ class _Entry:
 
 
 class Digests:
-    """SHA-256 of files by path, each read once.
-
-    ``kept`` is the ``to_plain`` of an earlier run; invalid entries in it are ignored.
+    """SHA-256 of files by path, each read once; ``kept`` is an earlier run's ``to_plain``, whose invalid entries are
+    ignored.
     """
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:

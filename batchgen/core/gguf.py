@@ -42,10 +42,7 @@ class GgufHeader(NamedTuple):
 
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
-    """The header of a GGUF file; arrays other than ``arrays`` are left out.
-
-    Raises ModelError if it is not a GGUF file, cut short, or not of one piece.
-    """
+    """The header of a GGUF file, without arrays other than ``arrays``. Raises ModelError for a damaged file."""
     size = file_bytes(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -71,7 +71,6 @@ class Logprobs:
 
     @property
     def own(self) -> array[float]:
-        """The log-probabilities of the tokens themselves."""
         return array("f", self.values)
 
     def __len__(self) -> int:
@@ -84,9 +83,8 @@ class Logprobs:
 
 
 def record_bytes(nums_top: Iterable[int | None], nums_tokens: Iterable[int], *, is_packed: bool) -> int:
-    """About the bytes of log-probabilities in a record: of parts with a number of tokens and of likeliest ones each.
-
-    None stands for a part without any.
+    """About the bytes of log-probabilities in a record: of parts of (tokens, likeliest ones each), None for one
+    without.
     """
     pairs = sum((1 + top) * count for top, count in zip(nums_top, nums_tokens, strict=True) if top is not None)
     return pairs * (PACKED_BYTES if is_packed else JSON_BYTES)

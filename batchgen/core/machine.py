@@ -57,8 +57,7 @@ def address_space_bytes() -> int | None:
 def require_address_space(weights_bytes: int = 0) -> None:
     """Check that the address space has room for torch, the kernels' compiler and the weights.
 
-    Raises:
-        UsageError: the limit is too low; the compiler would abort the process without a message.
+    Raises UsageError if the limit is too low: the compiler would abort the process without a message.
     """
     limit, needed = address_space_bytes(), _LEAST_ADDRESS_SPACE + weights_bytes
     if limit is not None and limit < needed:

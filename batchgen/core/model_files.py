@@ -120,11 +120,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def file_bytes(path: Path) -> int:
-    """Size of a regular file; links are followed.
-
-    Raises:
-        ModelError: the file does not exist, or is not a regular file.
-    """
+    """Size of a regular file; links are followed. Raises ModelError for a missing or another kind of file."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -136,11 +132,7 @@ def file_bytes(path: Path) -> int:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a UTF-8 file of at most ``max_bytes`` bytes.
-
-    Raises:
-        ModelError: no such regular file, too large, or not UTF-8.
-    """
+    """The text of a UTF-8 file of at most ``max_bytes`` bytes. Raises ModelError for any other file."""
     size = file_bytes(path)
     if size > max_bytes:
         raise ModelError(f"{path}: has {size:,} bytes; a file of this name has {max_bytes:,} at most")
@@ -154,11 +146,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file of at most ``max_bytes`` bytes.
-
-    Raises:
-        ModelError: as ``read_text``; or not JSON, nested too deeply, or no object.
-    """
+    """The JSON object in a file of at most ``max_bytes`` bytes. Raises ModelError for any other file."""
     text = read_text(path, max_bytes)
     try:
         raw = json.loads(text)

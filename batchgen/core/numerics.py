@@ -60,10 +60,7 @@ class Numerics:
         return f"{text}, llguidance {self.llguidance}" if self.llguidance else text
 
     def refusal(self, other: Numerics, *, may_mix_kernels: bool) -> str:
-        """The reason why a run with these numerics cannot take rows of ``other`` numerics; "" if it can.
-
-        Kernels that are not known are not compared.
-        """
+        """Reason why a run with these numerics cannot take rows of ``other``, or ""; unknown kernels do not count."""
         if self.base != other.base:
             return f"{other.base} gives other tokens than {self.base}"
         if may_mix_kernels or not self.kernels or not other.kernels or self.kernels == other.kernels:

@@ -138,7 +138,6 @@ class SamplingParams(metaclass=_NamesUnknown):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
@@ -176,7 +175,6 @@ class Row(FastPickle):
         return self.index
 
     def failed(self, error: RowError) -> Row:
-        """The row with the reason why it cannot run."""
         return replace(self, error=error)
 
 

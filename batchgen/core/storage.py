@@ -27,10 +27,7 @@ _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file 
 
 @contextmanager
 def storage_errors(doing: str, path: Path, then: str = RUN_AGAIN) -> Iterator[None]:
-    """Turn an ``OSError`` inside the block into a ``StorageError`` with the fault, its place and a remedy.
-
-    ``then`` is what to do once the fault is gone.
-    """
+    """Turn an ``OSError`` inside the block into a ``StorageError``; ``then`` is what to do once the fault is gone."""
     try:
         yield
     except OSError as error:
@@ -135,10 +132,7 @@ def commit_staged(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes, then: str = RUN_AGAIN) -> None:
-    """Replace ``path`` by ``content``: a crash at any moment leaves either the old or the new content.
-
-    ``then`` as in ``storage_errors``.
-    """
+    """Replace ``path`` by ``content``, at no moment by anything else; ``then`` as in ``storage_errors``."""
     with staged_file(path, then) as file:
         file.write(content)
     commit_staged(path)
@@ -189,10 +183,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def check_path(text: str) -> None:
-    """Raises ValueError that completes "<key> = <value>: ...".
-
-    It refuses addresses of remote files, NUL characters, and names that are too long for a file system.
-    """
+    """Raises ValueError (completes "<key> = <value>: ...") for remote addresses, NUL characters and too long names."""
     if text.lower().startswith(_FILE):
         raise ValueError(f"is a URL: write the path without {_FILE}")
     if prefix := prefix_of(text):

@@ -26,10 +26,7 @@ OLD_NAMES = {
 
 
 def canonical(value: object) -> str:
-    """The canonical text of ``structured_outputs``, an object or the JSON text of one; "" if it asks for nothing.
-
-    Raises ValueError, which completes "structured_outputs = ...".
-    """
+    """The canonical text of ``structured_outputs``, an object or its JSON, or "". Raises ValueError, after "= ..."."""
     items = object_of(value)
     items = {name: item for name, item in items.items() if item is not None and name not in _IGNORED}
     if "structural_tag" in items:

@@ -61,10 +61,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_clock(text: str, now: datetime) -> datetime:
-    """The next instant at which the local clock shows ``05:55`` (or ``05:55:30``), or an ISO date and time.
-
-    ``now`` must carry a time zone; a date and time without one is local.
-    """
+    """The next local ``05:55`` or ``05:55:30`` after ``now``, which has a time zone, or an ISO date and time."""
     for form in ("%H:%M", "%H:%M:%S"):
         try:
             clock = datetime.strptime(text.strip(), form).time()

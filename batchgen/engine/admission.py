@@ -117,11 +117,9 @@ class WaitingQueue:
         self._preempted.remove(sequence)
 
     def peek(self) -> Sequence:
-        """The next to be admitted."""
         return self._preempted[0] if self._preempted else self._fresh[0][1]
 
     def pop(self) -> Sequence:
-        """Remove and return the next to be admitted."""
         if self._preempted:
             return self._preempted.popleft()
         _, sequence = heapq.heappop(self._fresh)

@@ -75,7 +75,6 @@ class BlockPool:
         return blocks
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """Number of ``blocks`` that are free."""
         return sum(not self.num_holders[block] for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:

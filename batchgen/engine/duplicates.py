@@ -77,7 +77,6 @@ class Duplicates:
 
 
 def _copied(result: Result, key: int, submitted_at: float) -> Result:
-    """The result under the key of an identical request that only waited."""
     waited = time.monotonic() - submitted_at
     timings = Timings(queue_s=waited, ttft_s=waited, total_s=waited, cached_tokens=result.num_prompt_tokens)
     return replace(result, key=key, timings=timings)
@@ -90,10 +89,7 @@ def _size(result: Result, tokens: array[int]) -> int:
 
 
 def _digest(state: RequestState) -> bytes | None:
-    """Digest of all that decides a greedy answer, made when first needed; None for sampled requests.
-
-    Tokens that an earlier run generated are left out: the answer begins with them.
-    """
+    """Digest of all that decides a greedy answer, without an earlier run's tokens; None for sampled requests."""
     request = state.request
     if state.digest is None and request.params.is_greedy:
         tokens = array("i", request.prompt_token_ids).tobytes()

@@ -86,12 +86,10 @@ class Engine:
 
     @property
     def max_num_seqs(self) -> int:
-        """Most sequences that run at once."""
         return self.config.max_num_seqs
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would advance anything."""
         return self.scheduler.has_work
 
     def run(self, requests: Iterable[Request | None]) -> Iterator[Result]:

@@ -33,10 +33,7 @@ from batchgen.text.tokenizer import Tokenizer
 
 
 class TextTools(NamedTuple):
-    """Makers of what needs a tokenizer; each is None without one.
-
-    They make matchers of stop strings, constraints, and trackers of the thoughts after a prompt, up to a budget.
-    """
+    """Makers of matchers of stop strings, constraints, and trackers of thoughts; each is None without a tokenizer."""
 
     stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
     constraints: Constraints | None = None
@@ -121,9 +118,8 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up the watchers, which get an earlier run's tokens; returns the number of tokens forced after them.
-
-        ``counts``: whether penalties are counted here, not where tokens are sampled.
+        """Set up the watchers, which get an earlier run's tokens; the number of tokens forced then. ``counts``
+        penalties here.
         """
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         request, params = self.request, self.request.params
@@ -163,7 +159,6 @@ class Generation:
         return 1 + self._append_forced()
 
     def _append_forced(self) -> int:
-        """Append the forced tokens; they are owed like any others."""
         num_forced = 0
         while (token_id := self._next_forced) is not None:
             num_forced += 1
@@ -180,7 +175,6 @@ class Generation:
 
     @property
     def _forced(self) -> int | None:
-        """The only token that may come next, None if there are several."""
         if (closing := self.closing) is not None:
             return closing
         return None if self.constraint is None else self.constraint.forced
@@ -238,7 +232,6 @@ class Generation:
             self.fail("the model's logits over the given tokens are not finite")
 
     def fail(self, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
-        """End it, and its request with an error."""
         self.error = RowError(code, message)
         self.finish_reason = FinishReason.STOP
 
@@ -287,12 +280,10 @@ class Generation:
             self.end_scored = 2 if self.request.pooling == "cls" else prompt + 1
 
     def score_label(self) -> None:
-        """Score the tokens after the prompt."""
         self.next_scored, self.end_scored = len(self.request.prompt_token_ids), len(self.token_ids)
 
     @property
     def is_scored(self) -> bool:
-        """Whether a given token is still to be scored."""
         return self.next_scored < self.end_scored
 
     def scored_parts(self, indexes: range) -> Iterator[tuple[int, int]]:
@@ -312,7 +303,6 @@ class Generation:
 
     @property
     def num_given(self) -> int:
-        """Tokens that are not generated."""
         return len(self.request.prompt_token_ids) if self.generates else len(self.token_ids)
 
     def to_sample(self) -> Sample:

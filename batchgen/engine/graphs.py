@@ -41,9 +41,8 @@ class CudaRecorder:
         weakref.finalize(self, _destroy, device, self._graphs).atexit = False
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """See ``Recorder``; the result is only there after a replay. ``work`` runs once before, which compiles kernels.
-
-        Raises: CaptureFailed: for a reason other than memory.
+        """See ``Recorder``; the result is only there after a replay. ``work`` runs once before. May raise
+        CaptureFailed.
         """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -137,15 +136,13 @@ class CudaGraphs:
 
     @staticmethod
     def takes(inputs: ModelInput) -> bool:
-        """Whether ``run`` computes such a step."""
         return inputs.is_decode
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput) -> StepOutput:
         """The output of a step for CPU inputs that it ``takes``, valid until the next call.
 
-        Raises:
-            CaptureFailed: see ``CudaRecorder``; nothing is computed.
+        Raises CaptureFailed as ``CudaRecorder``: nothing is computed.
         """
         num_seqs, num_blocks = inputs.block_tables.shape
         size = StepSize(bucket(num_seqs, self.padding.slot), self._width(num_blocks))

@@ -36,10 +36,7 @@ Prompt = tuple[int, ...]
 def made_up_prompts(
     vocab_size: int, max_tokens: int, lengths: Sequence[int], prefix: int, suffixes: Sequence[int]
 ) -> list[Prompt]:
-    """Prompts of random tokens of these lengths, then some with a common prefix, all cut to ``max_tokens``.
-
-    They are the same in every call.
-    """
+    """Random prompts of these lengths, then some with a common prefix, cut to ``max_tokens``; always the same."""
     rng, first = random.Random(0), min(_FIRST_TOKEN, vocab_size - 1)
 
     def tokens(count: int) -> Prompt:
@@ -110,8 +107,7 @@ class Trace:
     def add(self, engine: Engine, requests: Sequence[Request]) -> None:
         """Add a run of requests on an engine whose sampler is a ``LogitsRecorder``.
 
-        Raises:
-            GateFailed: a request ends with an error.
+        Raises GateFailed if a request ends with an error.
         """
         assert isinstance(engine.sampler, LogitsRecorder)
         prompts = {request.key: request.prompt_token_ids for request in requests}

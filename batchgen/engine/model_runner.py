@@ -46,7 +46,6 @@ class ModelRunner:
             self._drop_recordings(error)
 
     def _drop_recordings(self, error: CaptureFailed) -> None:
-        """Launch every kernel of a step again, without recordings."""
         self.replays = None
         self.notes.append(f"steps could not be recorded, so they take longer: {error}")
 

@@ -79,9 +79,8 @@ class Constraints(Protocol):
         """The constraint that ``SamplingParams.structured_outputs`` asks for after a prompt."""
 
     def fill(self, constraints: Sequence[Any], bits: np.ndarray) -> None:
-        """Write which tokens may come next into ``bits`` (int32 [num_constraints, words]), a bit per token.
-
-        All constraints were made by ``begin``.
+        """Write the tokens that may come next into ``bits``, int32 [num_constraints, words]; ``begin`` made all of
+        them.
         """
 
 
@@ -150,7 +149,6 @@ class HostTokenCounts:
 
     @property
     def ids(self) -> np.ndarray:
-        """The tokens, int64."""
         return self._ids[: len(self._place)]
 
     @property

@@ -24,9 +24,8 @@ _ROWS = 64  # penalized at a time: intermediate results are several times as lar
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A launched step: the ids of its tokens on the device, and ``wait`` for their copy on the host.
-
-    There is one token for each sequence in ``schedule.completing``.
+    """A launched step: ids of tokens for ``schedule.completing`` on the device, and ``wait`` for their copy on the
+    host.
     """
 
     schedule: Schedule
@@ -102,7 +101,6 @@ class Overlap:
         return Launched(schedule, token_ids, self._fetch(token_ids))
 
     def _hold(self, launched: Launched | None) -> None:
-        """Make a launched step the one in flight."""
         self.in_flight = launched
         if launched is not None:
             self._book(launched.schedule)
@@ -112,7 +110,6 @@ class Overlap:
 
 
 def _without_ended(schedule: Schedule) -> Schedule:
-    """The schedule without the sequences that have ended since it was made."""
     return replace(schedule, entries={s: n for s, n in schedule.entries.items() if s.generation.finished_at is None})
 
 

@@ -109,9 +109,8 @@ def has_graphs(model: Decoder) -> bool:
 
 
 def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:
-    """The state for a scheduler of these sizes, and the recordings that run steps on it, or None.
-
-    CUDA graphs need one more block and slot, for rows that pad a step.
+    """The state for a scheduler of these sizes, with a block and slot more for padded CUDA graphs, and recordings or
+    None.
     """
     num_more = int(has_graphs(model))
     state = allocate(

@@ -38,9 +38,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: ArrayLike) -> np.ndarray:
-    """Numbers in [0, 1), float64 [num_rows], each a function of its row's four integers (int64 [num_rows]).
-
-    Positions count output tokens.
+    """Numbers in [0, 1), float64 [num_rows], each a function of its row's four int64 numbers; positions count output
+    tokens.
     """
     bits = np.zeros(1, dtype=np.uint64)
     for column in (seeds, keys, samples, positions):
@@ -50,9 +49,8 @@ def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: A
 
 
 class StepLogprobs(NamedTuple):
-    """Arrays with a row per token: ``token_ids``, ``values`` [num_tokens]; ``top_ids``, ``top_values`` [num_tokens, k].
-
-    They have the same types as in ``Logprobs``.
+    """``token_ids``, ``values`` [num_tokens], ``top_ids``, ``top_values`` [num_tokens, k], with the types of
+    ``Logprobs``.
     """
 
     token_ids: np.ndarray
@@ -159,7 +157,6 @@ class Sampler:
         return ids
 
     def _draw(self, logits: Tensor, sequences: Sequence_[Sequence], best: Tensor | None) -> Tensor:
-        """The likeliest tokens of greedy rows, drawn ones of the others."""
         drawn = [i for i, s in enumerate(sequences) if s.request.params.temperature]
         if drawn and len(drawn) == len(sequences):
             return self.kernels.sample(logits, self._rows(sequences, logits.device))
@@ -189,10 +186,7 @@ class Sampler:
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
     def _forbid(self, logits: Tensor, asking: list[tuple[int, Sequence]]) -> bool:
-        """Forbid end tokens of model and request before ``min_tokens``, and tokens that complete a bad word.
-
-        Returns whether any token is forbidden.
-        """
+        """Forbid end tokens before ``min_tokens``, and ends of bad words; whether any token is forbidden."""
         free = [(row, sequence) for row, sequence in asking if sequence.generation.closing is None]
         places = [
             (row, token_id)

@@ -39,7 +39,6 @@ class Schedule:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Tokens of each sequence."""
         return list(self.entries.values())
 
     @cached_property
@@ -54,19 +53,14 @@ class Schedule:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens computed in the step."""
         return sum(self.counts)
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether each sequence has one token."""
         return self.num_tokens == len(self.entries)
 
     def num_attended(self, window: int = 0) -> int:
-        """Number of positions that the step's tokens attend to: itself and all earlier ones, or ``window`` of these.
-
-        Ask before booking.
-        """
+        """Positions that the step's tokens attend to: up to their own, or ``window`` of these. Ask before booking."""
         if not window:
             own = self.counts if self.is_single else [n * (n + 1) // 2 for n in self.counts]
             return sum([start * n for start, n in zip(self.starts, self.counts, strict=True)], sum(own))

@@ -213,7 +213,6 @@ class Scheduler:
         self.waiting.push_preempted(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Take back a running sequence's blocks and slot."""
         self.running.remove(sequence)
         self.pool.free(sequence.block_table)
         sequence.block_table = array("i")
@@ -271,7 +270,6 @@ class Scheduler:
         yield from self.waiting
 
     def check(self) -> None:
-        """Assert the invariants that hold between steps."""
         self.pool.check([block for s in self.running for block in s.block_table])
         slots = [s.conv_slot for s in self.running]
         assert None not in slots and len(set(slots)) == len(slots), "a conv slot is missing or shared"

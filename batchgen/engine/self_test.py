@@ -111,12 +111,10 @@ class SmallModel:
         return [Request(key, prompt, kinds[key % len(kinds)]) for key, prompt in enumerate(prompts)]
 
     def runs(self, kernels: Kernels, device: torch.device) -> Runs:
-        """Runs of its requests on ``kernels``."""
         block_size = default_sizes(is_cuda=self.device.type == "cuda")["block_size"]
         return Runs(self.decoder(kernels, device), self.requests(), self.kv_cache_dtype, block_size)
 
     def plain(self, kernels: Kernels, device: torch.device | None = None) -> PlainKernels:
-        """Plain torch for the formats of ``kernels``."""
         weights, activations = kernels.weights, kernels.activations
         return PlainKernels(device or self.device, self.dtype, weights=weights, activations=activations)
 
@@ -202,10 +200,7 @@ def device_fault(kernels: Kernels, small: SmallModel) -> str:
 
 
 def _fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: torch.device, tolerance: float) -> str:
-    """The first broken invariant; bits must be equal if the kernels promise that, or else within ``tolerance``.
-
-    Plain torch computes on ``device``.
-    """
+    """The first broken invariant on ``device``; equal bits if the kernels promise them, else within ``tolerance``."""
     runs = small.runs(kernels, small.device)
     bits = 0.0 if kernels.batch_invariant else tolerance
     routing = Routing()

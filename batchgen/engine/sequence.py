@@ -58,7 +58,6 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens if self.generates else 0
 
     @property

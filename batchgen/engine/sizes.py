@@ -60,11 +60,7 @@ class SchedulerConfig:
 
 
 def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
-    """Every size of the scheduler for ``model``; see ``sizes_for``.
-
-    Raises:
-        UsageError: a value that cannot work, or needs more memory than the device has.
-    """
+    """Every size of the scheduler for ``model``; see ``sizes_for``. Raises UsageError, also if memory is short."""
     is_cuda = model.device.type == "cuda"
     free, total = _memory(model)
     config = replace(config, kv_cache_dtype=cache_dtype(config.kv_cache_dtype, model))
@@ -74,11 +70,7 @@ def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
 
 
 def cache_dtype(kv_cache_dtype: str, model: Decoder) -> str:
-    """The type that keys and values are rounded to; "auto" if that is the type in which they are computed.
-
-    Raises:
-        UsageError: the kernels of the model's device do not support it.
-    """
+    """The type that keys and values are rounded to, "auto" for the computed one. Raises UsageError if unsupported."""
     if kv_cache_dtype in ("auto", model.numerics["dtype"]):
         return "auto"
     if model.device.type != "cpu" and kv_cache_dtype != "int8":
@@ -94,8 +86,7 @@ def sizes_for(
 ) -> SchedulerConfig:
     """Every size of the scheduler, with ``free_bytes`` of memory once the weights are loaded.
 
-    Raises:
-        UsageError: a value that cannot work, or too little memory for one block.
+    Raises UsageError for a value that cannot work, or too little memory for one block.
     """
     block_size = config.block_size or default_sizes(is_cuda=is_cuda)["block_size"]
     trained = model.max_position_embeddings
@@ -131,10 +122,7 @@ def sizes_for(
 def _step_sizes(
     config: EngineConfig, model: ModelConfig, itemsize: int, free_bytes: int, *, is_cuda: bool
 ) -> tuple[int, int, int]:
-    """Most tokens and most sequences of a step, and the bytes that it needs in addition to the KV memory.
-
-    On a small card full steps would not leave memory for blocks, so the defaults are halved there.
-    """
+    """Most tokens and sequences of a step, and its bytes next to the KV memory; halved on a card too small for them."""
     defaults = default_sizes(is_cuda=is_cuda)
     for halvings in range(_MAX_HALVINGS + 1 if is_cuda else 1):
         tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"] >> halvings
@@ -185,10 +173,7 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
 
 
 def _memory(model: Decoder) -> tuple[int, int]:
-    """Free and total bytes of the model's device.
-
-    On a GPU torch keeps freed memory for itself, so memory of earlier engines is first given back, or counted.
-    """
+    """Free and total bytes of the model's device; memory that torch keeps on a GPU is given back first, or counted."""
     if model.device.type not in ("cuda", "xpu"):  # the memory of "mps" is the processor's
         return available_bytes(), total_bytes()
     import torch

@@ -18,10 +18,7 @@ MAX_POINTS = 1000
 
 
 class Point(NamedTuple):
-    """One or more successive steps, which start at ``at`` (monotonic clock).
-
-    ``sequences`` and ``kv_use`` (share of the blocks) are sums over the steps.
-    """
+    """Successive steps, one or more, from ``at`` (monotonic clock); ``sequences`` and ``kv_use`` are their sums."""
 
     at: float
     span_s: float
@@ -32,7 +29,6 @@ class Point(NamedTuple):
     kv_use: float
 
     def joined(self, after: Point) -> Point:
-        """This point and the next one, joined."""
         return Point(self.at, *(mine + more for mine, more in zip(self[1:], after[1:], strict=True)))  # type: ignore[arg-type]  # columns keep their types
 
 

@@ -134,7 +134,6 @@ class ModelConfig:
         return "" if self.is_gguf or self.has_adapter else self.dtype
 
     def stored_name(self, module: str) -> str:
-        """Name of a module in checkpoints."""
         for other, name in self.module_names.items():
             module = module.replace(other, name)
         return module
@@ -146,10 +145,7 @@ class ModelConfig:
 
     @property
     def parts(self) -> str:
-        """Parts that need kernels: the kind of the feed-forwards, "dense" or "experts", and maybe more words.
-
-        "scales": numbers are multiplied by one; "tiles": each head is whole tiles of a matrix unit.
-        """
+        """Words for parts that need kernels: "dense" or "experts", "scales" (factors), "tiles" (heads of tiles)."""
         scales = " scales" if (self.embedding_scale, self.logits_scale) != (1, 1) else ""
         return self.feed_forward + scales + ("" if self.head_dim % TILE_STEP else " tiles")
 
@@ -159,7 +155,6 @@ class ModelConfig:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """The mixer of each layer."""
         return tuple(layer.mixer for layer in self.layers)
 
     @property
@@ -192,9 +187,8 @@ class ModelConfig:
 
     @property
     def tail_reach(self) -> int | None:
-        """Number of earlier tokens that the layers after the last attention read; None without attention.
-
-        A model that is not causal also reads as many later tokens.
+        """Earlier tokens (and later ones, if not causal) that layers after the last attention read; None without
+        attention.
         """
         reach = self.conv_l_cache - 1 if self.is_causal else self.conv_l_cache // 2
         return None if self.num_tail_layers is None else self.num_tail_layers * reach
@@ -247,9 +241,8 @@ class ModelConfig:
         return self.hidden_size * (mixer + 3 * _active_width(layer) + num_experts)
 
     def kv_block_bytes(self, block_size: int, itemsize: int, kv_cache_dtype: str = "auto") -> int:
-        """Bytes of one block over all layers, including its padding and the convolution state at its end.
-
-        Numbers have ``itemsize`` bytes, also keys and values if ``kv_cache_dtype`` is "auto".
+        """Bytes of a block over all layers, with padding and convolution state; numbers of "auto" have ``itemsize``
+        bytes.
         """
         lanes, (kv_itemsize, scale_bytes) = padded(block_size), _KV_BYTES.get(kv_cache_dtype, (itemsize, 0))
         per_head = padded(self.head_dim) * (lanes + block_size) * kv_itemsize + 2 * lanes * scale_bytes

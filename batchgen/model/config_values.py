@@ -234,9 +234,8 @@ class ConfigValues:
 
 
 class Family(NamedTuple):
-    """A family of models: its name in messages, published ``config.json`` values by model name, and their parser.
-
-    ``read_config`` returns the shape of the model that has a ``config.json``. It raises ModelError.
+    """A family: its name in messages, published ``config.json`` by model name, and their parser, which raises
+    ModelError.
     """
 
     title: str

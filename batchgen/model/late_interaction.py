@@ -43,9 +43,8 @@ class Side:
 
 
 def read_sides(folder: Path, mask: Path | None) -> Mapping[str, Side]:
-    """The sides of a checkpoint for late interaction, by name; empty for other checkpoints. Raises ModelError.
-
-    ``mask`` is the folder of the module ``MultiVectorMask``, if there is one.
+    """Sides of late interaction by name, if any; ``mask``: the folder of ``MultiVectorMask``, or None. Raises
+    ModelError.
     """
     path = folder / "config_sentence_transformers.json"
     values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))

@@ -17,10 +17,7 @@ from batchgen.model.weights import ROUTER_BIAS, TAPS, NamedTensors
 
 
 class AddedLinear:
-    """The last linear of a mixer or feed-forward, whose product is added to the residual stream.
-
-    The product is normed first, by the weights named ``post_norm``, if the family has such norms.
-    """
+    """The last linear of a mixer or feed-forward; its product, normed by ``post_norm`` in some families, is added."""
 
     def __init__(
         self, linear: Linear, post_norm: str, tensors: NamedTensors, config: ModelConfig, kernels: Kernels
@@ -50,7 +47,6 @@ class FeedForward:
         self.linears = [(self.gate_up.linear, width), (down, inner)]
 
     def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``AddedLinear``."""
         return self.down(self.gate_up(x), residual, norm)
 
 
@@ -74,7 +70,6 @@ class ExpertFeedForward:
         self.linears = [pair for gate_up, down in met for pair in ((gate_up, width), (down, experts.ff_dim))]
 
     def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``AddedLinear``."""
         h = self.experts(x, *self.route(x), residual)
         return h, self.kernels.rms_norm(h, norm, self.eps)
 

@@ -138,9 +138,8 @@ def _require_memory(path: str, config: ModelConfig, dtype: str, weights: str, ac
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu", "cuda", "cuda:N", "mps" or "xpu" means on this machine; a GPU has its index.
-
-    Raises ModelError for another name, or a GPU that this machine lacks.
+    """The device that "auto", "cpu", "cuda", "cuda:N", "mps" or "xpu" means here, a GPU with its index. Raises
+    ModelError.
     """
     if device in UNTRIED_DEVICES:
         if not (torch.backends.mps.is_available() if device == "mps" else torch.xpu.is_available()):

@@ -50,9 +50,8 @@ _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors.
-
-    Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
+    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors. Raises ModelError if
+    unsupported.
     """
     values = ConfigValues(raw, where)
     stated = raw.get("model_type")
@@ -127,10 +126,7 @@ def _labels(values: ConfigValues) -> tuple[str, ...]:
 
 
 def _scores(values: ConfigValues, num_labels: int) -> str:
-    """Function from the logits of labels to scores, as in sentence-transformers and transformers' pipeline.
-
-    Raises ModelError.
-    """
+    """Function from logits of labels to scores, as in sentence-transformers and transformers. Raises ModelError."""
     ours, older = values.section("sentence_transformers", is_needed=False), "sbert_ce_default_activation_function"
     function = ours.text("activation_fn", default=values.text(older, default=""))
     problem = values.text("problem_type", default="")

@@ -55,10 +55,7 @@ class VectorFiles:
 
 
 def read_vector_files(folder: Path) -> VectorFiles:
-    """The settings in a model's folder or GGUF file; defaults for what is missing.
-
-    Raises ModelError for unknown modules.
-    """
+    """Settings in a model's folder or GGUF file, defaults for missing ones. Raises ModelError for unknown modules."""
     if is_gguf(folder):
         pooling = read_gguf_pooling(folder)
         return VectorFiles(pooling, normalize=pooling not in ("", "tokens"))  # as llama.cpp's server

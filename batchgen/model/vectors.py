@@ -45,10 +45,7 @@ class VectorHead:
         dtype: torch.dtype,
         device: torch.device = _CPU,
     ) -> None:
-        """``width``, ``dtype`` and ``device`` are the model's.
-
-        Raises ModelError for dense layers that do not fit, and impossible dimensions.
-        """
+        """``width``, ``dtype`` and ``device`` are the model's. Raises ModelError for unfit layers or dimensions."""
         self._settings, self._dtype, self._device = settings, dtype, device
         self._layers: list[tuple[Linear, bool]] = []
         for layer in settings.dense:

@@ -226,7 +226,6 @@ class NamedTensors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
         return self._source.dtype
 
     def of(self, **indices: int) -> NamedTensors:
@@ -258,9 +257,8 @@ class NamedTensors:
         return (weight.float() + offset).to(self.dtype, copy=True)
 
     def biases(self, *parts: tuple[str, int]) -> Tensor | None:
-        """Biases of modules end to end, given the role and width of each; zeros for a module without, None without any.
-
-        They have memory of their own and the model's dtype.
+        """Biases of modules of a role and width each, end to end in own memory; zeros for those without, None without
+        any.
         """
         taken = {role: self.take(role, n, part="bias") for role, n in parts if role in self._config.biases}
         if not taken:

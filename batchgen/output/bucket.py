@@ -28,10 +28,7 @@ class Entry(NamedTuple):
 
 
 class Bucket:
-    """The files below ``address``, known by their names relative to it.
-
-    Transient errors are retried. All methods raise RemoteError.
-    """
+    """The files below ``address``, by relative names. Methods retry transient errors, and raise RemoteError."""
 
     def __init__(self, address: str) -> None:
         from fsspec.implementations.dirfs import DirFileSystem
@@ -56,12 +53,10 @@ class Bucket:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file."""
         options = self._options(len(content))
         self._do("write", name, lambda: self._store.pipe_file(name, content, **options))
 
     def upload(self, name: str, path: Path) -> None:
-        """Copy a local file there."""
         size = path.stat().st_size
         options = self._options(size)
         if self._scheme != "hf":

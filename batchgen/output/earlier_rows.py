@@ -74,7 +74,6 @@ class EarlierRows:
             at += 1
 
     def close(self) -> None:
-        """Release the files."""
         self._files.close()
 
     def _add(self, path: Path, record: Callable[[bytes], Record], lines: Callable[[BinaryIO], Iterator[Any]]) -> None:

@@ -32,11 +32,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock, held from construction until ``close``.
-
-    Raises LockedError naming the holder, StorageError if the file system cannot lock, UsageError for a file that is not
-    a lock.
-    """
+    """The lock, held until ``close``. Raises LockedError naming the holder, StorageError, UsageError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -68,7 +68,6 @@ class Manifest:
     batchgen: str = field(default_factory=build)
 
     def to_bytes(self) -> bytes:
-        """The content of ``job.json``."""
         plain = json.loads(encode_json({"version": 0, "batchgen": "", **asdict(self), "shard": astuple(self.shard)}))
         return json.dumps(plain, indent=2, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
@@ -108,12 +107,10 @@ class Manifest:
         return None if plain is None else Numerics.of(plain)
 
     def with_numerics(self, numerics: Numerics) -> Manifest:
-        """The manifest with these numerics."""
         return replace(self, fingerprints={**self.fingerprints, "numerics": numerics.plain})
 
     @property
     def num_files(self) -> int:
-        """The number of files of the input."""
         return len(self.fingerprints.get("input", {}).get("files", ()))
 
     def spec(self, path: Path) -> JobSpec:

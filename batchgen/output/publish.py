@@ -37,7 +37,6 @@ class PublishManifest:
     files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     def is_of(self, other: PublishManifest) -> bool:
-        """Whether both are of one run directory."""
         return (self.created_at, self.shard) == (other.created_at, other.shard)
 
     def to_bytes(self) -> bytes:
@@ -78,10 +77,7 @@ class Publication:
             self._to.write(PUBLISHED, begun.to_bytes())
 
     def publish(self) -> list[str]:
-        """Copy what is not there yet. Returns what was done, in words.
-
-        Raises UsageError if the destination has become another run's.
-        """
+        """Copy what is not there yet; what was done, in words. Raises UsageError for another run's destination."""
         to, now = self._to, replace(self._own, num_results=_num_results(self._run_dir))
         before = self._replaceable(overwrite=False) or now
         paths = {path.name: path for path in self._run_dir.finished_files()}

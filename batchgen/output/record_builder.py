@@ -99,7 +99,6 @@ class RecordBuilder:
         return payload | self._kept(row.columns)
 
     def _logprobs(self, tokens: Logprobs, prefix: str = "") -> dict[str, Any]:
-        """Log-probabilities in the form of this job."""
         if self._spec.packs_logprobs:
             return packed_fields(tokens, prefix)
         return {f"{prefix}logprobs": token_fields(tokens, self._tokenizer)}
@@ -118,7 +117,6 @@ class RecordBuilder:
         return fields
 
     def fingerprint(self, row: Row) -> str:
-        """See ``config.identity.fingerprint``."""
         limit, tokens = limit_of(row.params, len(row.prompt_token_ids), self.max_model_len), row.prompt_token_ids
         facts = self._facts_of(row)
         if isinstance(row, ChatRow):  # whose prompts hold its answers

@@ -101,7 +101,6 @@ class RowIndex:
         return self._rows[position - 1] if position else None
 
     def _finished(self) -> Iterator[tuple[int, int]]:
-        """Index and packed location of each finished row, in ascending order."""
         rows = zip(self._rows, self._packed, strict=False)
         return ((index, packed) for index, packed in rows if packed != _ABSENT)
 

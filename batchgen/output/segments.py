@@ -35,7 +35,6 @@ class Line(NamedTuple):  # a dataclass takes three times as long to make, and op
 
     @property
     def payload(self) -> bytes:
-        """The JSON text of the record."""
         return self.raw.split(b" ", 4)[4][:-1]
 
     @property
@@ -112,9 +111,8 @@ class SegmentReader:
         self._open: OrderedDict[int, BinaryIO] = OrderedDict()  # least recently used first
 
     def read(self, segment: int, offset: int) -> Line:
-        """The line at ``offset`` of the path at position ``segment``, verified again.
-
-        Raises StorageError if it no longer matches its checksum.
+        """The line at ``offset`` of the path at position ``segment``. Raises StorageError if its checksum does not
+        match.
         """
         path = self._paths[segment]
         with storage_errors("read", path):

@@ -191,10 +191,7 @@ def _prompt_tokens(survey: Survey) -> dict[str, Any]:
 
 
 def _logprobs(spec: JobSpec, survey: Survey, max_num_seqs: int) -> dict[str, Any] | None:
-    """Bytes of log-probabilities, at most: of records before compression, and of rows that run at once.
-
-    None where no row asks for any.
-    """
+    """Most bytes of log-probabilities, of records before compression and of rows that run at once; None without any."""
     if not survey.logprob_bytes:
         return None
     longest = survey.max_logprob_bytes // (1 if spec.packs_logprobs else JSON_BYTES // PACKED_BYTES)

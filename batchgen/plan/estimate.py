@@ -55,7 +55,6 @@ class ExpectedLengths:
         return cls.around(basis, (sum(finished) + sum(unfinished)) / len(finished))
 
     def total(self, survey: Survey) -> int:
-        """Output tokens of all rows together."""
         return round(sum(self._mean(*limit) * count for limit, count in survey.outputs.items()))
 
     def _mean(self, max_output: int, is_fixed: bool) -> float:
@@ -116,10 +115,7 @@ class Forecast:
 
 
 def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool:
-    """Whether an earlier run's report has a rate of this model, adapter and quantization on this machine.
-
-    A rate of vectors does not count for a job that generates.
-    """
+    """Whether an earlier run's report has a rate of this model, adapter, quantization and machine, and kind of work."""
     model, tokens = spec.model, report["tokens"]
     numerics = Numerics.of(report["numerics"])
     named = {name: report[name] for name in ("model", "adapter") if name in report}

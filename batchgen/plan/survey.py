@@ -72,7 +72,6 @@ class Survey:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts together."""
         return sum(length * count for length, count in self.prompt_lengths.items())
 
     def take(self, rows: Iterable[Row]) -> None:

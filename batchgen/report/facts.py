@@ -278,10 +278,7 @@ def _resources(report: Report) -> Facts:
 
 
 def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected: Callable[..., Any] | None) -> Table:
-    """The beginnings of prompts and answers of records, and the expected answers.
-
-    Unknown prompts are "".
-    """
+    """The beginnings of prompts and answers of records, and the expected answers. Unknown prompts are ""."""
     has_prompts = any(prompt for prompt, _ in rows)
     table_rows = []
     for prompt, record in rows:

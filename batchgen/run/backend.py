@@ -28,9 +28,8 @@ class EngineLike(Protocol):
     def stats(self) -> Stats: ...
 
     def run(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Results in order of completion, pulling requests lazily, None where one follows from a result to come.
-
-        See ``Backend.takes_rows`` for others than requests.
+        """Results in order of completion, pulling requests lazily, or rows (``Backend.takes_rows``); None: one will
+        follow.
         """
 
     def stop(self) -> None:

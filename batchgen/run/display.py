@@ -70,7 +70,6 @@ class LineDisplay(Display):
         self._shown_at = time.monotonic()
 
     def show(self, snapshot: Snapshot) -> None:
-        """A line, if one is due."""
         if self._is_due():
             self._shown_at = time.monotonic()
             self.note(f"{datetime.now():%H:%M:%S} {describe(snapshot)}")
@@ -88,7 +87,6 @@ class JsonDisplay(LineDisplay):
     _phase = ""
 
     def show(self, snapshot: Snapshot) -> None:
-        """A line, if one is due or the phase is a new one."""
         if snapshot["phase"] != self._phase or self._is_due():
             self._shown_at = time.monotonic()
             self._phase = snapshot["phase"]
@@ -105,10 +103,7 @@ class JsonDisplay(LineDisplay):
 
 
 class BarDisplay(Display):
-    """A tqdm bar that counts rows, and estimates the time left from their tokens.
-
-    In a notebook it is a widget, or text if ipywidgets is not installed.
-    """
+    """A tqdm bar of rows, with time left from their tokens; in a notebook a widget, or text without ipywidgets."""
 
     def __init__(self, file: TextIO) -> None:
         if is_notebook():
@@ -123,7 +118,6 @@ class BarDisplay(Display):
         self._is_running = False
 
     def show(self, snapshot: Snapshot) -> None:
-        """Redraw the bar."""
         rows, is_running = snapshot["rows"], is_generating(snapshot)
         finished, total = rows["done"] + rows["failed"], rows["total"]
         layout = (_RUNNING if total else _NO_TOTAL) if is_running else _WAITING

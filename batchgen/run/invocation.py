@@ -67,10 +67,7 @@ class OtherNumerics(ResumeMismatch):
 
 
 class Invocation:
-    """The process that works on a job in ``run_dir``: its options, progress, requests to stop, and engine.
-
-    ``publish`` is the job's ``output.publish``.
-    """
+    """The process that works on a job in ``run_dir``, with its options, progress, engine, and ``output.publish``."""
 
     def __init__(
         self, publish: str, options: RunOptions, run_dir: RunDir, engine_factory: EngineFactory | None
@@ -166,10 +163,7 @@ class Invocation:
         return stream.is_exhausted and not stream.pending
 
     def _agreed_backend(self, job: OpenJob, manifest: Manifest) -> Backend:
-        """The engine, which computes as the run did so far.
-
-        Raises OtherNumerics if rows would differ.
-        """
+        """The engine, which computes as the run did so far. Raises OtherNumerics if rows would differ."""
         backend = self.load(job, manifest)
         now = Numerics.of(backend.numerics)
         begun = manifest.numerics or now

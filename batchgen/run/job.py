@@ -59,8 +59,6 @@ def run_job(
 
 
 class _Job:
-    """A job in its run directory."""
-
     def __init__(
         self, spec: JobSpec, options: RunOptions, engine_factory: EngineFactory | None, lines: Iterable[bytes] | None
     ) -> None:

@@ -69,7 +69,6 @@ class ModelInfo:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """End-of-sequence token ids from the model config and the tokenizer."""
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
 
     def resolved(self, spec: JobSpec) -> JobSpec:
@@ -135,7 +134,6 @@ class ModelInfo:
         )
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
-        """Builder of output records from this model's results."""
         return RecordBuilder(spec, self.tokenizer, self.config.labels, self.max_model_len, self.eos_token_ids)
 
 
@@ -143,10 +141,7 @@ EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
 
 
 def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
-    """Find the model and read everything except its weights; its chat template prints the time ``now``.
-
-    Raises ModelError, or UsageError for an impossible length.
-    """
+    """Find the model and read all but its weights; templates print the time ``now``. Raises ModelError, UsageError."""
     model = spec.model
     states: dict[Path, FileState] = {}
     if not is_dummy(model.path):
@@ -204,10 +199,7 @@ def _read_tokenizer(
 
 
 def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
-    """``recommended_values``; None if they are impossible and the job does not ask for them.
-
-    Raises ModelError if it asks for them.
-    """
+    """``recommended_values``; impossible ones are None, or raise ModelError if the job asks for them."""
     try:
         return recommended_values(folder)
     except ModelError:

@@ -42,15 +42,12 @@ class OpenJob:
 
     @cached_property
     def records(self) -> RecordBuilder:
-        """The builder of output records."""
         return self.model.record_builder(self.spec)
 
     def rows(self, shard: Shard = WHOLE) -> RowRange:
-        """All rows of a shard."""
         return RowRange(self.source, shard, has_ids=may_have_ids(self.spec.input))
 
     def check_columns(self) -> list[str]:
-        """See ``input.columns.check_columns``."""
         return check_columns(self.source.read(), self.spec, self.builder.finder)
 
     @contextmanager

@@ -55,7 +55,6 @@ class Clock:
 
     @property
     def account(self) -> str:
-        """The account that runs now."""
         return self._running[0]
 
     @contextmanager
@@ -151,7 +150,6 @@ class Progress:
         self._keeps_file, self._is_idle = keeps, is_idle
 
     def expect(self, rows_total: int | None) -> None:
-        """Take the number of rows of this shard."""
         self.rows_total = rows_total
 
     def follow(self, sink: ResultSink) -> None:
@@ -170,7 +168,6 @@ class Progress:
             yield
 
     def stop(self) -> None:
-        """The run has been stopped early."""
         self.state = "stopped"
 
     def finish(self, report: Mapping[str, Any] | None) -> None:
@@ -210,7 +207,6 @@ class Progress:
         return follow(self._before.get("spent", {}), mine | self._token_counts())
 
     def _token_counts(self) -> dict[str, int]:
-        """Tokens of this invocation."""
         return {
             "computed_tokens": self.computed_tokens,
             "prompt_tokens": self.sink.num_prompt_tokens if self.sink else 0,

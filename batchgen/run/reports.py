@@ -87,10 +87,7 @@ def last_report(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
-    """Tables of a finished run for a person: rows with wrong answers, the first rows, failed rows, and its job.
-
-    Empty if the run's files cannot be read.
-    """
+    """Tables of a run: wrong answers, first rows, failed rows, and its job. Empty if its files cannot be read."""
     with suppress(StorageError, UsageError, KeyError, TypeError):
         if manifest := run_dir.read_manifest():
             spec = manifest.spec(run_dir.manifest)

@@ -38,7 +38,6 @@ class Counts:
 
     @property
     def num_new(self) -> int:
-        """Rows to be computed."""
         return self.num_good - self.num_kept
 
     def losses(self, num_old: int, begun: Manifest, now: Manifest) -> str:
@@ -186,10 +185,7 @@ def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
 def take_over(
     earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
 ) -> Counts:
-    """Record the rows with earlier results; the others are left in ``rows``.
-
-    Rows that a killed pass recorded count as kept. A stop ends it early. Raises StorageError.
-    """
+    """Record the rows with earlier results, those of a killed pass too, until a stop. Raises StorageError."""
     progress.follow(sink)
     journal, num_begun = sink.journal, 0
     begun: dict[int, tuple[int, ...]] = {}

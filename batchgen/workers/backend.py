@@ -96,10 +96,7 @@ def on_workers(
 
 
 class IdentityGate:
-    """Says which workers may take part in a run.
-
-    ``numerics`` belong to the run's rows so far, or else to its first worker.
-    """
+    """Says which workers may take part in a run: those with its rows' ``numerics``, or its first worker's."""
 
     def __init__(self, context: RunContext) -> None:
         self.numerics: dict[str, str] = dict(context.numerics or {})

@@ -81,12 +81,10 @@ class RowDispatcher:
         return self._is_full
 
     def end_of_source(self) -> None:
-        """No ``put`` will follow."""
         self._has_ended = True
 
     @property
     def is_done(self) -> bool:
-        """Whether every row of the source is answered."""
         return self.is_winding_up and not self._leases
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:
@@ -305,11 +303,7 @@ class RowDispatcher:
         return len(lease.holders) == 1 and not lease.num_losses
 
     def check(self) -> None:
-        """Check the dispatcher's invariants.
-
-        Raises:
-            AssertionError: one does not hold.
-        """
+        """Check the dispatcher's invariants. Raises AssertionError if one does not hold."""
         live = list(self.workers.values())
         waiting = [task.key for task in self._backlog()]
         held = set(chain.from_iterable(worker.tasks for worker in live))

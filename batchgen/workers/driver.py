@@ -108,7 +108,6 @@ class WorkersEngine:
         return self._dispatcher.unfinished()
 
     def close(self) -> None:
-        """End all workers."""
         self._launcher.close()
 
     def _pull(self, source: Iterator[Row]) -> None:
@@ -205,7 +204,6 @@ class WorkersEngine:
         self._note(f"worker {name} on {ready.place} has joined")
 
     def _on_lost(self, name: str, lost: WorkerLost, *, has_hung: bool = False) -> Iterator[Answer]:
-        """Give the rows of a lost worker to others."""
         del self._handles[name]
         ready = self._ready.pop(name, None)
         if ready:

@@ -69,10 +69,7 @@ def prepare(modules: Iterable[str]) -> None:
 
 
 def machine_code(spec: KernelSpec, kind: str) -> bytes:
-    """The object of a kernel: ``ENTRY`` in it is a C function of the words.
-
-    Raises any error if numba differs from what this module expects.
-    """
+    """The object of a kernel, with a C function ``ENTRY`` of the words. Raises any error if numba has changed."""
     typing, context = registry.cpu_target.typing_context, registry.cpu_target.target_context
     context.refresh()
     flags: Any = compiler.Flags()

@@ -75,10 +75,7 @@ class PackedExperts:
 
 
 def _joined(parts: list[PackedLinear]) -> Tensor:
-    """Move panels into one tensor; their addresses, int64 [num_experts].
-
-    Otherwise memory that is freed between them would leave holes of up to a third of the model.
-    """
+    """Move panels into one tensor (else freed memory leaves holes of a third of the model); addresses [num_experts]."""
     for part, strips in zip(parts, torch.stack([part.packed.strips for part in parts]), strict=True):
         part.move_to(strips)
     return torch.tensor([part.weight_at for part in parts])

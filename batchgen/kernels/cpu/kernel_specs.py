@@ -91,10 +91,7 @@ def cached_kind(dtype: str, kv_cache_dtype: str) -> str:
 
 
 def attention_kind(dtype: str, kv_cache_dtype: str, is_whole: bool) -> str:
-    """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_cache_dtype``.
-
-    ``is_whole``: each head has a multiple of ``layout.TILE_STEP`` dimensions.
-    """
+    """The kind of attention for a model's dtypes; ``is_whole``: heads are multiples of ``layout.TILE_STEP`` wide."""
     kind = cached_kind(dtype, kv_cache_dtype)
     if kind == "bfloat16" and is_whole and has_matrix_unit("bf16"):
         return "bf16_tiles"

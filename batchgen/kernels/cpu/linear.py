@@ -79,7 +79,6 @@ class PackedWeight:
 
     @property
     def strip_size(self) -> int:
-        """Elements of a strip."""
         return self.strips[0].numel()
 
     @property
@@ -169,10 +168,7 @@ class Experts(NamedTuple):
 
 
 class PackedLinear:
-    """``Linear`` with the weight in panels: for inputs of bfloat16 or float32, an even number of them.
-
-    ``dtype`` is the dtype of the inputs, if not the weight's.
-    """
+    """``Linear`` with the weight in panels, for an even number of inputs in the weight's dtype or ``dtype``."""
 
     def __init__(
         self,
@@ -210,9 +206,8 @@ class PackedLinear:
         gated: int = 0,
         experts: Experts | None = None,
     ) -> Tensor:
-        """The product [rows, width] of x [rows, inputs] with all panels, or of each row with its expert's panels.
-
-        ``gated`` is 0 or one of the ways in ``layout``.
+        """The product [rows, width] of x [rows, inputs] with all panels, or each row's expert's; ``gated`` as in
+        ``layout``.
         """
         assert x.shape[1:] == (self.inputs,), f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
         assert x.dtype in _TYPES, "kernels read bits"

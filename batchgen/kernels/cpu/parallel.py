@@ -111,7 +111,6 @@ class Kernel:
         self._addresses: dict[Kind, int] = {}
 
     def address(self, kind: Kind) -> int:
-        """The address of its function."""
         if kind not in self._addresses:
             self._addresses[kind] = build.address(self._spec, str(kind).removeprefix("torch."))
         return self._addresses[kind]

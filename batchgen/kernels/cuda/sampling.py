@@ -51,10 +51,7 @@ def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.co
 
 @triton.jit
 def _threshold(logits, width, peak, temperature, floor, target, BY_MASS: tl.constexpr):
-    """The largest probability (as bits) such that the tokens from it upward weigh at least ``target``.
-
-    If all together weigh less, it is ``floor``.
-    """
+    """The largest probability (bits) such that the tokens from it upward weigh ``target`` or more, else ``floor``."""
     digit = tl.arange(0, NUM_CANDIDATES)
     threshold = floor * 0
     for place in range(NUM_DIGITS):

@@ -25,10 +25,7 @@ _CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch
 
 
 class LoraTensors:
-    """The tensors of a model, with an adapter's matrices added to the weights of its modules.
-
-    All have the dtype of the model, or a wider dtype if the model's own source gives it.
-    """
+    """A model's tensors with an adapter's matrices added, in the model's dtype or a wider one of its source."""
 
     def __init__(self, plain: TensorSource, lora: Lora, config: ModelConfig) -> None:
         self.dtype = plain.dtype

@@ -68,7 +68,6 @@ _THIRTY: dict[str, Any] = {"attention": [2, 5, 9, 13, 17, 21, 24, 27], "num_hidd
 
 
 def _read(values: ConfigValues, ff_dim: int) -> ModelConfig:
-    """The shape of a model with feed-forwards of that width."""
     rope = values.rope(default_theta=1e6)
     return values.model(
         [LayerShape(mixer, ff_dim, rope if mixer == ATTENTION else None) for mixer in _mixers(values)],

@@ -26,14 +26,8 @@ _qwen = partial(published, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6,
 _qwen2 = partial(_qwen, model_type="qwen2", max_position_embeddings=32768, tie_word_embeddings=True)
 _qwen3 = partial(_qwen, model_type="qwen3", max_position_embeddings=40960, tie_word_embeddings=True)
 _4B = ((2560, 128, 9728), (32, 8), 36)
-
-
-def _read_qwen2(values: ConfigValues) -> ModelConfig:
-    return read_dense(values, default_theta=1e4, has_qk_norm=False, biases=QKV)
-
-
-def _read_qwen3(values: ConfigValues) -> ModelConfig:
-    return read_dense(values, default_theta=1e4)
+_read_qwen2 = partial(read_dense, default_theta=1e4, has_qk_norm=False, biases=QKV)
+_read_qwen3 = partial(read_dense, default_theta=1e4)
 
 
 def _read_qwen3_moe(values: ConfigValues) -> ModelConfig:

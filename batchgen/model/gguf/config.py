@@ -119,9 +119,8 @@ _LLAMA3_POSITIONS = 8192
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """The ``config.json`` of the model in a GGUF file, and the names of its tensors by role.
-
-    Raises ModelError for an unusable file, another architecture, or missing or unsupported metadata.
+    """The ``config.json`` of the model in a GGUF file, and names of its tensors by role. Raises ModelError if
+    unsupported.
     """
     header = read_header(path, [f"{name}.attention.head_count_kv" for name in _ARCHITECTURES])
     metadata, tensors = header

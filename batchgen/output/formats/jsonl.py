@@ -18,11 +18,9 @@ class OutputFormat:
     """``outputs.jsonl``; other formats override it. A row is JSON without a newline, in the format's own shape."""
 
     def result_row(self, payload: bytes) -> bytes:
-        """The outputs' row of a journalled result."""
         return payload
 
     def error_row(self, payload: bytes) -> bytes:
-        """The line of ``errors.jsonl`` of a journalled error."""
         return payload
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:

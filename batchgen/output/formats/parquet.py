@@ -178,10 +178,7 @@ class ParquetFormat(OutputFormat):
 def infer_fields(
     rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES, carried: Mapping[str, Any] = _NO_TYPES
 ) -> dict[str, Any]:
-    """The Arrow type of each column in order, None for one that has to be JSON text.
-
-    Columns have their ``carried`` types, unless a value does not fit.
-    """
+    """The Arrow type of each column in order: ``carried`` unless a value does not fit, None for JSON text."""
     fitting = dict(carried)
     always = [name for name in _ALWAYS if name in fixed or name == "id"]
     fields: dict[str, Any] = {name: fixed.get(name, _INFERRED) for name in always}

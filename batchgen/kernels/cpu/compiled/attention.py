@@ -120,10 +120,7 @@ def _values_of(position, begin, tile_end, table, head, upcoming, cache, copies):
 
 @simd.jit
 def _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cache, scratch):
-    """Add the values of the positions from ``begin`` to ``tile_end``, weighted, to the sums of each head.
-
-    The keys of ``upcoming`` are fetched meanwhile.
-    """
+    """Add the weighted values from ``begin`` to ``tile_end`` to each head's sums; prefetch the keys of ``upcoming``."""
     copies, width, (head, num_heads) = scratch.copies, cache.width, heads
     for group in range(begin - begin % query_rows.GROUP, tile_end, query_rows.GROUP):
         first, last = max(begin - group, 0) // layout.CHUNK, (tile_end - 1 - group) // layout.CHUNK
@@ -202,10 +199,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
 
 @simd.jit
 def _take_alone(token, position, number, waiting, group, heads, rotary, alone, cache, scratch):
-    """For the only token of a sequence, write the query rows of KV head ``number`` to scratch, its value to the cache.
-
-    Its key waits in scratch memory, as number ``waiting``.
-    """
+    """Write a sequence's only token: queries of head ``number`` and key ``waiting`` to scratch, value to the cache."""
     width, own = cache.width, alone.own
     row, angle = token * alone.columns, position * (heads.head_dim // 2)
     query_rows.clear(group, width, scratch)

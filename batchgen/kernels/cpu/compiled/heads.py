@@ -72,10 +72,7 @@ def _scale_of(x, count):
 
 @simd.inline
 def _keep(head, head_dim, out, start, scales, place):
-    """Round one head's float32 values to the element type of ``out``, divided by a scale if there are ``scales``.
-
-    Returns whether the rounded values are finite.
-    """
+    """Round one head's float32 values to the type of ``out``, over a scale if it has them; whether all are finite."""
     by, zero = simd.splat(F32(1.0)), simd.splat(F32(0.0))
     odd = zero
     if simd.address(scales):
@@ -106,10 +103,7 @@ def _rounded_keys(own, cache):
 
 @simd.inline
 def take_key_and_value(qkv, row, number, heads, rotary, angle, slot, own, waiting, cache):
-    """Cache the value of KV head ``number`` of a token; its key waits in scratch memory, as number ``waiting``.
-
-    For ``row`` and ``angle`` see ``rotate_query``.
-    """
+    """Cache the value of KV head ``number``; its key waits in scratch memory as ``waiting``; see ``rotate_query``."""
     head_dim, width, scales = heads.head_dim, cache.width, cache.scales
     place, offset = slot // cache.block_size * cache.num_kv_heads + number, slot % cache.block_size
     start = row + (heads.num_heads + cache.num_kv_heads + number) * head_dim

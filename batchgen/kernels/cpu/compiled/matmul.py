@@ -25,10 +25,7 @@ PRODUCT = Group(
 
 @simd.jit
 def _finish_gated(product, sums, rows, first, column):
-    """``silu(gate) * up`` of a panel of 32 gates and their 32 ups into ``out[first + r, column : column + 32]``.
-
-    With gelu in place of silu if the product says so.
-    """
+    """``silu(gate) * up`` (or gelu) of a panel of 32 gates and ups into ``out[first + r, column : column + 32]``."""
     out, width = product.out, product.width
     for r in range(rows):
         at = (first + r) * width + column

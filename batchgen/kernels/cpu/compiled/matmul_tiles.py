@@ -66,10 +66,7 @@ def _is_bytes(weight):
 
 
 def _emit_factors(builder, x, weight, row, strip, pair, group):
-    """Two functions that load the factors of a pair of inputs, as lists of one or two vectors to be added in order.
-
-    The first takes a row, the second a strip.
-    """
+    """Functions that load the factors of a pair of inputs for a row, and for a strip: one or two vectors in order."""
     at, first = builder.mul(pair, emit.number(2 * LANES)), builder.mul(pair, emit.number(2))
     second = builder.add(first, emit.number(1))
     paired = emit.is_bf16(x) and emit.HAS_BF16 and weight.type.pointee != emit.FLOAT

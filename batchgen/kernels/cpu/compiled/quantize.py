@@ -58,9 +58,8 @@ def _emit_largest(builder, vectors):
 
 
 def _emit_integers(builder, vectors, out, to):
-    """Write the integers of rotated vectors from ``out[to]`` on, and zeros up to the end of the group.
-
-    Returns their scale without its divisor, and their sum.
+    """Write integers of rotated vectors from ``out[to]`` on, zeros up to the group's end; their undivided scale and
+    sum.
     """
     largest, is_nan = _emit_largest(builder, vectors)
     is_zero = builder.fcmp_ordered("<", largest, _float(LEAST_QUANTIZED))

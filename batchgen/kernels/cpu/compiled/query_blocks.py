@@ -53,9 +53,8 @@ def members(queries, block, most, num_blocks):
 
 @simd.inline
 def heads_together(rows, at_once, most):
-    """KV heads, of ``rows`` rows each, that are walked side by side; 1 if products take longer than reading.
-
-    Up to ``at_once`` rows of a head meet a key at once.
+    """KV heads of ``rows`` rows that are walked side by side; 1 if products of ``at_once`` rows take longer than
+    reading.
     """
     if rows > 2 * layout.MAX_QUERIES:
         return 1

@@ -44,10 +44,7 @@ def from_row(scratch, row, width):
 
 @simd.inline
 def of_head(scratch, number, apart, tall, width):
-    """The scratch memory of KV head ``number`` of an item, from the first head's on.
-
-    The rows of two heads begin ``apart`` rows from each other, their scores ``tall`` rows.
-    """
+    """The scratch memory of KV head ``number``; rows of heads begin ``apart`` rows from each other, scores ``tall``."""
     mine, at = from_row(scratch, number * apart, width), number * tall * layout.SCORE_STRIDE
     scores, weights = simd.shifted(mine.scores, at), simd.shifted(mine.weights, at)
     scales = simd.shifted(mine.scales, number * 2 * layout.TILE)
@@ -190,10 +187,7 @@ def _sigmoid(scratch, logit):
 
 @simd.jit
 def write_rows(num_rows, group, target, num_heads, head_dim, width, least, scratch, gates, out):
-    """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim].
-
-    Numbers of a magnitude below ``least`` become zero.
-    """
+    """Write sums over totals, gated and rounded (zero below ``least``), to ``out`` [tokens, num_heads, head_dim]."""
     for r in range(num_rows):
         place = target + (r // group) * num_heads + r % group
         scale = F32(1.0) / scratch.total[r]

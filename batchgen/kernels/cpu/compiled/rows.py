@@ -66,10 +66,7 @@ def take_rows(item, x, taken, out, width):
 
 @kernel(packed=STORED, taken=np.int64, out=DTYPE)
 def embedding_lookup_packed(item, packed, taken, out, width, unit):
-    """``out`` [taken, width] of a ``linear.PackedWeight`` and the rows to take; one item is a row.
-
-    ``unit`` inputs of a row lie side by side.
-    """
+    """``out`` [taken, width] of a ``PackedWeight``, ``unit`` inputs of a row side by side; one item is a row taken."""
     row, target = taken[item], item * width
     first = row // LANES * LANES * width + row % LANES * unit
     for i in range(0, width, unit):
@@ -118,10 +115,7 @@ def argmax(row, x, out, width):
 
 @kernel(x=DTYPE, masked=np.int64, bits=np.uint16)
 def mask(item, x, masked, bits, width, words):
-    """Set -inf in the rows ``masked`` of x [rows, width] where the bit in bits [masked, 2 * words] is 0.
-
-    One item is a row; groups of 16 allowed tokens are not read.
-    """
+    """Set -inf in a row ``masked[item]`` of x [rows, width] where a bit in bits [masked, 2 * words] is 0."""
     start = masked[item] * width
     for i in range(0, width, LANES):
         allowed = np.int64(bits[item * 2 * words + i // LANES])

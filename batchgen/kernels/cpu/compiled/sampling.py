@@ -90,10 +90,7 @@ def _draw(bits, p, width, floor, u):
 
 @kernel(x=DTYPE, out=np.int64, temperature=F32, min_p=F32, top_k=np.int64, top_p=F64, uniform=F64, bins=Own(F64))
 def sample(row, x, out, temperature, min_p, top_k, top_p, uniform, bins, width):
-    """``out`` [rows] of x [rows, width] and of parameters and numbers from 0 to 1 [rows]; one item is one row.
-
-    ``bins`` begin ``layout.sampling_scratch_bytes``.
-    """
+    """``out`` [rows] of x [rows, width] and parameters [rows]; ``bins`` begin ``layout.sampling_scratch_bytes``."""
     behind = simd.address(bins) + 8 * BINS
     p, bits = simd.pointer(behind, F32), simd.pointer(behind, np.int32)
     if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
