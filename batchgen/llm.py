@@ -1,6 +1,6 @@
 """A loaded model for Python programs: ``LLM``, with the names of ``vllm.LLM``, answers prompts, chats and tables.
 
-Nothing is journalled here: Ray Data, Spark and Daft, which repeat what they lose, call it, and notebooks.
+Nothing is journalled here: it is for notebooks, and for Ray Data, Spark and Daft, which repeat what they lose.
 """
 
 from __future__ import annotations

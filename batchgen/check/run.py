@@ -61,8 +61,8 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     """Run every proof on the model of ``spec``, on prompts of its input if it ``has_input``; the result as plain data.
 
     ``log`` takes messages about progress, ``show`` the lines of the result. ``kernels`` is the variant of the
-    ``backend``, ``digest`` that of all logits of the prompts run one by one, ``failed`` says where a proof fails.
-    Raises UsageError if model or input cannot be used, GateFailed if a request ends with an error.
+    ``backend``, ``digest`` is of all logits of the prompts run one by one, ``failed`` says where a proof fails. Raises
+    UsageError if model or input cannot be used, GateFailed if a request ends with an error.
     """
     info = read_model(spec)
     prompts = made_up_prompts(info.config.vocab_size, room(info.max_model_len), LENGTHS, PREFIX, SUFFIXES)

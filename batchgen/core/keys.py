@@ -32,9 +32,9 @@ _MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing l
 class Kind(NamedTuple):
     """The values that a key takes; ``metavar`` names the value in help, and is "" for a switch.
 
-    ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value;
-    ``from_text`` turns a flag's text into TOML's value; ``none`` is None there. ``repeats``: the flag may come several
-    times.
+    ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value.
+    ``from_text`` turns a flag's text into TOML's value, ``none`` is how None is written there. ``repeats``: it may
+    recur.
     """
 
     parse: Callable[[Any], Any]

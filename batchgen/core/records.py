@@ -186,8 +186,8 @@ class Request:
     ``output_token_ids``. A request with ``labels``, the tokens of ``params.labels``, is scored and generates nothing,
     nor does one with ``pooling``, which names the tokens whose hidden states make up its vector (``POOLINGS``).
     ``bad_words`` are the tokens of each way to write one. ``num_row_chars`` is about the row's memory until its result.
-    ``text_lengths`` are those of texts that get a vector each. No token attends to the last ``num_unseen`` tokens of a
-    text; they attend to the tokens before them. It is request ``turn`` (from 0) of the row's ``num_turns``.
+    ``text_lengths`` are the lengths of texts that get a vector each. No token attends to the last ``num_unseen`` tokens
+    of a text; they attend to the tokens before them. It is request ``turn`` (from 0) of the row's ``num_turns``.
     """
 
     key: int

@@ -118,9 +118,7 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up the watchers, which get an earlier run's tokens; the number of tokens forced then. ``counts``
-        penalties here.
-        """
+        """Set up the watchers with an earlier run's tokens; the number of tokens forced. ``counts``: penalties too."""
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         request, params = self.request, self.request.params
         self.observers = _observers_for(params, text)

@@ -41,9 +41,7 @@ class CudaRecorder:
         weakref.finalize(self, _destroy, device, self._graphs).atexit = False
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """See ``Recorder``; the result is only there after a replay. ``work`` runs once before. May raise
-        CaptureFailed.
-        """
+        """See ``Recorder``; a replay makes the result. ``work`` runs once before. Raises CaptureFailed."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:

@@ -79,9 +79,7 @@ class Constraints(Protocol):
         """The constraint that ``SamplingParams.structured_outputs`` asks for after a prompt."""
 
     def fill(self, constraints: Sequence[Any], bits: np.ndarray) -> None:
-        """Write the tokens that may come next into ``bits``, int32 [num_constraints, words]; ``begin`` made all of
-        them.
-        """
+        """Write the tokens that may come next into ``bits``, int32 [num_constraints, words], a bit per token."""
 
 
 class StopObserver:

@@ -24,9 +24,7 @@ _ROWS = 64  # penalized at a time: intermediate results are several times as lar
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A launched step: ids of tokens for ``schedule.completing`` on the device, and ``wait`` for their copy on the
-    host.
-    """
+    """A launched step: token ids of ``schedule.completing`` on the device, and ``wait`` for their copy on the host."""
 
     schedule: Schedule
     token_ids: Tensor

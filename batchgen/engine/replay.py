@@ -109,9 +109,7 @@ def has_graphs(model: Decoder) -> bool:
 
 
 def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:
-    """The state for a scheduler of these sizes, with a block and slot more for padded CUDA graphs, and recordings or
-    None.
-    """
+    """The state for a scheduler of these sizes, with padding for CUDA graphs, and recordings of steps, or None."""
     num_more = int(has_graphs(model))
     state = allocate(
         model.config,

@@ -38,9 +38,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: ArrayLike) -> np.ndarray:
-    """Numbers in [0, 1), float64 [num_rows], each a function of its row's four int64 numbers; positions count output
-    tokens.
-    """
+    """Numbers in [0, 1), float64 [num_rows], each a function of four int64 numbers; positions count output tokens."""
     bits = np.zeros(1, dtype=np.uint64)
     for column in (seeds, keys, samples, positions):
         bits = _mix(bits ^ np.asarray(column, dtype=np.int64).view(np.uint64))
@@ -49,9 +47,7 @@ def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: A
 
 
 class StepLogprobs(NamedTuple):
-    """``token_ids``, ``values`` [num_tokens], ``top_ids``, ``top_values`` [num_tokens, k], with the types of
-    ``Logprobs``.
-    """
+    """``token_ids``, ``values`` [num_tokens], ``top_ids``, ``top_values`` [num_tokens, k]; types as in ``Logprobs``."""
 
     token_ids: np.ndarray
     values: np.ndarray
@@ -91,9 +87,10 @@ class TokenMask(NamedTuple):
 
 
 class Sampler:
-    """Chooses one token per row of logits, in vLLM's order: log-probabilities of the raw logits, the mask of
-    constraints, ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties, temperature, min_p,
-    top_k, top_p.
+    """Chooses one token per row of logits, in vLLM's order of steps.
+
+    Log-probabilities of the raw logits, the mask of constraints, ``allowed_token_ids``, ``bad_words``, ``min_tokens``,
+    ``logit_bias``, penalties, temperature, min_p, top_k, top_p.
     """
 
     def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int], num_slots: int = 0) -> None:

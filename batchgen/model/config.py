@@ -49,9 +49,10 @@ NO_ROPE = Rope(1.0, "proportional", rotated_share=0.0)  # all cosines 1, all sin
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward of ``num_experts`` of width ``ff_dim``, of which each token meets ``num_active``, those with the
-    highest scores: ``sigmoid`` or ``softmax`` of the router's float32 logits. With ``has_bias``, a bias counts for the
-    choice only. Weights are scores times ``scale``, if ``is_normalized`` divided by (their sum + ``normalizer_eps``).
+    """A feed-forward of ``num_experts``, of which each token meets the ``num_active`` with the highest scores.
+
+    Scores are ``sigmoid`` or ``softmax`` of the router's float32 logits; with ``has_bias``, a bias counts for the
+    choice only. Weights are scores times ``scale``, if ``is_normalized`` over (their sum + ``normalizer_eps``).
     """
 
     num_experts: int
@@ -187,9 +188,7 @@ class ModelConfig:
 
     @property
     def tail_reach(self) -> int | None:
-        """Earlier tokens (and later ones, if not causal) that layers after the last attention read; None without
-        attention.
-        """
+        """Earlier (without causality, also later) tokens that layers after the last attention read; None without it."""
         reach = self.conv_l_cache - 1 if self.is_causal else self.conv_l_cache // 2
         return None if self.num_tail_layers is None else self.num_tail_layers * reach
 
@@ -241,9 +240,7 @@ class ModelConfig:
         return self.hidden_size * (mixer + 3 * _active_width(layer) + num_experts)
 
     def kv_block_bytes(self, block_size: int, itemsize: int, kv_cache_dtype: str = "auto") -> int:
-        """Bytes of a block over all layers, with padding and convolution state; numbers of "auto" have ``itemsize``
-        bytes.
-        """
+        """Bytes of a block over all layers, with padding and convolution state; "auto" has ``itemsize`` per number."""
         lanes, (kv_itemsize, scale_bytes) = padded(block_size), _KV_BYTES.get(kv_cache_dtype, (itemsize, 0))
         per_head = padded(self.head_dim) * (lanes + block_size) * kv_itemsize + 2 * lanes * scale_bytes
         return self.num_attention_layers * self.num_kv_heads * per_head + self.conv_slot_bytes(itemsize)

@@ -234,9 +234,7 @@ class ConfigValues:
 
 
 class Family(NamedTuple):
-    """A family: its name in messages, published ``config.json`` by model name, and their parser, which raises
-    ModelError.
-    """
+    """A family: name in messages, published ``config.json`` by model name, and their parser (raises ModelError)."""
 
     title: str
     shapes: Mapping[str, Mapping[str, Any]]

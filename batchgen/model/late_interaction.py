@@ -43,9 +43,7 @@ class Side:
 
 
 def read_sides(folder: Path, mask: Path | None) -> Mapping[str, Side]:
-    """Sides of late interaction by name, if any; ``mask``: the folder of ``MultiVectorMask``, or None. Raises
-    ModelError.
-    """
+    """Sides of late interaction by name, if any; ``mask``: folder of ``MultiVectorMask``. Raises ModelError."""
     path = folder / "config_sentence_transformers.json"
     values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))
     if mask is not None:

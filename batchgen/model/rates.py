@@ -1,6 +1,6 @@
 """Measurement of the ceilings of ``roofline``, in the process that runs the model.
 
-FLOP/s are those of the model's own linears, all layers in turn, so that weights come from memory as in a step.
+FLOP/s are measured on the model's own linears, all layers in turn, so that weights come from memory as in a step.
 """
 
 from __future__ import annotations

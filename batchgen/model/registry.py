@@ -50,9 +50,7 @@ _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors. Raises ModelError if
-    unsupported.
-    """
+    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors. Raises ModelError."""
     values = ConfigValues(raw, where)
     stated = raw.get("model_type")
     outer = stated if isinstance(stated, str) else ""

@@ -63,9 +63,7 @@ class Costs:
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_cache_dtype: str = "auto") -> Costs:
-        """Costs of a model with ``weight_bytes`` per weight; a cache of ``kv_cache_dtype`` "auto" has ``itemsize`` per
-        value.
-        """
+        """Costs of a model with ``weight_bytes`` per weight; cached numbers of "auto" have ``itemsize`` bytes."""
         tail, windows = config.tail_params_per_token, [bool(s.window) for s in config.layers if s.mixer == ATTENTION]
         attended, read = 4 * config.num_heads * config.head_dim, config.kv_position_bytes(itemsize, kv_cache_dtype)
         read //= max(len(windows), 1)  # in one layer

@@ -257,9 +257,7 @@ class NamedTensors:
         return (weight.float() + offset).to(self.dtype, copy=True)
 
     def biases(self, *parts: tuple[str, int]) -> Tensor | None:
-        """Biases of modules of a role and width each, end to end in own memory; zeros for those without, None without
-        any.
-        """
+        """Biases of modules of (role, width) end to end, in own memory; zeros for a module without, or None."""
         taken = {role: self.take(role, n, part="bias") for role, n in parts if role in self._config.biases}
         if not taken:
             return None

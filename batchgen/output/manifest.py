@@ -44,9 +44,9 @@ class Manifest:
     ``input``, the ``model`` and the ``code``. ``num_rows`` counts input rows over all shards, once all are in the
     journal. ``taken``: the journal has all rows kept from earlier results; ``num_good`` can run, if they were counted
     then. ``created_at`` is when the folder was begun, in ISO 8601 with the local offset: updates inherit it.
-    ``rendered_at`` is the time that a chat template prints: that of reused rows, otherwise ``created_at``. ``parts``
-    are digests of what was merged. ``files`` are a finished job's, by name with ``bytes`` and ``sha256``; ``journal``
-    is the folder they were written from. ``file_states`` (``Digests.to_plain()``) lets the next invocation skip reading
+    ``rendered_at`` is the time that a chat template prints, of reused rows or else ``created_at``. ``parts`` are
+    digests of what was merged. ``files`` are a finished job's, by name with ``bytes`` and ``sha256``; ``journal`` is
+    the folder they were written from. ``file_states`` (``Digests.to_plain()``) lets the next invocation skip reading
     unchanged files. Rows of a ``version`` before ``RECORD_VERSION`` are not reused. ``batchgen`` is the build that
     wrote it, "" before 0.2.0.
     """

@@ -1,6 +1,6 @@
 """Publication of a finished run's files: to a folder of an object store, or of a dataset on the Hub.
 
-``batchgen.json`` there names their run, whose files alone are replaced; it is ``complete`` last, after a kill too.
+``batchgen.json`` there names the run, whose files alone are replaced, and is ``complete`` once all others are there.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ class RecordBuilder:
     def result(self, row: Row, result: Result) -> dict[str, Any]:
         """The output record of a row that has its prompt; the index is the id of a row without one.
 
-        ``docs/records.md`` describes the fields, whose order is fixed; those that were not asked for are left out.
+        ``docs/records.md`` describes the fields, whose order is fixed; fields that were not asked for are left out.
         Fields of a sample are the first one's, and ``samples`` holds all if there are several.
-        ``JobSpec.packs_logprobs`` makes log-probabilities packed arrays, with the ids of their tokens. With [embed] the
-        fields of ``vector_fields`` replace the text and the fields made from it, with [classify] those of
-        ``scored_fields``. A chat that was generated again has ``messages`` and ``finish_reasons``; its text is the last
-        answer. A kept column named like a field is ``input_<name>``.
+        ``JobSpec.packs_logprobs`` makes log-probabilities packed arrays, with the ids of their tokens.
+        ``vector_fields`` ([embed]) or ``scored_fields`` ([classify]) replace the text and the fields made from it. A
+        chat that was generated again has ``messages`` and ``finish_reasons``; its text is the last answer. A kept
+        column named like a field is ``input_<name>``.
         """
         params, fingerprint = row.params, self.fingerprint(row)
         if result.vector or params.labels:

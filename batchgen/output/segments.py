@@ -111,9 +111,7 @@ class SegmentReader:
         self._open: OrderedDict[int, BinaryIO] = OrderedDict()  # least recently used first
 
     def read(self, segment: int, offset: int) -> Line:
-        """The line at ``offset`` of the path at position ``segment``. Raises StorageError if its checksum does not
-        match.
-        """
+        """The line at ``offset`` of the path at position ``segment``. Raises StorageError if it is damaged."""
         path = self._paths[segment]
         with storage_errors("read", path):
             file = self.file(segment)

@@ -42,7 +42,7 @@ class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``label_tokens`` are those of labels to be scored; ``read_s`` is the time of reading and tokenizing. Reused rows
+    ``label_tokens`` counts tokens of labels to be scored; ``read_s`` is the time of reading and tokenizing. Reused rows
     only count in ``num_reused``. A chat generated turn by turn has the tokens of its last prompt, with answers of one
     letter, and an output per turn.
     """

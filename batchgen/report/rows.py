@@ -72,8 +72,7 @@ class RowTotals:
     """Totals of rows; for ``expected``, ``answer`` and ``has_labels`` see ``Accuracy``.
 
     ``num_cut_by_job`` counts the answers, of rows with one sample, that ended at the job's ``max_tokens``. ``tokens``
-    has the report's kinds; ``copied_tokens`` those of ``num_copies`` copies, ``reused_tokens`` of ``num_reused`` kept
-    rows.
+    has the report's kinds; ``num_copies`` copies have ``copied_tokens``, ``num_reused`` kept rows ``reused_tokens``.
     """
 
     expected: Finder | None = None

@@ -28,9 +28,7 @@ class EngineLike(Protocol):
     def stats(self) -> Stats: ...
 
     def run(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Results in order of completion, pulling requests lazily, or rows (``Backend.takes_rows``); None: one will
-        follow.
-        """
+        """Results in order of completion, pulling requests (or rows) lazily; None is one that follows from a result."""
 
     def stop(self) -> None:
         """Make ``run`` return after the step under way."""
@@ -65,9 +63,9 @@ class Backend:
 class RunContext:
     """Facts of a run at the time when its engine is loaded, so that workers elsewhere can load the same.
 
-    ``rendered_at`` is the time that chat templates print; ``weights`` and ``digests`` are those of ``ModelFiles`` and
-    ``Digests.to_plain``; ``numerics`` (see ``Backend``) produced the job's rows so far; ``num_rows`` are this shard's,
-    if they were counted. ``may_mix_kernels``: rows may come from other kernels too.
+    ``rendered_at`` is the time that chat templates print. ``weights`` are the digests of ``ModelFiles.fingerprint``,
+    ``digests`` are ``Digests.to_plain``. ``numerics`` (see ``Backend``) produced the job's rows so far; ``num_rows``
+    are this shard's, if they were counted. ``may_mix_kernels``: rows may come from other kernels too.
     """
 
     rendered_at: datetime | None = None

@@ -185,7 +185,7 @@ def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
 def take_over(
     earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
 ) -> Counts:
-    """Record the rows with earlier results, those of a killed pass too, until a stop. Raises StorageError."""
+    """Record the rows with earlier results, also of a killed pass, until a stop. Raises StorageError."""
     progress.follow(sink)
     journal, num_begun = sink.journal, 0
     begun: dict[int, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Dispatcher of rows over workers: a queue of leases (guided self-scheduling), which takes those of lost workers back.
+"""Dispatcher of rows over workers: a queue of leases (guided self-scheduling), which takes back a lost worker's leases.
 
 At the end, workers with free slots repeat the newest rows of others (backup tasks). Pure: no thread, no I/O.
 """

@@ -108,8 +108,8 @@ def needed(
 ) -> list[tuple[KernelSpec, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
-    ``dtype`` is that of the computation, ``stored`` that of the weights before ``weights`` and ``activations`` apply,
-    ``kv_cache_dtype`` that of keys and values; ``parts`` are ``model.config.ModelConfig.parts``.
+    ``dtype`` is of the computation, ``stored`` of the weights before ``weights`` and ``activations`` apply,
+    ``kv_cache_dtype`` of keys and values; ``parts`` are ``model.config.ModelConfig.parts``.
     """
     if dtype not in ELEMENTS:
         return []

@@ -67,7 +67,7 @@ class PackedWeight:
     """A weight in panels of 64 outputs, each of four strips of 16: strips [strips, ...], contiguous.
 
     A strip has one vector per input or pair of inputs: [pairs, 16, 2] of bfloat16, [inputs, 16] of float32, or bytes as
-    in ``layout`` (``kind`` "int8": read as numbers, "integers": multiplied as such). Rows of zeros fill the last panel.
+    in ``compiled.int8`` (``kind`` "int8": read as numbers, "integers": multiplied). Rows of zeros fill the last panel.
     """
 
     strips: Tensor
@@ -206,9 +206,7 @@ class PackedLinear:
         gated: int = 0,
         experts: Experts | None = None,
     ) -> Tensor:
-        """The product [rows, width] of x [rows, inputs] with all panels, or each row's expert's; ``gated`` as in
-        ``layout``.
-        """
+        """The product [rows, width] of x [rows, inputs] with all panels or its experts'; ``gated`` as in ``layout``."""
         assert x.shape[1:] == (self.inputs,), f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
         assert x.dtype in _TYPES, "kernels read bits"
         out, residual_at, bias_at = empty((len(x), width), x.dtype), 0, 0

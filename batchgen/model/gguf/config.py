@@ -1,4 +1,4 @@
-"""Config of the model in a GGUF file: maps metadata to keys of ``config.json``, without torch, so that a plan can.
+"""Config of the model in a GGUF file: maps metadata to keys of ``config.json``; without torch, for plans.
 
 The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, as llama.cpp's ``convert_hf_to_gguf.py`` writes.
 """
@@ -119,9 +119,7 @@ _LLAMA3_POSITIONS = 8192
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """The ``config.json`` of the model in a GGUF file, and names of its tensors by role. Raises ModelError if
-    unsupported.
-    """
+    """The ``config.json`` of the model in a GGUF file, and names of tensors by role. Raises ModelError."""
     header = read_header(path, [f"{name}.attention.head_count_kv" for name in _ARCHITECTURES])
     metadata, tensors = header
     name = metadata.get("general.architecture")

@@ -1,6 +1,6 @@
 """Operations on vectors of 16 float32, as functions that emit LLVM IR; ``simd`` makes them callable from numba.
 
-The element type of a pointer decides what is converted: 16-bit integers are bfloat16 bits, 8-bit ones numbers.
+The element type of a pointer decides the conversion: 16-bit integers are bfloat16 bits, 8-bit ones become float32.
 """
 
 from __future__ import annotations

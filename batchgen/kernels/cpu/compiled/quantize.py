@@ -58,9 +58,7 @@ def _emit_largest(builder, vectors):
 
 
 def _emit_integers(builder, vectors, out, to):
-    """Write integers of rotated vectors from ``out[to]`` on, zeros up to the group's end; their undivided scale and
-    sum.
-    """
+    """Write integers of rotated vectors from ``out[to]`` on, with zeros to the group's end; undivided scale, sum."""
     largest, is_nan = _emit_largest(builder, vectors)
     is_zero = builder.fcmp_ordered("<", largest, _float(LEAST_QUANTIZED))
     factor = builder.select(is_zero, _float(0.0), builder.fdiv(_float(_MOST), largest))

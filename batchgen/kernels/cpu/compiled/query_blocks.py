@@ -53,9 +53,7 @@ def members(queries, block, most, num_blocks):
 
 @simd.inline
 def heads_together(rows, at_once, most):
-    """KV heads of ``rows`` rows that are walked side by side; 1 if products of ``at_once`` rows take longer than
-    reading.
-    """
+    """KV heads of ``rows`` rows walked side by side; 1 if products of ``at_once`` rows take longer than reading."""
     if rows > 2 * layout.MAX_QUERIES:
         return 1
     return min(layout.SCORE_ROWS // query_rows.stride(min(rows, at_once)), most)

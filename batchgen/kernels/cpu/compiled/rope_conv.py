@@ -107,10 +107,9 @@ def short_conv(
     slots,
     block_size,
 ):
-    """The convolution of a sequence, as in ``Kernels.short_conv``; ``states`` [slots] and ``blocks`` [KV blocks] hold
-    ``taps - 1`` rows each.
+    """The convolution of a sequence as in ``Kernels.short_conv``; ``states``, ``blocks`` hold ``taps - 1`` rows each.
 
-    A row is processed from end to end, not in strips of channels: memory is read in its order, twice as fast. With
+    A row is processed from end to end: memory is read in its order, twice as fast as in strips of channels. With
     ``ahead``, of a whole text, the taps reach ``ahead`` tokens further, and blocks are left unchanged.
     """
     first, end = cu_seqlens[item], cu_seqlens[item + 1]

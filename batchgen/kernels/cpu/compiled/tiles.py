@@ -1,6 +1,6 @@
 """Tile registers of a matrix unit (AMX), eight of up to 16 rows of 64 bytes: operations on them, emitted as LLVM IR.
 
-If the target lacks AMX, the same operations on memory give the same bits, so kernels can be tested anywhere.
+Without AMX, operations on memory give the same bits (of denormal numbers on x86 only), so that kernels can be tested.
 """
 
 from __future__ import annotations
