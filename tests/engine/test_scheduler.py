@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from repeats import share_of
 from simulate import advance, one_step
 
 from batchgen.core.errors import RowErrorCode
@@ -290,4 +291,4 @@ class LongSchedulerMachine(SchedulerMachine):
 
 
 TestSchedulerMachineAtLength = pytest.mark.slow(LongSchedulerMachine.TestCase)
-TestSchedulerMachineAtLength.settings = settings(max_examples=3000, stateful_step_count=60, deadline=None)
+TestSchedulerMachineAtLength.settings = settings(max_examples=share_of(3000), stateful_step_count=60, deadline=None)

@@ -88,7 +88,7 @@ def cuda_kernels() -> Any:
 
 # Triton's interpreter multiplies what is beyond a sequence's end too, before it is masked: NaN and inf.
 quiet = pytest.mark.filterwarnings("ignore:(invalid|overflow|divide|All-NaN).*:RuntimeWarning")
-QUICK = (("lfm2", "w8a16"), ("gemma3_text", "float32"), ("lfm2_moe", "bfloat16"))
+QUICK = (("gemma3_text", "float32"),)
 ON_GPU = [case for case in product(RAW, FORMS) if case[1] in ("float32", "bfloat16", "w8a16")]
 
 
@@ -383,7 +383,7 @@ ON_A_GPU: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", [of_gpu(fault, is_quick=number % 4 == 0) for number, fault in enumerate(ON_A_GPU)])
+@pytest.mark.parametrize("fault", [of_gpu(fault, is_quick=number == 0) for number, fault in enumerate(ON_A_GPU)])
 @pytest.mark.usefixtures("few_requests")
 def test_a_planted_fault_of_a_gpu_is_found(fault: str) -> None:
     family, planted = ON_A_GPU[fault]

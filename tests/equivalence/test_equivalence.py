@@ -17,6 +17,7 @@ import torch
 from families import RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeats import share_of
 from row_kinds import INTEGERS, KINDS, MODELS, SHAPES, TYPES, alone, engine_of, model_of, run
 from tiny_model import DTYPES, checked_run, prefix_logits, tiny_model, whole_input
 from torch import Tensor
@@ -271,7 +272,7 @@ def test_no_setting_changes_a_result(**found: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=share_of(300))
 @given(
     **any_setting
     | {

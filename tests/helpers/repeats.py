@@ -2,11 +2,13 @@
 
 Of a product of parametrizations, as many cases run by default as show every value once; CI's slow tests add as many as
 show every pair of values, and the night runs all. On Triton's interpreter, which takes a second for what a kernel does
-in a millisecond, one case of a test runs by default.
+in a millisecond, one case of a test runs by default. Of the examples of a slow fuzzer, CI runs the share that
+``BATCHGEN_SLOW_SHARE`` says.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -16,6 +18,13 @@ from typing import Any
 import pytest
 
 slow = partial(pytest.param, marks=pytest.mark.slow)  # for cases that are long or dear by themselves
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
+SLOW_SHARE = float(os.environ.get("BATCHGEN_SLOW_SHARE", "1"))
+
+
+def share_of(count: int) -> int:
+    """How many of ``count`` examples a slow fuzzer runs; at least a few."""
+    return max(5, round(count * SLOW_SHARE))
 
 
 def mark_repeats(items: Iterable[pytest.Item], is_interpreted: bool) -> None:

@@ -18,6 +18,7 @@ from chat_templates import PUBLISHED, fix_date
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import VOCAB_SIZE, jsonl, source_of, write_tokenizer
+from repeats import share_of
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
@@ -307,7 +308,7 @@ def test_a_chat_has_one_prompt_in_all_forms_with_types(templates: dict[str, Made
     check_forms(templates[name], rows, TYPED)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(chats(), st.sampled_from(sorted(PUBLISHED)))
 @settings(max_examples=150, deadline=None)
 def test_many_chats_have_one_prompt_in_all_forms(templates: dict[str, Made], rows: list[Row], name: str) -> None:
@@ -433,7 +434,7 @@ def test_a_chat_has_the_prompt_of_transformers_or_is_refused(
 
 @pytest.mark.slow
 @given(chats(), st.sampled_from(sorted(PUBLISHED)))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=share_of(1000), deadline=None)
 def test_many_chats_have_the_prompt_of_transformers_or_are_refused(
     templates: dict[str, Made], rows: list[Row], name: str
 ) -> None:

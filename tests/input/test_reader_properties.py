@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from hostile_inputs import SOUND, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from input_helpers import FORMATS, as_text, codes, source_of, zstd
+from repeats import share_of
 from run_helpers import ENVIRONMENT, survived
 
 from batchgen.core.errors import UsageError
@@ -165,7 +165,7 @@ def test_a_damaged_parquet_file_has_all_its_rows_or_is_refused(
 
 
 SEED = 19
-NUM_CASES = int(os.environ.get("BATCHGEN_HOSTILE_CASES", "550"))
+NUM_CASES = share_of(550)
 
 
 def attack(folder: Path, count: int, seed: int) -> Counter[str]:

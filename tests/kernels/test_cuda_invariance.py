@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import RAW
 from kernel_cases import INTERPRETED, normal
+from repeats import nightly, slow
 from tiny_model import engine_for, random_requests, tiny_model
 from torch import Tensor
 from triton_device import DEVICE, HAS_GPU, OnDevice
@@ -72,9 +73,11 @@ def test_the_fingerprint_tells_cublas_from_products_in_one_order() -> None:
     assert "cublas" not in OnDevice().variant
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
-@pytest.mark.parametrize(("family", "dtype"), [("lfm2", torch.float32), *((name, torch.bfloat16) for name in DENSE)])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [slow("lfm2", torch.float32), *((slow if name == "llama" else nightly)(name, torch.bfloat16) for name in DENSE)],
+)
 def test_log_probabilities_of_a_row_are_those_of_the_row_alone(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hostile_folders import NAMES, ODD_FILES, SAMPLE, link
+from repeats import SLOW_SHARE
 from run_helpers import ENVIRONMENT
 
 from batchgen.config.job import JobSpec
@@ -36,14 +37,12 @@ def outcomes(scratch: Path, seed: int, share: float, what: str) -> list[dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "share", "least"),
-    [("model", 1.0, 200), ("adapter", 1.0, 200)],
-)
-def test_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path, what: str, share: float, least: int) -> None:
+@pytest.mark.parametrize("what", ["model", "adapter"])
+def test_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path, what: str) -> None:
+    share = max(0.25, SLOW_SHARE)
     good, *hostile = outcomes(tmp_path, 13, share, what)
     assert good["ended"] == "ran", good
-    assert len(hostile) > least
+    assert len(hostile) > 180 * share
     assert [case for case in hostile if case["ended"] not in ("refused", "ran")] == []
     assert [case for case in hostile if len(case["said"].splitlines()) > 1 or len(case["said"]) > 1000] == []
     assert hostile[-1]["peak_bytes"] < good["peak_bytes"] + MAX_GROWTH

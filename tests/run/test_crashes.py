@@ -1,13 +1,11 @@
 """Killed, frozen and asked to stop at random moments, by twos too, jobs of every kind end with the same bytes.
 
-See ``storm_runs`` for how. ``BATCHGEN_STORM_KILLS`` is how many processes the slow tests kill with the stub engine, a
-tenth of them with the model's own.
+See ``storm_runs`` for how.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -21,12 +19,13 @@ import fault_runs
 import pytest
 import storm_runs
 from fault_injection import KINDS, Fault, Operation
+from repeats import SLOW_SHARE, share_of
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, survived, without_timings
 
 from batchgen.core import storage
 
 SEED = 17
-NUM_KILLS = int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
+NUM_KILLS = share_of(200)  # processes of the stub engine; a tenth as many of the model's own
 
 
 def storm(folder: Path, num_kills: int, num_rows: int, *names: str) -> Counter[str]:
@@ -95,9 +94,6 @@ def test_two_runs_at_once_one_wins_and_the_other_exits_5(job: JobMaker, tmp_path
 # ---------------------------------------------------------------- faults at every operation
 
 
-SLOW_SHARE = float(os.environ.get("BATCHGEN_FAULT_SHARE", "0.12"))
-
-
 def attack(scenarios: Iterable[str], folder: Path, share: float, *mount: Path) -> Counter[str]:
     """The faults done, by kind; fails the test with those that were not survived."""
     return Counter(survived(fault_runs.__file__, ",".join(scenarios), folder, share, SEED, *mount)["counts"])
@@ -107,14 +103,15 @@ def attack(scenarios: Iterable[str], folder: Path, share: float, *mount: Path) -
 def test_faults_at_any_operation_lose_and_repeat_nothing(
     fast_folder: Path, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = attack(fault_runs.SCENARIOS, fast_folder, SLOW_SHARE)
+    share = SLOW_SHARE / 4
+    counts = attack(fault_runs.SCENARIOS, fast_folder, share)
     del counts["operations"]
     with capsys.disabled():
         print(f"\nfaults survived, by kind: {dict(counts)}; {counts.total()} in all", end=" ")
     for kind, count in counts.items():
         record_property(kind, count)
     assert counts.keys() >= {*KINDS, "EFBIG"}
-    assert counts.total() > 6000 * SLOW_SHARE
+    assert counts.total() > 6000 * share
 
 
 @pytest.mark.parametrize("left_out", ["sync_file", "sync_folder"])

@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 
 import pytest
+from repeats import share_of
 from run_helpers import survived
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers" / "histories.py")
-SHARE = float(os.environ.get("BATCHGEN_FAULT_SHARE", "1"))
 SEED = os.environ.get("BATCHGEN_HISTORY_SEED", "").split()
 
 
@@ -30,7 +30,6 @@ def test_after_any_history_a_folder_holds_what_its_job_says() -> None:
     [(1000, 900, ""), (2000, 900, ""), (3000, 70, "workers"), (4000, 70, "real"), (5000, 60, "workers real")],
 )
 def test_two_thousand_histories(first: int, count: int, flags: str) -> None:
-    """Of each kind a twentieth at least; CI does no more."""
-    count = max(count // 20, round(count * SHARE))
+    count = share_of(count)
     counts = survived(SCRIPT, first, count, *flags.split())["counts"]
     assert counts["histories"] == count

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from repeats import slow
+from repeats import nightly
 from run_helpers import MODEL, REPOSITORY, JobMaker, quiet, without_timings
 
 import batchgen
@@ -75,7 +75,7 @@ def records(job: JobMaker, name: str, count: int, **engine: int) -> list[dict[st
     return without_timings(job.folder / name / "outputs.jsonl")
 
 
-@pytest.mark.parametrize("count", [5, slow(40)])
+@pytest.mark.parametrize("count", [5, nightly(40)])
 def test_chats_are_those_of_a_loop_by_hand(job: JobMaker, count: int) -> None:
     found = records(job, "out", count)
     assert [(record["messages"], record["finish_reasons"]) for record in found] == by_hand(count)

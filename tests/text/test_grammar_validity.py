@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from repeats import nightly
 import torch
 from guides import complete_texts
 from hypothesis import assume, example, given, settings
@@ -22,7 +23,7 @@ from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, nightly(300)])
 def test_complete_json_fits_its_schema(grammars: Grammars, count: int) -> None:
     """Also: whatever is satisfiable stays so when objects are closed."""
     texts: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from repeats import nightly
 from guides import complete_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def regexes() -> st.SearchStrategy[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, nightly(500)])
 def test_complete_texts_match_in_python(grammars: Grammars, count: int) -> None:
     texts: list[str] = []
     refused: list[str] = []

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import storm_runs
 from local_workers import local_workers, process_of, signalled, still_there, workers_of
-from repeats import slow
+from repeats import share_of, slow
 from run_helpers import ENVIRONMENT, JobMaker, finish, quiet, rows_of, start, survived, until_phase, until_rows_are_done
 from stub_engine import stub_factory
 
@@ -260,7 +260,7 @@ def test_a_driver_of_workers_never_imports_torch(jobs: JobMaker) -> None:
 
 
 SEED = 23
-NUM_KILLS = 2 * int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
+NUM_KILLS = share_of(400)
 
 
 @pytest.mark.slow
