@@ -64,7 +64,7 @@ PROMISE = {  # by room, the files that hold it; "*": all
     # The prompt is what the user wrote, and a bad row costs itself alone.
     "input": "bad_inputs changed_input chat_columns chat_formats columns prompt reader reader_properties",
     # The contract.
-    "cli": "*",
+    "cli": "cli docs documents job_argument pages synonyms terminal",
     "config": "keys params spec",
     "report": "report report_compare",
     "plan": "*",
@@ -90,11 +90,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    is_interpreted = "TRITON_INTERPRET" in os.environ
     for item in items:
         files = PROMISE.get(item.path.parent.name, "")
-        if not is_named and files != "*" and item.path.stem.removeprefix("test_") not in files.split():
+        is_promise = files == "*" or item.path.stem.removeprefix("test_") in files.split()
+        if not is_named and (not is_promise or (is_interpreted and item.get_closest_marker("interpreted"))):
             item.add_marker(pytest.mark.breadth)
-    mark_repeats(items, is_interpreted="TRITON_INTERPRET" in os.environ)
+    mark_repeats(items, is_interpreted)
 
 
 @pytest.fixture(autouse=True, scope="session")

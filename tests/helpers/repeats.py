@@ -2,7 +2,7 @@
 
 Of a product of parametrizations, as many cases run by default as show every value once; CI's slow tests add as many as
 show every pair of values, and the night runs all. On Triton's interpreter, which takes a second for what a kernel does
-in a millisecond, one case of a test runs by default. Of the examples of a slow fuzzer, CI runs the share that
+in a millisecond, CI's breadth has one case of a test. Of the examples of a slow fuzzer, CI runs the share that
 ``BATCHGEN_SLOW_SHARE`` says.
 """
 

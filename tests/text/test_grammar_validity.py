@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from repeats import nightly
 import torch
 from guides import complete_texts
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from json_schemas import problem, schemas
+from repeats import nightly
 from schema_samples import SAMPLES
 from tiny_model import engine_for, tiny_model
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from repeats import nightly
 from guides import complete_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeats import nightly
 
 from batchgen.core.structured import canonical
 from batchgen.text.grammar import Grammars
