@@ -2,7 +2,8 @@
 
 Of a product of parametrizations, as many cases run by default as show every value once; CI's slow tests add as many as
 show every pair of values, and the night runs all. On Triton's interpreter, which takes a second for what a kernel does
-in a millisecond, CI's breadth has one case of a test. Of the examples of a slow fuzzer, CI runs the share that
+in a millisecond, one case of a test belongs to breadth, and CI's slow tests add those that show every value once. Of
+the examples of a slow fuzzer, CI runs the share that
 ``BATCHGEN_SLOW_SHARE`` says.
 """
 
@@ -35,15 +36,15 @@ def mark_repeats(items: Iterable[pytest.Item], is_interpreted: bool) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for found in cases.values():
         interpreted = [item for item in found if is_interpreted and item.get_closest_marker("interpreted")]
-        others = [item for item in found if item not in interpreted]
-        shown = {item: _values(item) for item in others}
+        rare = _repeats({item: _values(item) for item in interpreted}, set())
+        first = [item for item in interpreted if item not in rare][:1]
+        shown = {item: _values(item) for item in found if item not in interpreted}
         repeats = _repeats(shown, set())
-        first = [item for item in others if item not in repeats]
         pairs = {item: {frozenset(pair) for pair in combinations(values, 2)} for item, values in shown.items()}
-        seen = set().union(*(pairs[item] for item in first))
-        nightly = _repeats({item: pairs[item] for item in repeats}, seen)
-        for item in [*interpreted[1:], *repeats]:
-            item.add_marker(pytest.mark.nightly if item in nightly else pytest.mark.slow)
+        seen = set().union(*(pairs[item] for item in shown if item not in repeats))
+        rare += _repeats({item: pairs[item] for item in repeats}, seen)
+        for item in [item for item in [*interpreted, *repeats] if item not in first]:
+            item.add_marker(pytest.mark.nightly if item in rare else pytest.mark.slow)
 
 
 def _repeats(shown: Mapping[pytest.Item, set[Any]], seen: set[Any]) -> list[pytest.Item]:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases import normal
+from repeats import nightly, slow
 from torch import Tensor
 
 from batchgen.kernels.cpu.linear import PackedGatedLinear, PackedLinear
@@ -22,7 +23,7 @@ LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]
 SHAPES = [(40, 24), (193, 100), (8, 33), (192, 640), (513, 66)]  # (out_features, in_features)
-MODEL_SHAPES = [(3072, 1024), (2048, 1024), (9216, 1024), (1024, 4608), (4096, 2048)]
+MODEL_SHAPES = [(3072, 1024), (2048, 1024), (1024, 4608), (9216, 1024), (4096, 2048)]
 
 
 def make(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -63,8 +64,7 @@ def test_a_row_has_the_same_bits_in_any_product(kind: str, dtype: str, shape: tu
     assert rows_that_differ(kind, DTYPES[dtype], shape, {1: FEW_ROWS, 2: FEW_ROWS[::5]}) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*map(slow, MODEL_SHAPES[:3]), *map(nightly, MODEL_SHAPES[3:])], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LINEARS)
 def test_a_row_has_the_same_bits_in_products_of_published_shapes(kind: str, dtype: str, shape: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from families import RAW
 from kernel_cases import DTYPES, attend_over, conv_state, make_case, normal, poisoned_cache
 from late_device import Again
-from repeats import slow
+from repeats import nightly, slow
 from tiny_model import (
     CPU,
     engine_for,
@@ -85,7 +85,7 @@ def compare_convolution(rng: random.Random, pieces: Pieces, seed: int, *, is_cau
     assert error(got, expected) < (2**-6 if dtype == torch.bfloat16 else 1e-5), (seed, pieces, taps)
 
 
-@pytest.mark.parametrize("seeds", [range(12), slow(range(12, 512)), slow(range(512, 1000))], ids=str)
+@pytest.mark.parametrize("seeds", [range(12), slow(range(12, 512)), nightly(range(512, 1000))], ids=str)
 def test_a_random_ragged_batch_gives_the_numbers_of_the_reference(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
