@@ -255,6 +255,7 @@ def _groups(controller: str) -> Iterator[tuple[int, Path]]:
             names |= dict.fromkeys(controllers.split(","), name)
     for version, mount in ((2, ""), (1, controller)):
         inside = [part for part in PurePosixPath(names[mount]).parts if part not in ("/", "..")]
+        # A container may show its own group as the mount point, under another name than ``/proc/self/cgroup`` has.
         for depth in range(len(inside), -1, -1):
             yield version, (_MOUNT / mount).joinpath(*inside[:depth])
 

@@ -36,7 +36,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()  # shared, as is the stream: torch and cuBLAS keep memory by stream
         self._graphs: list[torch.cuda.CUDAGraph] = []
         weakref.finalize(self, _destroy, device, self._graphs).atexit = False
 

@@ -16,7 +16,10 @@ _LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buf
 
 
 class Memory:
-    """Buffers for results; each belongs to a tensor until the tensor is dropped."""
+    """Buffers for results; each belongs to a tensor until the tensor is dropped.
+
+    Launches run in order, so a later one uses dropped memory at once, while recording as in each replay.
+    """
 
     def __init__(self) -> None:
         self._buffers: list[tuple[int, torch.Tensor, Callable[[], object]]] = []  # with a weak reference to its tensor

@@ -75,7 +75,8 @@ def take_part(pool, number):
     """Work in launch after launch until the current program has run out of them, unless it is for fewer workers.
 
     ``PROGRESS`` is the number of the current launch, over all programs, above the number of its threads; ``END``,
-    raised once ``TABLE`` has new launches, the number after the last launch, above the most workers.
+    raised once ``TABLE`` has new launches, the number after the last launch, above the most workers. ``BASE`` and
+    ``TABLE`` cannot change while a thread is in a launch.
     """
     while True:
         progress, end = fetch(pool, layout.PROGRESS), fetch(pool, layout.END)
