@@ -21,7 +21,7 @@ from loopback import pytest_pyfunc_call  # noqa: F401 - a hook
 from repeats import mark_repeats
 
 if TYPE_CHECKING:
-    from run_helpers import JobMaker
+    from run_helpers import JobMaker, Shell
 
 # The same for processes started here: ``run_helpers`` copies the environment when it is imported.
 os.environ["COLUMNS"] = "80"
@@ -118,6 +118,14 @@ def job(tmp_path: Path) -> JobMaker:
     from run_helpers import JobMaker
 
     return JobMaker(tmp_path)
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    """Runs commands; see ``Shell``."""
+    from run_helpers import Shell
+
+    return Shell(capsys)
 
 
 @pytest.fixture

@@ -12,19 +12,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
 from stub_engine import StubEngine, stub_factory
 
+from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
+from batchgen.run.loader import EngineFactory
 from batchgen.run.outcome import Outcome
 from batchgen.run.progress import read_progress
 from batchgen.run.stop import Limits
@@ -77,9 +80,7 @@ class JobMaker:
         self.engines: list[StubEngine] = []  # made by the last run
 
     def write(self, rows: Iterable[Mapping[str, Any] | str]) -> Path:
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        self.input.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return self.input
+        return write_lines(self.input, rows)
 
     def spec(self, **sections: Mapping[str, Any]) -> JobSpec:
         """The job over the input with the given keys on top; a chat template is there where they speak of one."""
@@ -123,8 +124,23 @@ class JobMaker:
         return path
 
     def outputs(self) -> list[dict[str, Any]]:
-        """The records of outputs.jsonl, timings aside."""
-        return without_timings(self.output / "outputs.jsonl")
+        """The records of the outputs, timings aside."""
+        [path] = self.output.glob("outputs.*")
+        return without_timings(path)
+
+    def elsewhere(
+        self, name: str, spec: JobSpec | None = None, options: RunOptions | None = None, **stub: Any
+    ) -> list[dict[str, Any]]:
+        """The records of a run of the job into a folder of its own, timings aside."""
+        spec, folder = spec or self.spec(), self.folder / name
+        self.run(replace(spec, output=replace(spec.output, path=str(folder))), options, **stub)
+        return without_timings(next(folder.glob("outputs.*")))
+
+    def shards(self, spec: JobSpec | None = None, **stub: Any) -> list[Path]:
+        """The folders of the job's two shards, both done."""
+        for number in (1, 2):
+            self.elsewhere(f"part{number}", spec, quiet(shard=(number, 2)), **stub)
+        return [self.folder / "part1", self.folder / "part2"]
 
     def errors(self) -> list[dict[str, Any]]:
         """The lines of errors.jsonl; none if it is not there."""
@@ -132,13 +148,58 @@ class JobMaker:
         return read_lines(path) if path.exists() else []
 
 
-def quiet(**limits: Any) -> RunOptions:
-    return RunOptions(progress="quiet", limits=Limits(**limits))
+class Said(NamedTuple):
+    """What a command printed."""
+
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def words(self) -> str:
+        """Both, lines and columns joined."""
+        return " ".join((self.out + self.err).split())
 
 
-def updating(**limits: Any) -> RunOptions:
+class Shell:
+    """Runs commands in this process, with the model's own engine unless one is given."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object, code: int = 0, engine: EngineFactory | None = None) -> Said:
+        """What a command printed that ends with ``code``."""
+        self._capsys.readouterr()
+        found = call([*map(str, words)], engine)
+        said = Said(*self._capsys.readouterr())
+        assert found == code, said
+        return said
+
+
+def quiet(**given: Any) -> RunOptions:
+    """Options of a run without progress; what is not one of them is a limit."""
+    options = {name: given.pop(name) for name in [*given] if name in RunOptions.__dataclass_fields__}
+    return RunOptions(progress="quiet", limits=Limits(**given), **options)
+
+
+def updating(**given: Any) -> RunOptions:
     """As ``--update``."""
-    return RunOptions(progress="quiet", update=True, limits=Limits(**limits))
+    return quiet(update=True, **given)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their paths there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any] | str]) -> Path:
+    """Write rows as JSON lines, and texts as they are."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
 
 
 def journal_of(output: Path) -> Path:

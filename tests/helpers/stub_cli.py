@@ -8,8 +8,9 @@ before the file ``load_until`` is there.
 import json
 import sys
 import time
+from functools import partial
 
-from stub_engine import stub_factory
+from stub_engine import load_slowly, stub_factory
 
 from batchgen.cli.main import call
 from batchgen.run import job
@@ -17,6 +18,7 @@ from batchgen.run import job
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     options["fails"] = frozenset(options.get("fails", ()))
+    options["on_load"] = partial(load_slowly, options.pop("load_s", 0), options.pop("load_until", None))
     if finalize_s := options.pop("finalize_s", 0):
         finalize = job.finalize
         job.finalize = lambda *args, **kwargs: (time.sleep(finalize_s), finalize(*args, **kwargs))[1]  # type: ignore

@@ -15,6 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.logprobs import Logprobs, TokenLogprob
@@ -22,6 +24,7 @@ from batchgen.core.numerics import Numerics
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings
 from batchgen.run.backend import Backend
 from batchgen.run.loader import ModelInfo
+from batchgen.text.tokenizer import Tokenizer
 
 
 def stub_token(request: Request, position: int, vocab_size: int) -> int:
@@ -222,26 +225,44 @@ class StubFactory:
     """Makes stub engines as ``EngineFactory``; it can be pickled, for workers that are processes."""
 
     made: list[StubEngine] | None
-    load_s: float
-    load_until: str | None
+    on_load: Callable[[], object]
+    backend: dict[str, Any]
     options: dict[str, Any]
 
     def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
-        time.sleep(self.load_s)
-        while self.load_until is not None and not Path(self.load_until).exists():
-            time.sleep(0.05)
+        self.on_load()
         longest = spec.engine.max_model_len
         engine = StubEngine(vocab_size=model.config.vocab_size, max_model_len=longest, **self.options)
         if self.made is not None:
             self.made.append(engine)
-        return Backend(engine, stub_numerics(spec).plain, 1)
+        return replace(Backend(engine, stub_numerics(spec).plain, 1), **self.backend)
 
 
 def stub_factory(
-    made: list[StubEngine] | None = None, *, load_s: float = 0.0, load_until: str | None = None, **options: Any
+    made: list[StubEngine] | None = None, *, on_load: Callable[[], object] = bool, **options: Any
 ) -> StubFactory:
-    """A factory for ``run_job``; every engine it makes is added to ``made``, after ``load_s`` seconds.
+    """A factory for ``run_job``; every engine it makes is added to ``made`` after a call of ``on_load``.
 
-    Nor before the file ``load_until`` is there.
+    Options with the name of a field of ``Backend`` replace it, the others are the engine's.
     """
-    return StubFactory(made, load_s, load_until, options)
+    backend = {name: options.pop(name) for name in [*options] if name in Backend.__dataclass_fields__}
+    return StubFactory(made, on_load, backend, options)
+
+
+def load_slowly(seconds: float, until: str | None = None) -> None:
+    """As ``on_load``: take that long, and until the file is there."""
+    time.sleep(seconds)
+    while until is not None and not Path(until).exists():
+        time.sleep(0.05)
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, text_of: Callable[[Request], str]) -> None:
+    """Let stub engines answer a request with a text; a later sample lacks as many tokens at its end as its number."""
+
+    def ids(request: Request) -> list[int]:
+        [found] = tokenizer.encode_batch([text_of(request)], False)
+        assert not isinstance(found, Exception)
+        return found[: len(found) - sample_number(request)]
+
+    monkeypatch.setattr("stub_engine.stub_token", lambda request, position, _: ids(request)[position])
+    monkeypatch.setattr("stub_engine.stub_length", lambda request: len(ids(request)))

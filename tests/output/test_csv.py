@@ -13,14 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import JobMaker, rows_of
+from run_helpers import JobMaker, Shell, quiet, rows_of, updating
 
-from batchgen.cli.main import call
-from batchgen.core.shard import Shard
 from batchgen.output.formats.delimited import CsvFormat
-from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
-from batchgen.run.stop import Limits
 
 ROWS = [{**row, "note": note} for row, note in zip(rows_of(4), ["a;b", 'say "hi"', "two\nlines", None], strict=True)]
 
@@ -34,9 +30,8 @@ def table(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
 def test_a_table_has_the_inputs_columns_and_then_the_answers(job: JobMaker, has_id: bool) -> None:
     job.write(ROWS)
     keys = {"columns": ["*"], **({} if has_id else {"id": None})}
-    job.run(job.spec(input=keys, output={"path": str(job.folder / "lines")}))
+    records = job.elsewhere("lines", job.spec(input=keys))
     job.run(job.spec(input=keys, output={"format": "csv"}))
-    records = [json.loads(line) for line in (job.folder / "lines" / "outputs.jsonl").read_text().splitlines()]
     found = table(job.output / "outputs.csv")
     kept = ["question", "answer", "note"] if has_id else ["input_id", "question", "answer", "note"]
     assert list(found[0]) == [*(["id"] if has_id else []), *kept, "text", "finish_reason"]
@@ -80,7 +75,7 @@ def written(job: JobMaker, *paths: Path, **output: str) -> str:
     """The name of the file of outputs of a job over these inputs."""
     keys = {"path": [str(path) for path in paths], "id": None}
     spec = job.spec(input=keys, output={"format": "auto", **output})
-    assert job.run(spec, RunOptions(progress="quiet", overwrite=True)).exit_code == 0
+    assert job.run(spec, quiet(overwrite=True)).exit_code == 0
     (path,) = job.output.glob("outputs.*")
     return path.name
 
@@ -106,24 +101,25 @@ def test_outputs_are_what_came_in_unless_the_job_says(job: JobMaker) -> None:
     ],
 )
 def test_a_table_of_answers_has_the_delimiter_of_the_input_in_each_way_to_it(
-    job: JobMaker, capsys: pytest.CaptureFixture[str], name: str, content: str, keys: dict[str, str], delimiter: str
+    job: JobMaker, shell: Shell, name: str, content: str, keys: dict[str, str], delimiter: str
 ) -> None:
     sheet = job.folder / name
     sheet.write_text(content, encoding="utf-8")
     keys = {"path": [str(sheet)], "columns": ["*"], **keys}
     spec = job.spec(input=keys, output={"format": "csv"})
-    assert job.run(spec, RunOptions(progress="quiet", limits=Limits(max_total_tokens=1))).exit_code != 0
+    assert job.run(spec, quiet(max_total_tokens=1)).exit_code != 0
     assert job.run(spec).exit_code == 0
     whole = (job.output / "outputs.csv").read_bytes()
     assert whole.decode().startswith(delimiter.join(["id", "question", "text", "finish_reason"]))
     assert [row["question"] for row in table(job.output / "outputs.csv", delimiter)] == ["a,b", "c"]
-    assert printed(capsys, job.output).encode() == whole
-    job.run(job.spec(input=keys, output={"format": "jsonl"}), RunOptions(progress="quiet", update=True))
-    assert printed(capsys, job.output, "--format", "csv").encode() == whole
-    shards = [job.folder / "first", job.folder / "second"]
-    for number, folder in enumerate(shards, 1):
-        job.run(job.spec(input=keys, output={"format": "csv", "path": str(folder)}), RunOptions(shard=Shard(number, 2)))
-    merge(shards, job.folder / "merged")
+    assert shell("cat", job.output).out.encode() == whole
+    job.run(job.spec(input=keys, output={"format": "jsonl"}), updating())
+    assert shell("cat", job.output, "--format", "csv").out.encode() == whole
+    for number in (1, 2):
+        job.run(
+            job.spec(input=keys, output={"format": "csv", "path": f"{job.folder}/{number}"}), quiet(shard=(number, 2))
+        )
+    merge([job.folder / "1", job.folder / "2"], job.folder / "merged")
     assert (job.folder / "merged" / "outputs.csv").read_bytes() == whole
 
 
@@ -137,7 +133,7 @@ def test_tables_with_different_delimiters_become_one_with_commas(job: JobMaker) 
 
 @pytest.mark.parametrize("name", ["sheet.csv", "sheet.*", "sheet.csv.gz"])
 def test_a_table_has_the_mark_of_utf_8_of_its_input_once_that_is_gone_too(
-    job: JobMaker, capsys: pytest.CaptureFixture[str], name: str
+    job: JobMaker, shell: Shell, name: str
 ) -> None:
     content = "\ufeffquestion\nWhy?\n".encode()
     sheet = job.folder / name.replace("*", "csv")
@@ -146,77 +142,66 @@ def test_a_table_has_the_mark_of_utf_8_of_its_input_once_that_is_gone_too(
     whole = (job.output / "outputs.csv").read_bytes()
     assert whole.startswith("\ufeffquestion,".encode())
     sheet.unlink()
-    assert printed(capsys, job.output).encode() == whole
+    assert shell("cat", job.output).out.encode() == whole
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    capsys.readouterr()
-    assert call(["cat", *map(str, words)]) == 0
-    return capsys.readouterr().out
-
-
-def test_cat_prints_the_outputs_as_their_file_has_them_or_in_the_format_asked_for(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cat_prints_the_outputs_as_their_file_has_them_or_in_the_format_asked_for(job: JobMaker, shell: Shell) -> None:
     job.write(ROWS)
     files = {}
     for form in ("jsonl", "csv", "parquet"):
-        job.run(job.spec(output={"format": form}), RunOptions(progress="quiet", update=True))
+        job.run(job.spec(output={"format": form}), updating())
         files[form] = (job.output / f"outputs.{form}").read_bytes()
-        plain = printed(capsys, job.output)
-        assert plain == printed(capsys, job.output, "--format", "csv" if form == "csv" else "jsonl")
+        plain = shell("cat", job.output).out
+        assert plain == shell("cat", job.output, "--format", "csv" if form == "csv" else "jsonl").out
         assert form == "parquet" or plain.encode() == files[form]
-    assert printed(capsys, job.output, "--format", "csv").encode() == files["csv"]
+    assert shell("cat", job.output, "--format", "csv").out.encode() == files["csv"]
 
 
-def test_cat_prints_the_fields_asked_for_in_their_order(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cat_prints_the_fields_asked_for_in_their_order(job: JobMaker, shell: Shell) -> None:
     job.write(ROWS)
     job.run()
     text = job.outputs()[0]["text"]
-    lines = printed(capsys, job.output, "--columns", "text,id").splitlines()
+    lines = shell("cat", job.output, "--columns", "text,id").out.splitlines()
     assert lines[0] == json.dumps({"text": text, "id": "q-0"}, ensure_ascii=False)
-    rows = printed(capsys, job.output, "--columns", "text,usage,id", "--format", "csv")
+    rows = shell("cat", job.output, "--columns", "text,usage,id", "--format", "csv").out
     assert rows.startswith("text,usage,id\r\n") and '"{""prompt_tokens"": ' in rows
-    assert call(["cat", str(job.output), "--columns", "txt"]) == 2
-    assert "--columns: no record has a field 'txt' (did you mean \"text\"?)" in capsys.readouterr().err
-    assert call(["cat", str(job.output), "--columns", "choices"]) == 2  # a word that users have for labels
-    assert "no record has a field 'choices' (known: answer, fingerprint, finish_reason, id, " in capsys.readouterr().err
+    names = {"txt": '(did you mean "text"?)', "choices": "(known: answer, fingerprint, finish_reason, id, "}
+    for name, known in names.items():  # "choices" is a word that users have for labels
+        said = shell("cat", job.output, "--columns", name, code=2).err
+        assert f"--columns: no record has a field '{name}' {known}" in said
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
 def test_cat_shows_lines_of_any_length_whole_on_a_terminal(
-    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
+    job: JobMaker, shell: Shell, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     job.write([{"id": f"q-{i}", "question": "Why?", "note": "€" * num} for i, num in enumerate((50_000, *[9000] * 9))])
     job.run(job.spec(output={"format": form}))
-    plain = printed(capsys, job.output, "--columns", "id,note")
+    plain = shell("cat", job.output, "--columns", "id,note").out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert printed(capsys, job.output, "--columns", "id,note") == plain.replace("\r\n", "\n")
+    assert shell("cat", job.output, "--columns", "id,note").out == plain.replace("\r\n", "\n")
 
 
-def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, shell: Shell) -> None:
     job.write(ROWS)
     job.run(job.spec(output={"format": "parquet"}))
     shutil.rmtree(job.output / "journal")
-    assert call(["cat", str(job.output)]) == 1
-    assert "which was removed: read outputs.parquet itself, or run with --overwrite" in capsys.readouterr().err
+    said = shell("cat", job.output, code=1).err
+    assert "which was removed: read outputs.parquet itself, or run with --overwrite" in said
 
 
-def test_cat_prints_the_columns_of_a_table_as_its_file_names_them(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cat_prints_the_columns_of_a_table_as_its_file_names_them(job: JobMaker, shell: Shell) -> None:
     job.write([{"id": "a", "question": "Why?", "score": "mine"}])
     job.run(job.spec(classify={"labels": ["yes", "no"]}, output={"format": "csv"}))
     (row,) = table(job.output / "outputs.csv")
-    lines = printed(capsys, job.output, "--columns", "score,input_score,usage").splitlines()
+    lines = shell("cat", job.output, "--columns", "score,input_score,usage").out.splitlines()
     assert lines[0] == "score,input_score,usage"
     assert lines[1].startswith(f'{row["score"]},mine,"{{')
 
 
-def test_cat_says_where_there_is_nothing_to_print(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["cat", str(job.folder)]) == 2
-    assert "no outputs in" in (said := capsys.readouterr().err) and "not a run directory" in said
+def test_cat_says_where_there_is_nothing_to_print(job: JobMaker, shell: Shell) -> None:
+    said = shell("cat", job.folder, code=2).err
+    assert "no outputs in" in said and "not a run directory" in said
     job.write(rows_of(30))
-    job.run(options=RunOptions(progress="quiet", limits=Limits(max_total_tokens=100)))
-    assert call(["cat", str(job.output)]) == 2
-    assert "the run is not finished: see batchgen status" in capsys.readouterr().err
+    job.run(options=quiet(max_total_tokens=100))
+    assert "the run is not finished: see batchgen status" in shell("cat", job.output, code=2).err

@@ -13,7 +13,6 @@ from run_helpers import JobMaker, quiet, rows_of
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, StorageError, UsageError
-from batchgen.run.invocation import RunOptions
 
 
 @pytest.fixture
@@ -42,9 +41,6 @@ def test_the_files_of_a_finished_run_become_commits_to_a_private_dataset(
     assert files["outputs.jsonl"] == (job.output / "outputs.jsonl").read_bytes()
     assert json.loads(files["batchgen.json"])["complete"]
 
-
-def test_a_finished_run_is_not_committed_again(job: JobMaker, hub: Hub, published: JobSpec) -> None:
-    job.run(published)
     before = len(hub.commits)
     assert job.run(published).lines[-1] == "already published to hf://datasets/ann/answers"
     assert len(hub.commits) == before
@@ -73,8 +69,7 @@ def test_files_of_others_are_replaced_only_with_overwrite(job: JobMaker, hub: Hu
     with pytest.raises(UsageError, match=r"answers holds outputs\.parquet: it is not replaced"):
         job.run(published)
     assert not job.engines and not hub.commits
-    options = RunOptions(progress="quiet", overwrite=True, limits=quiet(max_total_tokens=1).limits)
-    assert job.run(published, options).exit_code == ExitCode.STOPPED
+    assert job.run(published, quiet(overwrite=True, max_total_tokens=1)).exit_code == ExitCode.STOPPED
     assert job.run(published).exit_code == 0
     assert {*hub.repos["ann/answers"]} == {"batchgen.json", "outputs.jsonl", "report.json", "data.csv"}
 

@@ -58,12 +58,7 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 def payload(
-    result: Result,
-    labels: tuple[str, ...] = (),
-    *,
-    by: str = "sum",
-    has_tokenizer: bool = True,
-    **output: Any,
+    result: Result, labels: tuple[str, ...] = (), *, by: str = "sum", has_tokenizer: bool = True, **output: Any
 ) -> dict[str, Any]:
     """The record as a reader of the outputs finds it."""
     spec = replace(SPEC, output=replace(SPEC.output, **output))
@@ -199,18 +194,12 @@ def test_columns_of_data_do_not_say_what_form_a_batch_response_has() -> None:
     assert line["kept_columns"] == {"q": "Hi", "input_url": "https://example.org", "input_model": "T-Ford"}
 
 
-LOGPROBS = st.none() | st.lists(
-    st.builds(
-        TokenLogprob,
-        st.integers(0, END),
-        st.floats(-50, 0),
-        st.lists(st.tuples(st.integers(0, END), st.floats(-50, 0)), min_size=2, max_size=2).map(tuple),
-    ),
-    max_size=3,
-).map(Logprobs.of)
+TOKENS, FLOATS = st.integers(0, END), st.floats(-50, 0)
+LIKELIEST = st.lists(st.tuples(TOKENS, FLOATS), min_size=2, max_size=2).map(tuple)
+LOGPROBS = st.none() | st.lists(st.builds(TokenLogprob, TOKENS, FLOATS, LIKELIEST), max_size=3).map(Logprobs.of)
 SAMPLES = st.builds(
     Sample,
-    st.lists(st.integers(0, END), max_size=4).map(tuple),
+    st.lists(TOKENS, max_size=4).map(tuple),
     st.sampled_from(FinishReason),
     logprobs=LOGPROBS,
     is_complete=st.none() | st.booleans(),

@@ -7,7 +7,6 @@ their last bits between them are given here. Not held: what other packages make 
 from __future__ import annotations
 
 import dataclasses
-import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +19,7 @@ import pytest
 import tokenizers
 from chat_templates import SILENT, THINKING, TOOLS
 from input_helpers import write_tokenizer
-from run_helpers import MODEL, read_lines, text_model
+from run_helpers import MODEL, quiet, read_lines, text_model, write_lines
 from tokenizers import AddedToken
 
 from batchgen.config.job import JobSpec
@@ -30,7 +29,6 @@ from batchgen.core.logprobs import Logprobs, TokenLogprob
 from batchgen.core.records import Cursor, FinishReason, Result, Row, Sample, SamplingParams
 from batchgen.core.version import RESULTS
 from batchgen.output.record_builder import RecordBuilder
-from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import read_model
 
@@ -105,15 +103,14 @@ def tokens(folder: Path) -> Iterator[dict[str, Any]]:
     """What the sample model answers to questions, with sampling values of every kind."""
     questions = read_lines(QUESTIONS)[:30]
     rows = [row | {"sampling": SAMPLINGS[i % len(SAMPLINGS)]} for i, row in enumerate(questions)]
-    path = folder / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    path = write_lines(folder / "rows.jsonl", rows)
     flags: dict[str, dict[str, Any]] = {
         "model": {"path": str(MODEL), "dtype": "float32"},
         "input": {"path": str(path), "prompt": "{question}", "id": "id", "columns": ["task"]},
         "sampling": {"max_tokens": 24},
         "output": {"path": str(folder / "out"), "token_ids": True},
     }
-    assert run_job(load_job(None, flags), RunOptions(progress="quiet")).exit_code == 0
+    assert run_job(load_job(None, flags), quiet()).exit_code == 0
     yield from read_lines(folder / "out" / "outputs.jsonl")
 
 

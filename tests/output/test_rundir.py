@@ -118,13 +118,10 @@ def test_a_manifest_is_read_back_as_it_was_written(run_dir: RunDir) -> None:
     assert same.refused == same.allowed == ()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"{", b"[]", b'{"version": 99}', b'{"version": 1, "nonsense": 3}', b"[" * 100_000),
-        *(b'{"version": 1, "job": [], "output_keys": {}}', b"\xff"),
-    ],
-)
+NONE = b'{"version": 1, "nonsense": 3}', b'{"version": 1, "job": [], "output_keys": {}}'
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 99}', b"[" * 100_000, b"\xff", *NONE])
 def test_a_manifest_that_is_none_is_refused_by_name(run_dir: RunDir, content: bytes) -> None:
     run_dir.manifest.write_bytes(content)
     words = ": it is nested too deeply" if content.startswith(b"[[") else ""
@@ -168,10 +165,7 @@ A, B, C = ({"file": name, "bytes": 1} for name in "abc")
         (
             [A, {"file": "big.jsonl", "sha256": "7" * 64, "bytes": 145006}],
             [A, {"file": "big.jsonl", "sha256": "e" * 64, "bytes": 144980}],
-            [
-                '[big.jsonl].sha256: was "77777777...", now "eeeeeeee..."',
-                "[big.jsonl].bytes: was 145006, now 144980",
-            ],
+            ['[big.jsonl].sha256: was "77777777...", now "eeeeeeee..."', "[big.jsonl].bytes: was 145006, now 144980"],
         ),
         ([A, B], [B, A], ['.order: was ["a", "b"], now ["b", "a"]']),
         ([{"file": "a"}], [{"file": "a"}, {"file": "b"}], ['.order: was ["a"], now ["a", "b"]']),
@@ -244,13 +238,13 @@ def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> 
 
 
 def test_an_input_inside_the_run_directorys_own_files_is_recognised(run_dir: RunDir) -> None:
-    own = (
+    own = [
         "outputs.jsonl",
         "../a/errors.jsonl",
         "journal/x.jsonl",
         ".journal.removed/000001.seg",
         ".outputs.parquet.tmp",
-    )
+    ]
     assert all(run_dir.owns(run_dir.path / name) for name in own)
     assert not any(run_dir.owns(run_dir.path / name) for name in ("questions.jsonl", "deep/outputs.jsonl", ""))
 
@@ -281,12 +275,18 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(tmp_path
     assert theirs.read_text() == "mine"
 
 
-def test_a_journal_on_another_disk_by_a_link_is_refused_and_named(tmp_path: Path) -> None:
-    (tmp_path / "fast").mkdir()
+@pytest.mark.parametrize("kind", ["symbolic link", "mount point"])
+def test_a_journal_on_another_disk_is_refused_and_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
-    run_dir.journals.symlink_to(tmp_path / "fast")
-    with pytest.raises(UsageError, match=r"run/journal is a symbolic link: put the whole run there"):
+    if kind == "mount point":
+        run_dir.journals.mkdir()
+        monkeypatch.setattr(Path, "is_mount", lambda self: self == run_dir.journals)
+    else:
+        run_dir.journals.symlink_to(tmp_path)
+    with pytest.raises(UsageError, match=rf"run/journal is a {kind}: put the whole run there"):
         run_dir.create()
 
 
@@ -369,16 +369,6 @@ def test_a_manifest_of_another_shape_is_refused_by_key(run_dir: RunDir, damage: 
     run_dir.manifest.write_text(json.dumps(json.loads(MANIFEST.to_bytes()) | damage))
     with pytest.raises(UsageError, match=rf"cannot read .*job\.json: .*{words}"):
         run_dir.read_manifest()
-
-
-def test_a_journal_that_is_a_mount_point_is_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.journals.mkdir(parents=True)
-    monkeypatch.setattr(Path, "is_mount", lambda self: self == run_dir.journals)
-    with pytest.raises(UsageError, match=r"run/journal is a mount point: put the whole run there"):
-        run_dir.create()
 
 
 # ---------------------------------------------------------------- jobs and their journals

@@ -270,9 +270,7 @@ def test_a_kept_url_decides_the_shape_of_an_openai_row(run_dir: RunDir) -> None:
 
 def test_a_failed_openai_row_has_openais_shape_and_what_a_dead_letter_holds(run_dir: RunDir) -> None:
     written(run_dir, [], [{**dead_letter(0), "id": "r-1"}], output_format="openai-batch")
-    answer = {"id": "batch_req_000000000000", "custom_id": "r-1", "response": None}
-    answer["error"] = {"code": "bad_json", "message": "no JSON"}
-    assert json.loads(run_dir.errors.read_bytes()) == {
-        **answer,
-        **{name: dead_letter(0)[name] for name in ("index", "source", "line", "row")},
-    }
+    answer: dict[str, Any] = {"id": "batch_req_000000000000", "custom_id": "r-1", "response": None}
+    answer |= {"error": {"code": "bad_json", "message": "no JSON"}}
+    answer |= {name: dead_letter(0)[name] for name in ("index", "source", "line", "row")}
+    assert json.loads(run_dir.errors.read_bytes()) == answer

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from report_samples import ABOUT, engine, made, record
-from run_helpers import MODEL, JobMaker, quiet, rows_of
+from run_helpers import MODEL, JobMaker, Shell, quiet, rows_of
 
-from batchgen.cli.main import call
 from batchgen.core.errors import UsageError
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by
@@ -27,11 +26,9 @@ from batchgen.run.reports import read_report
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of a run by the real engine on the sample model."""
-    folder = tmp_path_factory.mktemp("real")
-    job = JobMaker(folder)
+    job = JobMaker(tmp_path_factory.mktemp("real"))
     job.write([*rows_of(40), "{"])
-    spec = job.spec(engine={"threads": 1, "max_num_seqs": 8}, model={"path": str(MODEL)})
-    run_job(spec, quiet())
+    run_job(job.spec(engine={"threads": 1, "max_num_seqs": 8}, model={"path": str(MODEL)}), quiet())
     return read_report(RunDir(job.output))
 
 
@@ -72,14 +69,13 @@ def test_the_cost_is_the_gpu_hours_of_all_workers_at_the_price(rows: dict[str, A
     assert f"6.30 total, {each:,.2f} per million {kind} tokens" in " ".join(render_report(report).split())
 
 
-def test_the_report_command_shows_the_cost_at_a_price(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_command_shows_the_cost_at_a_price(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(2))
     job.run()
-    assert call(["report", str(job.output), "--price-per-hour", "36", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = shell("report", job.output, "--price-per-hour", 36, "--json").json
     assert report["cost"]["total"] == pytest.approx(36 * report["device_s"] / 3600, abs=1e-5)
-    assert call(["report", str(job.output), "--price-per-hour", "nan"]) == 2
-    assert call(["report", str(job.output), "--price-per-hour", "1", "--compare", str(job.output)]) == 2
+    shell("report", job.output, "--price-per-hour", "nan", code=2)
+    shell("report", job.output, "--price-per-hour", 1, "--compare", job.output, code=2)
 
 
 def test_a_step_of_both_kinds_is_shared_out_between_prefill_and_decode() -> None:
@@ -140,9 +136,7 @@ def test_the_tail_is_that_of_the_last_invocation_and_not_of_one_with_other_sizes
 
 
 def test_what_was_spared_and_recomputed_is_told_where_the_engine_counts_it() -> None:
-    counts = {"num_cached_tokens": 300, "num_queried_tokens": 1000}
-    counts |= {"num_recomputed_tokens": 55}
-    report = made(engine=engine(**counts))
+    report = made(engine=engine(num_cached_tokens=300, num_queried_tokens=1000, num_recomputed_tokens=55))
     assert report["prefix_cache"] == {"queried": 1000, "hit": 300, "hit_rate": 0.3}
     assert report["recomputed_tokens"] == 55
     text = " ".join(render_report(report).split())
@@ -170,10 +164,7 @@ def structured(*samples: list[bool | None], **counts: Any) -> dict[str, Any]:
     """A report of rows with these samples, None for a free one."""
     totals = RowTotals()
     for index, complete in enumerate(samples):
-        found = [
-            {"finish_reason": "stop", **({} if is_complete is None else {"complete": is_complete})}
-            for is_complete in complete
-        ]
+        found = [{"finish_reason": "stop"} | ({} if each is None else {"complete": each}) for each in complete]
         totals.add_result(record(index, **found[0], **({"samples": found} if len(found) > 1 else {})))
     return build_report(totals, {"wall_s": 10.0, "seconds": {"generate": 9.0}, "engine": engine(**counts)}, ABOUT)
 
@@ -208,11 +199,21 @@ def test_the_text_fits_80_columns(real: dict[str, Any]) -> None:
         assert max(map(len, render_report(report).splitlines())) <= 80
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 1}', '{"version": 4}', '{"version": "4"}'])
-def test_a_file_that_is_no_report_or_of_another_version_is_one_clear_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "report.json").write_text(content)
-    other = " is a report of version 1; this batchgen reads version 4" if content == '{"version": 1}' else ""
-    with pytest.raises(UsageError, match=rf"report\.json{other}"):
+DATED = [json.dumps({**made(), "finished_at": value}) for value in (5, None, "yesterday")]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"version": 4}', '{"version": "4"}', '{"version": 1}', *DATED]
+)
+def test_a_file_that_is_no_report_was_edited_or_is_of_another_version_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(made()))
+    assert read_report(RunDir(tmp_path))["rows"]["total"] == 20
+    path.write_text(content)
+    said = " is a report of version 1; this batchgen reads version 4" if content == '{"version": 1}' else ""
+    with pytest.raises(
+        UsageError, match=r"not as it was written .* was it edited\?" if content in DATED else rf"json{said}"
+    ):
         read_report(RunDir(tmp_path))
 
 
@@ -231,16 +232,6 @@ def test_the_text_names_the_kernels_where_they_are_known() -> None:
     report["numerics"] = {**report["numerics"], **integers}
     named = "bfloat16 on cpu, int8 weights, int8 activations, int8 keys and values (avx512)"
     assert named in " ".join(render_report(report).split())
-
-
-@pytest.mark.parametrize("finished_at", [5, None, "yesterday"])
-def test_a_report_whose_date_was_edited_is_refused(tmp_path: Path, finished_at: object) -> None:
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(made()))
-    assert read_report(RunDir(tmp_path))["rows"]["total"] == 20
-    path.write_text(json.dumps({**made(), "finished_at": finished_at}))
-    with pytest.raises(UsageError, match=r"not as it was written .* was it edited\?"):
-        read_report(RunDir(tmp_path))
 
 
 def test_the_perplexity_of_prompts_is_over_all_their_tokens_together() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from markupsafe import escape
 from report_samples import ABOUT, made, record
-from run_helpers import JobMaker, read_lines, rows_of, without_timings
+from run_helpers import JobMaker, Shell, rows_of
 
-from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.report.advice import advice
 from batchgen.report.build import build_report
@@ -141,21 +140,17 @@ def test_a_row_that_fails_now_is_a_regression_and_no_usage_error() -> None:
         gate(now, scored(COMPARED), ACCURACY)
 
 
-def test_the_command_exits_2_where_a_third_of_the_rows_was_compared(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exits_2_where_a_third_of_the_rows_was_compared(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(12))
     job.run()
     job.write([{**row, "answer": done["text"]} for row, done in zip(rows_of(12), job.outputs(), strict=True)])
     for name, sections in {"whole": {}, "few": {"input": {"limit": 4}}}.items():
-        job.run(job.spec(output={"path": str(job.folder / name)}, eval={"expected": "answer"}, **sections))
-    few, whole = (str(job.folder / name) for name in ("few", "whole"))
-    capsys.readouterr()
-    assert call(["report", few, "--compare", whole, "--max-regress-accuracy", "30"]) == 2
-    said = capsys.readouterr()
+        job.elsewhere(name, job.spec(eval={"expected": "answer"}, **sections))
+    few, whole = job.folder / "few", job.folder / "whole"
+    said = shell("report", few, "--compare", whole, "--max-regress-accuracy", 30, code=2)
     assert OTHERS in said.err
     assert "100.00%        100.00%  +0.0 pts\n" in said.out
-    assert call(["report", whole, "--compare", whole, "--max-regress-accuracy", "30"]) == 0
+    shell("report", whole, "--compare", whole, "--max-regress-accuracy", 30)
 
 
 def test_an_exact_match_of_none_says_so_with_the_settings_that_would_help() -> None:
@@ -191,23 +186,19 @@ def test_the_change_of_a_share_is_in_points_as_its_gate_counts_it() -> None:
     assert "exact match                90.00%         88.00%  -2.0 pts  REGRESSION" in table
 
 
-def test_the_command_exits_4_on_a_regression_0_without_gate(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exits_4_on_a_regression_0_without_gate(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(8))
     job.run()
-    kept = job.folder / "baseline.json"  # a report by itself
-    kept.write_bytes((job.output / "report.json").read_bytes())
-    assert call(["report", str(job.output), "--compare", str(kept), "--max-regress-speed", "5%"]) == 0
-    assert "REGRESSION" not in capsys.readouterr().out
+    found = json.loads((job.output / "report.json").read_text())
+    kept, gate = job.folder / "baseline.json", ("--max-regress-speed", "5%")  # a report by itself
+    kept.write_text(json.dumps({n: v for n, v in found.items() if n not in ("compared", "empty_fields")}))
+    assert "REGRESSION" not in shell("report", job.output, "--compare", kept, *gate).out, "before keys that came later"
+    found["tokens_per_s"]["completion"] *= 10
     last = job.folder / "last"
     last.mkdir()
-    found = json.loads((job.output / "report.json").read_text())
-    found["tokens_per_s"]["completion"] *= 10
     (last / "report.json").write_text(json.dumps(found))
-    command = ["report", str(job.output), "--compare", str(last)]
-    assert call(command) == 0
-    capsys.readouterr()
-    assert call([*command, "--max-regress-speed", "5%", "--json"]) == 4
-    figures = json.loads(capsys.readouterr().out)["figures"]
+    shell("report", job.output, "--compare", last)
+    figures = shell("report", job.output, "--compare", last, *gate, "--json", code=4).json["figures"]
     assert [figure["name"] for figure in figures if figure["is_regression"]] == ["output tokens/s"]
 
 
@@ -218,41 +209,24 @@ def test_the_command_exits_4_on_a_regression_0_without_gate(job: JobMaker, capsy
         *("--compare . --max-regress-accuracy nan", "--compare . --max-regress-accuracy 1%"),
     ],
 )
-def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, flags: str) -> None:
+def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, shell: Shell, flags: str) -> None:
     job.write(rows_of(1))
     job.run()
-    given = [str(job.output) if flag == "." else flag for flag in flags.split()]
-    assert call(["report", str(job.output), *given]) == 2
+    shell("report", job.output, *(job.output if flag == "." else flag for flag in flags.split()), code=2)
 
 
-def test_a_page_has_the_comparison_and_the_answers_that_changed(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_has_the_comparison_and_the_answers_that_changed(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(8))
-    job.run()
     before, page = job.folder / "before", job.folder / "page.html"
-    job.output.rename(before)
-    job.run(job.spec(sampling={"max_tokens": 2}))
-    assert call(["report", str(job.output), "--compare", str(before), "--html", str(page)]) == 0
-    assert capsys.readouterr().out == ""
+    found = [job.elsewhere("before"), job.elsewhere("now", job.spec(sampling={"max_tokens": 2}))]
+    assert shell("report", job.folder / "now", "--compare", before, "--html", page).out == ""
     text = page.read_text(encoding="utf-8")
     assert f"<h2>Compared with {before}</h2>" in text and "tokens out" in text
-    was, now = (
-        {row["id"]: row["text"] for row in read_lines(folder / "outputs.jsonl")} for folder in (before, job.output)
-    )
+    was, now = ({row["id"]: row["text"] for row in rows} for rows in found)
     changed = [row_id for row_id in now if now[row_id] != was[row_id]]
     shown = text[text.index("<h2>Answers that changed</h2>") : text.index("<h2>The first answers</h2>")]
     assert changed and all(f"<td>{row_id}</td>" in shown for row_id in changed)
     assert all(str(escape(texts[row_id])) in shown for texts in (was, now) for row_id in changed)
-
-
-def test_a_baseline_that_was_kept_before_a_key_came_still_compares(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run()
-    found = json.loads((job.output / "report.json").read_text())
-    kept = job.folder / "baseline.json"
-    kept.write_text(json.dumps({n: v for n, v in found.items() if n not in ("compared", "empty_fields")}))
-    assert call(["report", str(job.output), "--compare", str(kept), "--max-regress-speed", "5%"]) == 0
 
 
 # ---------------------------------------------------------------- answers that changed
@@ -265,22 +239,18 @@ def test_a_share_is_whole_or_nothing_only_if_it_is(equal: int, shown: str) -> No
     assert dict(words.rows)["equal answers"] == f"{equal:,} of 6,000 in both {shown}"
 
 
-def test_answers_that_changed_are_named_by_their_ids(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_that_changed_are_named_by_their_ids(job: JobMaker, shell: Shell) -> None:
     """The rows come in another order, and some are in one run alone."""
     rows = rows_of(8)
     job.write(rows[:7])
-    job.run(job.spec(output={"path": str(job.folder / "before")}))
+    job.elsewhere("before")
     for index, question in ((0, "Other?"), (6, "Another?")):
         rows[index] = {**rows[index], "question": question}
     job.write(rows[:0:-1] + rows[:1])
-    job.run(job.spec(output={"path": str(job.folder / "now"), "format": "parquet"}))
-    before, now = (str(job.folder / name) for name in ("before", "now"))
-    capsys.readouterr()
-    assert call(["report", now, "--compare", before]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "equal answers 5 of 7 in both (71.4%) changed q-6, q-0" in text
-    assert call(["report", before, "--compare", now, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["answers"]
+    job.elsewhere("now", job.spec(output={"format": "parquet"}))
+    before, now = job.folder / "before", job.folder / "now"
+    assert "equal answers 5 of 7 in both (71.4%) changed q-6, q-0" in shell("report", now, "--compare", before).words
+    found = shell("report", before, "--compare", now, "--json").json["answers"]
     assert found == {"rows": 7, "equal": 5, "changed": ["q-0", "q-6"]}
 
 
@@ -292,29 +262,22 @@ def test_of_many_answers_that_changed_the_first_are_named() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_a_sample_other_than_the_first_is_part_of_an_answer(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, seed in (("a", 1), ("b", 2)):
-        job.write(rows_of(6))
-        job.run(job.spec(sampling={"n": 3, "temperature": 1.0, "seed": seed}, output={"path": str(job.folder / name)}))
-    capsys.readouterr()
-    assert call(["report", str(job.folder / "a"), "--compare", str(job.folder / "b"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["answers"]
-    texts = [
-        [[sample["text"] for sample in row["samples"]] for row in without_timings(job.folder / name / "outputs.jsonl")]
-        for name in ("a", "b")
-    ]
+def test_a_sample_other_than_the_first_is_part_of_an_answer(job: JobMaker, shell: Shell) -> None:
+    job.write(rows_of(6))
+    specs = [job.spec(sampling={"n": 3, "temperature": 1.0, "seed": seed}) for seed in (1, 2)]
+    runs = [job.elsewhere(name, spec) for name, spec in zip("ab", specs, strict=True)]
+    found = shell("report", job.folder / "a", "--compare", job.folder / "b", "--json").json["answers"]
+    texts = [[[sample["text"] for sample in row["samples"]] for row in rows] for rows in runs]
     assert len(found["changed"]) == sum(a != b for a, b in zip(*texts, strict=True)) > 0
 
 
 def test_runs_that_score_prompts_are_compared_by_perplexity_and_not_by_their_empty_answers(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
+    job: JobMaker, shell: Shell
 ) -> None:
     job.write(rows_of(3))
-    folders = [str(job.folder / name) for name in ("one", "two")]
-    for folder in folders:
-        job.run(job.spec(sampling={"max_tokens": 0, "prompt_logprobs": 0}, output={"path": folder}))
-    assert call(["report", folders[0], "--compare", folders[1]]) == 0
-    out = capsys.readouterr().out
+    for name in ("one", "two"):
+        job.elsewhere(name, job.spec(sampling={"max_tokens": 0, "prompt_logprobs": 0}))
+    out = shell("report", job.folder / "one", "--compare", job.folder / "two").out
     assert re.search(r"^perplexity +[\d.,]+ +[\d.,]+ +\+0.00%$", out, re.MULTILINE)
     assert "equal answers" not in out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_samples import engine, made
-from run_helpers import JobMaker, rows_of
+from run_helpers import JobMaker, Shell, quiet, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import RowErrorCode
@@ -20,7 +19,6 @@ from batchgen.report.html import _series
 from batchgen.report.html import _ticks as log_ticks
 from batchgen.report.html import render_html as render_page
 from batchgen.report.rows import Distribution
-from batchgen.run.invocation import RunOptions
 
 
 def render_html(report: dict[str, Any]) -> str:
@@ -73,15 +71,15 @@ def test_without_matplotlib_there_is_a_page_without_charts(monkeypatch: pytest.M
 
 
 def test_the_command_says_that_a_page_has_no_charts(
-    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: JobMaker, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.write(rows_of(2))
     job.run()
     for found in (None, "a module"):
         monkeypatch.setattr("batchgen.report.html.find_spec", lambda name, found=found: found)
         monkeypatch.setattr("batchgen.report.html.draw", lambda report: [])
-        assert call(["report", str(job.output), "--html", str(job.folder / "page.html")]) == 0
-        assert ("no charts" in capsys.readouterr().err) == (found is None)
+        said = shell("report", job.output, "--html", job.folder / "page.html").err
+        assert ("no charts" in said) == (found is None)
 
 
 @pytest.mark.usefixtures("charts")
@@ -115,9 +113,8 @@ def test_the_page_shows_the_run_its_prompts_answers_mistakes_failed_rows_and_job
     assert call(["report", str(job.output), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and str(job.output) in text and f"<h1>{job.output.name}</h1>" in text
-    assert {"Wrong answers: the first 5 of 7", "The first answers", "Rows that failed", "The job"} <= {
-        *Page(text).titles
-    }
+    titles = {"Wrong answers: the first 5 of 7", "The first answers", "Rows that failed", "The job"}
+    assert titles <= {*Page(text).titles}
     assert all(f"<td>q-{index}</td>" in text and f"Say: What is {index} times" in text for index in range(5))
     assert "exact match, 95% interval 0.0% to" in text
     assert "input.jsonl:8" in text and "empty_prompt: question, which" in text
@@ -131,7 +128,7 @@ def test_prompts_are_made_of_the_columns_of_the_input_and_of_no_answer(job: JobM
     job.write([{"id": "a", "topic": "tea", "input_topic": "none", "text": "mine", "input_text": "other"}])
     page = job.folder / "report.html"
     for prompt, columns in (("Say {topic}", ["*"]), ("Say {text}", ["*"]), ("Say {text}", [])):
-        job.run(job.spec(input={"prompt": prompt, "columns": columns}), RunOptions(progress="quiet", overwrite=True))
+        job.run(job.spec(input={"prompt": prompt, "columns": columns}), quiet(overwrite=True))
         assert call(["report", str(job.output), "--html", str(page)]) == 0
         text = page.read_text(encoding="utf-8")
         assert ("Say tea" in text, "Say mine" in text) == ("topic" in prompt, columns != [] and "{text}" in prompt)
@@ -197,27 +194,16 @@ def test_a_report_without_rows_or_series_still_gives_a_page() -> None:
     assert "nothing was run" in render_html(report)
 
 
-def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(3))
     job.run()
     page, outputs = job.folder / "report.html", job.output / "outputs.jsonl"
     before = outputs.read_bytes()
     for _ in range(2):
-        capsys.readouterr()
-        assert call(["report", str(job.output), "--html", str(page), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]["done"] == 3, "a page and JSON at once"
-    assert call(["report", str(job.output), "--html", str(outputs)]) == 2
-    assert "not a report page that batchgen wrote" in capsys.readouterr().err
+        found = shell("report", job.output, "--html", page, "--json").json
+        assert found["rows"]["done"] == 3, "a page and JSON at once"
+    assert "not a report page that batchgen wrote" in shell("report", job.output, "--html", outputs, code=2).err
     assert outputs.read_bytes() == before
-    assert call(["report", str(job.output), "--html", str(job.folder / "nowhere" / "report.html")]) != 0
-    assert "nowhere" in capsys.readouterr().err
-
-
-def test_a_page_that_cannot_be_written_does_not_ask_for_another_run(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job.write(rows_of(2))
-    job.run()
-    assert call(["report", str(job.output), "--html", str(job.folder / "missing" / "page.html")]) == 1
-    said = capsys.readouterr().err
-    assert "write the page elsewhere" in said and "finished rows" not in said
+    said = shell("report", job.output, "--html", job.folder / "nowhere" / "report.html", code=1).err
+    assert "nowhere" in said and "write the page elsewhere" in said
+    assert "finished rows" not in said, "it does not ask for another run"

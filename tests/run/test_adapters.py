@@ -9,22 +9,16 @@ from typing import Any
 
 import pytest
 from adapters import ALPHA, CONFIG, RANK, WEIGHTS, merged, write_adapter
-from run_helpers import MODEL, JobMaker, quiet, rows_of
+from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of
 from safetensors.torch import load_file, save_file
-from stub_engine import stub_factory
 from torch import Tensor
 
 from batchgen.cli.main import call
-from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
-from batchgen.core.shard import Shard
 from batchgen.model.adapter.settings import Lora, read_lora
 from batchgen.output.rundir import RunDir
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
-from batchgen.run.job import run_job
-from batchgen.run.loader import ModelInfo
 from batchgen.run.merge import merge
 from batchgen.run.outcome import Outcome
 from batchgen.run.reports import read_report
@@ -88,12 +82,8 @@ def test_another_adapter_is_refused_by_file(job: JobMaker, lora: Path, name: str
 def test_an_adapter_that_changes_while_it_is_loaded_begins_nothing(job: JobMaker, lora: Path, name: str) -> None:
     job.write(rows_of(3))
 
-    def changing(spec: JobSpec, info: ModelInfo) -> Backend:
-        change(lora, name)
-        return stub_factory()(spec, info)
-
     with pytest.raises(ModelError, match=rf"{name} has changed while the model was loaded; run again"):
-        run_job(job.spec(model={"adapter": str(lora)}), quiet(), engine_factory=changing)
+        run_with(job, lora, on_load=lambda: change(lora, name))
     assert not job.output.exists()
 
 
@@ -135,13 +125,8 @@ def test_a_report_and_a_plan_name_it_and_one_model_is_no_basis_for_the_other(
 
 def test_a_merged_run_names_it(job: JobMaker, lora: Path) -> None:
     job.write(rows_of(6))
-    shards = [job.folder / name for name in "ab"]
-    for number, folder in enumerate(shards, 1):
-        spec = job.spec(model={"adapter": str(lora)}, output={"path": str(folder)})
-        job.run(spec, RunOptions(shard=Shard(number, 2), progress="quiet"))
-    whole = job.folder / "whole"
-    assert merge(shards, whole).problems == []
-    assert read_report(RunDir(whole))["adapter"] == str(lora)
+    assert merge(job.shards(job.spec(model={"adapter": str(lora)})), job.output).problems == []
+    assert read_report(RunDir(job.output))["adapter"] == str(lora)
 
 
 def test_plan_refuses_what_a_run_would(job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,12 +196,9 @@ def test_a_stopped_and_resumed_job_writes_what_the_merged_model_writes(
     assert call([*with_lora, "--max-total-tokens", "60", "--max-num-seqs", "2"]) == 75
     assert "the adapter was trained on 'org/another', and is added to" in capsys.readouterr().err
     assert call(with_lora) == 0
-    texts = {name: texts_of(job.folder / name) for name in ("wanted", "plain", "out")}
-    assert texts["out"] == texts["wanted"] != texts["plain"]
-
-
-def texts_of(folder: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in (folder / "outputs.jsonl").read_text().splitlines()]
+    names = ("out", "wanted", "plain")
+    out, wanted, plain = ([row["text"] for row in read_lines(job.folder / name / "outputs.jsonl")] for name in names)
+    assert out == wanted != plain
 
 
 @pytest.mark.slow

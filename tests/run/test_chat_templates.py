@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from chat_templates import DATED, THINKING
 from input_helpers import write_tokenizer
-from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of
+from run_helpers import MODEL, JobMaker, quiet, rows_of
 from stub_engine import stub_factory
 
 from batchgen import LLM
@@ -23,7 +23,6 @@ from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.core.records import SamplingParams
-from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import make_plan
 from batchgen.run import job as job_module
@@ -125,7 +124,7 @@ def test_a_shard_says_that_its_prompts_hold_its_own_date(
     job: JobMaker, template: str, says: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.write(rows_of(4))
-    job.run(spec_with(job, template), RunOptions(shard=Shard(1, 2), heartbeat_s=1e9))
+    job.run(spec_with(job, template), RunOptions(shard=(1, 2), heartbeat_s=1e9))  # type: ignore[arg-type]
     assert ("begin all shards on the same day" in " ".join(capsys.readouterr().err.split())) == says
 
 
@@ -186,15 +185,14 @@ def test_run_and_plan_refuse_a_row_whose_turn_the_template_would_not_show(job: J
     spec = replace(spec, input=replace(spec.input, prompt=None, messages="chat"))
     assert make_plan(spec)["errors"] == {"template_error": 2}
     assert job.run(spec).exit_code == 3
-    places = [(line["code"], line["message"].partition(":")[0]) for line in read_lines(job.output / "errors.jsonl")]
+    places = [(line["code"], line["message"].partition(":")[0]) for line in job.errors()]
     assert places == [("template_error", "chat[0].content"), ("template_error", "chat[1].content")]
 
 
 def test_a_system_prompt_of_the_job_that_the_template_would_not_show_fails_its_rows(job: JobMaker) -> None:
     job.write(rows_of(2))
     assert job.run(spec_with(job, DEAF, system="Be terse.")).exit_code == 3
-    errors = read_lines(job.output / "errors.jsonl")
-    assert [line["message"].partition(";")[0] for line in errors] == [f"input.system: {HIDDEN}"] * 2
+    assert [line["message"].partition(";")[0] for line in job.errors()] == [f"input.system: {HIDDEN}"] * 2
 
 
 def test_tables_and_workloads_are_shown_whole_too(job: JobMaker) -> None:

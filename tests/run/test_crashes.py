@@ -5,7 +5,6 @@ See ``storm_runs`` for how.
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 import storm_runs
 from fault_injection import KINDS, Fault, Operation
 from repeats import SLOW_SHARE, share_of
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, survived, without_timings
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, survived, without_timings, write_lines
 
 from batchgen.core import storage
 
@@ -52,8 +51,7 @@ def test_a_storm_of_signals_changes_no_byte(
 @pytest.mark.slow
 def test_processes_of_the_command_itself_are_killed_and_change_no_byte(tmp_path: Path) -> None:
     rng = random.Random(SEED)
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows_of(120)), encoding="utf-8")
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(120))
     command = [sys.executable, "-m", "batchgen", "run", "--model", str(MODEL), "--input", str(source), "--prompt"]
     command += ["{question}", "--n", "2", "--temperature", "0.7", "--stop", "7", "--threads", "1", "--output"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from run_helpers import JobMaker, rows_of
@@ -24,23 +24,23 @@ def test_ids_of_one_text_are_one_custom_id(job: JobMaker) -> None:
     assert (letter["index"], letter["error"]["code"]) == (1, "duplicate_id")
 
 
-def test_a_row_known_by_its_position_shares_no_custom_id(job: JobMaker) -> None:
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Why?"}}
-    job.write([line, {"prompt": "How?"}, {"prompt": "Who?"}])
-    spec = job.spec(output={"format": "openai-batch"})
-    job.run(replace(spec, input=replace(spec.input, id=None, prompt=None)))
-    assert [row["custom_id"] for row in job.outputs()] == ["1", "2"]
+@pytest.mark.parametrize(
+    ("name", "rows", "ids", "failed"),
+    [
+        ("1", ["line", {"prompt": "How?"}, {"prompt": "Who?"}], ["1", "2"], "row 0 already has the id '1'"),
+        ("0", ["{broken", "line"], ["0"], "not valid JSON: Expecting"),
+    ],
+    ids=["a row known by its position shares none", "a row that cannot be read takes none"],
+)
+def test_a_custom_id_is_that_of_one_line(
+    job: JobMaker, name: str, rows: list[Any], ids: list[str], failed: str
+) -> None:
+    line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": "Why?"}}
+    job.write(line if row == "line" else row for row in rows)
+    job.run(job.spec(input={"id": None, "prompt": None}, output={"format": "openai-batch"}))
+    assert [row["custom_id"] for row in job.outputs()] == ids
     (letter,) = job.errors()
-    assert letter["error"] == {"code": "duplicate_id", "message": "row 0 already has the id '1'"}
-
-
-def test_a_row_that_cannot_be_read_takes_no_custom_id(job: JobMaker) -> None:
-    line = {"custom_id": "0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Why?"}}
-    job.write(["{broken", line])
-    spec = job.spec(output={"format": "openai-batch"})
-    job.run(replace(spec, input=replace(spec.input, id=None, prompt=None)))
-    assert [row["custom_id"] for row in job.outputs()] == ["0"]
-    assert [row["custom_id"] for row in job.errors()] == [None]
+    assert letter["error"]["message"].startswith(failed) and letter["custom_id"] is None
 
 
 def test_a_row_that_cannot_be_read_keeps_its_code_and_its_text(job: JobMaker) -> None:
@@ -63,8 +63,7 @@ def test_a_begun_run_whose_ids_become_texts_finds_the_duplicates(job: JobMaker) 
 
 def test_a_begun_run_without_ids_may_become_openai_batch(job: JobMaker) -> None:
     job.write(rows_of(40))
-    specs = [job.spec(output={"format": name}) for name in ("jsonl", "openai-batch")]
-    begun, changed = (replace(spec, input=replace(spec.input, id=None)) for spec in specs)
+    begun, changed = (job.spec(input={"id": None}, output={"format": name}) for name in ("jsonl", "openai-batch"))
     with pytest.raises(RuntimeError):
         job.run(begun, crashes_at=5)
     assert job.run(changed).exit_code == 0

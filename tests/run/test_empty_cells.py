@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import JobMaker, quiet, rows_of, text_model, without_timings
+from run_helpers import JobMaker, quiet, rows_of, text_model
 from stub_engine import stub_factory
 
 import batchgen
@@ -123,18 +123,15 @@ def test_rows_of_several_invocations_and_reused_ones_are_counted_once(job: JobMa
     job.write([{**row, "note": ""} for row in rows_of(44)])
     job.run(spec)  # the input has grown
     assert read_report(RunDir(job.output))["empty_fields"] == {"note": 44}
-    second = job.spec(
-        input={"prompt": "{question} {note}"}, output={"path": str(job.folder / "second"), "reuse": [str(job.output)]}
-    )
-    job.run(second)
+    job.elsewhere("second", job.spec(input={"prompt": "{question} {note}"}, output={"reuse": [str(job.output)]}))
     assert read_report(RunDir(job.folder / "second"))["empty_fields"] == {"note": 44}
 
 
 def test_null_in_a_template_is_no_text(job: JobMaker) -> None:
-    job.write([{**rows_of(1)[0], "note": None}])
-    asked = {"prompt": "{question} {note}", "columns": ["question"]}
-    job.run(job.spec(input=asked))
-    job.write([{**rows_of(1)[0], "note": ""}])
-    job.run(job.spec(input=asked, output={"path": str(job.folder / "other")}))
-    assert job.outputs() == without_timings(job.folder / "other" / "outputs.jsonl")
+    spec = job.spec(input={"prompt": "{question} {note}", "columns": ["question"]})
+    made = []
+    for name, note in (("null", None), ("empty", "")):
+        job.write([{**rows_of(1)[0], "note": note}])
+        made.append(job.elsewhere(name, spec))
+    assert made[0] == made[1]
     assert call(["plan", str(job.toml()), "--prompt", "{question} {note}"]) == 0

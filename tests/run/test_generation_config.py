@@ -155,9 +155,8 @@ def test_a_run_samples_as_its_model_recommends_and_its_manifest_holds_the_values
     with pytest.raises(ResumeMismatch, match=r"sampling\.temperature: was 0\.6, now 0\.0"):
         job.run(spec_with(job, QWEN3, seed=3))
     assert job.run(spec).exit_code == 0
-    found, job.output = job.outputs(), job.folder / "named"
-    job.run(job.spec(model={"path": spec.model.path}, sampling={**SAMPLES, "max_tokens": 16, "seed": 3}))
-    assert job.outputs() == found
+    named = job.spec(model={"path": spec.model.path}, sampling={**SAMPLES, "max_tokens": 16, "seed": 3})
+    assert job.outputs() == job.elsewhere("named", named)
 
 
 def test_values_that_a_model_does_not_have_are_refused(job: JobMaker) -> None:

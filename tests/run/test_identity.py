@@ -13,17 +13,13 @@ from typing import Any
 import pytest
 from repeats import slow
 from run_helpers import MODEL, JobMaker, journal_of, quiet, rows_of, updating
-from stub_engine import StubEngine, stub_factory
+from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.manifest import Manifest
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
-from batchgen.run.job import run_job
-from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.outcome import Outcome
 from batchgen.run.update import is_same
 from batchgen.text.tokenizer import Tokenizer
@@ -58,8 +54,8 @@ def model(job: JobMaker) -> Path:
     return folder
 
 
-def run_with(job: JobMaker, model: Path, options: RunOptions | None = None) -> Outcome:
-    return job.run(job.spec(model={"path": str(model)}), options)
+def run_with(job: JobMaker, model: Path, options: RunOptions | None = None, **stub: Any) -> Outcome:
+    return job.run(job.spec(model={"path": str(model)}), options, **stub)
 
 
 def manifest_path(job: JobMaker) -> Path:
@@ -160,7 +156,7 @@ def test_states_are_dropped_of_files_that_are_no_longer_used(job: JobMaker) -> N
     job.run()
     old = job.input
     job.input = job.input.rename(job.folder / "other.jsonl")
-    job.run(options=RunOptions(overwrite=True, progress="quiet"))
+    job.run(options=quiet(overwrite=True))
     states = read_manifest(job)["file_states"]
     assert str(job.input) in states
     assert str(old) not in states
@@ -210,21 +206,11 @@ def test_a_file_that_a_model_did_not_have_is_refused_by_name(job: JobMaker, mode
         run_with(job, model)
 
 
-def changing_factory(model: Path, name: str) -> EngineFactory:
-    """Loads an engine, while somebody changes the model."""
-
-    def make(spec: JobSpec, info: ModelInfo) -> Backend:
-        change(model, name)
-        return stub_factory()(spec, info)
-
-    return make
-
-
 @every_model_file
 def test_a_model_that_changes_while_it_is_loaded_begins_nothing(job: JobMaker, model: Path, name: str) -> None:
     job.write(rows_of(20))
     with pytest.raises(ModelError, match=rf"{name} has changed while the model was loaded; run again") as caught:
-        run_job(job.spec(model={"path": str(model)}), quiet(), engine_factory=changing_factory(model, name))
+        run_with(job, model, on_load=lambda: change(model, name))
     assert caught.value.exit_code == 2
     assert not job.output.exists()
     assert run_with(job, model).exit_code == 0
@@ -235,8 +221,7 @@ def test_a_resume_during_which_the_model_changes_is_refused_and_can_be_made_good
     run_with(job, model, quiet(max_total_tokens=200))
     content = (model / "model.safetensors").read_bytes()
     with pytest.raises(ModelError, match=r"model\.safetensors has changed"):
-        changing = changing_factory(model, "model.safetensors")
-        run_job(job.spec(model={"path": str(model)}), quiet(), engine_factory=changing)
+        run_with(job, model, on_load=lambda: change(model, "model.safetensors"))
     (model / "model.safetensors").write_bytes(content)
     assert run_with(job, model).exit_code == 0
     assert len(job.outputs()) == 60
@@ -244,13 +229,12 @@ def test_a_resume_during_which_the_model_changes_is_refused_and_can_be_made_good
 
 def test_a_model_that_changes_while_an_update_loads_it_loses_nothing(job: JobMaker, model: Path) -> None:
     job.write(rows_of(20))
-    spec = job.spec(model={"path": str(model)})
-    job.run(spec, fails=frozenset({3}))
+    run_with(job, model, fails=frozenset({3}))
     content = (model / "config.json").read_bytes()
     with pytest.raises(ModelError, match=r"config\.json has changed while the model was loaded"):
-        run_job(spec, updating(), engine_factory=changing_factory(model, "config.json"))
+        run_with(job, model, updating(), on_load=lambda: change(model, "config.json"))
     (model / "config.json").write_bytes(content)
-    assert job.run(spec, updating()).exit_code == 0
+    assert run_with(job, model, updating()).exit_code == 0
     assert len(job.outputs()) == 20
 
 
@@ -259,7 +243,7 @@ def test_an_update_on_other_kernels_computes_all_rows_again_and_says_why(
 ) -> None:
     job.write(rows_of(20))
     run_on(job, "avx512-bf16", fails=frozenset({3}))
-    assert call(["run", str(job.toml()), "--update"], engine_factory=computing("avx2")) == 0
+    assert run_on(job, "avx2", RunOptions(update=True)).exit_code == 0
     assert 'can be kept: numerics.kernels: was "avx512-bf16", now "avx2"' in capsys.readouterr().err
     assert kernels_in(read_manifest(job)) == "avx2"
     assert len(job.outputs()) == 20
@@ -268,8 +252,7 @@ def test_an_update_on_other_kernels_computes_all_rows_again_and_says_why(
 def test_an_update_on_other_kernels_keeps_rows_if_kernels_may_be_mixed(job: JobMaker) -> None:
     job.write(rows_of(20))
     run_on(job, "avx512-bf16", fails=frozenset({3}))
-    command = ["run", str(job.toml()), "--update", "--allow-mixed-kernels"]
-    assert call(command, engine_factory=computing("avx2")) == 0
+    assert run_on(job, "avx2", updating(allow_mixed_kernels=True)).exit_code == 0
     assert len(job.outputs()) == 20
 
 
@@ -294,18 +277,10 @@ def test_a_change_between_reading_a_model_and_hashing_it_is_noticed(
 # ---------------------------------------------------------------- kernels
 
 
-def computing(kernels: str | None, **stub: Any) -> EngineFactory:
-    """A stub engine whose kernels are named so."""
-
-    def make(spec: JobSpec, info: ModelInfo) -> Backend:
-        numerics = {"dtype": "float32", "device": "stub"} | ({"kernels": kernels} if kernels else {})
-        return Backend(StubEngine(vocab_size=info.config.vocab_size, **stub), numerics, 1)
-
-    return make
-
-
 def run_on(job: JobMaker, kernels: str | None, options: RunOptions | None = None, **stub: Any) -> Outcome:
-    return run_job(job.spec(), options or quiet(), engine_factory=computing(kernels, **stub))
+    """A run of a stub engine whose kernels are named so."""
+    numerics = {"dtype": "float32", "device": "stub"} | ({"kernels": kernels} if kernels else {})
+    return job.run(options=options, numerics=numerics, **stub)
 
 
 def kernels_in(content: Mapping[str, Any]) -> str | None:
@@ -328,7 +303,8 @@ def test_a_resume_on_other_kernels_is_refused_and_says_the_way_out(job: JobMaker
 def test_an_allowed_resume_on_other_kernels_goes_on(job: JobMaker) -> None:
     job.write(rows_of(60))
     run_on(job, "avx512-bf16", quiet(max_total_tokens=200))
-    assert call(["run", str(job.toml()), "--allow-mixed-kernels"], engine_factory=computing("avx2")) == 0
+    on_avx2 = stub_factory(numerics={"dtype": "float32", "device": "stub", "kernels": "avx2"})
+    assert call(["run", str(job.toml()), "--allow-mixed-kernels"], engine_factory=on_avx2) == 0
     assert len(job.outputs()) == 60
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from late_models import MARKERS, SIDES, WIDTH, as_sentence_transformers, late_vectors, saved_late, texts
-from run_helpers import read_lines, without_timings
+from run_helpers import read_lines, without_timings, write_lines
 
 from batchgen.cli.main import call
 
@@ -36,7 +35,7 @@ def run(
     folder: Path, side: str | None, *flags: object, output: str = "run", rows: Sequence[str] = TEXTS
 ) -> tuple[int, Path]:
     place = folder.parent
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in rows), encoding="utf-8")
+    write_lines(place / "rows.jsonl", ({"text": text} for text in rows))
     words = ["run", place / "rows.jsonl", "--model", folder, "--output", place / output, "--quiet", *flags]
     words += ["--embed-prompt", side] if side else []
     return call([*map(str, words)]), place / output

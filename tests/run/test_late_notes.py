@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 from run_helpers import JobMaker, rows_of
-from stub_engine import stub_factory
 
-from batchgen.config.job import JobSpec
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
-from batchgen.run.job import run_job
-from batchgen.run.loader import ModelInfo, load_engine, read_model
+from batchgen.run.loader import load_engine, read_model
 from batchgen.run.progress import Clock
 
 EARLY, LATE = "known once it is loaded", "steps could not be recorded, so they take longer"
@@ -22,14 +17,8 @@ EARLY, LATE = "known once it is loaded", "steps could not be recorded, so they t
 
 def test_notes_of_a_running_engine_are_told_once_each(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     notes = [EARLY]
-
-    def factory(spec: JobSpec, model: ModelInfo) -> Backend:
-        return replace(
-            stub_factory(before_step=lambda _: notes.extend([LATE][len(notes) - 1 :]))(spec, model), notes=notes
-        )
-
     job.write(rows_of(3))
-    assert run_job(job.spec(), RunOptions(), engine_factory=factory).exit_code == 0
+    job.run(options=RunOptions(), notes=notes, before_step=lambda _: notes.extend([LATE][len(notes) - 1 :]))
     said = capsys.readouterr().err
     assert (said.count(EARLY), said.count(LATE)) == (1, 1)
     assert said.index(EARLY) < said.index(LATE)
@@ -51,10 +40,7 @@ def test_compiling_counts_as_loading(job: JobMaker, monkeypatch: pytest.MonkeyPa
         yield
         charged.pop()
 
-    def factory(spec: JobSpec, model: ModelInfo) -> Backend:
-        return replace(stub_factory()(spec, model), prepare=lambda: compiled_for.extend(charged[-1:]))
-
     monkeypatch.setattr(Clock, "on", on)
     job.write(rows_of(1))
-    assert run_job(job.spec(), RunOptions(), engine_factory=factory).exit_code == 0
+    job.run(prepare=lambda: compiled_for.extend(charged[-1:]))
     assert compiled_for == ["load"]

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import records
+from run_helpers import files, read_lines, write_lines
 
 from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
@@ -64,10 +65,6 @@ def run(
 
 def shards(folder: Path, count: int = 2, **options: Any) -> list[Path]:
     return [run(job(folder / f"shard-{number}", **options), Shard(number, count)) for number in range(1, count + 1)]
-
-
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
@@ -131,7 +128,7 @@ def test_the_kernels_of_all_shards_are_compared(tmp_path: Path) -> None:
 
 
 def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / f"{number}"), Shard(number, 2)) for number in (1, 2)]
+    folders = shards(tmp_path)
     run_dir = RunDir(folders[0])
     states = {"in": {"sha256": "0", "state": [1, 2, 3, 4, 5]}}
     run_dir.write_manifest(replace(run_dir.read_manifest(), file_states=states))
@@ -201,44 +198,46 @@ def test_a_shard_in_use_is_named(tmp_path: Path) -> None:
         merge(folders, tmp_path / "merged")
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("where", [".", "inside", "inside/deeper"])
 def test_a_shard_is_never_merged_into(tmp_path: Path, where: str, count: int) -> None:
     folders = shards(tmp_path, count)
     (tmp_path / "link").symlink_to(folders[-1])
-    before = content(tmp_path)
+    before = files(tmp_path)
     for target in (folders[-1] / where, tmp_path / "link" / where, folders[-1] / ".." / folders[-1].name / where):
         with pytest.raises(UsageError, match=r"(is|lies in) shard ./. .*, which holds a run already"):
             merge(folders, target)
-    assert content(tmp_path) == before
+    assert files(tmp_path) == before
     assert not (folders[-1] / "inside").exists()
 
 
 def test_a_merge_that_is_done_is_done_though_moved(tmp_path: Path) -> None:
     folders = shards(tmp_path)
     merge(folders, tmp_path / "merged")
-    before = content(tmp_path)
+    before = files(tmp_path)
     assert merge(folders[::-1], tmp_path / "merged").counts is None
-    assert content(tmp_path) == before
+    assert files(tmp_path) == before
     (tmp_path / "merged").rename(tmp_path / "moved")
     assert merge(folders, tmp_path / "moved").counts is None
 
 
-def test_another_merge_into_the_same_folder_is_refused(tmp_path: Path) -> None:
-    merge(shards(tmp_path), tmp_path / "merged")
-    other = [run(job(tmp_path / f"other-{number}", prompt="{x}"), Shard(number, 2)) for number in (1, 2)]
-    for folder in other:
-        manifest = RunDir(folder).read_manifest()
-        assert manifest is not None
-        RunDir(folder).write_manifest(replace(manifest, created_at="2026-01-02T03:04:05+00:00"))
-    before = content(tmp_path)
+@pytest.mark.parametrize("is_other", [True, False], ids=["another job", "another record version"])
+def test_another_merge_into_the_same_folder_is_refused(tmp_path: Path, is_other: bool) -> None:
+    folders = shards(tmp_path)
+    merge(folders, tmp_path / "merged")
+    if is_other:
+        (tmp_path / "other").mkdir()
+        folders = shards(tmp_path / "other", prompt="{x}")
+        for folder in folders:
+            manifest = RunDir(folder).read_manifest()
+            RunDir(folder).write_manifest(replace(manifest, created_at="2026-01-02T03:04:05+00:00"))
+    else:
+        path = tmp_path / "merged" / "job.json"
+        path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": 1}))
+    before = files(tmp_path)
     with pytest.raises(UsageError, match="merged holds a run already; merge into a new folder"):
-        merge(other, tmp_path / "merged")
-    assert content(tmp_path) == before
+        merge(folders, tmp_path / "merged")
+    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
@@ -251,23 +250,8 @@ def test_shards_that_have_changed_since_are_merged_again_in_place(
     shutil.rmtree(folders[0])
     run(job(folders[0], output_format), Shard(1, 2))
     assert merge(folders, tmp_path / "merged").counts == Counts(NUM_ROWS - 2, 2)
-    assert [line["index"] for line in lines(tmp_path / "merged" / "errors.jsonl")] == [5, 9]
+    assert [line["index"] for line in read_lines(tmp_path / "merged" / "errors.jsonl")] == [5, 9]
     assert merge(folders, tmp_path / "merged").counts is None
-
-
-def test_a_merge_that_was_killed_is_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = shards(tmp_path)
-
-    def killed(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    for name in ("finalize", "_write_report"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(merge_module, name, killed)
-            merge(folders, tmp_path / "merged")
-        assert RunDir(tmp_path / "merged").unfinished()
-    assert merge(folders, tmp_path / "merged").counts == Counts(NUM_ROWS - len(BAD), len(BAD))
-    assert not (tmp_path / "merged" / "journal").exists()
 
 
 def test_records_of_a_table_whose_journal_was_removed_cannot_be_merged(tmp_path: Path) -> None:
@@ -276,17 +260,6 @@ def test_records_of_a_table_whose_journal_was_removed_cannot_be_merged(tmp_path:
     with pytest.raises(UsageError, match=r"shard 2/2 .*: its records were in .*journal, which was removed: run this"):
         merge(folders, tmp_path / "merged")
     assert not (tmp_path / "merged" / "outputs.parquet").exists()
-
-
-def test_a_merge_of_another_record_version_is_not_merged_over(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    merge(folders, tmp_path / "merged")
-    path = tmp_path / "merged" / "job.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": 1}))
-    before = content(tmp_path)
-    with pytest.raises(UsageError, match="merged holds a run already; merge into a new folder"):
-        merge(folders, tmp_path / "merged")
-    assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
@@ -316,8 +289,7 @@ def test_another_runs_folder_is_not_merged_over(tmp_path: Path, is_begun: bool) 
 def test_rows_that_do_not_add_up_are_refused(tmp_path: Path, rows: list[int], message: str) -> None:
     """Their files are as they were written: only a fault of batchgen's own could do that."""
     folders = shards(tmp_path)
-    content = "".join(json.dumps(record(index)) + "\n" for index in rows)
-    (folders[1] / "outputs.jsonl").write_text(content)
+    write_lines(folders[1] / "outputs.jsonl", map(record, rows))
     run_dir = RunDir(folders[1])
     manifest = run_dir.read_manifest()
     assert manifest is not None
@@ -364,15 +336,12 @@ def test_a_merge_killed_behind_its_outputs_and_again_at_its_next_start_goes_on(
     def killed(*args: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    for place in ("_write_report", "finalize", "_write_report"):
+    moments = [(merge_module, name) for name in ("finalize", "_write_report", "finalize", "_write_report")]
+    for owner, name in [*moments, (RunDir, "begin"), (merge_module._Shard, "entries")]:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(merge_module, place, killed)
+            patch.setattr(owner, name, killed)
             merge(folders, whole)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunDir, "begin", killed)
-        merge(folders, whole)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(merge_module._Shard, "entries", killed)
-        merge(folders, whole)
-    assert merge(folders, whole).counts is not None
+        assert RunDir(whole).unfinished() or name == "begin"
+    assert merge(folders, whole).counts == Counts(NUM_ROWS - len(BAD), len(BAD))
+    assert not (whole / "journal").exists()
     assert merge(folders, whole).counts is None

@@ -7,32 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, rows_of, updating, without_timings
+from run_helpers import JobMaker, files, read_lines, rows_of, updating
 
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
-from batchgen.core.shard import WHOLE, Shard
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.run import merge as merge_module
-from batchgen.run.invocation import RunOptions
 from batchgen.run.status import read_status
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]
 
 
-def run_shards(job: JobMaker, form: str = "jsonl", fails: frozenset[int] = frozenset({3, 4})) -> list[str]:
+def run_shards(job: JobMaker, form: str = "jsonl", fails: frozenset[int] = frozenset({3, 4})) -> list[Path]:
     """The folders of two shards of a job of 12 rows; beside them the whole job's run in ``reference``."""
     job.write(rows_of(12))
-    for shard, name in ((WHOLE, "reference"), (Shard(1, 2), "part1"), (Shard(2, 2), "part2")):
-        output = {"path": str(job.folder / name), "format": form}
-        job.run(
-            job.spec(output=output, eval={"expected": "answer"}), RunOptions(progress="quiet", shard=shard), fails=fails
-        )
-    return [str(job.folder / name) for name in ("part1", "part2")]
+    spec = job.spec(output={"format": form}, eval={"expected": "answer"})
+    job.elsewhere("reference", spec, fails=fails)
+    return job.shards(spec, fails=fails)
 
 
-def merge(job: JobMaker, folders: list[str]) -> int:
-    return call(["merge", *folders, "-o", str(job.output)])
+def merge(job: JobMaker, folders: list[Path]) -> int:
+    return call(["merge", *map(str, folders), "-o", str(job.output)])
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -62,12 +57,12 @@ def test_a_finished_merge_says_so_and_exits_as_it_ended(
 ) -> None:
     folders = run_shards(job, fails=fails)
     assert merge(job, folders) == code
-    before = {path.name: path.read_bytes() for path in job.output.iterdir()}
+    before = files(job.output)
     assert "already done" not in (said := capsys.readouterr().err)
     assert said.endswith(f"\nbatchgen: next: batchgen report {job.output}\n")
     assert merge(job, folders) == code
     assert "already done: 2 shards in" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in job.output.iterdir()} == before
+    assert files(job.output) == before
 
 
 def test_a_merge_killed_before_its_report_writes_it_next_time(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +84,7 @@ def test_a_shard_without_a_report_to_be_read_leaves_the_whole_without_one(
     job: JobMaker, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
     folders = run_shards(job)
-    report = Path(folders[1]) / "report.json"
+    report = folders[1] / "report.json"
     report.unlink() if content is None else report.write_text(content)
     assert merge(job, folders) == 3
     assert "no report of the merged run: " in (said := capsys.readouterr().err)
@@ -108,7 +103,7 @@ def test_a_merged_run_can_be_updated_and_is_no_merge_then(
     spec = job.spec(output={"format": form}, eval={"expected": "answer"})
     assert job.run(spec, updating()).exit_code == 0
     assert job.engines[0].num_started == 2
-    assert len(without_timings(next(job.output.glob("outputs.*")))) == 12
+    assert len(job.outputs()) == 12
     assert merge(job, folders) == 2
     assert "holds a run already that continued after the merge; merge into a new folder" in capsys.readouterr().err
 
@@ -123,23 +118,14 @@ def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.C
 # ---------------------------------------------------------------- what openai-batch outputs keep
 
 
-def openai_run(job: JobMaker) -> list[dict[str, Any]]:
+def test_openai_rows_hold_what_an_update_needs_for_the_accuracy_of_all_rows(job: JobMaker) -> None:
     job.write(rows_of(6))
     spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch"}, eval={"expected": "answer"})
     job.run(spec, fails=frozenset({2}))
-    return [json.loads(line) for line in (job.output / "outputs.jsonl").read_bytes().splitlines()]
-
-
-def test_openai_rows_hold_timings_and_kept_columns_beside_the_response(job: JobMaker) -> None:
-    row = openai_run(job)[0]
+    row = read_lines(job.output / "outputs.jsonl")[0]
     assert list(row) == ["id", "custom_id", "response", "error", "timings", "kept_columns"]
     assert row["kept_columns"] == {"question": "What is 0 times 0?", "answer": "0"}
     assert row["timings"]["total_s"] >= row["timings"]["ttft_s"] >= 0
-
-
-def test_an_update_of_openai_outputs_has_the_accuracy_of_all_rows(job: JobMaker) -> None:
-    openai_run(job)
-    spec = job.spec(input={"columns": ["question"]}, output={"format": "openai-batch"}, eval={"expected": "answer"})
     assert job.run(spec, updating()).exit_code == 0
     report = report_of(job.output)
     assert report["accuracy"]["total"] == 6

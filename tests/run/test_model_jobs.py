@@ -39,12 +39,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def spec(job: JobMaker, folder: Path, output: str, **engine: int) -> JobSpec:
-    return job.spec(
-        model={"path": str(folder), "dtype": "float32"},
-        output={"path": str(job.folder / output)},
-        sampling={"max_tokens": 24, "ignore_eos": True},
-        engine=engine,
-    )
+    model, sampling = {"path": str(folder), "dtype": "float32"}, {"max_tokens": 24, "ignore_eos": True}
+    return job.spec(model=model, output={"path": str(job.folder / output)}, sampling=sampling, engine=engine)
 
 
 def test_a_job_is_planned_stopped_resumed_and_reported(folder: Path, job: JobMaker) -> None:

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
 from repeats import slow
-from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, updating, without_timings
-from stub_engine import sample_number
+from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, updating
+from stub_engine import answer_with
 
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
 from batchgen.core.records import Request
-from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
 from batchgen.run.reports import read_report
 from batchgen.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "of": {"type": "string"}}, "required": ["n"]}
-FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "openai-batch": "jsonl"}
+FORMATS = ("jsonl", "parquet", "openai-batch")
 
 
 def value(index: int) -> dict[str, Any]:
@@ -39,14 +36,11 @@ def answers(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row is answered with reasoning, which quotes JSON, and its ``value``, in bytes."""
     tokenizer = Tokenizer.load(write_tokenizer(job.folder / "tokenizer", chat_template=THINKING))
 
-    def ids(asked: Request) -> list[int]:
+    def text_of(asked: Request) -> str:
         thought = '<think>{"n": 0}</think>\n' if asked.params.max_tokens > 100 else ""
-        [found] = tokenizer.encode_batch([thought + json.dumps(value(asked.key), ensure_ascii=False)], False)
-        assert not isinstance(found, Exception)
-        return found[: len(found) - sample_number(asked)]
+        return thought + json.dumps(value(asked.key), ensure_ascii=False)
 
-    monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
-    monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))
+    answer_with(monkeypatch, tokenizer, text_of)
 
 
 def spec_of(job: JobMaker, asked: Any = None, **sections: Any) -> JobSpec:
@@ -56,9 +50,9 @@ def spec_of(job: JobMaker, asked: Any = None, **sections: Any) -> JobSpec:
     return job.spec(model={"tokenizer": str(job.folder / "tokenizer")}, output=output, sampling=sampling, **sections)
 
 
-def parsed_of(job: JobMaker, form: str = "jsonl") -> list[Any]:
-    rows = without_timings(job.output / f"outputs.{FORMATS[form]}")
-    if form == "openai-batch":
+def parsed_of(job: JobMaker) -> list[Any]:
+    rows = job.outputs()
+    if "response" in rows[0]:
         return [row["response"]["body"]["choices"][0]["message"]["parsed"] for row in rows]
     return [row["parsed"] for row in rows]
 
@@ -67,24 +61,16 @@ def parsed_of(job: JobMaker, form: str = "jsonl") -> list[Any]:
 @pytest.mark.parametrize("splits", [False, True])
 def test_the_value_is_that_of_what_follows_the_marker(job: JobMaker, form: str, splits: bool) -> None:
     job.write(rows_of(5))
-    asked = {"json": SCHEMA, "after": "</think>"}
-    job.run(
-        spec_of(
-            job,
-            asked,
-            output={"format": form, "parse": ["json", "reasoning"] if splits else ["json"]},
-            sampling={"max_tokens": 500},
-        )
-    )
-    assert parsed_of(job, form) == [value(i) for i in range(5)]
+    output = {"format": form, "parse": ["json", "reasoning"] if splits else ["json"]}
+    job.run(spec_of(job, {"json": SCHEMA, "after": "</think>"}, output=output, sampling={"max_tokens": 500}))
+    assert parsed_of(job) == [value(i) for i in range(5)]
 
 
 @pytest.mark.parametrize(("splits", "found"), [(False, None), (True, value(0))])
 def test_the_value_of_a_free_row_is_that_of_its_text(job: JobMaker, splits: bool, found: Any) -> None:
     job.write(rows_of(1))
-    job.run(
-        spec_of(job, {}, output={"parse": ["json", "reasoning"] if splits else ["json"]}, sampling={"max_tokens": 500})
-    )
+    output = {"parse": ["json", "reasoning"] if splits else ["json"]}
+    job.run(spec_of(job, {}, output=output, sampling={"max_tokens": 500}))
     assert parsed_of(job) == [found]
 
 
@@ -110,27 +96,22 @@ def test_a_resumed_and_an_updated_run_have_the_values_of_an_undisturbed_one(job:
     spec = spec_of(job, output={"format": form})
     job.run(spec, fails=frozenset({3, 28}))
     assert job.run(spec, updating()).exit_code == 0
-    assert parsed_of(job, form) == [value(i) for i in range(30)]
+    assert parsed_of(job) == [value(i) for i in range(30)]
     job.output = job.folder / "resumed"
     spec = spec_of(job, output={"format": form})
     assert job.run(spec, quiet(max_total_tokens=800)).exit_code == 75
     with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["json"\], now \[\]'):
         job.run(spec_of(job, output={"format": form, "parse": []}))
     assert job.run(spec).exit_code == 0
-    assert parsed_of(job, form) == [value(i) for i in range(30)]
+    assert parsed_of(job) == [value(i) for i in range(30)]
 
 
 @pytest.mark.parametrize("form", [slow("jsonl"), "parquet", slow("openai-batch")])
 def test_merged_shards_have_the_values_and_types_of_the_whole_run(job: JobMaker, form: str) -> None:
     job.write(rows_of(12))
-    folders = []
-    for number in (1, 2):
-        job.output = job.folder / f"shard-{number}"
-        folders.append(str(job.output))
-        job.run(spec_of(job, output={"format": form}), replace(quiet(), shard=Shard(number, 2)))
-    job.output = job.folder / "merged"
-    assert call(["merge", *folders, "-o", str(job.output)]) == 0
-    assert parsed_of(job, form) == [value(i) for i in range(12)]
+    folders = job.shards(spec_of(job, output={"format": form}))
+    assert call(["merge", *map(str, folders), "-o", str(job.output)]) == 0
+    assert parsed_of(job) == [value(i) for i in range(12)]
 
 
 def test_samples_have_values_of_their_own(job: JobMaker) -> None:
@@ -146,17 +127,11 @@ def test_without_the_key_there_is_no_value(job: JobMaker) -> None:
     assert [("parsed" in row, row["complete"]) for row in job.outputs()] == [(False, True)] * 2
 
 
-def extracted(folder: Path) -> Any:
-    """The table that the sample job makes, with the real engine."""
-    flags = ["--output", str(folder), "--quiet"]
-    assert call(["run", str(REPOSITORY / "jobs" / "extract.toml"), *flags]) == 0
-    return pq.read_table(folder / "outputs.parquet")
-
-
 def test_the_sample_job_makes_a_table_of_rows_that_fit_its_schema(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((REPOSITORY / "sample_data" / "order.schema.json").read_bytes())
-    table = extracted(tmp_path / "out")
+    assert call(["run", str(REPOSITORY / "jobs" / "extract.toml"), "--output", str(tmp_path / "out"), "--quiet"]) == 0
+    table = pq.read_table(tmp_path / "out" / "outputs.parquet")
     item = pa.struct([("name", pa.string()), ("color", pa.string()), ("quantity", pa.int64())])
     kind = table.schema.field("parsed").type
     assert {field.name: field.type for field in kind} == {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import randomize, raw_config, saved_by_transformers
-from run_helpers import read_lines
+from run_helpers import read_lines, write_lines
 from safetensors.torch import load_file, save_file
 from vector_models import MEAN, pooling_of, vector_settings
 
@@ -57,8 +56,7 @@ def prompts(folder: Path) -> list[list[int]]:
     """Prompts of ids, written to ``rows.jsonl``."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(20, 128, (length,), generator=generator).tolist() for length in LENGTHS]
-    text = "".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows)
-    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    write_lines(folder / "rows.jsonl", ({"prompt_token_ids": row} for row in rows))
     return rows
 
 

@@ -25,13 +25,8 @@ from batchgen.run.stop import Limits, Stopper
 def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, before: int = 0) -> Progress:
     found = Progress(folder, Display(), Stopper(Limits()))
     found.expect(100)
-    counts = {"num_done": done, "num_failed": 0, "num_done_before": before}
-    counts |= {
-        "empty_fields": {},
-        "num_prompt_tokens": 0,
-        "num_generated_tokens": 0,
-        "num_computed_tokens": finished_tokens,
-    }
+    counts: dict[str, Any] = {"num_done": done, "num_failed": 0, "num_done_before": before, "empty_fields": {}}
+    counts |= {"num_prompt_tokens": 0, "num_generated_tokens": 0, "num_computed_tokens": finished_tokens}
     found.follow(SimpleNamespace(**counts))  # type: ignore[arg-type]  # the counts are all that is asked
     stats = SimpleNamespace(num_prefill_tokens=computed, num_output_tokens=0, to_dict=dict)
     backend = SimpleNamespace(engine=SimpleNamespace(stats=stats), workers=tuple)
@@ -40,25 +35,28 @@ def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, be
     return found
 
 
-def snapshot(found: Progress, rate: float) -> dict[str, Any]:
-    found._samples.extend([(0.0, 0), (1.0, round(rate))])
-    return found.snapshot()
-
-
-def test_the_time_left_is_the_tokens_left_over_the_rate(tmp_path: Path) -> None:
-    found = snapshot(progress(tmp_path, computed=1000, done=10, finished_tokens=1000), rate=50)
-    assert found["eta_s"] == 180  # 90 rows of 100 tokens each
-    assert found["tokens"]["estimated"] == 10_000
-
-
-def test_what_rows_under_way_have_computed_is_taken_off(tmp_path: Path) -> None:
-    found = snapshot(progress(tmp_path, computed=4000, done=10, finished_tokens=1000), rate=50)
-    assert found["eta_s"] == 120
-
-
-def test_much_work_under_way_does_not_make_the_end_seem_near(tmp_path: Path) -> None:
-    found = snapshot(progress(tmp_path, computed=20_000, done=10, finished_tokens=1000), rate=50)
-    assert found["eta_s"] == 90
+@pytest.mark.parametrize(
+    ("counts", "eta_s"),
+    [
+        ({"computed": 1000, "done": 10}, 180),  # 90 rows of 100 tokens each
+        ({"computed": 4000, "done": 10}, 120),
+        ({"computed": 20_000, "done": 10}, 90),
+        ({"computed": 1000, "done": 50, "before": 40}, 100),  # 50 rows of 100 tokens each
+        ({"computed": 500, "done": 0, "finished_tokens": 0}, None),
+    ],
+    ids=[
+        "the tokens left over the rate",
+        "without what rows under way have computed",
+        "not near for much work under way",
+        "rows of earlier invocations do not make later ones short",
+        "not before the first row is done",
+    ],
+)
+def test_the_time_left(tmp_path: Path, counts: dict[str, int], eta_s: int | None) -> None:
+    found = progress(tmp_path, **{"finished_tokens": 1000} | counts)
+    found._samples.extend([(0.0, 0), (1.0, 50)])
+    assert found.snapshot()["eta_s"] == eta_s
+    assert eta_s != 180 or found.snapshot()["tokens"]["estimated"] == 10_000
 
 
 def test_copies_and_cached_prompts_cost_no_time() -> None:
@@ -69,15 +67,6 @@ def test_copies_and_cached_prompts_cost_no_time() -> None:
     assert cost(prefill_s=0.1, cached_tokens=8) == 5
     assert cost(queue_s=0.1, cached_tokens=10) == 0
     assert Result(0, 10, (Sample((1, 2)),), label_logprobs=(-1.0, -2.0)).num_computed_tokens == 10
-
-
-def test_rows_of_earlier_invocations_do_not_make_later_ones_look_short(tmp_path: Path) -> None:
-    found = snapshot(progress(tmp_path, computed=1000, done=50, before=40, finished_tokens=1000), rate=50)
-    assert found["eta_s"] == 100  # 50 rows of 100 tokens each
-
-
-def test_before_the_first_row_is_done_no_time_is_claimed(tmp_path: Path) -> None:
-    assert snapshot(progress(tmp_path, computed=500, done=0, finished_tokens=0), rate=50)["eta_s"] is None
 
 
 @pytest.mark.parametrize(

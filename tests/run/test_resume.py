@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import JobMaker, journal_of, quiet, read_lines, rows_of, updating, without_timings
-from stub_engine import stub_factory
+from run_helpers import JobMaker, files, journal_of, quiet, read_lines, rows_of, updating
 
 from batchgen.cli.cat import cat
 from batchgen.cli.main import call
-from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.shard import WHOLE, Shard
@@ -27,16 +24,12 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import RECORD_VERSION
 from batchgen.plan.dry_run import make_plan
 from batchgen.run.argument import load_spec
-from batchgen.run.backend import Backend
-from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.merge import merge
 
 
 def interrupted(job: JobMaker, num_tokens: int = 400, shard: Shard = WHOLE) -> None:
-    options = dataclasses.replace(quiet(max_total_tokens=num_tokens), shard=shard)
-    assert job.run(options=options).exit_code == 75
+    assert job.run(options=quiet(max_total_tokens=num_tokens, shard=shard)).exit_code == 75
 
 
 def codes(job: JobMaker) -> list[tuple[int, str]]:
@@ -66,12 +59,8 @@ def test_a_row_under_way_keeps_its_id_across_a_resume(job: JobMaker) -> None:
 
 def job_length(job: JobMaker, index: int) -> int:
     """How many tokens the stub gives a row of ``rows_of``."""
-    folder = job.folder / f"alone-{index}"
-    folder.mkdir()
-    alone = JobMaker(folder)
-    alone.write([rows_of(index + 1)[index]])
-    alone.run()
-    return int(alone.outputs()[0]["usage"]["completion_tokens"])
+    job.write([rows_of(index + 1)[index]])
+    return int(job.elsewhere(f"alone-{index}")[0]["usage"]["completion_tokens"])
 
 
 def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +73,8 @@ def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(UniqueIds, "claim", lambda ids, claims: (claim(ids, claims[:0]), failing()))
         with pytest.raises(StorageError):
-            job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
-    job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
+            job.run(options=quiet(shard=(1, 2)))
+    job.run(options=quiet(shard=(1, 2)))
     assert codes(job) == [(index, "duplicate_id") for index in range(1200, 1240, 2)]
 
 
@@ -112,37 +101,28 @@ def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) 
     interrupted(job)
     said = "here: bfloat16 on stub gives other tokens than float32 on stub; continue with --dtype float32; --update"
     with pytest.raises(ResumeMismatch, match=said) as caught:
-        run_job(job.spec(), quiet(), engine_factory=in_bfloat16())
+        job.run(numerics=BFLOAT16)
     assert "\n" not in str(caught.value)
 
 
-def in_bfloat16(**numerics: str) -> EngineFactory:
-    """A stub engine that says that it computes in bfloat16, and in ``numerics``."""
-
-    def make(spec: JobSpec, model: ModelInfo) -> Backend:
-        known = {"dtype": "bfloat16", "device": "stub", **numerics}
-        return dataclasses.replace(stub_factory(fails=frozenset())(spec, model), numerics=known)
-
-    return make
+BFLOAT16 = {"dtype": "bfloat16", "device": "stub"}
 
 
 def test_another_type_of_keys_is_refused_before_the_weights_are_loaded_unless_auto_is_the_same(job: JobMaker) -> None:
     job.write(rows_of(60))
-    run_job(job.spec(), quiet(max_total_tokens=1), engine_factory=in_bfloat16())
+    job.run(options=quiet(max_total_tokens=1), numerics=BFLOAT16)
     with pytest.raises(ResumeMismatch, match=r'numerics\.kv_cache_dtype: was \(not there\), now "int8"'):
         job.run(job.spec(engine={"kv_cache_dtype": "int8"}))
     assert job.engines == []
     spec = job.spec(engine={"kv_cache_dtype": "bfloat16"})
-    assert run_job(spec, quiet(), engine_factory=in_bfloat16()).exit_code == ExitCode.OK
+    assert job.run(spec, numerics=BFLOAT16).exit_code == ExitCode.OK
 
 
 def test_a_run_goes_on_on_another_device_of_the_same_kind(job: JobMaker) -> None:
     job.write(rows_of(5))
-    on_cuda = in_bfloat16(device="cuda")
-    first = run_job(job.spec(model={"device": "cuda:0"}), quiet(max_total_tokens=1), engine_factory=on_cuda)
-    assert first.exit_code == ExitCode.STOPPED
-    done = run_job(job.spec(model={"device": "cuda:1"}), quiet(), engine_factory=on_cuda)
-    assert done.exit_code == ExitCode.OK
+    for number, code in enumerate((ExitCode.STOPPED, ExitCode.OK)):
+        spec, options = job.spec(model={"device": f"cuda:{number}"}), quiet(max_total_tokens=None if number else 1)
+        assert job.run(spec, options, numerics={"dtype": "bfloat16", "device": "cuda"}).exit_code == code
 
 
 def test_cuda_without_a_gpu_is_one_line_and_leaves_no_trace(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +155,7 @@ def test_a_run_in_the_folder_of_its_inputs_does_not_take_its_own_files_for_them(
     assert rows_in(job) == [f"q-{i}" for i in range(60)]
     assert "already done" in job.run(spec).lines[0]
     assert make_plan(spec)["rows"] == {"total": 61, "good": 0, "bad": 1, "reused": 60}
-    assert job.run(spec, RunOptions(overwrite=True, progress="quiet")).exit_code == 3
+    assert job.run(spec, quiet(overwrite=True)).exit_code == 3
     assert rows_in(job) == [f"q-{i}" for i in range(60)]
 
 
@@ -188,7 +168,7 @@ def test_a_folder_of_parquet_files_may_take_the_outputs_too(job: JobMaker) -> No
     spec = job.spec(input={"path": [str(job.output)]}, output={"format": "parquet"})
     assert job.run(spec).exit_code == 0
     assert "already done" in job.run(spec).lines[0]
-    assert len(without_timings(job.output / "outputs.parquet")) == 5
+    assert len(job.outputs()) == 5
 
 
 def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
@@ -228,13 +208,13 @@ def test_a_folder_of_an_earlier_version_is_refused_as_it_is_and_update_computes_
     job.write(rows_of(60))
     job.run() if is_done else interrupted(job)
     of_an_earlier_version(job.output)
-    before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
+    before = files(job.output)
     said = rf"record version: was {RECORD_VERSION - 1}, now {RECORD_VERSION}\n.*--update computes all rows again"
     with pytest.raises(ResumeMismatch, match=said):
         job.run()
     with pytest.raises(UsageError, match="run its shard"):
         merge([job.output], job.folder / "merged")
-    assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
+    assert files(job.output) == before
     assert job.run(options=updating(max_total_tokens=200)).exit_code == 75
     assert job.run().exit_code == 0, "an update that was interrupted goes on without --update"
     records = read_lines(job.output / "outputs.jsonl")
@@ -288,5 +268,5 @@ def test_a_run_directory_of_the_version_before_is_named_and_can_be_overwritten(j
     with pytest.raises(UsageError, match=r"begun by another version of batchgen.*\n  record version: was 5, now"):
         job.run()
     assert [*(job.output / "journal").glob("*.seg")]
-    assert job.run(options=RunOptions(overwrite=True, progress="quiet")).exit_code == 0
+    assert job.run(options=quiet(overwrite=True)).exit_code == 0
     assert names(job.output) == {"outputs.jsonl", "report.json", "job.json"}

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
+from run_helpers import JobMaker, finish, quiet, read_lines, rows_of, start, without_timings
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, LockedError, UsageError
-from batchgen.core.shard import Shard
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
@@ -47,15 +46,11 @@ def outputs_of(folder: Path) -> Rows:
 
 def assert_as_fresh(job: JobMaker, **sections: Any) -> None:
     """The second run's files are those of a run that reuses nothing, timings aside; its rows were just written."""
-    output = {**sections.pop("output", {}), "path": str(job.folder / "fresh")}
-    job.run(job.spec(output=output, **sections))
-    assert outputs_of(job.folder / "second") == outputs_of(job.folder / "fresh")
+    assert outputs_of(job.folder / "second") == job.elsewhere("fresh", job.spec(**sections))
     files = [job.folder / name / "outputs.jsonl" for name in ("second", "fresh")]
     if files[0].exists():  # the order of keys too
-        texts = [
-            [CREATED.sub("", line.partition('"timings"')[0]) for line in path.read_text().splitlines()]
-            for path in files
-        ]
+        lines = [path.read_text().splitlines() for path in files]
+        texts = [[CREATED.sub("", line.partition('"timings"')[0]) for line in found] for found in lines]
         assert texts[0] == texts[1]
 
 
@@ -124,7 +119,7 @@ def test_ten_thousand_rows(job: JobMaker) -> None:
     assert f"{len(rows):,} rows done, {len(rows) - num_changed:,} of them kept" in outcome.lines
     report = outcome.report
     assert report is not None
-    new = [row for row in json_lines(job.folder / "second") if not row["timings"].get("reused")]
+    new = [row for row in read_lines(job.folder / "second" / "outputs.jsonl") if not row["timings"].get("reused")]
     tokens = sum(row["usage"]["completion_tokens"] for row in new)
     assert report["tokens"]["completion"] - report["reused"]["completion"] == tokens
     assert report["tokens_per_s"]["completion"] == pytest.approx(tokens / report["wall_s"], rel=0.01)
@@ -137,7 +132,7 @@ def test_ten_thousand_rows(job: JobMaker) -> None:
 def test_many_rows_are_found_in_little_memory(job: JobMaker) -> None:
     job.write(rows_of(1))
     job.run()
-    (record,) = json_lines(job.output)
+    (record,) = read_lines(job.output / "outputs.jsonl")
     names = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}{number:016x}" for number in range(250_000)]
     with (job.output / "outputs.jsonl").open("w") as file:
         for record["fingerprint"] in names:
@@ -152,10 +147,6 @@ def test_many_rows_are_found_in_little_memory(job: JobMaker) -> None:
         assert tracemalloc.get_traced_memory()[1] < 25 << 20
     finally:
         tracemalloc.stop()
-
-
-def json_lines(folder: Path) -> Rows:
-    return [json.loads(line) for line in (folder / "outputs.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -230,16 +221,14 @@ def test_rows_come_from_unfinished_runs_and_from_several(job: JobMaker) -> None:
     job.write(rows_of(60))
     job.run(options=quiet(max_total_tokens=300))
     num_done = read_status(job.output)["rows"]["done"]
-    other = job.folder / "other"
     job.write(rows_of(60)[40:])
-    job.run(job.spec(output={"path": str(other)}))
-    both = {"reuse": [str(job.output), str(other), str(job.folder / "second")]}
+    job.elsewhere("other")
+    both = {"reuse": [str(job.output), str(job.folder / "other"), str(job.folder / "second")]}
     second(job, rows_of(60), output=both)
     assert 0 < num_done <= 60 - computed(job) - 20 + num_done
     assert computed(job) <= 60 - max(num_done, 20)
     assert_as_fresh(job)
-    third = job.spec(output={"path": str(job.folder / "third"), "reuse": [str(job.folder / "second")]})
-    job.run(third)  # rows that were reused already
+    job.elsewhere("third", job.spec(output={"reuse": [str(job.folder / "second")]}))  # rows that were reused already
     assert computed(job) == 0
 
 
@@ -272,8 +261,7 @@ def test_a_kill_while_it_reuses_changes_no_byte(job: JobMaker, workers: int) -> 
         finish(process)
     code, said = finish(start(command))
     assert code == 0, said
-    job.run(job.spec(sampling={"max_tokens": 4}, output={"path": str(job.folder / "fresh")}))
-    assert outputs_of(target) == outputs_of(job.folder / "fresh")
+    assert outputs_of(target) == job.elsewhere("fresh", job.spec(sampling={"max_tokens": 4}))
     report = json.loads((target / "report.json").read_bytes())
     assert report["reused"]["rows"] == 6000
     assert {path.name for path in target.iterdir()} == {"outputs.jsonl", "report.json", "job.json"}
@@ -322,16 +310,11 @@ def test_a_run_that_is_overwritten_cannot_be_reused_and_keeps_its_rows(
 
 def test_merged_rows_are_reused(job: JobMaker) -> None:
     job.write(rows_of(10))
-    parts = [job.folder / "part1", job.folder / "part2"]
-    for number, part in enumerate(parts, 1):
-        options = RunOptions(shard=Shard(number, 2), progress="quiet")
-        job.run(job.spec(output={"path": str(part)}), options)
-    merge(parts, job.output)
-    for number in (1, 2):
-        path = {"path": str(job.folder / f"again{number}")}
-        second(job, rows_of(10), RunOptions(shard=Shard(number, 2), progress="quiet"), output=path)
+    merge(job.shards(), job.output)
+    for part in (parts := [job.folder / "again1", job.folder / "again2"]):
+        second(job, rows_of(10), quiet(shard=(int(part.name[-1]), 2)), output={"path": str(part)})
         assert computed(job) == 0
-    merge([job.folder / "again1", job.folder / "again2"], job.folder / "second")
+    merge(parts, job.folder / "second")
     assert_as_fresh(job)
 
 

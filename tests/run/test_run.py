@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_helpers import MODEL, JobMaker, journal_of, quiet, read_lines, rows_of, without_timings
+from run_helpers import MODEL, JobMaker, files, journal_of, quiet, read_lines, rows_of
 from stub_engine import StubEngine
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.config.record_fields import OF_REQUEST, RECORD_KEYS, columns_of, kept_columns
 from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, UsageError
 from batchgen.core.records import Cursor, Result, Row
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.shard import WHOLE
 from batchgen.input.ids import RowValidator
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.output.journal import Journal
@@ -33,7 +33,6 @@ from batchgen.run import job as job_module
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import ModelInfo
 from batchgen.run.outcome import short
 from batchgen.run.reports import read_report
 from batchgen.run.results import ResultSink
@@ -46,27 +45,14 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def undisturbed(job: JobMaker, tmp_path: Path, **sections: Any) -> list[dict[str, Any]]:
-    """What the job gives when nothing interrupts it."""
-    output = {**sections.pop("output", {}), "path": str(tmp_path / "reference")}
-    job.run(job.spec(output=output, **sections))
-    return without_timings(next((tmp_path / "reference").glob("outputs.*")))
-
-
 # ---------------------------------------------------------------- what comes out
 
 
-def test_every_row_comes_out_once_and_in_order(job: JobMaker) -> None:
+def test_every_row_comes_out_once_and_in_order_as_a_record_of_the_documented_shape(job: JobMaker) -> None:
     job.write(rows_of(50))
-    outcome = job.run()
-    assert outcome.exit_code == 0
+    assert job.run(job.spec(input={"columns": []})).exit_code == 0
     assert [(row["id"], row["index"]) for row in job.outputs()] == [(f"q-{i}", i) for i in range(50)]
-
-
-def test_an_output_record_has_the_documented_shape(job: JobMaker) -> None:
-    job.write(rows_of(1))
-    job.run(job.spec(input={"columns": []}))
-    (record,) = read_lines(job.output / "outputs.jsonl")
+    record = read_lines(job.output / "outputs.jsonl")[0]
     assert list(record) == ["id", "index", "fingerprint", "text", "finish_reason", "usage", "timings"]
     assert isinstance(record["text"], str)
     assert record["finish_reason"] in {"stop", "length"}
@@ -125,7 +111,7 @@ def test_kept_columns_never_collide_and_have_their_own_names_again(names: set[st
 
 def test_rows_without_an_id_column_are_known_by_their_position(job: JobMaker) -> None:
     job.write([{"question": "a"}, {"question": "b"}])
-    job.run(dataclasses.replace(job.spec(), input=dataclasses.replace(job.spec().input, id=None)))
+    job.run(job.spec(input={"id": None}))
     assert [row["id"] for row in job.outputs()] == [0, 1]
 
 
@@ -137,16 +123,14 @@ def test_token_ids_are_added_on_request(job: JobMaker) -> None:
 
 def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids(job: JobMaker) -> None:
     job.write([{"id": i, "ids": [1, 2, 3 + i]} for i in range(3)])
-    spec = job.spec(model={"path": "dummy:LFM2-350M"})
-    where = dataclasses.replace(spec.input, prompt=None, prompt_token_ids="ids")
-    job.run(dataclasses.replace(spec, input=where))
+    job.run(job.spec(model={"path": "dummy:LFM2-350M"}, input={"prompt": None, "prompt_token_ids": "ids"}))
     assert all("text" not in row and row["token_ids"] for row in job.outputs())
 
 
 def test_parquet_outputs_hold_the_same_records(job: JobMaker, tmp_path: Path) -> None:
     job.write(rows_of(20))
     job.run(job.spec(output={"format": "parquet"}))
-    assert without_timings(job.output / "outputs.parquet") == undisturbed(job, tmp_path)
+    assert job.outputs() == job.elsewhere("reference")
 
 
 def test_an_empty_input_is_a_job_of_no_rows(job: JobMaker) -> None:
@@ -205,14 +189,14 @@ def test_an_error_of_the_engine_is_a_dead_letter_with_its_row(job: JobMaker) -> 
 
 def test_too_many_errors_stop_the_run_early(job: JobMaker) -> None:
     job.write([*rows_of(100), *["{"] * 100, *rows_of(2000)[200:]])
-    outcome = job.run(options=RunOptions(max_error_rate=0.05, progress="quiet"))
+    outcome = job.run(options=quiet(max_error_rate=0.05))
     assert outcome.exit_code == 3
     assert not (job.output / "outputs.jsonl").exists()
     assert job.engines[0].num_pulled < 1000
     failed = [letter["index"] for letter in job.errors()]
     assert len(failed) > 5
     assert failed == list(range(100, 100 + len(failed)))
-    assert job.run(options=RunOptions(max_error_rate=0.5, progress="quiet")).exit_code == 3
+    assert job.run(options=quiet(max_error_rate=0.5)).exit_code == 3
     assert len(job.outputs()) == 1900
 
 
@@ -231,7 +215,7 @@ def test_paths_in_messages_keep_their_slash_at_the_root_where_services_run(monke
 
 def test_a_stop_by_errors_and_status_say_the_same(job: JobMaker) -> None:
     job.write([*rows_of(6), *["{"] * 8])
-    limited = RunOptions(max_error_rate=0.07, progress="quiet")
+    limited = quiet(max_error_rate=0.07)
     for _ in range(2):  # run again: stopped again, before the weights are loaded
         outcome = job.run(options=limited)
         assert "8 of 14 rows read have failed, more than --max-error-rate 7% of the first 100" in outcome.lines[0]
@@ -241,14 +225,14 @@ def test_a_stop_by_errors_and_status_say_the_same(job: JobMaker) -> None:
         assert "--max-error-rate to continue" in said
         assert "run again" not in said
     assert job.engines == []
-    assert job.run(options=RunOptions(max_error_rate=0.08, progress="quiet")).exit_code == 3
+    assert job.run(options=quiet(max_error_rate=0.08)).exit_code == 3
     assert (len(job.outputs()), len(job.errors())) == (6, 8)
 
 
 @pytest.mark.parametrize(("num_good", "num_bad"), [(0, 6), (3, 1)])
 def test_few_errors_are_no_rate_and_a_run_of_failed_rows_is_over(job: JobMaker, num_good: int, num_bad: int) -> None:
     job.write([*rows_of(num_good), *["{"] * num_bad])
-    assert job.run(options=RunOptions(max_error_rate=0.05, progress="quiet")).exit_code == 3
+    assert job.run(options=quiet(max_error_rate=0.05)).exit_code == 3
     assert len(job.outputs()) == num_good
 
 
@@ -256,17 +240,15 @@ def test_a_stop_by_errors_may_take_longer_than_one_by_a_signal(job: JobMaker, mo
     alarms: list[str] = []
     monkeypatch.setattr(Watchdog, "alarm", lambda watchdog: alarms.append("alarm"))
     job.write([*["{"] * 300, *rows_of(300)])
-    assert job.run(options=RunOptions(max_error_rate=0.01, progress="quiet")).exit_code == 3
+    assert job.run(options=quiet(max_error_rate=0.01)).exit_code == 3
     assert not (job.output / "outputs.jsonl").exists()
     assert alarms == []
 
 
 def test_a_signal_is_told_as_one_though_too_many_rows_have_failed(job: JobMaker) -> None:
     job.write(rows_of(200))
-    limits = Limits(max_total_tokens=300)
-    options = RunOptions(max_error_rate=0.0, limits=limits, progress="quiet")
-    outcome = job.run(options=options, fails=frozenset({199}))
-    assert outcome.exit_code == 75
+    options = quiet(max_error_rate=0.0, max_total_tokens=300)
+    assert job.run(options=options, fails=frozenset({199})).exit_code == 75
     stopper = Stopper(Limits())
     stopper.request("SIGTERM")
     stopper.give_up("too many", "advice")
@@ -275,10 +257,10 @@ def test_a_signal_is_told_as_one_though_too_many_rows_have_failed(job: JobMaker)
 
 def test_a_resumed_run_takes_no_higher_error_rate_for_rows_still_under_way(job: JobMaker) -> None:
     job.write([*rows_of(300), *["{"] * 20, *rows_of(400)[320:]])
-    options = RunOptions(max_error_rate=0.1, limits=Limits(max_total_tokens=5000), progress="quiet")
+    options = quiet(max_error_rate=0.1, max_total_tokens=5000)
     assert job.run(options=options, look_ahead=400).exit_code == 75
     assert len(job.errors()) == 0  # only a stop by errors writes them before the end
-    assert job.run(options=RunOptions(max_error_rate=0.1, progress="quiet")).exit_code == 3
+    assert job.run(options=quiet(max_error_rate=0.1)).exit_code == 3
     assert len(job.outputs()) == 380
 
 
@@ -302,7 +284,7 @@ def test_a_model_among_the_runs_own_files_is_not_removed(job: JobMaker) -> None:
     folder = job.output / "journal"
     shutil.copytree(MODEL, folder)
     with pytest.raises(UsageError, match=r"the model in .* would be removed"):
-        job.run(job.spec(model={"path": str(folder)}), RunOptions(overwrite=True, progress="quiet"))
+        job.run(job.spec(model={"path": str(folder)}), quiet(overwrite=True))
     assert (folder / "model.safetensors").exists()
 
 
@@ -311,7 +293,7 @@ def test_a_job_json_that_no_run_wrote_is_not_overwritten(job: JobMaker, content:
     job.write(rows_of(2))
     (made(job.output) / "job.json").write_bytes(content)
     with pytest.raises(UsageError, match="was not written by a run"):
-        job.run(options=RunOptions(overwrite=True, progress="quiet"))
+        job.run(options=quiet(overwrite=True))
     assert (job.output / "job.json").read_bytes() == content
 
 
@@ -337,7 +319,7 @@ def interrupted(job: JobMaker, spec: JobSpec, num_tokens: int) -> None:
 
 def test_finished_rows_are_not_run_again_and_half_done_ones_go_on(job: JobMaker, tmp_path: Path) -> None:
     job.write(rows_of(60))
-    undisturbed(job, tmp_path)
+    job.elsewhere("reference")
     num_tokens = job.engines[0].stats.num_output_tokens
     spec = job.spec()
     interrupted(job, spec, 400)
@@ -369,12 +351,8 @@ def test_a_user_sees_what_a_first_run_on_a_machine_waits_for(job: JobMaker, caps
             time.sleep(0.02)
             said += capsys.readouterr().err
 
-    def load(_spec: JobSpec, model: ModelInfo) -> Backend:
-        engine = StubEngine(vocab_size=model.config.vocab_size)
-        return Backend(engine, {"dtype": "float32", "device": "stub"}, 1, prepare=prepare)
-
     job.write(rows_of(2))
-    run_job(job.spec(), RunOptions(progress="json"), engine_factory=load)
+    job.run(options=RunOptions(progress="json"), prepare=prepare)
     shown = [json.loads(line).get("phase") for line in said.splitlines()]
     assert shown[-1] == "compiling kernels for this machine, once"
 
@@ -399,7 +377,7 @@ def test_overwrite_runs_a_finished_job_anew(job: JobMaker) -> None:
     job.write(rows_of(3))
     job.run()
     job.write(rows_of(5))
-    job.run(options=RunOptions(overwrite=True, progress="quiet"))
+    job.run(options=quiet(overwrite=True))
     assert len(job.outputs()) == 5
     assert read_report(job_module.RunDir(job.output))["sessions"] == 1
 
@@ -408,11 +386,11 @@ def test_overwrite_runs_a_finished_job_anew(job: JobMaker) -> None:
 def test_a_change_of_what_outputs_depend_on_is_refused_with_a_diff(job: JobMaker, is_done: bool) -> None:
     job.write(rows_of(60))
     job.run() if is_done else interrupted(job, job.spec(), 100)
-    before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
+    before = files(job.output)
     said = r"sampling\.max_tokens: was 16, now 9\nbatchgen plan says .*; --update keeps .*, --overwrite starts again"
     with pytest.raises(ResumeMismatch, match=said):
         job.run(job.spec(sampling={"max_tokens": 9}))
-    assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
+    assert files(job.output) == before
 
 
 def test_engine_sizes_and_output_format_may_change_on_resume(job: JobMaker) -> None:
@@ -420,12 +398,12 @@ def test_engine_sizes_and_output_format_may_change_on_resume(job: JobMaker) -> N
     interrupted(job, job.spec(), 100)
     spec = job.spec(engine={"max_num_seqs": 3}, output={"format": "parquet"})
     assert job.run(spec).exit_code == 0
-    assert len(without_timings(job.output / "outputs.parquet")) == 60
+    assert len(job.outputs()) == 60
 
 
 def test_an_engine_that_crashes_leaves_a_run_that_resumes(job: JobMaker, tmp_path: Path) -> None:
     job.write(rows_of(60))
-    expected = undisturbed(job, tmp_path)
+    expected = job.elsewhere("reference")
 
     with pytest.raises(RuntimeError):
         job.run(crashes_at=40)
@@ -451,7 +429,7 @@ def test_a_run_works_outside_the_main_thread(job: JobMaker) -> None:
 # ---------------------------------------------------------------- refused before anything is written
 
 
-def unusable(spec: JobSpec, model: ModelInfo) -> Backend:
+def unusable() -> None:
     raise ModelError("model.safetensors is corrupt")
 
 
@@ -475,11 +453,11 @@ def test_a_job_that_cannot_run_leaves_no_trace(job: JobMaker, section: str, key:
 def test_unusable_weights_leave_no_trace_and_do_not_cost_the_run_that_was_to_be_overwritten(job: JobMaker) -> None:
     job.write(rows_of(3))
     with pytest.raises(ModelError):
-        run_job(job.spec(), quiet(), engine_factory=unusable)
+        job.run(on_load=unusable)
     assert not job.output.exists()
     job.run()
     with pytest.raises(ModelError):
-        run_job(job.spec(), RunOptions(overwrite=True, progress="quiet"), engine_factory=unusable)
+        job.run(options=quiet(overwrite=True), on_load=unusable)
     assert len(job.outputs()) == 3
 
 
@@ -488,7 +466,7 @@ def test_an_input_that_the_run_would_replace_is_refused(job: JobMaker) -> None:
     job.run()
     spec = job.spec(input={"path": [str(job.output / "outputs.jsonl")]})
     with pytest.raises(UsageError, match="would be overwritten"):
-        job.run(spec, RunOptions(overwrite=True, progress="quiet"))
+        job.run(spec, quiet(overwrite=True))
     assert len(job.outputs()) == 3
 
 
@@ -497,7 +475,7 @@ def test_a_folder_that_is_no_run_is_not_touched(job: JobMaker) -> None:
     job.output.mkdir()
     (job.output / "outputs.jsonl").write_text("precious")
     with pytest.raises(UsageError, match=r"no job\.json"):
-        job.run(options=RunOptions(overwrite=True, progress="quiet"))
+        job.run(options=quiet(overwrite=True))
     assert (job.output / "outputs.jsonl").read_text() == "precious"
 
 
@@ -506,7 +484,7 @@ def test_a_folder_that_is_no_run_is_not_touched(job: JobMaker) -> None:
 
 def test_accuracy_counts_exact_matches(job: JobMaker, tmp_path: Path) -> None:
     job.write(rows_of(4))
-    texts = [row["text"] for row in undisturbed(job, tmp_path)]
+    texts = [row["text"] for row in job.elsewhere("reference")]
     answers = ["wrong", *(f" {text}\n" for text in texts[1:])]
     job.write([{**row, "answer": answer} for row, answer in zip(rows_of(4), answers, strict=True)])
     outcome = job.run(job.spec(eval={"expected": "answer"}))
@@ -518,16 +496,16 @@ def test_accuracy_counts_exact_matches(job: JobMaker, tmp_path: Path) -> None:
 
 def test_another_shard_does_not_go_into_the_same_directory(job: JobMaker) -> None:
     job.write(rows_of(4))
-    job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
+    job.run(options=quiet(shard=(1, 2)))
     with pytest.raises(ResumeMismatch, match="shard"):
-        job.run(options=RunOptions(shard=Shard(2, 2), progress="quiet"))
+        job.run(options=quiet(shard=(2, 2)))
 
 
 def test_an_interrupted_shard_resumes(job: JobMaker) -> None:
     job.write(rows_of(100))
-    options = RunOptions(shard=Shard(2, 3), progress="quiet", limits=quiet(max_total_tokens=200).limits)
+    options = quiet(shard=(2, 3), max_total_tokens=200)
     assert job.run(options=options).exit_code == 75
-    job.run(options=RunOptions(shard=Shard(2, 3), progress="quiet"))
+    job.run(options=quiet(shard=(2, 3)))
     assert [row["index"] for row in job.outputs()] == list(range(1, 100, 3))
 
 

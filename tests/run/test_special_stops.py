@@ -60,15 +60,8 @@ def test_a_row_may_ask_for_it_in_each_format(job: JobMaker, whole: list[dict[str
     expected = answered(job, spec_of(job))
     assert [row["token_ids"] for row in expected] != [row["token_ids"] for row in whole]
     body = {"max_tokens": 40, "ignore_eos": True, "stop": "<|im_end|>"}
-    job.write(
-        {
-            "custom_id": row["id"],
-            "method": "POST",
-            "url": CHAT_URL.replace("chat/", ""),
-            "body": body | {"prompt": row["question"]},
-        }
-        for row in rows
-    )
+    line = {"method": "POST", "url": CHAT_URL.replace("chat/", "")}
+    job.write({"custom_id": row["id"], **line, "body": body | {"prompt": row["question"]}} for row in rows)
     job.output = job.folder / "openai"
     spec = job.spec(
         model={"dtype": "float32"},

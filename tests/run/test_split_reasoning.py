@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, quiet, read_lines, rows_of, updating, without_timings
-from stub_engine import sample_number
+from run_helpers import JobMaker, quiet, rows_of, updating
+from stub_engine import answer_with
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
-from batchgen.core.records import Request
 from batchgen.run.loader import read_model
 from batchgen.text.tokenizer import Tokenizer
 
@@ -33,18 +29,9 @@ def answer(index: int) -> str:
 @pytest.fixture(params=[THINKING, OPENED], ids=["the model opens", "the prompt opens"])
 def spec(request: pytest.FixtureRequest, job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> JobSpec:
     """A job whose rows are answered with ``thought`` and ``answer``, in bytes."""
-    folder = write_tokenizer(job.folder / "tokenizer", chat_template=request.param)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(write_tokenizer(job.folder / "tokenizer", chat_template=request.param))
     opening = "<think>\n" if request.param == THINKING else ""
-
-    def ids(asked: Request) -> list[int]:
-        said = f"{opening}{thought(asked.key)}\n</think>\n\n{answer(asked.key)}"
-        [found] = tokenizer.encode_batch([said], False)
-        assert not isinstance(found, Exception)
-        return found[: len(found) - sample_number(asked)]
-
-    monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
-    monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))
+    answer_with(monkeypatch, tokenizer, lambda asked: f"{opening}{thought(asked.key)}\n</think>\n\n{answer(asked.key)}")
     return spec_of(job)
 
 
@@ -57,10 +44,8 @@ def spec_of(job: JobMaker, **sections: Any) -> JobSpec:
 @pytest.mark.usefixtures("spec")
 def test_every_format_holds_reasoning_and_text_apart(job: JobMaker) -> None:
     job.write(rows_of(5))
-    for form, name in (("jsonl", "jsonl"), ("parquet", "parquet"), ("openai-batch", "jsonl")):
-        job.output = job.folder / form
-        job.run(spec_of(job, output={"format": form}))
-        rows = without_timings(job.output / f"outputs.{name}")
+    for form in ("jsonl", "parquet", "openai-batch"):
+        rows = job.elsewhere(form, spec_of(job, output={"format": form}))
         if form == "openai-batch":
             messages = [row["response"]["body"]["choices"][0]["message"] for row in rows]
             rows = [{"text": found["content"], "reasoning": found["reasoning_content"]} for found in messages]
@@ -72,9 +57,7 @@ def test_the_field_follows_the_text_and_is_there_only_when_asked_for(job: JobMak
     spec = spec_of(job, input={"id": None})
     job.run(spec)
     assert list(job.outputs()[0])[:6] == ["id", "index", "fingerprint", "text", "reasoning", "finish_reason"]
-    job.output = job.folder / "plain"
-    job.run(spec_of(job, input={"id": None}, output={"parse": []}))
-    [row] = job.outputs()
+    [row] = job.elsewhere("plain", spec_of(job, input={"id": None}, output={"parse": []}))
     assert "reasoning" not in row and row["text"].endswith(f"{thought(0)}\n</think>\n\n{answer(0)}")
 
 
@@ -91,9 +74,8 @@ def test_reasoning_that_never_ends_leaves_no_text(job: JobMaker) -> None:
 def test_each_sample_has_its_own(job: JobMaker) -> None:
     job.write(rows_of(2))
     for form in ("jsonl", "parquet"):
-        job.output = job.folder / form
-        job.run(spec_of(job, output={"format": form}, sampling={"n": 2, "temperature": 1.0}, input={"limit": 2}))
-        for index, row in enumerate(without_timings(job.output / f"outputs.{form}")):
+        spec = spec_of(job, output={"format": form}, sampling={"n": 2, "temperature": 1.0}, input={"limit": 2})
+        for index, row in enumerate(job.elsewhere(form, spec)):
             assert [(found["text"], found["reasoning"]) for found in row["samples"]] == [
                 (answer(index), thought(index)),
                 (answer(index)[:-1], thought(index)),  # the stub's second sample is a token shorter
@@ -110,9 +92,8 @@ def test_accuracy_counts_the_text_alone(job: JobMaker) -> None:
 @pytest.mark.usefixtures("spec")
 def test_a_resumed_and_an_updated_run_split_as_an_undisturbed_one(job: JobMaker) -> None:
     job.write(rows_of(30))
-    job.run(spec_of(job))
-    expected, job.output = job.outputs(), job.folder / "resumed"
     spec = spec_of(job)
+    expected = job.elsewhere("whole", spec)
     assert job.run(spec, quiet(max_total_tokens=1500)).exit_code == 75
     with pytest.raises(ResumeMismatch, match=r'output\.parse: was \["reasoning"\], now \[\]'):
         job.run(spec_of(job, output={"parse": []}))
@@ -137,8 +118,8 @@ def test_a_model_without_a_tokenizer_cannot_split(job: JobMaker) -> None:
 
 def test_openai_completions_hold_it_beside_the_text(job: JobMaker, spec: JobSpec) -> None:
     line = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "2 * 2 =<think>"}}
-    job.input.write_text(json.dumps(line), encoding="utf-8")
+    job.write([line])
     job.run(spec_of(job, input={"id": None, "prompt": None}, output={"format": "openai-batch"}))
-    [row] = read_lines(Path(job.output) / "outputs.jsonl")
+    [row] = job.outputs()
     [choice] = row["response"]["body"]["choices"]
     assert (choice["text"], choice["reasoning_content"]) == (answer(0), thought(0))

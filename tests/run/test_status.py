@@ -40,7 +40,9 @@ def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> 
     assert finish(process)[0] == 0
 
 
-def test_a_finished_run_shows_what_its_report_says(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_shows_what_its_report_says_and_without_one_no_tokens(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.write([*rows_of(5), "{"])
     job.run()
     status = read_status(job.output)
@@ -51,10 +53,6 @@ def test_a_finished_run_shows_what_its_report_says(job: JobMaker, capsys: pytest
     keys = {"state", "rows", "tokens", "tokens_per_s", "eta_s", "holder", "updated_at"}
     assert json.loads(capsys.readouterr().out).keys() >= keys
 
-
-def test_a_finished_run_without_a_report_shows_its_rows_and_no_tokens(job: JobMaker) -> None:
-    job.write(rows_of(5))
-    job.run()
     (job.output / "report.json").unlink()
     status = read_status(job.output)
     assert status["rows"]["done"] == 5 and status["tokens"] is None
@@ -74,20 +72,14 @@ def test_watching_a_stopped_run_waits_until_it_goes_on_and_ends(job: JobMaker, m
     assert len(list(watch_status(job.output, 0.0))) == 1
 
 
-def test_a_stopped_run_says_why_and_what_to_do(job: JobMaker) -> None:
+def test_a_stopped_run_says_why_what_to_do_and_how_many_rows_are_half_done(job: JobMaker) -> None:
     job.write(rows_of(60))
-    job.run(options=quiet(max_total_tokens=200))
+    (said, *_) = job.run(options=quiet(max_total_tokens=200)).lines
     status = read_status(job.output)
     assert status["state"] == "stopped"
     assert status["rows"]["done"] + status["rows"]["left"] == 60
     assert "max total tokens of 200" in render_status(status)
     assert "run again to resume" in render_status(status)
-
-
-def test_a_stopped_run_counts_the_rows_that_are_half_done(job: JobMaker) -> None:
-    job.write(rows_of(60))
-    (said, *_) = job.run(options=quiet(max_total_tokens=200)).lines
-    status = read_status(job.output)
     assert f"{status['rows']['half_done']} half done and saved" in said
     assert f"{status['rows']['half_done']} half done, " in render_status(status)
     job.run()

@@ -11,22 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, quiet, rows_of
+from run_helpers import JobMaker, files, quiet, rows_of
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.storage import commit_staged
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
-from batchgen.run.job import run_job
-from batchgen.run.loader import ModelInfo
 from batchgen.run.outcome import Outcome
 from batchgen.run.stdin import stage_stdin
 
 ROWS, OTHERS = rows_of(60), rows_of(70)[10:]
-OVERWRITE = RunOptions(overwrite=True, progress="quiet")
+OVERWRITE = quiet(overwrite=True)
 
 
 class Stdin:
@@ -55,8 +51,12 @@ def stdin(monkeypatch: pytest.MonkeyPatch) -> Stdin:
     return Stdin(monkeypatch)
 
 
-def run(job: JobMaker, options: RunOptions | None = None) -> Outcome:
-    return job.run(job.spec(input={"path": ["-"]}), options)
+def run(job: JobMaker, options: RunOptions | None = None, **stub: Any) -> Outcome:
+    return job.run(job.spec(input={"path": ["-"]}), options, **stub)
+
+
+def raising(error: BaseException) -> None:
+    raise error
 
 
 def interrupt(job: JobMaker) -> None:
@@ -65,11 +65,8 @@ def interrupt(job: JobMaker) -> None:
 
 def expected(job: JobMaker, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The outputs of the same rows from a file."""
-    other = JobMaker(job.folder / f"reference-{len([*job.folder.iterdir()])}")
-    other.folder.mkdir()
-    other.write(rows)
-    other.run()
-    return other.outputs()
+    job.write(rows)
+    return job.elsewhere(f"reference-{len([*job.folder.iterdir()])}")
 
 
 def test_rows_that_are_not_piped_in_again_keep_their_format(
@@ -115,11 +112,11 @@ def test_a_resume_goes_on_whether_or_not_the_rows_are_given_again(job: JobMaker,
 def test_other_rows_that_would_cost_much_are_refused_and_cost_nothing(job: JobMaker, stdin: Stdin) -> None:
     stdin.give(ROWS)
     run(job)
-    before = {path: path.read_bytes() for path in job.output.rglob("*")}
+    before = files(job.output)
     stdin.give(ROWS[:1])
     with pytest.raises(UsageError, match=r"the input has 1 row that can run, and there are 60 results"):
         run(job)
-    assert {path: path.read_bytes() for path in job.output.rglob("*")} == before
+    assert files(job.output) == before
     stdin.give([])
     assert "already done" in run(job).lines[0]
 
@@ -187,18 +184,14 @@ def test_a_copy_that_has_gone_is_asked_for_again(job: JobMaker, stdin: Stdin) ->
     assert job.outputs() == expected(job, ROWS)
 
 
-def unusable(spec: JobSpec, model: ModelInfo) -> Backend:
-    raise ModelError("model.safetensors is corrupt")
-
-
 def test_a_refused_overwrite_leaves_the_old_run_to_resume(job: JobMaker, stdin: Stdin) -> None:
     stdin.give(ROWS)
     interrupt(job)
-    before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
+    before = files(job.output)
     stdin.give(OTHERS)
     with pytest.raises(ModelError):
-        run_job(job.spec(input={"path": ["-"]}), OVERWRITE, engine_factory=unusable)
-    assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
+        run(job, OVERWRITE, on_load=lambda: raising(ModelError("model.safetensors is corrupt")))
+    assert files(job.output) == before
     stdin.give([])
     assert run(job).exit_code == 0
     assert job.outputs() == expected(job, ROWS)
@@ -216,22 +209,18 @@ def test_an_overwrite_by_a_job_over_files_takes_the_copy_away(job: JobMaker, std
     stdin.give(ROWS)
     interrupt(job)
     job.write(ROWS)
-    limits = quiet(max_total_tokens=300).limits
-    assert job.run(options=RunOptions(overwrite=True, progress="quiet", limits=limits)).exit_code == 75
+    assert job.run(options=quiet(overwrite=True, max_total_tokens=300)).exit_code == 75
     assert "input.spool" not in names(job.output)
 
 
 def test_a_stop_before_the_job_began_leaves_no_copy(job: JobMaker, stdin: Stdin) -> None:
     stdin.give(ROWS)
 
-    def stopping(spec: JobSpec, model: ModelInfo) -> Backend:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run_job(job.spec(input={"path": ["-"]}), quiet(), engine_factory=stopping)
+        run(job, on_load=lambda: raising(KeyboardInterrupt()))
     assert names(job.output) == set()
     stdin.give(OTHERS)
-    run_job(job.spec(input={"path": ["-"]}), quiet(), engine_factory=stub_factory())
+    run(job)
     assert job.outputs() == expected(job, OTHERS)
 
 
@@ -242,16 +231,6 @@ def test_stdin_is_copied_to_a_file_that_appears_whole(tmp_path: Path) -> None:
     commit_staged(target)
     assert target.read_bytes() == b"rows"
     assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
-
-
-def test_a_terminal_is_no_input(tmp_path: Path) -> None:
-    class Terminal(io.BytesIO):
-        def isatty(self) -> bool:
-            return True
-
-    with pytest.raises(UsageError, match="terminal"):
-        stage_stdin(tmp_path / "stdin", Terminal())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_standard_input_that_cannot_be_read_is_named_as_such(

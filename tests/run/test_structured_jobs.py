@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_helpers import JobMaker, quiet, rows_of
-from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
-from batchgen.run.backend import Backend
-from batchgen.run.job import run_job
-from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.text.grammar import Grammars
 
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
@@ -73,18 +68,12 @@ def test_a_stop_waits_for_one_grammar_only_and_no_row_is_lost(job: JobMaker, mon
 
 
 def test_a_run_goes_on_with_the_version_of_the_library_that_it_was_begun_with(job: JobMaker) -> None:
-    def with_version(version: str) -> EngineFactory:
-        def load(spec: JobSpec, info: ModelInfo) -> Backend:
-            return replace(stub_factory()(spec, info), numerics={"dtype": "float32", "llguidance": version})
-
-        return load
-
     job.write(rows_of(30))
     spec = job.spec(sampling={"structured_outputs": {"choice": ["a", "b"]}})
-    first = run_job(spec, quiet(max_total_tokens=1), engine_factory=with_version("1.8.0"))
-    assert first.exit_code == 75
+    old, new = ({"dtype": "float32", "llguidance": version} for version in ("1.8.0", "1.9.1"))
+    assert job.run(spec, quiet(max_total_tokens=1), numerics=old).exit_code == 75
     with pytest.raises(ResumeMismatch) as refusal:
-        run_job(spec, quiet(), engine_factory=with_version("1.9.1"))
+        job.run(spec, numerics=new)
     assert "float32, llguidance 1.9.1 gives other tokens than float32, llguidance 1.8.0" in str(refusal.value)
     assert "continue with llguidance==1.8.0; --update" in str(refusal.value)
-    assert run_job(spec, quiet(), engine_factory=with_version("1.8.0")).exit_code == 0
+    assert job.run(spec, numerics=old).exit_code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import JobMaker, journal_of, quiet, rows_of, timeless, updating, without_timings
+from run_helpers import JobMaker, journal_of, quiet, rows_of, timeless, updating
 
 from batchgen.api import Run
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.logprobs import unpacked
-from batchgen.core.shard import Shard
 from batchgen.plan.dry_run import make_plan
 from batchgen.plan.text import render_plan
-from batchgen.run.invocation import RunOptions
 from batchgen.run.loader import read_model
 from batchgen.run.merge import merge
 
@@ -112,18 +111,14 @@ def test_float16_is_written_again_from_the_journal_without_a_model(job: JobMaker
     assert table_of(job).drop_columns("timings").equals(whole)
 
 
-def test_a_run_that_is_stopped_and_resumed_writes_the_same_table(job: JobMaker, tmp_path: Path) -> None:
-    fresh = JobMaker(tmp_path / "fresh")
-    fresh.folder.mkdir()
-    fresh.write(rows_of(30))
-    fresh.run(teacher(fresh))
-    stopped = job.run(teacher(job), quiet(max_total_tokens=200))
-    assert stopped.exit_code == 75
+def test_a_run_that_is_stopped_and_resumed_writes_the_same_table(job: JobMaker) -> None:
+    expected = job.elsewhere("fresh", teacher(job))
+    assert job.run(teacher(job), quiet(max_total_tokens=200)).exit_code == 75
     [segment] = journal_of(job.output).glob("*.seg")
     segment.write_bytes(segment.read_bytes()[:-40])  # as a kill within a write leaves it
     job.run(teacher(job))
-    assert without_timings(job.output / "outputs.parquet") == without_timings(fresh.output / "outputs.parquet")
-    assert table_of(job).schema == table_of(fresh).schema
+    assert job.outputs() == expected
+    assert table_of(job).schema == pq.read_schema(job.folder / "fresh" / "outputs.parquet")
 
 
 def test_another_number_is_refused_and_computed_again_by_an_update(job: JobMaker) -> None:
@@ -147,10 +142,10 @@ def test_another_form_of_the_records_is_refused_and_computed_again_by_an_update(
 
 def test_an_update_keeps_the_rows_that_are_there(job: JobMaker) -> None:
     job.run(teacher(job))
-    before = without_timings(job.output / "outputs.parquet")
+    before = job.outputs()
     job.write([*rows_of(30), {"id": "new", "question": "And now?", "answer": ""}])
     job.run(teacher(job), updating())
-    after = without_timings(job.output / "outputs.parquet")
+    after = job.outputs()
     assert after[:30] == before and after[30]["id"] == "new"
     assert [len(engine.finished) or engine.num_pulled for engine in job.engines] == [1]
 
@@ -166,24 +161,17 @@ def test_a_job_whose_rows_alone_ask_keeps_objects_in_each_format(job: JobMaker) 
 
 def test_shards_merge_to_the_table_of_one_run(job: JobMaker, tmp_path: Path) -> None:
     job.run(teacher(job))
-    whole = table_of(job).drop_columns("timings")
-    parts = []
-    for number in (1, 2):
-        parts.append(tmp_path / f"part{number}")
-        spec = teacher(job, output={"path": str(parts[-1])})
-        job.run(spec, RunOptions(progress="quiet", shard=Shard(number, 2)))
-    merge(parts, tmp_path / "merged")
-    assert pq.read_table(tmp_path / "merged" / "outputs.parquet").drop_columns("timings").equals(whole)
+    merge(job.shards(teacher(job)), tmp_path / "merged")
+    merged = pq.read_table(tmp_path / "merged" / "outputs.parquet")
+    assert merged.drop_columns("timings").equals(table_of(job).drop_columns("timings"))
 
 
 def test_reports_and_perplexities_are_those_of_json_lines(job: JobMaker, tmp_path: Path) -> None:
     job.run(teacher(job))
-    as_lines = teacher(job, output={"format": "jsonl", "path": str(tmp_path / "lines")})
-    job.run(as_lines)
+    lines = job.elsewhere("lines", teacher(job, output={"format": "jsonl"}))
     reports = [json.loads((place / "report.json").read_text()) for place in (job.output, tmp_path / "lines")]
     assert reports[0]["perplexity"]["tokens"] == reports[1]["perplexity"]["tokens"] > 0
     assert reports[0]["perplexity"]["value"] == pytest.approx(reports[1]["perplexity"]["value"], rel=1e-6)
-    lines = without_timings(tmp_path / "lines" / "outputs.jsonl")
     assert table_of(job)["perplexity"].to_pylist() == pytest.approx([row["perplexity"] for row in lines], rel=1e-6)
     for row, line in zip(table_of(job).to_pylist(), lines, strict=True):
         tokens = line["prompt_logprobs"]
@@ -215,26 +203,16 @@ def test_a_column_with_the_name_of_one_of_the_table_is_kept_under_another(job: J
 
 
 def test_chats_have_a_mask_of_the_assistants_tokens(job: JobMaker) -> None:
-    job.write([{"id": "a", "messages": CHAT}, {"id": "b", "messages": CHAT[:1]}])
+    job.write([{"id": f"{count}", "messages": CHAT[:count]} for count in (4, 1, 3)])
     job.run(teacher(job, input={"prompt": None, "messages": "messages"}))
-    a, b = table_of(job).to_pylist()
+    a, b, c = table_of(job).to_pylist()
     assert table_of(job).schema.field("assistant_mask").type.value_type == pa.bool_()
-    tokenizer = tokenizer_of(job)
+    text_of = partial(tokenizer_of(job).decode, skip_special_tokens=False)
     ids = [token for token, mine in zip(a["prompt_token_ids"], a["assistant_mask"], strict=True) if mine]
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "It is 5.<|im_end|>6<|im_end|>"
+    assert text_of(ids) == "It is 5.<|im_end|>6<|im_end|>"
     assert not any(b["assistant_mask"])
-
-
-def test_a_chat_that_ends_with_an_answer_is_scored_as_it_stands(job: JobMaker) -> None:
-    job.write([{"id": "a", "messages": CHAT}, {"id": "b", "messages": CHAT[:3]}])
-    chats = {"prompt": None, "messages": "messages"}
-    job.run(teacher(job, input=chats))
-    texts = [
-        tokenizer_of(job).decode(ids, skip_special_tokens=False)
-        for ids in table_of(job)["prompt_token_ids"].to_pylist()
-    ]
-    assert texts[0].endswith("6<|im_end|>\n")
-    assert texts[1].endswith("<|im_start|>assistant\n")
+    assert text_of(a["prompt_token_ids"]).endswith("6<|im_end|>\n"), "it is scored as it stands"
+    assert text_of(c["prompt_token_ids"]).endswith("<|im_start|>assistant\n")
 
 
 def test_a_number_above_the_vocabulary_is_refused(job: JobMaker) -> None:
@@ -246,10 +224,8 @@ def test_a_row_whose_table_no_memory_holds_fails_and_the_plan_says_so(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchgen.input.requests.MAX_RECORD_BYTES", 1 << 18)
-    long = {"id": "long", "question": "word " * 100, "answer": ""}
-    job.write([*rows_of(2), long])
-    spec = teacher(job, 600)
-    job.run(spec)
+    job.write([*rows_of(2), {"id": "long", "question": "word " * 100, "answer": ""}])
+    job.run(teacher(job, 600))
     [error] = job.errors()
     assert error["code"] == "bad_param"
     assert error["message"].startswith("prompt_logprobs = 600: the record would have up to")

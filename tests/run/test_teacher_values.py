@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from run_helpers import MODEL
+from run_helpers import MODEL, write_lines
 
 from batchgen.cli.main import call
 
@@ -23,8 +22,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher")
     rng = np.random.default_rng(0)
     rows = [{"prompt_token_ids": rng.integers(10, 600, length).tolist()} for length in (1, 2, 7, 40, 150)]
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    words = ["run", folder / "rows.jsonl", "-m", MODEL, "-o", folder / "out", "--dtype", "float32", "--max-tokens", "0"]
+    path = write_lines(folder / "rows.jsonl", rows)
+    words = ["run", path, "-m", MODEL, "-o", folder / "out", "--dtype", "float32", "--max-tokens", "0"]
     words += ["--prompt-logprobs", K, "--output-format", "parquet", "--quiet"]
     assert call([*map(str, words)]) == 0
     return folder / "out" / "outputs.parquet"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING
-from run_helpers import MODEL, quiet, read_lines, without_timings
+from run_helpers import MODEL, quiet, read_lines, without_timings, write_lines
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
@@ -53,7 +53,7 @@ class Maker:
     def spec(self, out: str, rows: list[dict[str, Any]] | None = None, **sections: dict[str, Any]) -> JobSpec:
         path = self.folder / "rows.jsonl"
         if rows is not None:
-            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+            write_lines(path, rows)
         base: dict[str, dict[str, Any]] = {
             "model": {"path": str(self.model), "dtype": "float32"},
             "input": {"path": str(path), "prompt": "{question}", "columns": []},
@@ -63,10 +63,8 @@ class Maker:
         return load_job(None, {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
 
     def run(self, out: str, rows: list[dict[str, Any]] | None = None, **sections: dict[str, Any]) -> list[Any]:
-        spec = self.spec(out, rows, **sections)
-        run_job(spec, quiet())
-        form = spec.output.format
-        return without_timings(self.folder / out / f"outputs.{'parquet' if form == 'parquet' else 'jsonl'}")
+        run_job(self.spec(out, rows, **sections), quiet())
+        return without_timings(next((self.folder / out).glob("outputs.*")))
 
 
 @pytest.fixture

@@ -8,17 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import stub_engine
 import tokenizers
 from chat_templates import DATED, SILENT, THINKING, TOOLS
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, read_lines, without_timings
-from stub_engine import sample_number
+from run_helpers import JobMaker, read_lines
+from stub_engine import answer_with
 from tokenizers import AddedToken
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import BatchgenError, UsageError
-from batchgen.core.records import Request
 from batchgen.run.loader import read_model
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import ToolCalls
@@ -39,15 +37,7 @@ def says(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> Any:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
             backend.add_tokens([AddedToken(START, special=True), AddedToken(END, special=True)])
             backend.save(str(folder / "tokenizer.json"))
-        tokenizer = Tokenizer.load(folder)
-
-        def ids(asked: Request) -> list[int]:
-            [found] = tokenizer.encode_batch([texts[asked.key % len(texts)]], False)
-            assert not isinstance(found, Exception)
-            return found[: len(found) - sample_number(asked)]
-
-        monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
-        monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))
+        answer_with(monkeypatch, Tokenizer.load(folder), lambda asked: texts[asked.key % len(texts)])
         return job.spec(
             model={"tokenizer": str(folder)},
             input={"id": None, "prompt": None},
@@ -79,15 +69,9 @@ def choices(job: JobMaker) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_record_has_the_calls_and_the_rest_of_the_text(job: JobMaker, says: Any, form: str) -> None:
     job.write(rows(3))
-    job.run(
-        says(
-            [f"Wait. {CALL}", "It is warm.", f"So: {START}[weather(city=", f"{START}[]{END}"],
-            form=form,
-            parse=["tool_calls"],
-        )
-    )
-    path = job.output / f"outputs.{form}"
-    found = [(row["text"], row["tool_calls"], row.get("complete")) for row in without_timings(path)]
+    texts = [f"Wait. {CALL}", "It is warm.", f"So: {START}[weather(city=", f"{START}[]{END}"]
+    job.run(says(texts, form=form, parse=["tool_calls"]))
+    found = [(row["text"], row["tool_calls"], row.get("complete")) for row in job.outputs()]
     arguments = json.dumps(ASKED["arguments"], ensure_ascii=False) if form == "parquet" else ASKED["arguments"]
     assert found == [
         ("Wait.", [{"name": "weather", "arguments": arguments}], True),
@@ -95,7 +79,7 @@ def test_a_record_has_the_calls_and_the_rest_of_the_text(job: JobMaker, says: An
         (f"So: {START}[weather(city=", [], False),
     ]
     if form == "parquet":
-        item = pq.read_schema(path).field("tool_calls").type.value_type
+        item = pq.read_schema(job.output / "outputs.parquet").field("tool_calls").type.value_type
         assert [(field.name, field.type) for field in item] == [("name", pa.string()), ("arguments", pa.string())]
 
 
@@ -131,13 +115,8 @@ def test_a_call_that_is_only_thought_of_is_none(job: JobMaker, says: Any, splits
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     thought = f"<think>\nShall I write {call}?\n</think>\n\n"
     job.write(rows(3))
-    job.run(
-        says(
-            [f"{thought}No.", f"{thought}{call}", thought[:30]],
-            THINKING,
-            parse=["tool_calls", *(["reasoning"] if splits else [])],
-        )
-    )
+    parse = ["tool_calls", "reasoning"] if splits else ["tool_calls"]
+    job.run(says([f"{thought}No.", f"{thought}{call}", thought[:30]], THINKING, parse=parse))
     found = job.outputs()
     now = [{"name": "now", "arguments": {}}]
     assert [row["tool_calls"] for row in found] == [[], now, []]

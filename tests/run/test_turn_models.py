@@ -11,7 +11,6 @@ from repeats import nightly
 from run_helpers import MODEL, REPOSITORY, JobMaker, quiet, without_timings
 
 import batchgen
-from batchgen.config.job import JobSpec
 from batchgen.run.job import run_job
 
 MAX_TOKENS = 24  # cuts the longest answers
@@ -59,19 +58,16 @@ def by_hand(count: int) -> list[tuple[list[dict[str, Any]], list[str]]]:
     return made
 
 
-def spec_of(job: JobMaker, name: str, count: int, **engine: int) -> JobSpec:
+def records(job: JobMaker, name: str, count: int, **engine: int) -> list[dict[str, Any]]:
     job.write([{"id": i, "chat": chat} for i, chat in enumerate(chats()[:count])])
-    return job.spec(
+    spec = job.spec(
         model={"dtype": "float32"},
         input={"prompt": None, "messages": "chat", "regenerate": "assistant", "columns": []},
         output={"path": str(job.folder / name)},
         sampling={"max_tokens": MAX_TOKENS},
         engine={"threads": 1, **engine},
     )
-
-
-def records(job: JobMaker, name: str, count: int, **engine: int) -> list[dict[str, Any]]:
-    assert run_job(spec_of(job, name, count, **engine), quiet()).exit_code == 0
+    assert run_job(spec, quiet()).exit_code == 0
     return without_timings(job.folder / name / "outputs.jsonl")
 
 

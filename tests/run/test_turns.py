@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import stub_engine
 from chat_templates import THINKING
 from input_helpers import CHAT_TEMPLATE, write_tokenizer
-from run_helpers import MODEL, JobMaker, quiet, read_lines, updating, without_timings
-from stub_engine import StubEngine, stub_factory, stub_length, stub_token
+from run_helpers import MODEL, JobMaker, quiet, read_lines, updating
+from stub_engine import StubEngine, answer_with, stub_factory, stub_length, stub_token
 
 import batchgen
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Request, SamplingParams
-from batchgen.core.shard import Shard
 from batchgen.plan.dry_run import make_plan
-from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
 from batchgen.text.tokenizer import Tokenizer
 
@@ -77,9 +72,7 @@ def by_hand(messages: list[dict[str, Any]], max_tokens: int = MAX_TOKENS) -> tup
 def done(job: JobMaker) -> list[dict[str, Any]]:
     """The records of 40 chats whose run nothing has disturbed."""
     job.write(chats(40))
-    whole = replace(spec_of(job), output=replace(job.spec().output, path=str(job.folder / "whole")))
-    assert job.run(whole).exit_code == 0
-    return without_timings(job.folder / "whole" / "outputs.jsonl")
+    return job.elsewhere("whole", spec_of(job))
 
 
 def test_each_turn_sees_the_new_ones_before_it(job: JobMaker, done: list[dict[str, Any]]) -> None:
@@ -140,14 +133,9 @@ def test_a_crash_costs_only_the_turns_under_way(job: JobMaker, done: list[dict[s
     assert total - lost == sum(record["usage"]["completion_tokens"] for record in done)
 
 
-def test_shards_merge_to_the_same_file(job: JobMaker, done: list[dict[str, Any]], tmp_path: Path) -> None:
-    parts = []
-    for number in (1, 2):
-        parts.append(tmp_path / f"part{number}")
-        spec = spec_of(job, output={"path": str(parts[-1])})
-        assert job.run(spec, RunOptions(progress="quiet", shard=Shard(number, 2))).exit_code == 0
-    merge(parts, tmp_path / "merged")
-    assert without_timings(tmp_path / "merged" / "outputs.jsonl") == done
+def test_shards_merge_to_the_same_file(job: JobMaker, done: list[dict[str, Any]]) -> None:
+    merge(job.shards(spec_of(job)), job.output)
+    assert job.outputs() == done
 
 
 # What fails
@@ -175,23 +163,24 @@ def test_a_chat_that_outgrows_the_context_fails_in_its_turn(job: JobMaker) -> No
     assert job.engines[0].num_started > len(rows)
 
 
-def test_a_template_that_refuses_a_later_turn_says_which(job: JobMaker) -> None:
+@pytest.mark.parametrize(
+    ("turn", "refusal"),
+    [
+        (3, "{% if messages|length > 3 %}{{ raise_exception('No.') }}{% endif %}"),
+        (
+            2,
+            "{% for m in messages %}{% if m.role == 'assistant' and m.content|length > 12 %}"
+            "{{ raise_exception('No.') }}{% endif %}{% endfor %}",
+        ),
+    ],
+    ids=["a later turn", "an answer"],
+)
+def test_a_template_that_fails_says_in_which_turn(job: JobMaker, turn: int, refusal: str) -> None:
     template = job.folder / "template.jinja"
-    refusing = "{% if messages|length > 3 %}{{ raise_exception('too many') }}{% endif %}"
-    template.write_text(refusing + CHAT_TEMPLATE, encoding="utf-8")
-    spec = spec_of(job, input={"chat_template": str(template)})
-    [error] = errors_of(job, [{"id": "a", "conversations": chat(1, 3)}], spec)
-    assert error.startswith("template_error: turn 3 of 3: the chat template failed: too many")
-
-
-def test_a_template_that_fails_on_an_answer_says_in_which_turn(job: JobMaker) -> None:
-    template = job.folder / "template.jinja"
-    wants = "{% for m in messages %}{% if m.role == 'assistant' and m.content|length > 12 %}"
-    wants += "{{ raise_exception('it talks') }}{% endif %}{% endfor %}"
-    template.write_text(wants + CHAT_TEMPLATE, encoding="utf-8")
+    template.write_text(refusal + CHAT_TEMPLATE, encoding="utf-8")
     spec = spec_of(job, input={"chat_template": str(template)}, sampling={"max_tokens": 30})
     [error] = errors_of(job, [{"id": "a", "conversations": chat(1, 3)}], spec)
-    assert error.startswith("template_error: turn 2 of 3: the chat template failed: it talks")
+    assert error.startswith(f"template_error: turn {turn} of 3: the chat template failed: No.")
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
@@ -341,7 +330,7 @@ def test_a_trial_shows_the_last_prompt_and_the_last_answer(job: JobMaker, capsys
 def test_other_formats_hold_the_messages(job: JobMaker, done: list[dict[str, Any]], form: str) -> None:
     assert job.run(spec_of(job, output={"format": form})).exit_code == 0
     if form == "parquet":
-        found = [[*map(dict, row["messages"])] for row in without_timings(job.output / "outputs.parquet")]
+        found = [[*map(dict, row["messages"])] for row in job.outputs()]
     else:
         import csv
 
@@ -354,35 +343,28 @@ def test_other_formats_hold_the_messages(job: JobMaker, done: list[dict[str, Any
 
 
 @pytest.fixture
-def thinking(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[StubEngine]]:
+def thinking(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Runs a job over one chat of two turns that thinks before each answer; the prompts of its requests are kept."""
-    tokenizer = Tokenizer.load(write_tokenizer(job.folder / "tokenizer", chat_template=THINKING))
-
-    def ids(request: Request) -> list[int]:
-        [found] = tokenizer.encode_batch([f"<think>\nHm {request.turn}.\n</think>\n\nNo {request.turn}."], False)
-        assert isinstance(found, list)
-        return found
-
-    monkeypatch.setattr(stub_engine, "stub_token", lambda request, position, _: ids(request)[position])
-    monkeypatch.setattr(stub_engine, "stub_length", lambda request: len(ids(request)))
+    folder = write_tokenizer(job.folder / "tokenizer", chat_template=THINKING)
+    tokenizer = Tokenizer.load(folder)
+    answer_with(monkeypatch, tokenizer, lambda asked: f"<think>\nHm {asked.turn}.\n</think>\n\nNo {asked.turn}.")
 
     def run(**output: Any) -> list[str]:
-        prompts: list[str] = []
-        submit = StubEngine.submit
-
-        def noting(engine: StubEngine, request: Request) -> None:
-            prompts.append(tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False))
-            submit(engine, request)
-
-        monkeypatch.setattr(StubEngine, "submit", noting)
+        asked = submitted(monkeypatch)
         job.write([{"id": "a", "conversations": [user("a"), assistant(), user("b"), assistant()]}])
-        spec = spec_of(
-            job, model={"tokenizer": str(job.folder / "tokenizer")}, output=output, sampling={"max_tokens": 90}
-        )
+        spec = spec_of(job, model={"tokenizer": str(folder)}, output=output, sampling={"max_tokens": 90})
         assert job.run(spec).exit_code == 0
-        return prompts
+        return [tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False) for request in asked]
 
     return run
+
+
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that stub engines get from here on."""
+    asked: list[Request] = []
+    submit = StubEngine.submit
+    monkeypatch.setattr(StubEngine, "submit", lambda engine, request: (asked.append(request), submit(engine, request)))
+    return asked
 
 
 def test_thoughts_are_taken_out_before_a_turn_goes_back(job: JobMaker, thinking: Callable[..., list[str]]) -> None:
@@ -401,14 +383,7 @@ def test_thoughts_stay_in_the_text_where_they_are_not_parsed(job: JobMaker, thin
 
 
 def test_each_turn_draws_for_itself(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    draws: list[int | None] = []
-    submit = StubEngine.submit
-
-    def noting(engine: StubEngine, request: Request) -> None:
-        draws.append(request.draw)
-        submit(engine, request)
-
-    monkeypatch.setattr(StubEngine, "submit", noting)
+    asked = submitted(monkeypatch)
     job.write([{"id": 7, "conversations": chat(1, 3)}])
     job.run(spec_of(job, sampling={"temperature": 1.0, "max_tokens": 30}))
-    assert draws[0] == 7 and len(set(draws)) == 3
+    assert asked[0].draw == 7 and len({request.draw for request in asked}) == 3

@@ -9,22 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, read_lines, rows_of, timeless, without_timings
+from run_helpers import JobMaker, files, read_lines, rows_of, timeless, without_timings, write_lines
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
-from batchgen.config.job import JobSpec
 from batchgen.core.machine import QUANTIZATIONS
 from batchgen.core.units import counted
-from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
-from batchgen.run.loader import ModelInfo
 
 Rows = list[dict[str, Any]]
 Said = tuple[int, int, str]  # exit code, rows computed, what was said
@@ -53,8 +49,7 @@ class Folder:
             path.unlink()
         for number in range(num_files):
             part = rows[number * len(rows) // num_files : (number + 1) * len(rows) // num_files]
-            text = "".join(json.dumps(row) + "\n" for row in part)
-            (self.data / f"{number}.jsonl").write_text(text, encoding="utf-8")
+            write_lines(self.data / f"{number}.jsonl", part)
 
     def write_job(self, **sections: dict[str, Any]) -> None:
         """The job file, with other keys."""
@@ -91,9 +86,6 @@ class Folder:
             found = [[*map(timeless, read_lines(folder / name))] for folder in (self.path, other)]
             assert found[0] == found[1], name
 
-    def files(self) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in sorted(self.path.iterdir()) if path.is_file()}
-
 
 @pytest.fixture
 def folder(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> Folder:
@@ -112,10 +104,14 @@ def cut_off(folder: Folder) -> int:
 
 
 def test_a_job_that_is_done_is_done(folder: Folder) -> None:
-    before = folder.files()
+    before = files(folder.path)
     code, computed, said = folder.run()
     assert (code, computed) == (0, 0) and "already done" in said
-    assert {**folder.files(), "job.json": b""} == {**before, "job.json": b""}  # which learns that files are settled
+    assert {**files(folder.path), "job.json": b""} == {**before, "job.json": b""}  # which learns that files are settled
+
+
+def more(rows: Rows) -> Rows:
+    return [*rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))]
 
 
 def edited(rows: Rows) -> Rows:
@@ -141,7 +137,7 @@ def test_a_changed_input_is_taken_up_and_only_what_is_new_is_computed(folder: Fo
     code, computed, said = folder.run()
     assert (code, computed) == (0, num_new), said
     assert f"input changed: {len(rows) - num_new} rows kept, {num_new} to compute" in said
-    records = map(json.loads, (folder.path / "outputs.jsonl").read_text().splitlines())
+    records = read_lines(folder.path / "outputs.jsonl")
     num_tokens = sum(row["usage"]["completion_tokens"] for row in records if "reused" not in row["timings"])
     assert f"{len(rows)} rows done, {len(rows) - num_new} of them kept\n" in said
     assert f"{counted(num_new, 'row')} computed, {num_tokens} tokens out in " in said
@@ -248,13 +244,13 @@ def test_of_several_samples_all_run_when_the_limit_changes(folder: Folder) -> No
 def test_another_job_is_refused_with_what_changed_and_update_keeps_what_cannot_differ(
     folder: Folder, keys: dict[str, dict[str, Any]], num_computed: int
 ) -> None:
-    before = folder.files()
+    before = files(folder.path)
     folder.write_job(**keys)
     [(section, [name])] = [(section, [*values]) for section, values in keys.items()]
     code, computed, said = folder.run()
     if name != "format":  # which changes no record: it needs no --update
         assert (code, computed) == (2, 0) and f"{section}.{name}: was" in said and "--update" in said
-        assert folder.files() == before
+        assert files(folder.path) == before
     code, out = folder.command("plan", str(folder.job.folder / "job.toml"))
     assert code == 0 and f"{40 - num_computed} kept, {num_computed} to compute" in out
     assert folder.run("--update")[:2] == (0, num_computed)
@@ -278,27 +274,24 @@ def test_a_template_with_other_markers_of_thoughts_changes_the_rows_that_are_spl
     folder.assert_fresh()
 
 
-FORMATS: list[tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]] = [
-    *(
-        ({"model": {"quantization": was}}, {"model": {"quantization": now}})
-        for was, now in permutations(QUANTIZATIONS, 2)
-    ),
-    *(({"model": {"dtype": was}}, {"model": {"dtype": now}}) for was, now in permutations(("auto", "bfloat16"), 2)),
-    *(({"model": {"device": was}}, {"model": {"device": now}}) for was, now in permutations(("auto", "cuda"), 2)),
-    *(
-        ({"engine": {"kv_cache_dtype": was}}, {"engine": {"kv_cache_dtype": now}})
-        for was, now in permutations(("auto", "int8"), 2)
-    ),
-]
+FORMATS = {
+    "model.quantization": QUANTIZATIONS,
+    "model.dtype": ("auto", "bfloat16"),
+    "model.device": ("auto", "cuda"),
+    "engine.kv_cache_dtype": ("auto", "int8"),
+}
 
 
-@pytest.mark.parametrize(("was", "now"), FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("key", "was", "now"), [(key, *pair) for key, values in FORMATS.items() for pair in permutations(values, 2)]
+)
 def test_an_update_to_other_numerics_computes_all_rows_and_says_why(
-    folder: Folder, was: dict[str, dict[str, str]], now: dict[str, dict[str, str]]
+    folder: Folder, key: str, was: str, now: str
 ) -> None:
-    folder.write_job(**was)
+    section, _, name = key.partition(".")
+    folder.write_job(**{section: {name: was}})
     assert folder.run("--update")[0] == 0
-    folder.write_job(**now)
+    folder.write_job(**{section: {name: now}})
     code, computed, said = folder.run()
     assert (code, computed) == (2, 0) and "--update" in said
     code, computed, said = folder.run("--update")
@@ -308,17 +301,16 @@ def test_an_update_to_other_numerics_computes_all_rows_and_says_why(
 
 
 def test_an_update_on_another_device_than_auto_was_before_computes_all_rows(folder: Folder) -> None:
-    def on_cuda(spec: JobSpec, model: ModelInfo) -> Backend:
-        return replace(stub_factory()(spec, model), numerics={"dtype": "bfloat16", "device": "cuda"})
-
+    on_cuda = {"dtype": "bfloat16", "device": "cuda"}
     folder.write([*folder.rows, {"id": "new", "question": "Why?"}])
-    before, command = folder.files(), ["run", str(folder.job.folder / "job.toml")]
-    assert call(command, engine_factory=on_cuda) == 2
-    assert folder.files() == before and not (folder.path / "journal").exists(), "a refused run leaves nothing behind"
-    assert call([*command, "--update"], engine_factory=on_cuda) == 0
-    numerics = json.loads((folder.path / "job.json").read_bytes())["fingerprints"]["numerics"]
-    assert numerics == {"dtype": "bfloat16", "device": "cuda"}
-    records = [*map(json.loads, (folder.path / "outputs.jsonl").read_text().splitlines())]
+    before = files(folder.path)
+    assert folder.run(numerics=on_cuda)[0] == 2
+    assert files(folder.path) == before and not (folder.path / "journal").exists(), (
+        "a refused run leaves nothing behind"
+    )
+    assert folder.run("--update", numerics=on_cuda)[0] == 0
+    assert json.loads((folder.path / "job.json").read_bytes())["fingerprints"]["numerics"] == on_cuda
+    records = read_lines(folder.path / "outputs.jsonl")
     assert len(records) == 41 and not any("reused" in record["timings"] for record in records)
 
 
@@ -361,7 +353,7 @@ def test_an_update_in_which_nothing_is_new_loads_no_model(folder: Folder) -> Non
 
 def test_outputs_stay_until_the_new_ones_replace_them(folder: Folder) -> None:
     before = without_timings(folder.path / "outputs.jsonl")
-    folder.write([*folder.rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))])
+    folder.write(more(folder.rows))
     assert folder.run("--max-total-tokens", "60")[0] == 75
     assert without_timings(folder.path / "outputs.jsonl") == before
     code, said = folder.command("status", str(folder.path))
@@ -372,8 +364,7 @@ def test_outputs_stay_until_the_new_ones_replace_them(folder: Folder) -> None:
 
 
 def test_a_job_that_is_gone_back_to_is_done_and_the_one_under_way_goes_on_later(folder: Folder) -> None:
-    changed = [*folder.rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))]
-    folder.write(changed)
+    folder.write(changed := more(folder.rows))
     assert folder.run("--max-total-tokens", "100")[0] == 75
     folder.write(folder.rows)
     assert folder.run()[:2] == (0, 0)
@@ -384,7 +375,7 @@ def test_a_job_that_is_gone_back_to_is_done_and_the_one_under_way_goes_on_later(
 
 
 def test_a_return_to_the_job_of_outputs_that_were_removed_is_no_loss(folder: Folder) -> None:
-    folder.write([*folder.rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))])
+    folder.write(more(folder.rows))
     assert folder.run("--max-total-tokens", "100")[0] == 75
     folder.write(folder.rows)
     (folder.path / "outputs.jsonl").unlink()
@@ -399,11 +390,11 @@ def test_a_job_that_was_given_up_goes_when_an_older_one_finishes(
     assert folder.run("--max-total-tokens", "60")[0] == 75
     assert folder.run("--max-total-tokens", "60", "--update", "--max-tokens", "3")[0] == 75
     assert folder.run("--update")[0] == 0
-    before = folder.files()
+    before = files(folder.path)
     code, said = folder.command("report", str(folder.path))
     assert code == 0 and "unfinished" not in said
     assert folder.run(what=str(folder.path))[:2] == (0, 0)
-    assert {**folder.files(), "job.json": b""} == {**before, "job.json": b""}  # which learns that files are settled
+    assert {**files(folder.path), "job.json": b""} == {**before, "job.json": b""}  # which learns that files are settled
     folder.assert_fresh()
 
 
@@ -422,10 +413,10 @@ def test_outputs_that_were_edited_are_no_results_and_never_replaced_unasked(fold
     code, computed, said = folder.run()
     assert (code, computed) == (0, 0) and "outputs.jsonl was edited since" in said
     folder.write(edited(folder.rows))
-    before = folder.files()
+    before = files(folder.path)
     code, computed, said = folder.run()
     assert (code, computed) == (2, 0) and "edited" in said and "--update" in said
-    assert folder.files() == before
+    assert files(folder.path) == before
     assert folder.run("--update")[:2] == (0, 40)
     folder.assert_fresh()
 
@@ -444,64 +435,48 @@ def test_rows_of_standard_input_stay_and_a_folder_needs_no_pipe(job: JobMaker, t
 # ---------------------------------------------------------------- what is refused
 
 
-def missing_mount(folder: Folder) -> None:
-    (folder.data / "1.jsonl").unlink()
-
-
-def cut_at_70_percent(folder: Folder) -> None:
-    folder.write(folder.rows[:28])
-
-
-def emptied_column(folder: Folder) -> None:
-    folder.write([row | {"question": ""} for row in folder.rows])
-
-
-def renamed_column(folder: Folder) -> None:
-    folder.write([{"id": row["id"], "asked": row["question"]} for row in folder.rows])
-
-
-def empty_input(folder: Folder) -> None:
-    folder.write([])
-
-
 def another_glob(folder: Folder) -> None:
-    other = folder.job.folder / "other"
-    other.mkdir()
+    (folder.job.folder / "other").mkdir()
+    rows = [{"id": f"o-{i}", "question": f"What else, {i}?"} for i in range(40)]
     for number in range(2):
-        rows = [{"id": f"o-{number}-{i}", "question": f"What else, {i}?"} for i in range(20)]
-        (other / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_lines(folder.job.folder / "other" / f"{number}.jsonl", rows[number::2])
     folder.write_job(input={"path": "other/*.jsonl"})
 
 
-def lower_limit(folder: Folder) -> None:
-    folder.write_job(input={"limit": 39})
-
-
-ACCIDENTS: dict[Callable[[Folder], None], str] = {
-    missing_mount: "the input has 1 file, was 2; 20 of 40 results would be left: fix the input, or continue",
-    cut_at_70_percent: "the input has 28 rows that can run, and there are 40 results; 28 of 40 results would be left",
-    emptied_column: "the input has 0 rows that can run, and there are 40 results; 0 of 40 results would be left",
-    renamed_column: "question",
-    empty_input: "the input has 0 rows that can run, and there are 40 results; 0 of 40 results would be left",
-    another_glob: "most rows have changed; 0 of 40 results would be left",
-    lower_limit: "input.limit: was (not set), now 39",
+NONE_LEFT = "the input has 0 rows that can run, and there are 40 results; 0 of 40 results would be left"
+ACCIDENTS: dict[str, tuple[Callable[[Folder], object], str]] = {
+    "missing mount": (
+        lambda folder: (folder.data / "1.jsonl").unlink(),
+        "the input has 1 file, was 2; 20 of 40 results would be left: fix the input, or continue",
+    ),
+    "cut at 70 percent": (
+        lambda folder: folder.write(folder.rows[:28]),
+        "the input has 28 rows that can run, and there are 40 results; 28 of 40 results would be left",
+    ),
+    "emptied column": (lambda folder: folder.write([row | {"question": ""} for row in folder.rows]), NONE_LEFT),
+    "renamed column": (
+        lambda folder: folder.write([{"id": row["id"], "asked": row["question"]} for row in folder.rows]),
+        "question",
+    ),
+    "empty input": (lambda folder: folder.write([]), NONE_LEFT),
+    "another glob": (another_glob, "most rows have changed; 0 of 40 results would be left"),
+    "lower limit": (lambda folder: folder.write_job(input={"limit": 39}), "input.limit: was (not set), now 39"),
 }
 
 
-@pytest.mark.parametrize("accident", ACCIDENTS, ids=lambda accident: accident.__name__)
-def test_an_input_that_has_lost_much_is_refused_with_the_counts(
-    folder: Folder, accident: Callable[[Folder], None]
-) -> None:
-    before = folder.files()
+@pytest.mark.parametrize("name", ACCIDENTS)
+def test_an_input_that_has_lost_much_is_refused_with_the_counts(folder: Folder, name: str) -> None:
+    before, (accident, counts) = files(folder.path), ACCIDENTS[name]
     accident(folder)
     code, computed, said = folder.run()
     assert (code, computed) == (2, 0), said
-    assert ACCIDENTS[accident] in said
-    assert folder.files() == before
+    assert counts in said
+    assert len([line for line in said.splitlines() if re.match("batchgen", line)]) <= 2
+    assert files(folder.path) == before
     assert not (folder.path / "journal").exists()
     folder.run("--update")
-    if accident is renamed_column:  # which no flag makes good
-        assert folder.files() == before
+    if name == "renamed column":  # which no flag makes good
+        assert files(folder.path) == before
     else:
         folder.assert_fresh()
 
@@ -538,9 +513,3 @@ def test_a_window_of_files_that_moves_on_is_no_loss(folder: Folder) -> None:
     (folder.data / "0.jsonl").rename(folder.data / "2026-05-02.jsonl")
     assert folder.run()[:2] == (0, 20)
     folder.assert_fresh()
-
-
-def test_the_lines_of_a_refusal_are_two_at_most(folder: Folder) -> None:
-    cut_at_70_percent(folder)
-    said = folder.run()[2]
-    assert len([line for line in said.splitlines() if re.match("batchgen", line)]) <= 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from input_helpers import write_tokenizer
-from run_helpers import MODEL, read_lines, timeless, updating
+from run_helpers import MODEL, read_lines, timeless, updating, write_lines
 from stub_engine import stub_factory
 
 from batchgen.config.job import KEYS
@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         for i, text in enumerate(texts)
     ]
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(root / "rows.jsonl", rows)
     shutil.copytree(MODEL, root / "model")
     (root / "model" / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 9}', encoding="utf-8")
     write_tokenizer(root / "tokenizer")

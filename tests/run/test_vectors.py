@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, without_timings
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, without_timings, write_lines
 from safetensors.torch import load_file, save_file
 from vector_models import CLS, pooling_of, vector_settings
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     shutil.copytree(MODEL, path)
     change(path, architectures=["Lfm2BidirectionalModel"])
     vector_settings(path, pooling_of(CLS), NORMALIZE, prompts={"query": "query: ", "document": "document: "})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS), encoding="utf-8")
+    write_lines(tmp_path / "rows.jsonl", ({"text": text} for text in TEXTS))
     return path
 
 
@@ -78,13 +78,9 @@ def test_each_row_gets_a_vector_of_length_one(folder: Path) -> None:
 
 
 def test_a_prompt_is_put_before_each_text(folder: Path) -> None:
-    by_name, by_prefix = (
-        run(folder, "--embed-prompt", "query", output="a"),
-        run(folder, "--embed-prompt", "query: ", output="b"),
-    )
-    none = run(folder, output="c")
-    assert np.array_equal(matrix(by_name[1]), matrix(by_prefix[1]))
-    assert not np.array_equal(matrix(by_name[1]), matrix(none[1]))
+    flags = ([], ["--embed-prompt", "query"], ["--embed-prompt", "query: "])
+    none, by_name, by_prefix = (matrix(run(folder, *more, output=f"{i}")[1]) for i, more in enumerate(flags))
+    assert np.array_equal(by_name, by_prefix) and not np.array_equal(by_name, none)
 
 
 def test_dimensions_are_cut_before_vectors_are_normalized(folder: Path) -> None:
@@ -105,7 +101,7 @@ def test_parquet_holds_lists_of_one_size(folder: Path) -> None:
 def test_a_kept_column_with_the_form_of_a_packed_array_stays_as_it_is(form: str, folder: Path) -> None:
     columns = [{"dtype": "int32", "shape": [1], "base64": text} for text in ("AQAAAA==", "!!")]
     rows = [{"text": "a", "top_ids": column, "assistant_mask": column} for column in columns]
-    (folder.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(folder.parent / "rows.jsonl", rows)
     code, place = run(folder, "--output-format", form)
     assert code == 0
     records = run_job(place).rows
@@ -164,9 +160,8 @@ def test_a_classifier_gives_labels_and_counts_the_right_ones(folder: Path) -> No
         assert row["label"] == max(row["scores"], key=row["scores"].get)
         assert row["score"] == max(row["scores"].values())
         assert sum(row["scores"].values()) == pytest.approx(1, abs=1e-5)
-    with (folder.parent / "labelled.jsonl").open("w", encoding="utf-8") as file:
-        for text, row in zip(TEXTS, rows, strict=True):
-            file.write(json.dumps({"text": text, "right": row["label"]}) + "\n")
+    labelled = [{"text": text, "right": row["label"]} for text, row in zip(TEXTS, rows, strict=True)]
+    write_lines(folder.parent / "labelled.jsonl", labelled)
     _, place = run(folder, "--expected", "right", output="b", rows="labelled.jsonl")
     accuracy = json.loads((place / "report.json").read_text(encoding="utf-8"))["accuracy"]
     assert accuracy == {"correct": len(TEXTS), "total": len(TEXTS), "exact_match": 1.0} | accuracy
@@ -193,8 +188,7 @@ def test_openai_lines(folder: Path) -> None:
         {"input": "x", "colour": 1},
         {"input": "x", "encoding_format": "hex"},
     ]
-    lines = [json.dumps({"custom_id": str(i), "body": body}) for i, body in enumerate(bodies)]
-    (folder.parent / "lines.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    write_lines(folder.parent / "lines.jsonl", ({"custom_id": str(i), "body": body} for i, body in enumerate(bodies)))
     code, place = run(folder, "--input-format", "openai-batch", "--output-format", "openai-batch", rows="lines.jsonl")
     assert code == 3
     found = {line["custom_id"]: line["response"]["body"] for line in read_lines(place / "outputs.jsonl")}
@@ -209,7 +203,7 @@ def test_openai_lines(folder: Path) -> None:
 
 def lists(folder: Path, *inputs: Any, **body: Any) -> None:
     lines = [{"custom_id": str(i), "body": {"input": given, **body}} for i, given in enumerate(inputs)]
-    (folder.parent / "lists.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    write_lines(folder.parent / "lists.jsonl", lines)
 
 
 def answers(place: Path) -> list[Any]:
@@ -231,13 +225,8 @@ def test_a_list_gets_a_vector_for_each_text_as_if_it_stood_alone(folder: Path) -
     assert single == one
     assert pair.usage.prompt_tokens == one.usage.prompt_tokens + two.usage.prompt_tokens
     whole = without_timings(place / "outputs.jsonl")
-    for flags in (
-        ["--max-num-seqs", 1],
-        ["--max-num-batched-tokens", 16],
-        ["--workers", 2],
-        ["--without", "share-duplicates"],
-    ):
-        _, other = run(folder, *openai, *flags, output=f"other{flags[0]}", rows="lists.jsonl")
+    for flags in ("--max-num-seqs 1", "--max-num-batched-tokens 16", "--workers 2", "--without share-duplicates"):
+        _, other = run(folder, *openai, *flags.split(), output=flags, rows="lists.jsonl")
         assert without_timings(other / "outputs.jsonl") == whole
     _, again = run(folder, *openai, "--reuse", place, output="again", rows="lists.jsonl")
     assert without_timings(again / "outputs.jsonl") == whole
@@ -270,10 +259,8 @@ def test_a_list_fails_as_a_whole_and_by_the_text_that_is_wrong(folder: Path) -> 
     assert code == 3
     said = [(row["code"], row["message"]) for row in read_lines(place / "errors.jsonl")]
     assert [code for code, _ in said] == ["empty_prompt", "bad_type", *["bad_param"] * 2, "empty_prompt", "bad_type"]
-    for (_, message), part in zip(
-        said, ["input[1]", "input[1]", "input[1]", "2,049 texts: at most 2,048"], strict=False
-    ):
-        assert part in message
+    parts = ["input[1]", "input[1]", "input[1]", "2,049 texts: at most 2,048"]
+    assert all(part in message for (_, message), part in zip(said, parts, strict=False))
     code, place = run(folder, "--no-truncate", "--max-model-len", 16, output="long", rows="lists.jsonl")
     assert command("plan", "--model", folder, "--input", folder.parent / "lists.jsonl", "--output", place) == 0
 
@@ -289,7 +276,7 @@ def test_long_texts_are_cut_or_refused(folder: Path) -> None:
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}), encoding="utf-8")
     long = "word " * 100_000
     rows = [{"text": long}, {"text": long[:400]}, {"prompt_token_ids": [9] * 100}, {"text": "short"}]
-    (folder.parent / "long.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_lines(folder.parent / "long.jsonl", rows)
     code, place = run(folder, output="a", rows="long.jsonl")
     assert code == 0
     found = read_lines(place / "outputs.jsonl")
@@ -302,7 +289,7 @@ def test_long_texts_are_cut_or_refused(folder: Path) -> None:
 
 def test_a_run_and_a_plan_count_texts_that_may_have_been_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"text": "word " * 100}, {"text": "word " * 90}, {"text": "short"}]
-    (folder.parent / "long.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_lines(folder.parent / "long.jsonl", rows)
     said = "2 texts may have been cut at 32 tokens, the most that the model takes: --no-truncate refuses longer texts"
     for name in ("plan", "run"):
         words = [name, folder.parent / "long.jsonl", "-m", folder, "--max-model-len", 32, "-o", folder.parent / "run"]
@@ -339,11 +326,8 @@ def test_vectors_of_an_earlier_run_are_reused(form: str, folder: Path) -> None:
 
 
 def test_vectors_in_base64_are_reused_as_the_numbers_that_they_are(folder: Path) -> None:
-    lines = [
-        {"custom_id": str(i), "body": {"input": text, "encoding_format": ("base64", "float")[i % 2]}}
-        for i, text in enumerate(TEXTS[:8])
-    ]
-    (folder.parent / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    bodies = [{"input": text, "encoding_format": ("base64", "float")[i % 2]} for i, text in enumerate(TEXTS[:8])]
+    write_lines(folder.parent / "lines.jsonl", ({"custom_id": str(i), "body": body} for i, body in enumerate(bodies)))
     _, place = run(folder, "--output-format", "openai-batch", output="a", rows="lines.jsonl")
     wanted = without_timings(place / "outputs.jsonl")
     for form in ("openai-batch", "jsonl"):
@@ -400,10 +384,10 @@ def test_a_loaded_model_gives_the_vectors_and_labels_of_a_run(folder: Path) -> N
 
 
 def test_a_text_model_needs_a_pooling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(MODEL, folder.parent / "plain")
-    assert run(folder.parent / "plain", "--pooling", "auto")[0] == 2
+    plain = shutil.copytree(MODEL, folder.parent / "plain")
+    assert run(plain, "--pooling", "auto")[0] == 2
     assert "cls, last or mean" in capsys.readouterr().err
-    assert run(folder.parent / "plain", "--pooling", "mean", output="b")[0] == 0
+    assert run(plain, "--pooling", "mean", output="b")[0] == 0
 
 
 def test_check_compares_hidden_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
