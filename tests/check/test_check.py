@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from repeats import slow
+from run_helpers import Shell, write_lines
 from tiny_model import write_checkpoint
 from torch import Tensor
 
@@ -39,11 +40,9 @@ FAST = "fast kernels ~ reference"
 @pytest.fixture
 def prompts(tmp_path: Path) -> list[str]:
     """Flags that name three short prompts, two of them with a common beginning."""
-    path = tmp_path / "prompts.jsonl"
     stem = list(range(20, 60))
     rows = [[9, 10, 11], [*stem, 70, 71, 72], [*stem, 80]]
-    path.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
-    return ["--input", str(path)]
+    return ["--input", str(write_lines(tmp_path / "prompts.jsonl", ({"prompt_token_ids": row} for row in rows)))]
 
 
 @pytest.fixture
@@ -117,10 +116,8 @@ def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..
         *(slow("float32", INTEGERS), ("bfloat16", INTEGERS)),
     ],
 )
-def test_all_proofs_hold_on_the_sample(dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    code = call(["check", "--model", SAMPLE, "--dtype", dtype, *form])
-    captured = capsys.readouterr()
-    assert code == ExitCode.OK, captured.out
+def test_all_proofs_hold_on_the_sample(dtype: str, form: tuple[str, ...], shell: Shell) -> None:
+    captured = shell("check", "--model", SAMPLE, "--dtype", dtype, *form)
     lines = captured.out.splitlines()
     assert lines[2] == "self-test of the kernels: holds"
     assert [line[: len(name)] for line, name in zip(lines[3:], [*PLAIN, FAST], strict=False)] == [*PLAIN, FAST]
@@ -165,7 +162,7 @@ def test_overlapping_steps_are_proved_as_single_ones(
 
 @pytest.mark.usefixtures("no_recordings")
 def test_a_kernel_that_leaks_between_rows_is_found_with_its_place(
-    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prompts: list[str], shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = CpuKernels.rms_norm
 
@@ -175,9 +172,7 @@ def test_a_kernel_that_leaks_between_rows_is_found_with_its_place(
         return out
 
     monkeypatch.setattr(CpuKernels, "rms_norm", leaking)
-    code = call(["check", "--model", SAMPLE, "--dtype", "float32", *prompts])
-    captured = capsys.readouterr()
-    assert code == ExitCode.GATE_FAILED
+    captured = shell("check", "--model", SAMPLE, "--dtype", "float32", *prompts, code=4)
     lines = captured.out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("batched = solo"))
     assert lines[at].endswith("DIVERGES")
@@ -231,12 +226,12 @@ def test_a_kernel_that_is_wrong_for_every_row_fails_only_against_the_reference(
 
 @pytest.mark.usefixtures("no_recordings")
 def test_a_model_whose_logits_are_not_finite_fails_the_check_with_one_line(
-    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prompts: list[str], shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = CpuKernels.short_conv
     monkeypatch.setattr(CpuKernels, "short_conv", lambda *arguments: plain(*arguments) * torch.nan)
-    assert call(["check", "--model", SAMPLE, "--dtype", "float32", *prompts]) == ExitCode.GATE_FAILED
-    assert "not finite" in capsys.readouterr().err.splitlines()[-1]
+    said = shell("check", "--model", SAMPLE, "--dtype", "float32", *prompts, code=4).err
+    assert "not finite" in said.splitlines()[-1]
 
 
 def test_a_model_is_let_go_before_the_next_is_loaded(
@@ -274,26 +269,19 @@ ON_ROWS = ("--model", SAMPLE, "--input", "rows.jsonl")
     ],
 )
 def test_what_is_not_checkable_is_a_usage_error(
-    flags: list[str],
-    rows: str,
-    messages: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    flags: list[str], rows: str, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(rows)
-    assert call(["check", *flags]) == ExitCode.USAGE
-    captured = capsys.readouterr()
-    assert all(message in captured.err for message in messages)
-    assert captured.out == ""
+    out, err = shell("check", *flags, code=2)
+    assert all(message in err for message in messages)
+    assert out == ""
 
 
-def test_rows_may_be_templates_over_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_may_be_templates_over_columns(shell: Shell) -> None:
     rows = Path(SAMPLE).parent / "questions.jsonl"
-    flags = ["--input", str(rows), "--prompt", "{question}", "--limit", "2", "--json"]
-    assert call(["check", "--model", SAMPLE, *flags]) == ExitCode.OK
-    assert json.loads(capsys.readouterr().out)["num_prompts"] == 2
+    flags = ("--input", rows, "--prompt", "{question}", "--limit", 2, "--json")
+    assert shell("check", "--model", SAMPLE, *flags).json["num_prompts"] == 2
 
 
 def test_kernels_that_failed_their_self_test_are_named(

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 import click
 import docs
 import pytest
+from run_helpers import Shell
 
 from batchgen.cli.help import DOCS, INDEX, Section, find_section, render, sections
-from batchgen.cli.main import call, cli
+from batchgen.cli.main import cli
 from batchgen.cli.messages import PACKAGE, literals, printed, text_of
 from batchgen.cli.messages import PAGES as TOPICS
 from batchgen.config.job import KEYS
-from batchgen.core.errors import ExitCode, RowErrorCode, UsageError
+from batchgen.core.errors import RowErrorCode, UsageError
 
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 # British spellings where American ones are used, words of another language for a standard term, words that say nothing.
@@ -80,11 +81,6 @@ On `resume`
          wrapped"""
 
 
-def shown(capsys: pytest.CaptureFixture[str], *topic: str) -> str:
-    assert call(["help", *topic]) == 0
-    return capsys.readouterr().out
-
-
 # Ways to run rows again that are no more: an update does what each of them did.
 GONE = r"\b(?:re-?tr(?:y|ies|ied|ying)|mirror\w*|grow|grows|grew|grown|growing|dead letters?)\b|--where\b"
 
@@ -92,8 +88,8 @@ GONE = r"\b(?:re-?tr(?:y|ies|ied|ying)|mirror\w*|grow|grows|grew|grown|growing|d
 # ---------------------------------------------------------------- batchgen help
 
 
-def test_help_without_a_topic_lists_every_page_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys)
+def test_help_without_a_topic_lists_every_page_with_a_line(shell: Shell) -> None:
+    text = shell("help").out
     for name in PAGES.keys() - {INDEX}:
         assert re.search(rf"^  {name} +[A-Z]", text, re.MULTILINE), name
 
@@ -115,8 +111,8 @@ def test_markdown_becomes_text_of_a_width() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_fits_into_80_columns_but_for_its_code(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    text = shown(capsys, *([] if name == INDEX else [name]))
+def test_a_page_fits_into_80_columns_but_for_its_code(shell: Shell, name: str) -> None:
+    text = shell("help", *([] if name == INDEX else [name])).out
     code = {line.strip() for line in PAGES[name].splitlines()}
     assert "\x1b" not in text
     assert [line for line in text.splitlines() if len(line) > 80 and line.strip() not in code] == []
@@ -135,13 +131,13 @@ def test_a_page_fits_into_80_columns_but_for_its_code(capsys: pytest.CaptureFixt
         ("status", "Usage: batchgen status [OPTIONS] DIR"),
     ],
 )
-def test_a_topic_is_a_page_a_heading_or_a_command(capsys: pytest.CaptureFixture[str], topic: str, first: str) -> None:
-    assert shown(capsys, *topic.split()).splitlines()[0] == first
+def test_a_topic_is_a_page_a_heading_or_a_command(shell: Shell, topic: str, first: str) -> None:
+    assert shell("help", *topic.split()).out.splitlines()[0] == first
 
 
-def test_an_unknown_topic_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["help", "operatoins"]) == ExitCode.USAGE
-    assert 'no page, section or command is named "operatoins" (did you mean "operations"?)' in capsys.readouterr().err
+def test_an_unknown_topic_names_the_nearest_one(shell: Shell) -> None:
+    said = shell("help", "operatoins", code=2).err
+    assert 'no page, section or command is named "operatoins" (did you mean "operations"?)' in said
     with pytest.raises(UsageError, match=r"\(pages: .*embeddings.*tutorial\)"):
         find_section("zzzz")
 
@@ -167,11 +163,12 @@ def test_a_message_leads_to_a_page_that_there_is() -> None:
     assert {page: find_section(page, cli.commands).name for page in {*TOPICS.values()} - {*cli.commands}}
 
 
-def test_the_table_of_messages_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "runs/a is in use by process 7 on host; wait for it or stop it")
+def test_the_table_of_messages_comes_first(shell: Shell) -> None:
+    text = shell("help", "runs/a is in use by process 7 on host; wait for it or stop it").out
     assert "Another process holds the folder" in text
     assert "found in" not in text
-    assert "is explained by `batchgen help slow`" in shown(capsys, "kv_cache_memory 3 bytes holds no block of 9 bytes")
+    said = shell("help", "kv_cache_memory 3 bytes holds no block of 9 bytes").out
+    assert "is explained by `batchgen help slow`" in said
 
 
 # ---------------------------------------------------------------- the pages
@@ -224,16 +221,13 @@ def test_a_page_is_written_as_the_others(name: str) -> None:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
 
 
-def test_a_page_is_shown_though_no_pager_can_be(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_is_shown_though_no_pager_can_be(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(text: str) -> None:
         raise ValueError("No closing quotation")  # of PAGER="less 'x"
 
     monkeypatch.setattr(click, "echo_via_pager", refuse)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert call(["help", "recipes"]) == ExitCode.OK
-    assert len(capsys.readouterr().out.splitlines()) > 100
+    assert len(shell("help", "recipes").out.splitlines()) > 100
 
 
 def test_no_page_help_or_recipe_names_a_way_that_is_gone() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_helpers import MODEL
+from run_helpers import MODEL, Shell, write_lines
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
@@ -21,7 +21,7 @@ ROWS = [{"word": "shadow", "n": 1}, {"word": "silver", "n": 2}]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.csv").write_text("word,n\nshadow,1\nsilver,2\n")
-    (tmp_path / "words.v2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(tmp_path / "words.v2.jsonl", ROWS)
     return tmp_path
 
 
@@ -73,25 +73,17 @@ def test_short_flags_are_those_of_a_job(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
-def test_a_job_file_of_four_lines_is_one_with_sections(folder: Path) -> None:
+def test_a_job_file_of_four_lines_is_one_with_sections_and_takes_keys_that_one_section_has(folder: Path) -> None:
     short, long = folder / "short.toml", folder / "long.toml"
     short.write_text(f'model = "{MODEL}"\ninput = "words.csv"\nprompt = "{{word}}"\noutput = "runs/a"\n')
-    long.write_text(
-        f'[model]\npath = "{MODEL}"\n[input]\npath = "words.csv"\nprompt = "{{word}}"\n[output]\npath = "runs/a"\n'
-    )
+    text = f'[model]\npath = "{MODEL}"\n[input]\npath = "words.csv"\nprompt = "{{word}}"\n[output]\npath = "runs/a"\n'
+    long.write_text(text)
     assert load_job(short) == load_job(long)
-    short.write_text(
-        short.read_text().replace('"words.csv"', '["words.csv", "words.v2.jsonl"]') + "[sampling]\nn = 2\n"
-    )
-    assert len(load_job(short).input.path) == 2
-    assert load_job(short).sampling.n == 2
-
-
-def test_a_key_that_one_section_alone_has_may_stand_in_none(folder: Path) -> None:
-    short = f'model = "{MODEL}"\ninput = "words.csv"\nprompt = "{{word}}"\noutput = "runs/a"\n'
     keys = 'id = "id"\nmax_tokens = 7\nchat_template_kwargs = { enable_thinking = false }\nexpected = "word"\n'
-    (folder / "short.toml").write_text(short + keys)
-    spec = load_job(folder / "short.toml")
+    both = short.read_text().replace('"words.csv"', '["words.csv", "words.v2.jsonl"]')
+    short.write_text(f"{both}{keys}[sampling]\nn = 2\n")
+    spec = load_job(short)
+    assert (len(spec.input.path), spec.sampling.n) == (2, 2)
     assert (spec.input.id, spec.sampling.max_tokens, spec.eval.expected) == ("id", 7, "word")
     assert spec.input.chat_template_kwargs == {"enable_thinking": False}
 
@@ -142,14 +134,10 @@ def test_what_stands_in_no_section_and_is_no_key_of_a_short_job_is_refused(folde
         ([], "give a job file, or data with --model and --prompt"),
     ],
 )
-def test_arguments_that_are_no_job_are_refused_in_a_line(
-    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
-) -> None:
-    assert run(*argv) == ExitCode.USAGE
-    (line,) = capsys.readouterr().err.splitlines()
+def test_arguments_that_are_no_job_are_refused_in_a_line(shell: Shell, argv: list[str], said: str) -> None:
+    (line,) = shell("run", *argv, "-q", code=2).err.splitlines()
     assert said in line
 
 
-def test_plan_takes_what_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["plan", "words.csv", "-m", str(MODEL), "-p", "word", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]["good"] == 2
+def test_plan_takes_what_run_takes(shell: Shell) -> None:
+    assert shell("plan", "words.csv", "-m", MODEL, "-p", "word", "--json").json["rows"]["good"] == 2

@@ -28,13 +28,13 @@ from run_helpers import (
     MODEL,
     REPOSITORY,
     JobMaker,
+    Shell,
     read_lines,
     rows_of,
     smollm2,
     timeless,
     without_timings,
 )
-from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.config.load import load_job
@@ -106,13 +106,7 @@ def is_right(row: dict[str, Any]) -> bool:
 # The job, flags, exit code, number of records, and what holds for each record.
 CASES: list[Any] = [
     ("quickstart", ["--limit", "8"], 0, 8, is_right),
-    (
-        "classify",
-        [],
-        0,
-        12,
-        lambda row: row["scores"].keys() == {"bug", "question", "request"} and "input_label" in row,
-    ),
+    ("classify", [], 0, 12, lambda row: {*row["scores"]} == {"bug", "question", "request"} and "input_label" in row),
     ("rerank", [], 0, 12, lambda row: row["scores"].keys() == {"yes", "no"}),
     ("csv", [], 3, 4, lambda row: row["text"] == row["capitals"]),
     ("thinking", [], 0, 12, lambda row: "reasoning" in row),
@@ -302,14 +296,8 @@ def test_the_steps_of_the_gate_pass_and_refuse_worse_answers(here: Path) -> None
 
 def machine(job: JobMaker, environment: dict[str, str], name: str, *flags: str) -> subprocess.Popen[bytes]:
     """The script with a run directory of this machine alone, in a session of its own."""
-    command = [
-        str(RECIPES / "sync_to_s3.sh"),
-        f"s3://{BUCKET}/{job.folder.name}",
-        str(job.folder / name),
-        str(job.toml()),
-        *flags,
-    ]
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+    words = [RECIPES / "sync_to_s3.sh", f"s3://{BUCKET}/{job.folder.name}", job.folder / name, job.toml(), *flags]
+    return subprocess.Popen([*map(str, words)], env=environment, start_new_session=True)
 
 
 def rows_in(store: ObjectStore) -> int:
@@ -323,7 +311,7 @@ def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(
     job: JobMaker, commands: dict[str, str], store: ObjectStore
 ) -> None:
     job.write(rows_of(60))
-    assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
+    undisturbed = job.elsewhere("undisturbed", load_job(job.toml()))
     environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.2"}
     for number, cut in enumerate((12, 30)):
         lost = machine(job, environment, f"machine{number}")
@@ -339,8 +327,7 @@ def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(
     last = machine(job, environment | {"STEP_S": "0"}, "last")
     assert last.wait(120) == 0
     content = store.content(BUCKET)
-    again = without_timings(job.folder / "last" / "outputs.jsonl")
-    assert again == without_timings(job.folder / "undisturbed" / "outputs.jsonl") and kept >= 30
+    assert without_timings(job.folder / "last" / "outputs.jsonl") == undisturbed and kept >= 30
     assert content[f"{job.folder.name}/outputs.jsonl"] == (job.folder / "last" / "outputs.jsonl").read_bytes()
 
 
@@ -357,9 +344,8 @@ def test_an_old_copy_of_another_job_does_no_harm(job: JobMaker, commands: dict[s
     for name in ("job.json", "report.json"):
         store.remove(BUCKET, f"{job.folder.name}/{name}")
     assert machine(job, environment, "third", "--update").wait(60) == 0
-    assert call(["run", str(job.toml()), "--output", str(job.folder / "undisturbed")], stub_factory()) == 0
-    again = without_timings(job.folder / "third" / "outputs.jsonl")
-    assert again == without_timings(job.folder / "undisturbed" / "outputs.jsonl")
+    undisturbed = job.elsewhere("undisturbed", load_job(job.toml()))
+    assert without_timings(job.folder / "third" / "outputs.jsonl") == undisturbed
 
 
 # ---------------------------------------------------------------- shards
@@ -409,10 +395,8 @@ def pod(job: JobMaker, environment: dict[str, str], index: int) -> subprocess.Po
     spec: dict[str, Any] = yaml.safe_load((RECIPES / "kubernetes.yaml").read_text())["spec"]
     assert spec["completionMode"] == "Indexed"
     assert f"/{spec['completions']}" in spec["template"]["spec"]["containers"][0]["args"][0]
-    assert [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule] == [
-        [75],
-        [2],
-    ]
+    rules = [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert rules == [[75], [2]]
     container = spec["template"]["spec"]["containers"][0]
     script = container["args"][0].replace("/jobs/job.toml", str(job.toml())).replace("/runs/", f"{job.folder}/")
     return subprocess.Popen([*container["command"], script], env=environment | {"JOB_COMPLETION_INDEX": str(index)})
@@ -462,25 +446,22 @@ def shown_script(recipe: str) -> str:
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the command jq is not installed")
 def test_all_wrong_rows_are_listed_of_which_the_report_shows_the_first(
-    job: JobMaker, commands: dict[str, str], capsys: pytest.CaptureFixture[str]
+    job: JobMaker, commands: dict[str, str], shell: Shell
 ) -> None:
     rows = rows_of(10)
     job.write(rows)
-    job.run()
-    texts = [row["text"] for row in job.outputs()]
+    texts = [row["text"] for row in job.elsewhere("texts")]
     answers = [texts[0], f" {texts[1]}\n", None, *range(7)]
     job.write([{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)])
     path = job.folder / "runs" / "quickstart"
     job.run(job.spec(output={"path": str(path)}, eval={"expected": "answer"}))
-    script = shown_script("Wrong answers")
-    listed = subprocess.run(
-        ["sh", "-ec", script], cwd=job.folder, env=commands, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    assert [json.loads(line)[::2] for line in listed] == [[rows[3 + index]["id"], index] for index in range(7)]
-    capsys.readouterr()
+    script = ["sh", "-ec", shown_script("Wrong answers")]
+    done = subprocess.run(script, cwd=job.folder, env=commands, check=True, capture_output=True, text=True)
+    listed = [json.loads(line)[::2] for line in done.stdout.splitlines()]
+    assert listed == [[rows[3 + index]["id"], index] for index in range(7)]
     page = job.folder / "page.html"
-    assert call(["report", str(path)]) == call(["report", str(path), "--html", str(page)]) == 0
-    assert "the first 5 of 7, " in " ".join(capsys.readouterr().out.split())
+    assert "the first 5 of 7, " in shell("report", path).words
+    shell("report", path, "--html", page)
     assert "<h2>Wrong answers: the first 5 of 7</h2>" in page.read_text(encoding="utf-8")
 
 

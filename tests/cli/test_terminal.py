@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import ENVIRONMENT, REPOSITORY, JobMaker, rows_of
+from run_helpers import ENVIRONMENT, REPOSITORY, JobMaker, Shell, rows_of
 from stub_engine import stub_factory
 
 from batchgen.cli import main
@@ -131,7 +131,7 @@ def test_what_would_steer_a_terminal_is_shown_as_an_escape() -> None:
 
 
 def test_no_error_brings_escape_sequences_or_lines_of_its_own(
-    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: JobMaker, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(job.folder)
     job.write(rows_of(1))
@@ -146,38 +146,27 @@ def test_no_error_brings_escape_sequences_or_lines_of_its_own(
         [hostile],
         ["merge", hostile, "-o", "x"],
     ):
-        code = call(arguments)
-        said = capsys.readouterr().err
-        assert code == 2
+        said = shell(*arguments, code=2).err
         assert is_plain(said), said
         assert not [line for line in said.splitlines()[1:] if line.startswith("batchgen")]
 
 
-def test_a_hostile_row_reaches_no_terminal_raw(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_row_reaches_no_terminal_raw(job: JobMaker, shell: Shell) -> None:
     name = "col\x1b[2J\u202e\x9b"
     text = "id\x1b]0;x\x07\u202e"
     job.write([{"id": text, "question": "?", name: 1}, {"id": "b\x1b[2J"}])
-    spec = job.toml()
-    for arguments, code in (
-        (["plan", spec], 0),
-        (["plan", spec, "--json"], 0),
-        (["run", spec, "--columns", name], 3),
-    ):
-        assert call([str(argument) for argument in arguments], engine_factory=stub_factory()) == code
-    captured = capsys.readouterr()
-    assert is_plain(captured.out) and is_plain(captured.err), captured
+    for words, code in ((("plan",), 0), (("plan", "--json"), 0), (("run", "--columns", name), 3)):
+        assert all(map(is_plain, shell(words[0], job.toml(), *words[1:], code=code, engine=stub_factory())))
 
 
-def test_a_folder_of_a_hostile_name_is_told_in_plain_text(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_a_hostile_name_is_told_in_plain_text(job: JobMaker, shell: Shell) -> None:
     job.output = job.folder / "out\x1b[2J\u202e"
     job.write([*rows_of(2), "{"])
     outcome = job.run()
     assert "\x1b" in outcome.lines[-1]  # the lines are data: what shows them sees to it
-    for arguments in (["status", job.output], ["report", job.output], ["status", job.output, "--json"]):
-        assert call([str(argument) for argument in arguments]) == 0
-    assert is_plain(capsys.readouterr().out)
-    assert call(["run", str(job.toml()), "--overwrite"], engine_factory=stub_factory()) == 3
-    assert is_plain(capsys.readouterr().err)
+    for command, *flags in (["status"], ["report"], ["status", "--json"]):
+        assert is_plain(shell(command, job.output, *flags).out)
+    assert is_plain(shell("run", job.toml(), "--overwrite", code=3, engine=stub_factory()).err)
 
 
 @pytest.mark.parametrize(

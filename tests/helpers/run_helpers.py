@@ -97,9 +97,10 @@ class JobMaker:
         return load_job(None, flags)
 
     def run(self, spec: JobSpec | None = None, options: RunOptions | None = None, **stub: Any) -> Outcome:
+        """With stub engines of these options, or with an ``engine_factory``."""
         self.engines = []
-        options = options or quiet()
-        return run_job(spec or self.spec(), options, engine_factory=stub_factory(self.engines, **stub))
+        factory = stub.pop("engine_factory", None) or stub_factory(self.engines, **stub)
+        return run_job(spec or self.spec(), options or quiet(), engine_factory=factory)
 
     def toml(self, **sections: Mapping[str, Any]) -> Path:
         """The same job as a file."""

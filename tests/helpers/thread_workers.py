@@ -10,6 +10,10 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from stub_engine import stub_factory
+
+from batchgen.run.loader import EngineFactory
+from batchgen.workers.backend import on_workers
 from batchgen.workers.handle import WorkerHandle, WorkerLauncher
 from batchgen.workers.slices import MachineSlice
 from batchgen.workers.worker import Start, Worker
@@ -83,3 +87,19 @@ class ThreadLauncher(WorkerLauncher):
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:
         return handle.remote.call("begin", self.start, MachineSlice())
+
+
+def thread_workers(
+    number: int,
+    *,
+    engine: EngineFactory | None = None,
+    on_launch: Callable[[WorkerHandle], object] = lambda handle: None,
+    **timeouts: float,
+) -> EngineFactory:
+    """A dispatcher of threads; their engines are stubs by default."""
+
+    def make_launcher(start: Start) -> ThreadLauncher:
+        made = Start(start.spec, start.rendered_at, start.digests, engine or stub_factory(step_s=0.001))
+        return ThreadLauncher(made, number, on_launch)
+
+    return on_workers(make_launcher, **{"step_timeout_s": 5.0, **timeouts})

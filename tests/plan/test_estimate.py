@@ -21,7 +21,7 @@ from batchgen.input.source import RowRange, open_source
 from batchgen.plan.calibrate import _Rates, calibrate
 from batchgen.plan.estimate import ExpectedLengths, Forecast
 from batchgen.plan.survey import Survey
-from batchgen.run.loader import read_model
+from batchgen.run.loader import ModelInfo, read_model
 
 
 def test_lengths_of_rows_that_all_ended_are_taken_as_they_are() -> None:
@@ -40,15 +40,10 @@ def test_where_no_row_ended_nothing_is_claimed() -> None:
     assert ExpectedLengths.observed([], [100]) is None
 
 
-def surveyed(job: JobMaker, rows: list[dict[str, Any]]) -> Survey:
-    job.write(rows)
-    spec = job.spec()
-    where = replace(spec.input, prompt=None, prompt_token_ids="prompt_token_ids")
-    info = read_model(spec)
-    selected = RowRange(open_source(where), WHOLE)
+def surveyed(spec: JobSpec, info: ModelInfo) -> Survey:
     with closing(UniqueIds()) as ids:
-        survey = Survey(RowValidator(where, info.builder(replace(spec, input=where)), ids), 512)
-        survey.take(selected.read())
+        survey = Survey(RowValidator(spec.input, info.builder(spec), ids), 512)
+        survey.take(RowRange(open_source(spec.input), WHOLE).read())
     return survey
 
 
@@ -56,18 +51,15 @@ def test_every_sample_of_a_row_counts_among_its_output(job: JobMaker) -> None:
     rows = [
         {"id": i, "prompt_token_ids": [5, i + 6], "sampling": {"n": 3, "temperature": t}} for i, t in ((0, 1), (1, 0))
     ]
-    found = surveyed(job, [{**row, "max_tokens": 10} for row in rows])
-    assert found.outputs.total() == 3 + 1  # greedy samples are all alike
+    job.write({**row, "max_tokens": 10} for row in rows)
+    spec = job.spec(input={"prompt": None, "prompt_token_ids": "prompt_token_ids"})
+    assert surveyed(spec, read_model(spec)).outputs.total() == 3 + 1  # greedy samples are all alike
 
 
 def calibrated(spec: JobSpec, seconds: float) -> Forecast:
     info = read_model(spec)
     spec = info.resolved(spec)
-    rows = RowRange(open_source(spec.input), WHOLE)
-    with closing(UniqueIds()) as ids:
-        survey = Survey(RowValidator(spec.input, info.builder(spec), ids), 512)
-        survey.take(rows.read())
-    return calibrate(spec, info, survey, began=time.monotonic(), seconds=seconds)
+    return calibrate(spec, info, surveyed(spec, info), began=time.monotonic(), seconds=seconds)
 
 
 @pytest.mark.parametrize("max_tokens", [2, 3])

@@ -295,12 +295,7 @@ def test_workers_are_kept_busy(kind: Kind, num_workers: int, rows_each: int, lea
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "num_workers", "rows_each", "least"),
-    [
-        (CPU, 1024, 512, 0.92),
-        (CPU, 1024, 98, 0.68),
-        (GPU, 64, 16384, 0.93),
-        (GPU, 1024, 2048, 0.64),
-    ],
+    [(CPU, 1024, 512, 0.92), (CPU, 1024, 98, 0.68), (GPU, 64, 16384, 0.93), (GPU, 1024, 2048, 0.64)],
 )
 def test_a_thousand_workers_are_kept_busy(kind: Kind, num_workers: int, rows_each: int, least: float) -> None:
     assert kept_busy(kind, num_workers, rows_each) > least

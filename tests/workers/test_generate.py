@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, rows_of, text_model, without_timings
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, rows_of, text_model, timeless, without_timings, write_lines
 from stub_engine import StubEngine, stub_factory
 
 import batchgen
@@ -40,7 +39,7 @@ def generated(rows: Any, engines: list[StubEngine] | None = None, **keys: Any) -
 
 
 def records(run: batchgen.Run) -> list[dict[str, Any]]:
-    return [{name: value for name, value in record.items() if name != "timings"} for record in run.rows]
+    return [*map(timeless, run.rows)]
 
 
 def expected(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -85,9 +84,9 @@ def test_rows_of_any_kind_get_what_the_command_writes(kind: str, tmp_path: Path)
 
 def test_the_tokens_of_a_model_are_those_of_the_command(tmp_path: Path) -> None:
     texts = [f"{row['question']} Write it in words." for row in ROWS[:8]]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    path = write_lines(tmp_path / "rows.jsonl", ({"prompt": text} for text in texts))
     flags = ["--max-tokens", "12", "--temperature", "0.7", "--token-ids", "--columns", "*", "--quiet"]
-    command = ["run", "--model", MODEL, "--input", tmp_path / "rows.jsonl", "--output", tmp_path / "run", *flags]
+    command = ["run", "--model", MODEL, "--input", path, "--output", tmp_path / "run", *flags]
     assert call([*map(str, command)]) == 0
     sampling = {"max_tokens": 12, "temperature": 0.7}
     of_texts = batchgen.generate(texts, model=MODEL, sampling=sampling, output={"token_ids": True}, input={})
@@ -177,9 +176,7 @@ def test_an_index_with_the_numbers_of_other_rows_is_told_of(labels: list[Any], i
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = run.to_pandas()
-    assert [str(item.message) for item in told if "df.iloc" in str(item.message)] == [
-        str(item.message) for item in told
-    ]
+    assert all("df.iloc" in str(item.message) for item in told)
     assert bool(told) == is_told
     assert table.iloc[found.index]["question"].to_list() == found["question"].to_list()
 

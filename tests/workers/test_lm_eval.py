@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, write_lines
 
 from batchgen.core.errors import UsageError
 
@@ -61,7 +61,7 @@ __import__("test_lm_eval").evaluate(sys.argv[1], output=sys.argv[2])
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("tasks")
     rows = read_lines(REPOSITORY / "sample_data" / "questions.jsonl")[3:9]
-    (found / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(found / "rows.jsonl", rows)
     for name, text in TASKS.items():
         common = COMMON.replace("ROWS", str(found / "rows.jsonl"))
         (found / f"{name}.yaml").write_text(f"task: {name}\n{common}{text}")

@@ -22,12 +22,10 @@ from run_helpers import (
     REPOSITORY,
     JobMaker,
     finish,
-    quiet,
     read_lines,
     rows_of,
     start,
     until_rows_are_done,
-    without_timings,
 )
 from stub_engine import stub_factory
 
@@ -36,7 +34,6 @@ from batchgen.config.cluster import ClusterSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
 from batchgen.run.backend import Backend
-from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.workers.backend import on_workers
 from batchgen.workers.ray_launcher import RayLauncher
@@ -99,51 +96,43 @@ def pids(launcher: RayLauncher) -> list[int]:
     return [handle.place.pid for handle in launcher.handles if handle.place]
 
 
-def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections: Any) -> list[dict[str, Any]]:
-    """The output records of a run into a folder of its own."""
-    jobs.output = jobs.folder / name
-    outcome = run_job(jobs.spec(**sections), quiet(), engine_factory=engine_factory)
-    assert outcome.exit_code in (ExitCode.OK, ExitCode.ROWS_FAILED)
-    return without_timings(jobs.output / "outputs.jsonl")
-
-
-def test_a_cluster_gives_the_rows_of_one_process(machines: Any, jobs: JobMaker) -> None:
+def test_a_cluster_gives_the_rows_of_one_process(machines: Any, job: JobMaker) -> None:
     rows = [*rows_of(300), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}]
     rows[7] = {"id": "c", "question": "Which?", "sampling": {"prompt_logprobs": 1}}
-    jobs.write(rows)
+    job.write(rows)
     spec = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
-    alone = outputs(jobs, "alone", stub_factory(), **spec)
-    assert outputs(jobs, "dispatcher", workers(machines), **spec) == alone
-    assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+    alone = job.elsewhere("alone", job.spec(**spec))
+    assert job.elsewhere("dispatcher", job.spec(**spec), engine_factory=workers(machines)) == alone
+    assert read_lines(job.folder / "dispatcher" / "errors.jsonl") == read_lines(job.folder / "alone" / "errors.jsonl")
 
 
-def test_rows_of_a_worker_that_dies_go_to_others(machines: Any, jobs: JobMaker) -> None:
-    jobs.write(rows_of(400))
-    alone = outputs(jobs, "alone", stub_factory(), sampling={"temperature": 0.8})
+def test_rows_of_a_worker_that_dies_go_to_others(machines: Any, job: JobMaker) -> None:
+    job.write(rows_of(400))
+    alone = job.elsewhere("alone", job.spec(sampling={"temperature": 0.8}))
     factory = workers(machines, at={100: lambda launcher: os.kill(pids(launcher)[0], signal.SIGKILL)})
-    assert outputs(jobs, "dispatcher", factory, sampling={"temperature": 0.8}) == alone
+    assert job.elsewhere("dispatcher", job.spec(sampling={"temperature": 0.8}), engine_factory=factory) == alone
 
 
-def test_rows_of_a_worker_that_hangs_go_to_others(machines: Any, jobs: JobMaker) -> None:
-    jobs.write(rows_of(400))
-    alone = outputs(jobs, "alone", stub_factory())
+def test_rows_of_a_worker_that_hangs_go_to_others(machines: Any, job: JobMaker) -> None:
+    job.write(rows_of(400))
+    alone = job.elsewhere("alone")
     factory = workers(
         machines, at={100: lambda launcher: os.kill(pids(launcher)[0], signal.SIGSTOP)}, step_timeout_s=2.0
     )
-    assert outputs(jobs, "dispatcher", factory) == alone
+    assert job.elsewhere("dispatcher", engine_factory=factory) == alone
 
 
-def test_rows_of_a_machine_that_is_gone_go_to_another(machines: Any, jobs: JobMaker) -> None:
-    jobs.write(rows_of(400))
-    alone = outputs(jobs, "alone", stub_factory())
+def test_rows_of_a_machine_that_is_gone_go_to_another(machines: Any, job: JobMaker) -> None:
+    job.write(rows_of(400))
+    alone = job.elsewhere("alone")
     node = machines.add()
     factory = workers(machines, "3", at={100: lambda launcher: machines.remove(node)})
-    assert outputs(jobs, "dispatcher", factory) == alone
+    assert job.elsewhere("dispatcher", engine_factory=factory) == alone
 
 
-def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) -> None:
-    jobs.write(rows_of(1200))
-    alone = outputs(jobs, "alone", stub_factory())
+def test_a_machine_that_comes_late_gets_a_worker(machines: Any, job: JobMaker) -> None:
+    job.write(rows_of(1200))
+    alone = job.elsewhere("alone")
     nodes: list[Any] = []
     counts: list[int] = []
 
@@ -155,7 +144,7 @@ def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) 
             time.sleep(0.05)
 
     factory = workers(machines, "1:3", at={100: add, 1150: lambda launcher: counts.append(len(pids(launcher)))})
-    assert outputs(jobs, "dispatcher", factory) == alone
+    assert job.elsewhere("dispatcher", engine_factory=factory) == alone
     assert counts == [2, 3]
     machines.remove(nodes[0])
 
@@ -164,14 +153,14 @@ def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) 
     ("number", "ends_on_cluster"), [(signal.SIGKILL, True), (signal.SIGKILL, False), (signal.SIGTERM, True)]
 )
 def test_a_driver_that_ends_takes_its_workers_along_and_resumes(
-    machines: Any, jobs: JobMaker, number: int, ends_on_cluster: bool
+    machines: Any, job: JobMaker, number: int, ends_on_cluster: bool
 ) -> None:
-    jobs.write(rows_of(600))
-    alone = outputs(jobs, "alone", stub_factory())
-    jobs.output = jobs.folder / "dispatcher"
-    command = ["run", jobs.toml(), "--ray", machines.address, "--workers", "2"]
+    job.write(rows_of(600))
+    alone = job.elsewhere("alone")
+    job.output = job.folder / "dispatcher"
+    command = ["run", job.toml(), "--ray", machines.address, "--workers", "2"]
     driver = start(command, step_s=0.05)
-    until_rows_are_done(driver, jobs.output, 50)
+    until_rows_are_done(driver, job.output, 50)
     assert machines.workers()
     driver.send_signal(number)
     code, said = finish(driver)
@@ -180,29 +169,29 @@ def test_a_driver_that_ends_takes_its_workers_along_and_resumes(
     machines.until_no_workers()
     code, said = finish(start(command if ends_on_cluster else command[:2]))
     assert (code, "finished already" in said) == (0, True), said
-    assert jobs.outputs() == alone
+    assert job.outputs() == alone
 
 
-def test_actors_import_nothing_of_the_drivers(machines: Any, jobs: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs.write(rows_of(20))
+def test_actors_import_nothing_of_the_drivers(machines: Any, job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(20))
     for name in ("tokenizers", "huggingface_hub", "jinja2"):  # which an actor imports, and a data set may contain
-        (jobs.folder / f"{name}.py").write_text(f"open({str(jobs.folder / 'ran')!r}, 'w').close()\n")
-    monkeypatch.chdir(jobs.folder)
-    code, said = finish(start(["run", jobs.toml(), "--ray", machines.address, "--workers", "1"]))
+        (job.folder / f"{name}.py").write_text(f"open({str(job.folder / 'ran')!r}, 'w').close()\n")
+    monkeypatch.chdir(job.folder)
+    code, said = finish(start(["run", job.toml(), "--ray", machines.address, "--workers", "1"]))
     assert code == ExitCode.OK, said
-    assert not (jobs.folder / "ran").exists()
+    assert not (job.folder / "ran").exists()
 
 
-def test_without_a_worker_the_job_waits_for_a_machine(machines: Any, jobs: JobMaker) -> None:
-    jobs.write(rows_of(400))
-    alone = outputs(jobs, "alone", stub_factory())
-    jobs.output = jobs.folder / "dispatcher"
+def test_without_a_worker_the_job_waits_for_a_machine(machines: Any, job: JobMaker) -> None:
+    job.write(rows_of(400))
+    alone = job.elsewhere("alone")
+    job.output = job.folder / "dispatcher"
     only = {"batchgen-test": 1.0}
     node = machines.add(resources=only)
     where = ["--ray", machines.address, "--workers", "1", "--ray-resources", '{"batchgen-test": 1}']
-    driver = start(["run", jobs.toml(), *where], step_s=0.05)
+    driver = start(["run", job.toml(), *where], step_s=0.05)
     try:
-        until_rows_are_done(driver, jobs.output, 50)
+        until_rows_are_done(driver, job.output, 50)
         machines.remove(node)
         machines.until_no_workers()
         node = machines.add(resources=only)
@@ -210,7 +199,7 @@ def test_without_a_worker_the_job_waits_for_a_machine(machines: Any, jobs: JobMa
     finally:
         machines.remove(node)
     assert code == 0, said
-    assert "its machine is gone" in said and jobs.outputs() == alone
+    assert "its machine is gone" in said and job.outputs() == alone
 
 
 def batchgen(*arguments: str | Path) -> tuple[int, str]:
@@ -220,34 +209,35 @@ def batchgen(*arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_machines_of_several_kinds_are_told_apart(machines: Any, jobs: JobMaker) -> None:
+def test_machines_of_several_kinds_are_told_apart(machines: Any, job: JobMaker) -> None:
     """The model's own engine on two machines of this processor, and on one with a weaker one."""
     machines.settle()
-    jobs.write(rows_of(12))
-    assert batchgen("run", jobs.toml())[0] == 0
-    alone, jobs.output = jobs.outputs(), jobs.folder / "dispatcher"
+    job.write(rows_of(12))
+    assert batchgen("run", job.toml())[0] == 0
+    alone, job.output = job.outputs(), job.folder / "dispatcher"
     on_cluster = ["--ray", machines.address]
     check = ["check", "--model", MODEL, *on_cluster]
     code, said = batchgen(*check)
     assert code == 0 and "all 2 machines compute the same bits" in said, said
-    code, said = batchgen("run", jobs.toml(), *on_cluster, "--workers", "2")
-    assert code == 0 and jobs.outputs() == alone, said
+    code, said = batchgen("run", job.toml(), *on_cluster, "--workers", "2")
+    assert code == 0 and job.outputs() == alone, said
 
     node = machines.add({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2"})
     code, said = batchgen(*check)
     assert code == ExitCode.GATE_FAILED and "1 of 3 machines failed" in said and "kernels: was" in said, said
-    jobs.output = jobs.folder / "strangers"
-    code, said = batchgen("run", jobs.toml(), *on_cluster, "--workers", "3")
-    assert code == 0 and jobs.output.exists(), said
+    job.output = job.folder / "strangers"
+    code, said = batchgen("run", job.toml(), *on_cluster, "--workers", "3")
+    assert code == 0 and job.output.exists(), said
     machines.remove(node)
 
 
-def test_random_kills_of_workers_and_machines_lose_no_row_and_double_none(machines: Any, jobs: JobMaker) -> None:
+def test_random_kills_of_workers_and_machines_lose_no_row_and_double_none(machines: Any, job: JobMaker) -> None:
     rows = [*rows_of(500), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}]
     rows[7] = {"id": "c", "question": "Which?", "sampling": {"prompt_logprobs": 1}}
     rows[9] = {"id": "n", "question": "Three?", "sampling": {"n": 3, "temperature": 0.8, "seed": 5}}
-    jobs.write(rows)
-    alone = outputs(jobs, "alone", stub_factory(), sampling={"temperature": 0.8, "logprobs": 1})
+    job.write(rows)
+    spec = job.spec(sampling={"temperature": 0.8, "logprobs": 1})
+    alone = job.elsewhere("alone", spec)
     rng, node, num_killed = random.Random(0), machines.add(), []
 
     def kill(launcher: RayLauncher) -> None:
@@ -258,12 +248,12 @@ def test_random_kills_of_workers_and_machines_lose_no_row_and_double_none(machin
     at: dict[int, Act] = {rng.randrange(1, 495): kill for _ in range(12)}
     at[250] = lambda launcher: machines.remove(node)
     factory = workers(machines, "3", at=at)
-    assert outputs(jobs, "dispatcher", factory, sampling={"temperature": 0.8, "logprobs": 1}) == alone
-    assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+    assert job.elsewhere("dispatcher", spec, engine_factory=factory) == alone
+    assert read_lines(job.folder / "dispatcher" / "errors.jsonl") == read_lines(job.folder / "alone" / "errors.jsonl")
     assert len(num_killed) > 8
 
 
-def test_the_recipe_for_a_cluster_runs(machines: Any, jobs: JobMaker) -> None:
-    flags = ["--ray", machines.address, "--output", str(jobs.output), "--limit", "8", "--quiet"]
+def test_the_recipe_for_a_cluster_runs(machines: Any, job: JobMaker) -> None:
+    flags = ["--ray", machines.address, "--output", str(job.output), "--limit", "8", "--quiet"]
     assert call(["run", str(REPOSITORY / "jobs" / "ray.toml"), *flags]) == 0
-    assert len(read_lines(jobs.output / "outputs.jsonl")) == 8
+    assert len(read_lines(job.output / "outputs.jsonl")) == 8

@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import JobMaker, journal_of, quiet, rows_of, without_timings
+from run_helpers import JobMaker, journal_of, quiet, rows_of
 from stub_engine import StubEngine, stub_factory
-from thread_workers import ThreadLauncher
+from thread_workers import ThreadLauncher, thread_workers
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
@@ -27,8 +27,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.report.tables import render_report
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
-from batchgen.run.job import run_job
-from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
+from batchgen.run.loader import ModelInfo, load_engine
 from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status
 from batchgen.workers.backend import on_workers
@@ -38,39 +37,12 @@ from batchgen.workers.messages import Assignment
 from batchgen.workers.worker import Start
 
 
-def workers(
-    number: int,
-    *,
-    engine: EngineFactory | None = None,
-    on_launch: Callable[[WorkerHandle], object] = lambda handle: None,
-    **timeouts: float,
-) -> EngineFactory:
-    """A dispatcher of threads; their engines are stubs by default."""
-
-    def make_launcher(start: Start) -> ThreadLauncher:
-        made = Start(start.spec, start.rendered_at, start.digests, engine or stub_factory(step_s=0.001))
-        return ThreadLauncher(made, number, on_launch)
-
-    return on_workers(make_launcher, **{"step_timeout_s": 5.0, **timeouts})
-
-
-def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections: Any) -> list[dict[str, Any]]:
-    """The output records of a run into a folder of its own."""
-    jobs.output = jobs.folder / name
-    outcome = run_job(jobs.spec(**sections), quiet(), engine_factory=engine_factory)
-    assert outcome.exit_code in (ExitCode.OK, ExitCode.ROWS_FAILED)
-    return without_timings(jobs.output / "outputs.jsonl")
-
-
-def test_workers_give_the_typed_columns_of_one_process(jobs: JobMaker) -> None:
-    jobs.write(rows_of(20))
-    spec = jobs.spec(sampling={"max_tokens": 0, "prompt_logprobs": 3}, output={"format": "parquet"})
-    tables = []
-    for name, factory in (("alone", stub_factory()), ("dispatcher", workers(2))):
-        place = replace(spec, output=replace(spec.output, path=str(jobs.folder / name)))
-        assert run_job(place, quiet(), engine_factory=factory).exit_code == ExitCode.OK
-        tables.append(pq.read_table(jobs.folder / name / "outputs.parquet").drop_columns("timings"))
-    assert tables[0].equals(tables[1])
+def test_workers_give_the_typed_columns_of_one_process(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    spec = job.spec(sampling={"max_tokens": 0, "prompt_logprobs": 3}, output={"format": "parquet"})
+    assert job.elsewhere("dispatcher", spec, engine_factory=thread_workers(2)) == job.elsewhere("alone", spec)
+    schemas = [pq.read_schema(job.folder / name / "outputs.parquet") for name in ("alone", "dispatcher")]
+    assert schemas[0].equals(schemas[1])
 
 
 class Hanging:
@@ -103,72 +75,65 @@ def hanging() -> Iterator[Callable[..., Hanging]]:
         engine.release.set()
 
 
-def test_a_step_that_takes_longer_than_its_limit_is_no_hang_while_its_kernels_are_launched(jobs: JobMaker) -> None:
-    made: list[str] = []
-    jobs.write(rows_of(8))
-    alone = outputs(jobs, "alone", stub_factory())
-
-    def slow(spec: JobSpec, model: ModelInfo) -> Backend:
-        made.append("engine")
-        step = stub_factory(before_step=lambda step: time.sleep(1.5) if step == 2 else None)(spec, model)
-        return replace(step, num_launches=itertools.count().__next__)
-
-    assert outputs(jobs, "dispatcher", workers(1, engine=slow, step_timeout_s=0.6)) == alone
-    assert made == ["engine"], "the worker was given up"
+def test_a_step_that_takes_longer_than_its_limit_is_no_hang_while_its_kernels_are_launched(job: JobMaker) -> None:
+    made: list[StubEngine] = []
+    job.write(rows_of(8))
+    slow = stub_factory(
+        made,
+        before_step=lambda step: time.sleep(1.5) if step == 2 else None,
+        num_launches=itertools.count().__next__,
+    )
+    job.run(engine_factory=thread_workers(1, engine=slow, step_timeout_s=0.6))
+    assert job.outputs() == job.elsewhere("alone")
+    assert len(made) == 1, "the worker was given up"
 
 
 def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
-    jobs: JobMaker, hanging: Callable[..., Hanging], monkeypatch: pytest.MonkeyPatch
+    job: JobMaker, hanging: Callable[..., Hanging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchgen.workers.loop.PARTIALS_S", 0.0)
-    jobs.write(rows_of(40))
-    sections = {"sampling": {"max_tokens": 200, "min_tokens": 100}}
-    alone = outputs(jobs, "alone", stub_factory(), **sections)
-    jobs.output = jobs.folder / "dispatcher"
-    factory = workers(2, engine=hanging(math.inf), step_timeout_s=0.3)
+    job.write(rows_of(40))
+    spec = job.spec(sampling={"max_tokens": 200, "min_tokens": 100})
+    factory = thread_workers(2, engine=hanging(math.inf), step_timeout_s=0.3)
     said = r"no worker is left \(it has not finished a step in 0\.3 s \(--step-timeout\)\); run again"
     with pytest.raises(NoWorkers, match=said):
-        run_job(jobs.spec(**sections), quiet(), engine_factory=factory)
-    assert not jobs.errors()
-    journal = Journal.read(journal_of(jobs.output))
+        job.run(spec, engine_factory=factory)
+    assert not job.errors()
+    journal = Journal.read(journal_of(job.output))
     journal.close()
     assert not journal.counts.errors, "rows are innocent of it"
     assert len(journal.partials) >= 4
-    engines: list[StubEngine] = []
-    run_job(jobs.spec(**sections), quiet(), engine_factory=stub_factory(engines))
-    assert jobs.outputs() == alone
+    job.run(spec)
+    assert job.outputs() == job.elsewhere("alone", spec)
 
 
 def test_where_all_workers_hang_while_they_load_the_run_stops(
-    jobs: JobMaker, hanging: Callable[..., Hanging], capfd: pytest.CaptureFixture[str]
+    job: JobMaker, hanging: Callable[..., Hanging], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    jobs.write(rows_of(4))
-    factory = workers(2, engine=hanging(math.inf, loading=True), step_timeout_s=0.1, load_timeout_s=1.5)
+    job.write(rows_of(4))
+    factory = thread_workers(2, engine=hanging(math.inf, loading=True), step_timeout_s=0.1, load_timeout_s=1.5)
     with pytest.raises(NoWorkers, match=r"it has not loaded the model in 1\.5 s \(--load-timeout\)\); run again"):
-        run_job(jobs.spec(), RunOptions(), engine_factory=factory)
+        job.run(options=RunOptions(), engine_factory=factory)
     said = " been loading the model for 0.1 s; the limit is 1.5 s (--load-timeout)\n"
     assert said in capfd.readouterr().err
 
 
-def test_the_models_own_engine_runs_in_workers(jobs: JobMaker) -> None:
-    jobs.write(rows_of(12))
-    alone = outputs(jobs, "alone", load_engine)
-    assert outputs(jobs, "dispatcher", workers(2, engine=load_engine)) == alone
-    report = read_report(RunDir(jobs.output))
+def test_the_models_own_engine_runs_in_workers(job: JobMaker) -> None:
+    job.write(rows_of(12))
+    job.run(engine_factory=thread_workers(2, engine=load_engine))
+    assert job.outputs() == job.elsewhere("alone", engine_factory=load_engine)
+    report = read_report(RunDir(job.output))
     assert sum(report["engine"]["phase_s"].values()) <= report["wall_s"]
     assert (report["series"], report["tail_s"]) == ({}, None)
 
 
-def test_the_report_tells_of_each_worker_and_adds_up_what_a_resumed_run_did(jobs: JobMaker) -> None:
-    jobs.write(rows_of(100))
-    spec = jobs.spec()
-    slow = workers(2, engine=stub_factory(step_s=0.1))
-    stopped = run_job(spec, quiet(max_total_tokens=300), engine_factory=slow)
-    assert stopped.exit_code == ExitCode.STOPPED
-    before = json.loads((jobs.output / "progress.json").read_text())["spent"]
-    outcome = run_job(spec, quiet(), engine_factory=workers(2))
-    assert outcome.report is not None
-    report = read_report(RunDir(jobs.output))
+def test_the_report_tells_of_each_worker_and_adds_up_what_a_resumed_run_did(job: JobMaker) -> None:
+    job.write(rows_of(100))
+    slow = thread_workers(2, engine=stub_factory(step_s=0.1))
+    assert job.run(options=quiet(max_total_tokens=300), engine_factory=slow).exit_code == ExitCode.STOPPED
+    before = json.loads((job.output / "progress.json").read_text())["spent"]
+    assert job.run(engine_factory=thread_workers(2)).report is not None
+    report = read_report(RunDir(job.output))
     told = report["workers"]
     assert {worker["place"] for worker in told} == {platform.node()}
     assert {worker["name"] for worker in told} == {"thread-1", "thread-2"}
@@ -180,10 +145,10 @@ def test_the_report_tells_of_each_worker_and_adds_up_what_a_resumed_run_did(jobs
     assert "2 on 1 machine" in render_report(report)
 
 
-def test_machines_that_no_row_is_left_for_are_given_back(jobs: JobMaker) -> None:
+def test_machines_that_no_row_is_left_for_are_given_back(job: JobMaker) -> None:
     long = {"id": "long", "question": "Where?", "sampling": {"max_tokens": 3000, "min_tokens": 400}}
-    jobs.write([long, *rows_of(30)])
-    alone = outputs(jobs, "alone", stub_factory())
+    job.write([long, *rows_of(30)])
+    alone = job.elsewhere("alone")
     assert max(row["usage"]["completion_tokens"] for row in alone) > 300, "otherwise it is not long"
     engines: list[StubEngine] = []
     still_work: list[bool] = []
@@ -203,16 +168,17 @@ def test_machines_that_no_row_is_left_for_are_given_back(jobs: JobMaker) -> None
         launcher.is_local = False
         return launcher
 
-    assert outputs(jobs, "dispatcher", on_workers(make_launcher)) == alone
+    job.run(engine_factory=on_workers(make_launcher))
+    assert job.outputs() == alone
     assert len(still_work) == 2, "none took the place of the one that was told to stop"
     assert still_work[0], "while the other had work"
 
 
 def test_a_running_pool_is_seen_from_outside(
-    jobs: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchgen.run.progress._SAVE_EVERY_S", 0.0)
-    jobs.write(rows_of(150))
+    job.write(rows_of(150))
     seen: list[dict[str, Any]] = []
 
     def look(handle: WorkerHandle) -> None:
@@ -220,15 +186,15 @@ def test_a_running_pool_is_seen_from_outside(
 
         def sending(assignment: Assignment) -> None:
             send(assignment)
-            status = read_status(jobs.output)
+            status = read_status(job.output)
             if len(status["workers"]) == 2 and not seen:
                 seen.append(status)
 
         handle.send = sending  # type: ignore[method-assign]
 
-    factory = workers(2, engine=stub_factory(step_s=0.03), on_launch=look)
+    factory = thread_workers(2, engine=stub_factory(step_s=0.03), on_launch=look)
     options = RunOptions(progress="json", heartbeat_s=0.0)
-    assert run_job(jobs.spec(), options, engine_factory=factory).exit_code == ExitCode.OK
+    assert job.run(options=options, engine_factory=factory).exit_code == ExitCode.OK
     assert {worker["name"] for worker in seen[0]["workers"]} == {"thread-1", "thread-2"}
     lines = [line for line in render_status(seen[0]).splitlines() if line.startswith("worker ")]
     assert len(lines) == 2
@@ -236,7 +202,7 @@ def test_a_running_pool_is_seen_from_outside(
     events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert any(event.get("num_workers") == 2 for event in events)
     assert any(" joined" in event.get("message", "") for event in events)
-    assert read_status(jobs.output)["workers"] == []
+    assert read_status(job.output)["workers"] == []
 
 
 def test_rows_pass_between_processes_whole() -> None:

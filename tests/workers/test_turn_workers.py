@@ -2,60 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
-from run_helpers import JobMaker, quiet, without_timings
+from run_helpers import JobMaker, quiet
 from stub_engine import stub_factory
-from thread_workers import ThreadLauncher
+from thread_workers import thread_workers
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
-from batchgen.run.job import run_job
-from batchgen.run.loader import EngineFactory
-from batchgen.workers.backend import on_workers
 from batchgen.workers.handle import WorkerHandle
-from batchgen.workers.worker import Start
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> JobMaker:
-    made = JobMaker(tmp_path)
-    turns = [
-        [{"role": role, "content": f"{row}, {turn}"} for turn in range(1 + row % 5) for role in ("user", "assistant")]
+def turns(job: JobMaker) -> JobSpec:
+    """A job over sixty chats."""
+    roles = ("user", "assistant")
+    for_row = (
+        [{"role": role, "content": f"{row}, {turn}"} for turn in range(1 + row % 5) for role in roles]
         for row in range(60)
-    ]
-    made.write([{"id": row, "chat": chat} for row, chat in enumerate(turns)])
-    return made
-
-
-def workers(
-    number: int, step_s: float = 0.001, on_launch: Callable[[WorkerHandle], object] = lambda handle: None
-) -> EngineFactory:
-    """Threads with stub engines."""
-
-    def make_launcher(start: Start) -> ThreadLauncher:
-        made = Start(start.spec, start.rendered_at, start.digests, stub_factory(step_s=step_s))
-        return ThreadLauncher(made, number, on_launch)
-
-    return on_workers(make_launcher, step_timeout_s=60.0)
-
-
-def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, code: int = 0, **limits: Any) -> Any:
-    """The records of a run into a folder of its own; None where it was stopped."""
-    jobs.output = jobs.folder / name
+    )
+    job.write({"id": row, "chat": chat} for row, chat in enumerate(for_row))
     source = {"prompt": None, "messages": "chat", "regenerate": "assistant"}
-    spec = jobs.spec(input=source, sampling={"max_tokens": 20}, output={"path": str(jobs.output)})
-    assert run_job(spec, quiet(**limits), engine_factory=engine_factory).exit_code == code
-    return None if code else without_timings(jobs.output / "outputs.jsonl")
+    return job.spec(input=source, sampling={"max_tokens": 20})
 
 
-def test_workers_give_the_chats_of_one_process(jobs: JobMaker) -> None:
-    assert outputs(jobs, "workers", workers(3)) == outputs(jobs, "alone", stub_factory())
+def test_workers_give_the_chats_of_one_process(job: JobMaker, turns: JobSpec) -> None:
+    assert job.elsewhere("workers", turns, engine_factory=thread_workers(3)) == job.elsewhere("alone", turns)
 
 
-def test_chats_of_a_lost_worker_go_to_others(jobs: JobMaker) -> None:
+def test_chats_of_a_lost_worker_go_to_others(job: JobMaker, turns: JobSpec) -> None:
     handles: list[WorkerHandle] = []
 
     def on_launch(handle: WorkerHandle) -> None:
@@ -68,13 +42,14 @@ def test_chats_of_a_lost_worker_go_to_others(jobs: JobMaker) -> None:
                 len(sent) == 2 and handle.remote.kill(),
             )[0]
 
-    assert outputs(jobs, "workers", workers(2, on_launch=on_launch)) == outputs(jobs, "alone", stub_factory())
+    factory = thread_workers(2, on_launch=on_launch, step_timeout_s=60.0)
+    assert job.elsewhere("workers", turns, engine_factory=factory) == job.elsewhere("alone", turns)
     assert len(handles) > 2
 
 
-def test_a_stopped_run_continues_with_and_without_workers(jobs: JobMaker) -> None:
-    whole = outputs(jobs, "alone", stub_factory())
-    outputs(jobs, "workers", stub_factory(), ExitCode.STOPPED, max_total_tokens=600)
-    slow = workers(2, step_s=0.1)
-    outputs(jobs, "workers", slow, ExitCode.STOPPED, max_total_tokens=100)
-    assert outputs(jobs, "workers", workers(2)) == whole
+def test_a_stopped_run_continues_with_and_without_workers(job: JobMaker, turns: JobSpec) -> None:
+    assert job.run(turns, quiet(max_total_tokens=600)).exit_code == ExitCode.STOPPED
+    slow = thread_workers(2, engine=stub_factory(step_s=0.1))
+    assert job.run(turns, quiet(max_total_tokens=100), engine_factory=slow).exit_code == ExitCode.STOPPED
+    assert job.run(turns, engine_factory=thread_workers(2)).exit_code == ExitCode.OK
+    assert job.outputs() == job.elsewhere("alone", turns)

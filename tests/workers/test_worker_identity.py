@@ -13,13 +13,11 @@ from run_helpers import JobMaker, quiet, rows_of
 from stub_engine import stub_factory
 from thread_workers import ThreadLauncher
 
-from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.version import __version__
 from batchgen.output.rundir import RunDir
-from batchgen.run.backend import Backend, RunContext
-from batchgen.run.job import run_job
-from batchgen.run.loader import EngineFactory, ModelInfo
+from batchgen.run.backend import RunContext
+from batchgen.run.loader import EngineFactory
 from batchgen.workers.backend import IdentityGate, on_workers
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.driver import WorkersEngine
@@ -88,11 +86,7 @@ class MixedLauncher(ThreadLauncher):
 
 
 def with_kernels(kernels: str) -> EngineFactory:
-    def load(spec: JobSpec, model: ModelInfo) -> Backend:
-        backend = stub_factory(step_s=0.001)(spec, model)
-        return replace(backend, numerics={**backend.numerics, "kernels": kernels})
-
-    return load
+    return stub_factory(step_s=0.001, numerics={"dtype": "float32", "device": "stub", "kernels": kernels})
 
 
 def mixed(*kernels: str) -> EngineFactory:
@@ -110,37 +104,37 @@ def kernels_of(folder: Path) -> str:
     return str(manifest.fingerprints["numerics"]["kernels"])
 
 
-def test_rows_go_on_with_the_workers_that_fit(jobs: JobMaker) -> None:
-    jobs.write(rows_of(50))
-    assert run_job(jobs.spec(), quiet(), engine_factory=mixed("avx512", "avx2")).exit_code == ExitCode.OK
-    assert kernels_of(jobs.output) in ("avx512", "avx2")
+def test_rows_go_on_with_the_workers_that_fit(job: JobMaker) -> None:
+    job.write(rows_of(50))
+    assert job.run(engine_factory=mixed("avx512", "avx2")).exit_code == ExitCode.OK
+    assert kernels_of(job.output) in ("avx512", "avx2")
 
 
-def test_a_mix_that_is_allowed_runs(jobs: JobMaker) -> None:
-    jobs.write(rows_of(400))
-    options = replace(quiet(), allow_mixed_kernels=True)
-    assert run_job(jobs.spec(), options, engine_factory=mixed("avx512", "avx2")).exit_code == ExitCode.OK
-    assert len(jobs.outputs()) == 400
+def test_a_mix_that_is_allowed_runs(job: JobMaker) -> None:
+    job.write(rows_of(400))
+    options = quiet(allow_mixed_kernels=True)
+    assert job.run(options=options, engine_factory=mixed("avx512", "avx2")).exit_code == ExitCode.OK
+    assert len(job.outputs()) == 400
 
 
-def test_a_resume_lets_no_stranger_in(jobs: JobMaker) -> None:
-    jobs.write(rows_of(50))
-    stopped = run_job(jobs.spec(), quiet(max_total_tokens=100), engine_factory=with_kernels("avx512"))
-    assert stopped.exit_code == ExitCode.STOPPED
+def test_a_resume_lets_no_stranger_in(job: JobMaker) -> None:
+    job.write(rows_of(50))
+    begun = job.run(options=quiet(max_total_tokens=100), engine_factory=with_kernels("avx512"))
+    assert begun.exit_code == ExitCode.STOPPED
     with pytest.raises(UsageError, match=r"no worker can be used.* the kernels avx2 add up .* kernels avx512"):
-        run_job(jobs.spec(), quiet(), engine_factory=mixed("avx2", "avx2"))
-    assert run_job(jobs.spec(), quiet(), engine_factory=mixed("avx2", "avx512")).exit_code == ExitCode.OK
-    assert kernels_of(jobs.output) == "avx512"
+        job.run(engine_factory=mixed("avx2", "avx2"))
+    assert job.run(engine_factory=mixed("avx2", "avx512")).exit_code == ExitCode.OK
+    assert kernels_of(job.output) == "avx512"
 
 
-def test_where_all_are_turned_away_the_reason_is_told(jobs: JobMaker) -> None:
-    launcher = ThreadLauncher(Start(jobs.spec(), None, {}, stub_factory()), 1)
+def test_where_all_are_turned_away_the_reason_is_told(job: JobMaker) -> None:
+    launcher = ThreadLauncher(Start(job.spec(), None, {}, stub_factory()), 1)
     with pytest.raises(UsageError, match=r"^no worker can be used: on \S+ it is odd$"):
         WorkersEngine(launcher, RowDispatcher(), Liveness(), lambda hello: "it is odd").begin()
 
 
-def test_where_workers_are_on_other_machines_others_take_the_place_of_those_turned_away(jobs: JobMaker) -> None:
-    launcher, seen = ThreadLauncher(Start(jobs.spec(), None, {}, stub_factory()), 1), []
+def test_where_workers_are_on_other_machines_others_take_the_place_of_those_turned_away(job: JobMaker) -> None:
+    launcher, seen = ThreadLauncher(Start(job.spec(), None, {}, stub_factory()), 1), []
     launcher.is_local = False
     engine = WorkersEngine(
         launcher, RowDispatcher(), Liveness(), lambda hello: "" if len(seen) == 2 else seen.append(hello) or "it is odd"
