@@ -7,8 +7,9 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -63,24 +64,26 @@ def table(rows: Sequence[Columns], delimiter: str = ",") -> bytes:
     return text.getvalue().encode()
 
 
-def _write_text(rows: Sequence[Columns], folder: Path) -> str:
-    (folder / "rows.txt").write_text("".join(f"{row['prompt']}\n" for row in rows), encoding="utf-8")
-    return str(folder / "rows.txt")
+# The content of a file with these rows, by the file's name.
+CONTENTS: dict[str, Callable[[Sequence[Columns]], bytes]] = {
+    "rows.jsonl": jsonl,
+    "rows.jsonl.gz": lambda rows: gzip.compress(jsonl(rows)),
+    "rows.jsonl.zst": lambda rows: zstd(jsonl(rows)),
+    "rows.csv": table,
+    "rows.tsv.gz": lambda rows: gzip.compress(table(rows, "\t")),
+    "rows.parquet": parquet,
+    "rows.txt": lambda rows: "".join(f"{row['prompt']}\n" for row in rows).encode(),
+}
 
 
-def _write_bytes(
-    name: str, encode: Callable[[bytes], bytes], lines: Callable[[Sequence[Columns]], bytes] = jsonl
-) -> Callable[[Sequence[Columns], Path], str]:
+def writer(name: str, encode: Callable[[Sequence[Columns]], bytes]) -> Callable[[Sequence[Columns], Path], str]:
+    """A function that writes rows as a file of this name into a folder, and returns its path."""
+
     def write(rows: Sequence[Columns], folder: Path) -> str:
-        (folder / name).write_bytes(encode(lines(rows)))
+        (folder / name).write_bytes(encode(rows))
         return str(folder / name)
 
     return write
-
-
-def _write_parquet(rows: Sequence[Columns], folder: Path) -> str:
-    (folder / "rows.parquet").write_bytes(parquet(rows))
-    return str(folder / "rows.parquet")
 
 
 def _write_parts(rows: Sequence[Columns], folder: Path) -> str:
@@ -105,14 +108,8 @@ def _write_dataset_files(rows: Sequence[Columns], folder: Path) -> str:
 
 
 FORMATS: dict[str, Callable[[Sequence[Columns], Path], str]] = {
-    "jsonl": _write_bytes("rows.jsonl", bytes),
-    "jsonl.gz": _write_bytes("rows.jsonl.gz", gzip.compress),
-    "jsonl.zst": _write_bytes("rows.jsonl.zst", zstd),
-    "csv": _write_bytes("rows.csv", bytes, table),
-    "tsv.gz": _write_bytes("rows.tsv.gz", gzip.compress, partial(table, delimiter="\t")),
-    "parquet": _write_parquet,
+    **{name.removeprefix("rows."): writer(name, encode) for name, encode in CONTENTS.items()},
     "parts": _write_parts,
-    "text": _write_text,
     "saved dataset": _write_saved_dataset,
     "streamed dataset": _write_dataset_files,
 }
@@ -120,6 +117,19 @@ FORMATS: dict[str, Callable[[Sequence[Columns], Path], str]] = {
 
 def source_of(path: str | Path, **keys: Any) -> Source:
     return open_source(InputSpec(path=(str(path),), **keys))
+
+
+def read_all_ways(path: Path | str, **keys: Any) -> list[Row]:
+    """The rows of a file, after checking that reading from behind some of them, and single ones, gives the same."""
+    source = source_of(path, **keys)
+    rows = list(source.read())
+    assert [row.index for row in rows] == list(range(len(rows)))
+    for number in range(0, len(rows), max(1, len(rows) // 12)):
+        same = list(source.read(rows[number].after))
+        assert repr(same) == repr(rows[number + 1 :])  # repr: NaN is not equal to itself
+        skipped = list(source.read(wanted={number}.__contains__))
+        assert repr(skipped) == repr([rows[number]])
+    return rows
 
 
 def read_bytes(folder: Path, content: bytes, name: str = "rows.jsonl", **keys: Any) -> list[Row]:
@@ -148,10 +158,19 @@ def builder_of(tokenizer: Tokenizer | None, sampling: Any = None, **keys: Any) -
 def told(tokenizer: Tokenizer, columns: Columns, **keys: Any) -> str:
     """The prompt that a row becomes, or the code and message of its error."""
     [found] = requests_of(builder_of(tokenizer, **keys), [row_of(columns)])
-    if isinstance(found, Row):
-        assert found.error is not None
-        return f"{found.error.code}: {found.error.message}"
+    return problem(found) if isinstance(found, Row) else text_of(found, tokenizer)
+
+
+def text_of(found: Request | Row, tokenizer: Tokenizer) -> str:
+    """The prompt of a request, its special tokens written out."""
+    assert isinstance(found, Request), found
     return tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
+
+
+def problem(found: Request | Row) -> str:
+    """The code and message of a row's error."""
+    assert isinstance(found, Row) and found.error is not None, found
+    return f"{found.error.code}: {found.error.message}"
 
 
 def requests_of(builder: RequestBuilder, rows: Iterable[Row]) -> list[Request | Row]:
@@ -159,13 +178,24 @@ def requests_of(builder: RequestBuilder, rows: Iterable[Row]) -> list[Request | 
     return [request or row for row, request in builder.build([*rows])]
 
 
-def write_tokenizer(folder: Path, **config: Any) -> Path:
-    """A folder with a tokenizer of bytes and LFM2's special tokens; ``config`` goes into tokenizer_config.json."""
+@cache
+def loaded(template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+    """The tokenizer of ``write_tokenizer`` with a chat template, one for all tests that leave it as it is."""
+    with TemporaryDirectory() as name:
+        return Tokenizer.load(write_tokenizer(Path(name), chat_template=template))
+
+
+def write_tokenizer(folder: Path, added: Mapping[str, bool] | None = None, **config: Any) -> Path:
+    """A folder with a tokenizer of bytes and LFM2's special tokens; ``config`` goes into tokenizer_config.json.
+
+    ``added`` are further tokens, by whether they are special.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {f"<|unused{n}|>": n for n in (2, 3, 4, 5)} | SPECIAL_TOKENS | {c: 8 + n for n, c in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges=[]))
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    further = [AddedToken(token, special=skip, normalized=False) for token, skip in (added or {}).items()]
+    backend.add_tokens([*(AddedToken(token, special=True) for token in SPECIAL_TOKENS), *further])
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(

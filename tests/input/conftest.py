@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import fsspec
 import pytest
-from input_helpers import write_tokenizer
+from input_helpers import loaded
 from remote_servers import Remote, remote_of, settle
 
 from batchgen.core import remote
@@ -18,8 +18,8 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which spe
 
 
 @pytest.fixture(scope="package")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+def tokenizer() -> Tokenizer:
+    return loaded()
 
 
 @pytest.fixture(scope="package")

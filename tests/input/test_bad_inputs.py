@@ -16,32 +16,23 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_helpers import VOCAB_SIZE, codes, jsonl, requests_of, sample_rows, source_of, write_tokenizer
+from input_helpers import VOCAB_SIZE, builder_of, codes, jsonl, loaded, requests_of, sample_rows, source_of
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, UsageError
-from batchgen.core.records import Request, Row, SamplingParams
-from batchgen.input.requests import RequestBuilder
+from batchgen.core.records import Request, Row
 from batchgen.input.rows import with_id
-from batchgen.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 400
+TEMPLATE = "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}{{ messages }}"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    template = (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    )
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=template))
-
-
-def answers_of(spec: InputSpec, tokenizer: Tokenizer) -> list[Request | Row]:
+def answers_of(path: Path, **keys: Any) -> list[Request | Row]:
     """What the runner would get for every row of an input: id, then prompt."""
-    sizes = {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE}
-    builder = RequestBuilder(spec, SamplingParams(), tokenizer, **sizes)
-    return requests_of(builder, (with_id(row, spec) for row in source_of(spec.path[0], format=spec.format).read()))
+    rows = source_of(path, format=keys.get("format", "auto")).read()
+    spec = InputSpec(path=(str(path),), **keys)
+    builder = builder_of(loaded(TEMPLATE), max_model_len=MAX_MODEL_LEN, **keys)
+    return requests_of(builder, (with_id(row, spec) for row in rows))
 
 
 def prompt_row(**columns: Any) -> bytes:
@@ -147,11 +138,11 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_is_one_error_row_and_costs_no_neighbour(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_bad_line_is_one_error_row_and_costs_no_neighbour(name: str, tmp_path: Path) -> None:
     line, code = BAD_LINES[name]
     good = [b'{"prompt": "before"}', b'{"prompt": "after"}']
     (tmp_path / "rows.jsonl").write_bytes(good[0] + b"\n" + line + b"\n" + good[1] + b"\n")
-    answers = answers_of(InputSpec(path=(str(tmp_path / "rows.jsonl"),)), tokenizer)
+    answers = answers_of(tmp_path / "rows.jsonl")
     assert codes(answers) == ["ok", code, "ok"]
     bad = answers[1]
     assert isinstance(bad, Row) and bad.error
@@ -190,14 +181,14 @@ def test_a_bad_line_is_one_error_row_and_costs_no_neighbour(name: str, tmp_path:
     ids=str,
 )
 def test_a_row_that_does_not_fit_the_job_is_an_error_row(
-    row: dict[str, Any], keys: dict[str, Any], code: str, tmp_path: Path, tokenizer: Tokenizer
+    row: dict[str, Any], keys: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_bytes(jsonl([row]))
-    assert codes(answers_of(InputSpec(path=(str(tmp_path / "rows.jsonl"),), **keys), tokenizer)) == [code]
+    assert codes(answers_of(tmp_path / "rows.jsonl", **keys)) == [code]
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages", "prompt_token_ids", "sampling", "max_tokens", "meta"])
-def test_parquet_columns_of_odd_types_are_rows_or_error_rows(column: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_parquet_columns_of_odd_types_are_rows_or_error_rows(column: str, tmp_path: Path) -> None:
     now = datetime.datetime(2024, 5, 1, 12, 30)
     odd: dict[str, pa.Array] = {
         "binary": pa.array([b"\xff\x00"]),
@@ -220,7 +211,7 @@ def test_parquet_columns_of_odd_types_are_rows_or_error_rows(column: str, tmp_pa
     for name, array in odd.items():
         columns = {"prompt": pa.array(["hi"]), column: array}
         pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-        [answer] = answers_of(InputSpec(path=(str(tmp_path / "rows.parquet"),)), tokenizer)
+        [answer] = answers_of(tmp_path / "rows.parquet")
         code = codes([answer])[0]
         if column in ("meta", "max_tokens"):  # data, which no prompt needs
             assert code == "ok"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_templates import THINKING, TOOLS
+from input_helpers import loaded
 from input_helpers import told as answer
-from input_helpers import write_tokenizer
 
-from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import UsageError
-from batchgen.core.records import SamplingParams
-from batchgen.input.openai_batch import parse_batch_line
-from batchgen.input.rows import RowProblem
 from batchgen.text.tokenizer import Tokenizer
 
 OFF = {"enable_thinking": False}
@@ -27,8 +20,8 @@ HEAD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=THINKING))
+def tokenizer() -> Tokenizer:
+    return loaded(THINKING)
 
 
 def batch_line(**body: Any) -> dict[str, Any]:
@@ -98,12 +91,11 @@ def test_a_completion_takes_neither_variables_nor_tools(tokenizer: Tokenizer) ->
         assert found.startswith("bad_param") and field in found
 
 
-def test_a_job_may_name_only_variables_that_the_template_has(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_job_may_name_only_variables_that_the_template_has(tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError, match=r"no variable 'enable_thinkin' \(did you mean \"enable_thinking\"\?\)$"):
         answer(tokenizer, {"prompt": "Hi"}, chat_template_kwargs={"enable_thinkin": False})
-    plain = Tokenizer.load(write_tokenizer(tmp_path))
     with pytest.raises(UsageError, match="the model's chat template has no variable 'enable_thinking'"):
-        answer(plain, {"prompt": "Hi"}, chat_template_kwargs=OFF)
+        answer(loaded(), {"prompt": "Hi"}, chat_template_kwargs=OFF)
 
 
 def test_a_name_that_the_template_gives_itself_is_none_of_its_variables(tokenizer: Tokenizer) -> None:
@@ -135,10 +127,9 @@ def test_tools_of_another_kind_are_of_a_bad_type(tokenizer: Tokenizer, tools: An
         assert answer(tokenizer, row).startswith("bad_type: 'tools' is ")
 
 
-def test_tools_that_the_template_would_leave_out_are_refused(tmp_path: Path) -> None:
-    plain = Tokenizer.load(write_tokenizer(tmp_path))
+def test_tools_that_the_template_would_leave_out_are_refused() -> None:
     for row in ({"messages": MESSAGES, "tools": TOOLS}, batch_line(tools=TOOLS)):
-        assert answer(plain, row) == "bad_param: tools: this model's chat template cannot take tools"
+        assert answer(loaded(), row) == "bad_param: tools: this model's chat template cannot take tools"
 
 
 def test_a_choice_of_tools_changes_no_prompt_but_none_hides_them(tokenizer: Tokenizer) -> None:
@@ -157,122 +148,7 @@ def test_a_choice_that_would_force_a_call_is_refused(tokenizer: Tokenizer, choic
         assert said == "bad_param: body field 'tool_choice' is not supported with this value"
 
 
-def test_a_call_without_a_text_is_a_message_and_its_arguments_may_be_json_text(tokenizer: Tokenizer) -> None:
-    def chat(content: Any, arguments: Any) -> dict[str, Any]:
-        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-        return {"messages": [*MESSAGES, {"role": "assistant", "content": content, "tool_calls": [call]}]}
-
-    found = answer(tokenizer, chat("", {"city": "Zürich", "n": [1]}))
-    assert '"arguments": {"city": "Zürich", "n": [1]}}' in found
-    assert answer(tokenizer, chat(None, '{"city":"Z\\u00fcrich","n":[1]}')) == found
-    assert '"arguments": not json}' in answer(tokenizer, chat("", "not json"))
+def test_calls_that_are_no_calls_are_of_a_bad_type(tokenizer: Tokenizer) -> None:
     for calls in (7, [7], [{"function": 7}], {"a": 1}, "x"):
         row = {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]}
         assert answer(tokenizer, row).startswith("bad_type: messages[1].tool_calls")
-
-
-def test_earlier_reasoning_is_known_by_any_of_its_names(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    def chat(**fields: Any) -> dict[str, Any]:
-        return {"messages": [*MESSAGES, {"role": "assistant", "content": "Yes.", **fields}]}
-
-    expected = answer(tokenizer, chat(content="<think>\nSo.\n</think>\n\nYes."))
-    assert "<think>\nSo.\n</think>" in expected
-    for name in ("reasoning_content", "thinking", "reasoning"):
-        assert answer(tokenizer, chat(**{name: "So."})) == expected
-    assert answer(tokenizer, chat(reasoning="So.", reasoning_content="So.")) == expected
-    assert answer(tokenizer, chat(reasoning="other", reasoning_content="So.")).startswith("bad_type: messages[1] has")
-    assert answer(tokenizer, chat(reasoning=None)) == answer(tokenizer, chat())
-    older = Tokenizer.load(
-        write_tokenizer(tmp_path, chat_template="{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}")
-    )
-    assert answer(older, chat(reasoning="So.")) == "HiYes.So."
-
-
-# ---------------------------------------------------------------- OpenAI bodies
-
-
-CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
-
-
-def asked(url: str, **body: Any) -> Mapping[str, Any]:
-    """The sampling values that a body asks for."""
-    content = {"messages": [{"role": "user", "content": "Hi"}]} if url == CHAT_URL else {"prompt": "Hi"}
-    return parse_batch_line({"custom_id": "a", "method": "POST", "url": url, "body": content | body}).sampling
-
-
-@pytest.mark.parametrize(
-    ("url", "body", "expected"),
-    [
-        (CHAT_URL, {"stop": "\n"}, {"stop": ("\n",)}),
-        (CHAT_URL, {"stop": ["a", "b"], "n": 3}, {"stop": ("a", "b"), "n": 3}),
-        (CHAT_URL, {"presence_penalty": 1, "frequency_penalty": -2}, {"presence_penalty": 1, "frequency_penalty": -2}),
-        (CHAT_URL, {"logprobs": True}, {"logprobs": 0}),
-        (CHAT_URL, {"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}),
-        (CHAT_URL, {"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
-        (CHAT_URL, {"logprobs": True, "top_logprobs": None}, {"logprobs": 0}),
-        (CHAT_URL, {"logprobs": False, "top_logprobs": 0}, {}),
-        (CHAT_URL, {"logprobs": None, "top_logprobs": None}, {}),
-        (COMPLETION_URL, {"logprobs": 3}, {"logprobs": 3}),
-        (COMPLETION_URL, {"logprobs": 0}, {"logprobs": 0}),
-        (COMPLETION_URL, {"logprobs": None}, {}),
-        (COMPLETION_URL, {"n": 2, "best_of": 2}, {"n": 2}),
-        (COMPLETION_URL, {"best_of": 1, "echo": False}, {}),
-        (COMPLETION_URL, {"repetition_penalty": 1.1, "min_p": 0.5}, {"repetition_penalty": 1.1, "min_p": 0.5}),
-        (COMPLETION_URL, {"stop_token_ids": [3]}, {"stop_token_ids": (3,)}),
-        (CHAT_URL, {"logit_bias": {"50256": -100}}, {"logit_bias": ((50256, -100.0),)}),
-        (CHAT_URL, {"logit_bias": {}}, {}),
-        (COMPLETION_URL, {"logit_bias": None}, {}),
-        (COMPLETION_URL, {"bad_words": ["a"]}, {"bad_words": ("a",)}),
-        (CHAT_URL, {"allowed_token_ids": [3]}, {"allowed_token_ids": (3,)}),
-        (CHAT_URL, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": '{"regex": "a"}'}),
-    ],
-)
-def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert merge_params(SamplingParams(), asked(url, **body)) == replace(SamplingParams(), **expected)
-
-
-@pytest.mark.parametrize("field", ["service_tier", "prompt_cache_key", "prediction"])
-def test_a_field_about_openais_service_costs_no_row(field: str) -> None:
-    assert asked(CHAT_URL, **{field: "low"}) == asked(CHAT_URL)
-
-
-@pytest.mark.parametrize(
-    ("url", "body", "message"),
-    [
-        (CHAT_URL, {"logprobs": 1}, "body field 'logprobs' of a chat must be true or false"),
-        (CHAT_URL, {"top_logprobs": 2}, "body field 'top_logprobs' needs 'logprobs': true"),
-        (CHAT_URL, {"logprobs": False, "top_logprobs": 2}, "body field 'top_logprobs' needs 'logprobs': true"),
-        (CHAT_URL, {"logprobs": True, "top_logprobs": -1}, "logprobs = -1 must be an integer from 0 to 2147483647"),
-        (CHAT_URL, {"stop": ""}, "stop = '' holds an empty string"),
-        (COMPLETION_URL, {"top_logprobs": 2}, "body field 'top_logprobs' is not supported with this value"),
-        (COMPLETION_URL, {"logprobs": -1}, "logprobs = -1 must be an integer from 0 to 2147483647"),
-        (COMPLETION_URL, {"echo": True}, "body field 'echo' is not supported with this value"),
-        (COMPLETION_URL, {"best_of": 2}, "body field 'best_of' is not supported with this value"),
-        (COMPLETION_URL, {"n": 3, "best_of": 4}, "body field 'best_of' is not supported with this value"),
-        (COMPLETION_URL, {"foo": 1}, "unknown field 'foo' in the body"),
-        (
-            CHAT_URL,
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs and response_format both say what the text must look like: give one of them",
-        ),
-        (
-            COMPLETION_URL,
-            {"guided_choice": ["a"]},
-            'guided_choice is structured_outputs = {"choice": ...} here, as in vLLM since 0.12',
-        ),
-        (COMPLETION_URL, {"n": 0}, "n = 0 must be an integer from 1 to 128"),
-    ],
-)
-def test_an_openai_body_that_cannot_be_honoured_is_refused_by_key(url: str, body: dict[str, Any], message: str) -> None:
-    with pytest.raises((RowProblem, ParamError)) as caught:
-        merge_params(SamplingParams(), asked(url, **body))
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("body", "is_chat"),
-    [({"messages": [{"role": "user", "content": "Hi"}]}, True), ({"prompt": "Hi", "max_tokens": 3}, False)],
-)
-def test_a_line_of_an_id_and_a_body_is_what_its_body_says(body: dict[str, Any], is_chat: bool) -> None:
-    request = parse_batch_line({"custom_id": "a", "body": body})
-    assert (request.is_chat, request.content) == (is_chat, body["messages" if is_chat else "prompt"])

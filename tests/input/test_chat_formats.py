@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import io
 import itertools
 import json
 import tempfile
@@ -11,20 +11,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import PUBLISHED, fix_date
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_helpers import VOCAB_SIZE, jsonl, source_of, write_tokenizer
+from input_helpers import FORMATS, builder_of, jsonl, parquet, problem, source_of, table, write_tokenizer, writer
 from repeats import share_of
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import SamplingParams
 from batchgen.input.in_memory import json_lines
-from batchgen.input.requests import RequestBuilder
 from batchgen.text.tokenizer import Tokenizer
 
 NOW = datetime(2026, 5, 1)
@@ -128,31 +127,14 @@ def chats(draw: Drawn) -> list[Row]:
 
 
 def as_json_lines(rows: Sequence[Row], folder: Path) -> str:
-    (folder / "rows.jsonl").write_bytes(jsonl([{k: v for k, v in row.items() if v is not None} for row in rows]))
-    return str(folder / "rows.jsonl")
+    return FORMATS["jsonl"]([{k: v for k, v in row.items() if v is not None} for row in rows], folder)
 
 
-def as_openai_lines(rows: Sequence[Row], folder: Path) -> str:
-    lines = [{"custom_id": str(n), "url": CHAT_URL, "body": dict(row)} for n, row in enumerate(rows)]
-    (folder / "requests.jsonl").write_bytes(jsonl(lines))
-    return str(folder / "requests.jsonl")
+def requests(rows: Sequence[Row]) -> list[Row]:
+    return [{"custom_id": str(n), "url": CHAT_URL, "body": dict(row)} for n, row in enumerate(rows)]
 
 
-def as_csv(rows: Sequence[Row], folder: Path) -> str:
-    with (folder / "rows.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows({name: "" if v is None else json.dumps(v) for name, v in row.items()} for row in rows)
-    return str(folder / "rows.csv")
-
-
-def as_text_in_parquet(rows: Sequence[Row], folder: Path) -> str:
-    texts = [{name: None if v is None else json.dumps(v) for name, v in row.items()} for row in rows]
-    pq.write_table(pa.Table.from_pylist(texts), folder / "texts.parquet")
-    return str(folder / "texts.parquet")
-
-
-def _of_texts(row: Row) -> Row:
+def of_texts(row: Row) -> Row:
     """A row whose messages and tools are JSON text each, as is left of ``arrow.json`` without its type."""
     return {
         name: [json.dumps(item) for item in value] if name in ("messages", "tools") and value else value
@@ -160,58 +142,34 @@ def _of_texts(row: Row) -> Row:
     }
 
 
-def as_lines_of_texts(rows: Sequence[Row], folder: Path) -> str:
-    (folder / "texts.jsonl").write_bytes(jsonl([_of_texts(row) for row in rows]))
-    return str(folder / "texts.jsonl")
-
-
-def as_texts_in_parquet(rows: Sequence[Row], folder: Path) -> str:
-    columns = {name: [_of_texts(row)[name] for row in rows] for name in ("messages", "tools")}
+def lists_of_texts(rows: Sequence[Row]) -> bytes:
+    columns = {name: [of_texts(row)[name] for row in rows] for name in ("messages", "tools")}
     kwargs = [json.dumps(row["chat_template_kwargs"]) if row["chat_template_kwargs"] else None for row in rows]
     table = pa.table({name: pa.array(column, pa.list_(pa.string())) for name, column in columns.items()})
-    pq.write_table(table.append_column("chat_template_kwargs", pa.array(kwargs, pa.string())), folder / "lists.parquet")
-    return str(folder / "lists.parquet")
+    sink = io.BytesIO()
+    pq.write_table(table.append_column("chat_template_kwargs", pa.array(kwargs, pa.string())), sink)
+    return sink.getvalue()
 
 
-def as_data_frame(rows: Sequence[Row], folder: Path) -> str:
-    import pandas as pd
-
-    frame = pd.read_parquet(as_datasets_parquet(rows, folder))
-    (folder / "frame.jsonl").write_bytes(b"".join(json_lines(frame, InputSpec().request_columns)))
-    return str(folder / "frame.jsonl")
+def in_memory(rows: Any) -> bytes:
+    return b"".join(json_lines(rows, InputSpec().request_columns))
 
 
-def as_table_in_memory(rows: Sequence[Row], folder: Path) -> str:
-    lines = json_lines(pa.Table.from_pylist(list(rows)), InputSpec().request_columns)
-    (folder / "table.jsonl").write_bytes(b"".join(lines))
-    return str(folder / "table.jsonl")
-
-
-def as_parquet(rows: Sequence[Row], folder: Path) -> str:
-    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "rows.parquet")
-    return str(folder / "rows.parquet")
-
-
-def as_requests_in_parquet(rows: Sequence[Row], folder: Path) -> str:
-    lines = [{"custom_id": str(n), "url": CHAT_URL, "body": dict(row)} for n, row in enumerate(rows)]
-    pq.write_table(pa.Table.from_pylist(lines), folder / "requests.parquet")
-    return str(folder / "requests.parquet")
-
-
-def _dataset(rows: Sequence[Row]) -> Any:
+def dataset(rows: Sequence[Row]) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     return datasets.Dataset.from_list(list(rows), on_mixed_types="use_json")
 
 
-def as_datasets_parquet(rows: Sequence[Row], folder: Path) -> str:
-    _dataset(rows).to_parquet(str(folder / "datasets.parquet"))
-    return str(folder / "datasets.parquet")
+def of_datasets(rows: Sequence[Row]) -> bytes:
+    sink = io.BytesIO()
+    dataset(rows).to_parquet(sink)
+    return sink.getvalue()
 
 
 def as_saved_dataset(rows: Sequence[Row], folder: Path) -> str:
-    _dataset(rows).save_to_disk(str(folder / "saved"))
+    dataset(rows).save_to_disk(str(folder / "saved"))
     return str(folder / "saved")
 
 
@@ -221,10 +179,24 @@ def as_streamed_dataset(rows: Sequence[Row], folder: Path) -> str:
     return f"hf:{folder / 'files'}"
 
 
-TEXTS = [as_openai_lines, as_csv, as_text_in_parquet, as_lines_of_texts, as_texts_in_parquet]
-# These cannot hold any chat.
-TYPED = [as_parquet, as_requests_in_parquet, as_datasets_parquet, as_saved_dataset, as_data_frame]
-TYPED += [as_table_in_memory]
+TEXTS = [
+    writer("requests.jsonl", lambda rows: jsonl(requests(rows))),
+    writer("rows.csv", lambda rows: table([{k: "" if v is None else v for k, v in row.items()} for row in rows])),
+    writer(
+        "texts.parquet",
+        lambda rows: parquet([{k: None if v is None else json.dumps(v) for k, v in row.items()} for row in rows]),
+    ),
+    writer("texts.jsonl", lambda rows: jsonl(list(map(of_texts, rows)))),
+    writer("lists.parquet", lists_of_texts),
+]
+TYPED = [  # these cannot hold any chat
+    writer("rows.parquet", parquet),
+    writer("requests.parquet", lambda rows: parquet(requests(rows))),
+    writer("datasets.parquet", of_datasets),
+    as_saved_dataset,
+    writer("frame.jsonl", lambda rows: in_memory(pd.read_parquet(io.BytesIO(of_datasets(rows))))),
+    writer("table.jsonl", lambda rows: in_memory(pa.Table.from_pylist(list(rows)))),
+]
 _NO_FORM = (pa.ArrowException, TypeError, ValueError, UsageError)  # the last of what lost its type on the way
 
 
@@ -238,8 +210,7 @@ class Made:
         write_tokenizer(folder / name, chat_template=template)
         self.ours = Tokenizer.load(folder / name, NOW)
         self.theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / name)
-        sizes = {"max_model_len": 99_999, "vocab_size": VOCAB_SIZE}
-        self._builder = RequestBuilder(InputSpec(path=("rows",)), SamplingParams(), self.ours, **sizes)
+        self._builder = builder_of(self.ours, max_model_len=99_999)
 
     def answers(self, path: str) -> list[str]:
         """Per row its prompt, or why there is none."""
@@ -249,7 +220,7 @@ class Made:
 
     def _told(self, row: Any) -> str:
         if row.error:
-            return f"{row.error.code}: {row.error.message.replace('body.', '')}"
+            return problem(row).replace("body.", "")
         return self.ours.decode(row.prompt_token_ids, skip_special_tokens=False)
 
 
@@ -293,7 +264,7 @@ def check_forms(made: Made, rows: Sequence[Row], forms: Sequence[Callable[[Seque
             except _NO_FORM:
                 continue
             for answer, *expected in zip(made.answers(path), written, as_arrow, strict=True):
-                assert answer in (expected if form in TYPED else expected[:1]), form.__name__
+                assert answer in (expected if form in TYPED else expected[:1]), path
 
 
 @given(chats(), st.sampled_from(sorted(PUBLISHED)))
@@ -349,20 +320,14 @@ def _texts(value: Any) -> list[str]:
 
 
 def forms_of(row: Row) -> Iterator[Row]:
-    """A chat with each list of parts as it is or joined, and each of OpenAI's roles as it is or by its other name."""
-    lists = [n for n, item in enumerate(row["messages"]) if isinstance(item["content"], list)]
+    """A chat with its lists of parts as they are or joined, each of OpenAI's roles as it is or by its other name."""
     for renamed in ({}, {"developer": "system"}, {"function": "tool"}, {"developer": "system", "function": "tool"}):
-        for size in range(len(lists) + 1):
-            for joined in itertools.combinations(lists, size):
-                messages = [
-                    {
-                        **item,
-                        "role": renamed.get(item["role"], item["role"]),
-                        "content": "\n".join(_texts(item["content"])) if n in joined else item["content"],
-                    }
-                    for n, item in enumerate(row["messages"])
-                ]
-                yield {**row, "messages": messages}
+        for join in (lambda content: content, lambda content: "\n".join(_texts(content))):
+            messages = [
+                {**item, "role": renamed.get(item["role"], item["role"]), "content": join(item["content"])}
+                for item in row["messages"]
+            ]
+            yield {**row, "messages": messages}
 
 
 def wanted(row: Row) -> set[str]:

@@ -106,12 +106,7 @@ def test_metadata_that_say_nothing_leave_numbers(metadata: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_names_are_expected_and_kept(form: str, job: JobMaker) -> None:
     spec = job.spec(
-        input={
-            "path": [written(job.folder, form)],
-            "id": None,
-            "prompt": "{question}",
-            "columns": ["label"],
-        },
+        input={"path": [written(job.folder, form)], "id": None, "prompt": "{question}", "columns": ["label"]},
         output={"path": str(job.output)},
         eval={"expected": "label"},
         classify={"labels": NAMES},
@@ -121,12 +116,3 @@ def test_names_are_expected_and_kept(form: str, job: JobMaker) -> None:
     assert [row["input_label"] for row in job.outputs()] == ["World", None, None]
     accuracy = json.loads((job.output / "report.json").read_bytes())["accuracy"]
     assert accuracy["total"] == 1
-
-
-def test_a_prompt_has_the_name(job: JobMaker) -> None:
-    path = written(job.folder, "parquet")
-    spec = job.spec(input={"path": [path], "id": None, "prompt": "Is it {label}?"}, sampling={"prompt_logprobs": 0})
-    assert job.run(spec).exit_code == 3
-    [row] = job.outputs()
-    assert "".join(token["token"] for token in row["prompt_logprobs"]).endswith("Is it World?")
-    assert [error["code"] for error in job.errors()] == ["empty_prompt"] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chat_templates import PUBLISHED, TOOLS, fix_date
-from input_helpers import told, write_tokenizer
+from input_helpers import loaded, told, write_tokenizer
 from run_helpers import MODEL, JobMaker, quiet
 
 import batchgen
@@ -52,28 +52,23 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatc
     assert num_equal > 20
 
 
-def answer(columns: dict[str, Any], folder: Path, **keys: Any) -> str:
-    """The prompt that LFM2's template makes of a row, or the row's error."""
-    return told(Tokenizer.load(write_tokenizer(folder)), columns, **keys)
-
-
 BEGUN = {"role": "assistant", "content": "It is "}
 CALLING = {"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 
 
-def test_a_row_is_continued_where_the_job_says_so(tmp_path: Path) -> None:
+def test_a_row_is_continued_where_the_job_says_so() -> None:
     chat = {"messages": [USER, BEGUN]}
-    assert answer(chat, tmp_path, continue_final_message=True).endswith("<|im_start|>assistant\nIt is ")
-    assert answer(chat, tmp_path).endswith("It is <|im_end|>\n<|im_start|>assistant\n")
+    assert told(loaded(), chat, continue_final_message=True).endswith("<|im_start|>assistant\nIt is ")
+    assert told(loaded(), chat).endswith("It is <|im_end|>\n<|im_start|>assistant\n")
     parts = {"role": "assistant", "content": [{"type": "text", "text": "It"}, {"type": "text", "text": "is "}]}
-    found = answer({"messages": [USER, parts], "system": ""}, tmp_path, continue_final_message=True, system="S")
+    found = told(loaded(), {"messages": [USER, parts], "system": ""}, continue_final_message=True, system="S")
     assert found.endswith("<|im_start|>assistant\nIt\nis ") and "<|im_start|>system\nS<|im_end|>" in found
 
 
-def test_a_request_in_openais_form_says_it_itself_as_in_vllm(tmp_path: Path) -> None:
+def test_a_request_in_openais_form_says_it_itself_as_in_vllm() -> None:
     def end(job: bool, **body: Any) -> str:
         line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [USER, BEGUN], **body}}
-        return answer(line, tmp_path, continue_final_message=job).rpartition("assistant\n")[2]
+        return told(loaded(), line, continue_final_message=job).rpartition("assistant\n")[2]
 
     for job in (False, True):
         assert end(job, continue_final_message=True, add_generation_prompt=False) == "It is "
@@ -91,21 +86,20 @@ def test_a_request_in_openais_form_says_it_itself_as_in_vllm(tmp_path: Path) -> 
         ({"messages": [USER, CALLING]}, "messages: the last message calls tools"),
     ],
 )
-def test_a_chat_that_ends_otherwise_is_an_error_row(columns: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_a_chat_that_ends_otherwise_is_an_error_row(columns: dict[str, Any], problem: str) -> None:
     why = "continue_final_message needs a chat that ends in a text of the assistant"
-    assert answer(columns, tmp_path, continue_final_message=True) == f"bad_param: {problem}: {why}"
+    assert told(loaded(), columns, continue_final_message=True) == f"bad_param: {problem}: {why}"
 
 
-def test_a_prompt_that_is_no_chat_is_an_error_row_that_says_so(tmp_path: Path) -> None:
+def test_a_prompt_that_is_no_chat_is_an_error_row_that_says_so() -> None:
     said = "bad_param: column 'prompt' is not a chat: continue_final_message needs messages that end with"
-    assert answer({"prompt": "Hi"}, tmp_path, continue_final_message=True) == f"{said} an assistant text"
+    assert told(loaded(), {"prompt": "Hi"}, continue_final_message=True) == f"{said} an assistant text"
 
 
-def test_a_template_that_changes_the_text_is_an_error_row(tmp_path: Path) -> None:
+def test_a_template_that_changes_the_text_is_an_error_row() -> None:
     for change in ("upper", "replace('is', 'was')", "truncate(3, True, '')"):
         loud = f"{{% for m in messages %}}{{{{ m.content | {change} }}}}{{% endfor %}}"
-        tokenizer = Tokenizer.load(write_tokenizer(tmp_path, chat_template=loud))
-        [found] = tokenizer.render_chats([{"messages": [USER, BEGUN], CONTINUES: True}])
+        [found] = loaded(loud).render_chats([{"messages": [USER, BEGUN], CONTINUES: True}])
         assert isinstance(found, ChatTemplateError), found
         assert "changes the text of the final message" in str(found) or "does not show" in str(found)
 
@@ -115,17 +109,11 @@ def test_a_template_that_changes_the_text_is_an_error_row(tmp_path: Path) -> Non
 )
 def test_a_job_without_chats_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"input\.continue_final_message needs chats: name their column in"):
-        load_job(
-            None,
-            {
-                "model": {"path": "m"},
-                "input": {"path": "x", "continue_final_message": True, **keys},
-                "output": {"path": "o"},
-            },
-        )
+        input_ = {"path": "x", "continue_final_message": True, **keys}
+        load_job(None, {"model": {"path": "m"}, "input": input_, "output": {"path": "o"}})
 
 
-def test_the_text_is_the_continuation_alone_and_another_job(job: JobMaker) -> None:
+def test_the_text_is_the_continuation_alone(job: JobMaker) -> None:
     asked = {"role": "user", "content": 'Write "shadow" in capital letters.'}
     job.write([{"messages": [asked, {"role": "assistant", "content": "SHA"}]}, {"messages": [asked]}])
     keys = {"prompt": None, "id": None, "chat_template": "auto"}
@@ -134,8 +122,6 @@ def test_the_text_is_the_continuation_alone_and_another_job(job: JobMaker) -> No
     [row] = job.outputs()
     assert row["text"] == "DOW"
     assert job.errors()[0]["code"] == "bad_param"
-    with pytest.raises(UsageError, match=r"input\.continue_final_message: was true, now false"):
-        run_job(job.spec(model={"path": str(MODEL)}, input=keys), quiet())
     with batchgen.LLM(MODEL) as llm:
         [found] = llm.chat([asked, {"role": "assistant", "content": "SHA"}], max_tokens=8, continue_final_message=True)
     assert found["text"] == "DOW"

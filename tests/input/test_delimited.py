@@ -13,12 +13,11 @@ from typing import Any
 
 import input_helpers
 import pytest
-from input_helpers import codes, read_bytes, source_of, zstd
+from input_helpers import codes, read_all_ways, read_bytes, source_of, zstd
 from run_helpers import MODEL, JobMaker, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
-from batchgen.core.records import Row
 from batchgen.input.formats import delimited
 from batchgen.plan.dry_run import make_plan
 from batchgen.plan.text import render_plan
@@ -45,16 +44,6 @@ def in_the_library(content: bytes, delimiter: str, *, strict: bool = False) -> l
     rows: list[Any] = []
     with suppress(csv.Error, UnicodeDecodeError):
         rows.extend(csv.DictReader(stream, delimiter=delimiter, strict=strict))
-    return rows
-
-
-def read_all_ways(path: Path, **keys: Any) -> list[Row]:
-    """The rows of a file, after checking that reading on from behind each gives the same ones."""
-    source = source_of(path, **keys)
-    rows = list(source.read())
-    for number, row in enumerate(rows):
-        assert list(source.read(row.after)) == rows[number + 1 :]
-    assert list(source.read(wanted=lambda index: index % 2 == 1)) == rows[1::2]
     return rows
 
 

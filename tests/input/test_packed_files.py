@@ -177,15 +177,7 @@ def test_what_would_pass_as_lines_of_text_is_refused_by_name(
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"one line",
-        b"one line\r",
-        b"one\rtwo\r\nthree\r\n",
-        b"a\0\nb\n",
-        b"a\0\0\n" * 9 + b"b" * 9,
-        bytes(64),
-        b"x",
-    ],
+    [b"one line", b"one line\r", b"one\rtwo\r\nthree\r\n", b"a\0\nb\n", b"a\0\0\n" * 9 + b"b" * 9, bytes(64), b"x"],
 )
 def test_lines_with_odd_bytes_among_them_are_still_lines(content: bytes, tmp_path: Path) -> None:
     assert set(codes(read_bytes(tmp_path, content, "rows.txt"))) == {"ok"}

@@ -60,10 +60,7 @@ def test_the_digest_is_the_one_that_sha256sum_prints(tmp_path: Path) -> None:
 
 def test_a_text_line_keeps_its_white_space_and_loses_only_its_end(tmp_path: Path) -> None:
     rows = read_bytes(tmp_path, "\ufeff  two\u2028lines \r\n\n\ttab\n".encode(), "rows.txt")
-    assert [row.columns for row in rows if row.error is None] == [
-        {"text": "  two\u2028lines "},
-        {"text": "\ttab"},
-    ]
+    assert [row.columns for row in rows if row.error is None] == [{"text": "  two\u2028lines "}, {"text": "\ttab"}]
 
 
 def test_json_is_read_as_leniently_as_python_does_where_that_loses_nothing(tmp_path: Path) -> None:

@@ -20,12 +20,11 @@ import pytest
 from hostile_inputs import SOUND, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from input_helpers import FORMATS, as_text, codes, source_of, zstd
+from input_helpers import FORMATS, as_text, codes, read_all_ways, source_of, zstd
 from repeats import share_of
 from run_helpers import ENVIRONMENT, survived
 
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Row
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -47,19 +46,6 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def read_all_ways(path: Path | str, **keys: object) -> list[Row]:
-    """The rows of a file, after checking that reading on from behind each gives the same ones."""
-    source = source_of(path, **keys)
-    rows = list(source.read())
-    assert [row.index for row in rows] == list(range(len(rows)))
-    for number in range(0, len(rows), max(1, len(rows) // 5)):
-        same = list(source.read(rows[number].after))
-        assert repr(same) == repr(rows[number + 1 :])  # repr: NaN is not equal to itself
-        skipped = list(source.read(wanted=lambda index, chosen=number: index == chosen))
-        assert repr(skipped) == repr([rows[number]])
-    return rows
-
-
 # Without lines in cells, so that the line of each row is known.
 TEXTS = st.text("aé \t,;\"'|\x85\u2028日😀", min_size=1, max_size=9)
 ITEMS = st.lists(st.integers(-(2**53), 2**53), min_size=1, max_size=2)
@@ -77,7 +63,7 @@ def test_any_table_written_in_any_format_is_read_as_the_same_rows_from_any_row_o
     with tempfile.TemporaryDirectory() as name:
         path = FORMATS[form](rows, Path(name))
         read = read_all_ways(path)
-        texts = {"text": [{"text": row["prompt"]} for row in rows], "csv": as_text(rows), "tsv.gz": as_text(rows)}
+        texts = {"txt": [{"text": row["prompt"]} for row in rows], "csv": as_text(rows), "tsv.gz": as_text(rows)}
         assert [row.columns for row in read if row.error is None] == texts.get(form, rows)
         half = len(rows) // 2
         lines = [*range(1, half + 1), *range(1, len(rows) - half + 1)] if form == "parts" else range(1, len(rows) + 1)

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from remote_servers import CREDENTIALS, Remote, server_of
-from run_helpers import (
-    JobMaker,
-    journal_of,
-    quiet,
-    rows_of,
-    without_timings,
-)
+from run_helpers import JobMaker, journal_of, quiet, rows_of, without_timings
 
 from batchgen.cli.main import cli
 from batchgen.core import remote

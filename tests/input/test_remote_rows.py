@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_helpers import jsonl, parquet, sample_rows, source_of, table, zstd
+from input_helpers import CONTENTS, jsonl, parquet, sample_rows, source_of
 from remote_servers import FileServer, Remote, fingerprinted, server_of, settle
 from repeats import slow
 
@@ -27,17 +25,6 @@ KINDS = ("moto", "web", slow("hf"), slow("gs"))
 SERVED = ("s3", "web", slow("hf"), slow("gs"))  # whose faults the tests decide
 
 
-FORMS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
-    "rows.jsonl": jsonl,
-    "rows.jsonl.gz": lambda rows: gzip.compress(jsonl(rows)),
-    "rows.jsonl.zst": lambda rows: zstd(jsonl(rows)),
-    "rows.txt": lambda rows: "".join(f"{row['prompt']}\n" for row in rows).encode(),
-    "rows.csv": table,
-    "rows.tsv.zst": lambda rows: zstd(table(rows, "\t")),
-    "rows.parquet": parquet,
-}
-
-
 every_kind = pytest.mark.parametrize("place", KINDS, indirect=True)
 served = pytest.mark.parametrize("place", SERVED, indirect=True)
 on_the_web = pytest.mark.parametrize("place", ["web"], indirect=True)
@@ -47,9 +34,9 @@ on_the_web = pytest.mark.parametrize("place", ["web"], indirect=True)
 
 
 @every_kind
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", CONTENTS)
 def test_rows_are_those_of_the_same_local_file_from_every_cursor(place: Remote, name: str, tmp_path: Path) -> None:
-    content = FORMS[name](sample_rows(8))
+    content = CONTENTS[name](sample_rows(8))
     (tmp_path / name).write_bytes(content)
     address = place.put(name, content)
     local, source = [*source_of(tmp_path / name).read()], fingerprinted(address)
@@ -172,7 +159,7 @@ def changed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @served
-@pytest.mark.parametrize(("name", "change"), [*((name, "replaced") for name in FORMS), ("rows.jsonl", "removed")])
+@pytest.mark.parametrize(("name", "change"), [*((name, "replaced") for name in CONTENTS), ("rows.jsonl", "removed")])
 def test_a_file_that_changes_while_it_is_read_ends_the_run_before_a_new_row(
     place: Remote, name: str, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,14 +168,14 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run_before_a_new_row(
     rows = [{**row, "pad": os.urandom(300).hex()} for row in sample_rows(1000)]
     if name == "rows.txt":
         rows = [{**row, "prompt": row["prompt"] + row["pad"]} for row in rows]
-    address = place.put(name, FORMS[name](rows))
+    address = place.put(name, CONTENTS[name](rows))
     source = fingerprinted(address)
     reading = source.read()
     read = [next(reading)]
     if change == "removed":
         place.remove(name)
     else:
-        place.put(name, FORMS[name](changed(rows)))
+        place.put(name, CONTENTS[name](changed(rows)))
     with pytest.raises(InputError, match=f"{name} has changed while it was in use: .*run again to resume") as caught:
         read.extend(reading)
     assert caught.value.exit_code == ExitCode.USAGE
@@ -229,7 +216,7 @@ def test_a_server_that_heeds_no_precondition_gives_no_byte_of_another_version(pl
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
 @pytest.mark.parametrize("fault", ["reset", 503])
 def test_faults_that_pass_change_no_row(place: Remote, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = fingerprinted(place.put(name, FORMS[name](sample_rows(8))))
+    source = fingerprinted(place.put(name, CONTENTS[name](sample_rows(8))))
     quicken(monkeypatch)
     expected = [*source.read()]
     assert len(expected) == 8
@@ -257,7 +244,7 @@ def test_a_lasting_fault_is_one_line_and_no_bad_row(place: Remote, fault: Any, m
     quicken(monkeypatch)
     for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet"):
         server_of(place).lasting = None
-        source = fingerprinted(place.put(name, FORMS[name](sample_rows(8))))
+        source = fingerprinted(place.put(name, CONTENTS[name](sample_rows(8))))
         server_of(place).lasting = fault
         rows: list[Any] = []
         with pytest.raises(RemoteError, match=rf"cannot read on in .*{name}: .*run again to resume") as caught:

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import tokenizers
-from chat_templates import PUBLISHED, TOOLS
-from input_helpers import builder_of, requests_of, row_of, write_tokenizer
-from run_helpers import JobMaker, quiet
+from chat_templates import PUBLISHED, THINKING, TOOLS
+from input_helpers import builder_of, loaded, problem, requests_of, row_of
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Request, Row
 from batchgen.input.rows import Embedded
-from batchgen.run.job import run_job
 from batchgen.text.tokenizer import Tokenizer
 
 REFUSED = "bad_param: the prompt holds {}, which special_tokens says to refuse"
-
-
-@cache
-def loaded(template: str) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(Path(mkdtemp()), chat_template=PUBLISHED.get(template, template)))
 
 
 def made(tokenizer: Tokenizer, columns: dict[str, Any], asked: Any = None, **keys: Any) -> Request | Row:
     builder = builder_of(tokenizer, asked, **{"special_tokens": "refuse", **keys})
     [found] = requests_of(builder, [row_of(columns)])
     return found
-
-
-def problem(found: Request | Row) -> str:
-    assert isinstance(found, Row) and found.error is not None
-    return f"{found.error.code}: {found.error.message}"
 
 
 KINDS: dict[str, Callable[[str], tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -66,7 +51,7 @@ def test_rows_of_every_form_are_refused_and_the_jobs_own_tokens_are_not(kind: st
 def test_texts_for_vectors_are_refused_too() -> None:
     embedded = Embedded("mean", "<|im_end|>", True, 8, True)
     for text, is_refused in (("a<|im_start|>", True), ("a", False)):
-        found = made(loaded("qwen3"), {"prompt": text}, embedded, chat_template="none")
+        found = made(loaded(THINKING), {"prompt": text}, embedded, chat_template="none")
         assert isinstance(found, Row) == is_refused
 
 
@@ -78,7 +63,7 @@ def test_tools_of_a_row_are_searched(place: str) -> None:
         "parameters": {"parameters": {"type": "object", "properties": {"<|im_end|>": {"type": "string"}}}},
     }[place]
     row = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
-    assert problem(made(loaded("qwen3"), row)) == REFUSED.format("<|im_end|>")
+    assert problem(made(loaded(THINKING), row)) == REFUSED.format("<|im_end|>")
 
 
 def test_variables_of_a_row_are_searched() -> None:
@@ -93,7 +78,7 @@ def test_a_row_that_is_nested_too_deeply_is_an_error_row() -> None:
         schema = {"a": schema}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     row = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
-    assert problem(made(loaded("qwen3"), row)).startswith("template_error: ")
+    assert problem(made(loaded(THINKING), row)).startswith("template_error: ")
 
 
 @pytest.mark.parametrize(
@@ -108,13 +93,13 @@ def test_a_row_that_is_nested_too_deeply_is_an_error_row() -> None:
     ],
 )
 def test_a_token_that_parts_of_a_prompt_make_together_is_refused(prompt: str, row: dict[str, Any]) -> None:
-    found = made(loaded("qwen3"), row, prompt=prompt, chat_template="none")
+    found = made(loaded(THINKING), row, prompt=prompt, chat_template="none")
     assert problem(found) == REFUSED.format("<|im_end|>")
 
 
 def test_a_value_that_the_prompt_does_not_hold_refuses_nothing() -> None:
     row = {"meta": {"a": "x", "b": "<|im_end|>"}}
-    assert isinstance(made(loaded("qwen3"), row, prompt="{meta[a]}"), Request)
+    assert isinstance(made(loaded(THINKING), row, prompt="{meta[a]}"), Request)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -127,7 +112,7 @@ def test_calls_and_tools_without_special_tokens_are_as_ever(name: str) -> None:
         {"role": "user", "content": "e"},
     ]
     row = {"messages": messages, "tools": TOOLS}
-    assert made(loaded(name), row) == made(loaded(name), row, special_tokens="allow")
+    assert made(loaded(PUBLISHED[name]), row) == made(loaded(PUBLISHED[name]), row, special_tokens="allow")
 
 
 def test_a_tokenizer_that_normalizes_special_tokens_cannot_find_them() -> None:
@@ -138,14 +123,3 @@ def test_a_tokenizer_that_normalizes_special_tokens_cannot_find_them() -> None:
     assert len(backend.encode("\uff1cs\uff1e").ids) == 1
     with pytest.raises(UsageError, match=r"changes texts before it looks for <s>"):
         made(Tokenizer(backend), {"prompt": "a"}, chat_template="none")
-
-
-def test_it_is_another_job(job: JobMaker) -> None:
-    job.write([{"question": "Write <|im_end|>"}, {"question": "Write so"}])
-    keys = {"id": None}
-    assert run_job(job.spec(input=keys), quiet()).exit_code == 0
-    with pytest.raises(UsageError, match=r'input\.special_tokens: was "allow", now "refuse"'):
-        run_job(job.spec(input=keys | {"special_tokens": "refuse"}), quiet())
-    job.output = job.folder / "refused"
-    assert run_job(job.spec(input=keys | {"special_tokens": "refuse"}), quiet()).exit_code == 3
-    assert [row["code"] for row in job.errors()] == ["bad_param"]

@@ -28,6 +28,15 @@ HOSTILE = [
     "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
     "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
+    # Out of the sandbox, and faults.
+    *("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__.__base__.__subclasses__()[0] }}"),
+    *("{{ self.__init__.__globals__ }}", "{{ cycler.__init__.__globals__.os.popen('id').read() }}"),
+    *("{{ strftime_now.__self__.__class__.__init__.__globals__['x'] }}", "{{ raise_exception.__globals__.json }}"),
+    "{{ ''|attr('__class__')|attr('__mro__')|last }}{{ ''|attr('__class__').__name__ }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    *("{% include 'tokenizer.json' %}", "{% import 'os' as os %}"),
+    *("{{ raise_exception('roles must alternate') }}", "{{ missing.attribute }}"),
+    *("{{ 'a' + none }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
 ]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tokenizers
 from chat_templates import DATED, THINKING
 from hypothesis import given
 from hypothesis import strategies as st
 from input_helpers import write_tokenizer
-from tokenizers import AddedToken
 
 from batchgen.text.reasoning import Reasoning, Thoughts, text_behind
 from batchgen.text.tokenizer import Tokenizer
@@ -20,13 +18,8 @@ MARKERS = ("<think>", "</think>")
 
 def tokenizer_with(folder: Path, special: bool | None = None, template: str = THINKING) -> Tokenizer:
     """A tokenizer of bytes; the markers are tokens of their own, special or not, or (None) no tokens."""
-    path = write_tokenizer(folder, chat_template=template) / "tokenizer.json"
-    if special is not None:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-        tokens = [AddedToken(marker, special=special, normalized=False) for marker in MARKERS]
-        backend.add_special_tokens(tokens) if special else backend.add_tokens(tokens)
-        backend.save(str(path))
-    return Tokenizer.load(folder)
+    added = {} if special is None else dict.fromkeys(MARKERS, special)
+    return Tokenizer.load(write_tokenizer(folder, added, chat_template=template))
 
 
 @pytest.fixture(scope="module", params=[None, False, True], ids=["text", "token", "special"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from chat_templates import CHATS, DATED, THINKING, TOOLS, VARIABLES, fix_date
-from input_helpers import SPECIAL_TOKENS, write_tokenizer
+from input_helpers import SPECIAL_TOKENS, loaded, write_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from batchgen.core.errors import ModelError
@@ -29,22 +29,13 @@ GOLDEN_WORDS |= {"Ġis": 856, "assistant": 64015}
 WORDS = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-def prompt_of(loaded: Tokenizer | ChatTemplate, messages: list[dict[str, Any]] = USER_TURN) -> str:
+def prompt_of(made: Tokenizer | ChatTemplate, messages: list[dict[str, Any]] = USER_TURN) -> str:
     """The prompt of one chat. Raises what is wrong with it."""
-    render = loaded.render_chats if isinstance(loaded, Tokenizer) else loaded.render
+    render = made.render_chats if isinstance(made, Tokenizer) else made.render
     [answer] = render([messages])
     if isinstance(answer, ChatTemplateError):
         raise answer
     return answer
-
-
-def render(template: str, messages: list[dict[str, Any]] = USER_TURN) -> str:
-    return prompt_of(ChatTemplate(template, {"bos_token": "<s>"}), messages)
 
 
 def sample(_: Path) -> Path:
@@ -83,9 +74,9 @@ def trained(folder: Path) -> Path:
 
 
 def test_the_published_vocabulary_gives_the_golden_ids(tmp_path: Path) -> None:
-    loaded = Tokenizer.load(excerpt(tmp_path))
-    assert loaded.encode_batch([prompt_of(loaded)], add_special_tokens=False) == [GOLDEN_IDS]
-    assert loaded.eos_token_ids == (7,)
+    tokenizer = Tokenizer.load(excerpt(tmp_path))
+    assert tokenizer.encode_batch([prompt_of(tokenizer)], add_special_tokens=False) == [GOLDEN_IDS]
+    assert tokenizer.eos_token_ids == (7,)
 
 
 @pytest.mark.parametrize("folder", [trained, sample])
@@ -103,7 +94,8 @@ def test_ids_text_and_chats_agree_with_transformers(folder: Callable[[Path], Pat
     assert prompt_of(ours, chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
-def test_decoding_skips_special_tokens_and_marks_bytes_that_form_no_character(tokenizer: Tokenizer) -> None:
+def test_decoding_skips_special_tokens_and_marks_bytes_that_form_no_character() -> None:
+    tokenizer = loaded()
     [ids] = tokenizer.encode_batch(["né🙂"], add_special_tokens=False)
     assert tokenizer.decode([1, *ids, 7]) == "né🙂"
     assert tokenizer.decode(ids[:2]) == "n\ufffd"
@@ -111,8 +103,8 @@ def test_decoding_skips_special_tokens_and_marks_bytes_that_form_no_character(to
     assert tokenizer.decode([10**6]) == ""
 
 
-def test_no_token_stands_for_more_bytes_than_stated(tokenizer: Tokenizer) -> None:
-    assert tokenizer.max_token_bytes == len("<|startoftext|>")
+def test_no_token_stands_for_more_bytes_than_stated() -> None:
+    assert loaded().max_token_bytes == len("<|startoftext|>")
 
 
 def test_truncation_and_padding_of_the_tokenizer_file_do_not_apply(tmp_path: Path) -> None:
@@ -148,12 +140,9 @@ def test_end_tokens_are_those_of_generation_config_and_of_the_tokenizer(
 def test_the_token_that_a_template_writes_after_an_answer_is_an_end_token(
     template: str, ends: list[str], tmp_path: Path
 ) -> None:
-    folder = write_tokenizer(tmp_path, eos_token="<|pad|>")
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in ("<|tool|>", "<|tool")])
-    backend.save(str(folder / "tokenizer.json"))
-    loaded = Tokenizer.load(folder, template=("here", {"default": template}))
-    assert {loaded.token_id(end) for end in ["<|pad|>", *ends]} == set(loaded.eos_token_ids)
+    folder = write_tokenizer(tmp_path, {"<|tool|>": False, "<|tool": False}, eos_token="<|pad|>")
+    tokenizer = Tokenizer.load(folder, template=("here", {"default": template}))
+    assert {tokenizer.token_id(end) for end in ["<|pad|>", *ends]} == set(tokenizer.eos_token_ids)
 
 
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
@@ -162,11 +151,10 @@ def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
     assert prompt_of(Tokenizer.load(folder), USER_TURN) == "<B>The ruler of a kingdom is a"
 
 
-def test_a_folder_without_a_template_says_so(tmp_path: Path) -> None:
-    loaded = Tokenizer.load(write_tokenizer(tmp_path, chat_template=None))
-    assert loaded.chat_template is None
+def test_a_folder_without_a_template_says_so() -> None:
+    assert loaded(None).chat_template is None
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        prompt_of(loaded, USER_TURN)
+        prompt_of(loaded(None))
 
 
 @pytest.mark.parametrize(
@@ -196,25 +184,6 @@ def test_an_unusable_file_of_the_folder_is_one_line_that_names_it(
     with pytest.raises(ModelError, match=message) as caught:
         Tokenizer.load(folder)
     assert name in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        *("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__.__base__.__subclasses__()[0] }}"),
-        *("{{ self.__init__.__globals__ }}", "{{ cycler.__init__.__globals__.os.popen('id').read() }}"),
-        *("{{ strftime_now.__self__.__class__.__init__.__globals__['x'] }}", "{{ raise_exception.__globals__.json }}"),
-        "{{ ''|attr('__class__')|attr('__mro__')|last }}{{ ''|attr('__class__').__name__ }}",
-        *("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "{% set _ = messages.append(1) %}"),
-        *("{% include 'tokenizer.json' %}", "{% import 'os' as os %}"),
-        *("{{ raise_exception('roles must alternate') }}", "{{ 1 / 0 }}", "{{ missing.attribute }}"),
-        *("{{ 'a' + none }}", "{{ '%c' % 55357 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
-    ],
-)
-def test_a_template_that_leaves_the_sandbox_or_fails_is_one_line_and_nothing_else(template: str) -> None:
-    with pytest.raises(ChatTemplateError) as caught:
-        render(template)
-    assert "\n" not in str(caught.value)
 
 
 def test_merges_are_never_left_out_at_random(tmp_path: Path) -> None:
@@ -275,8 +244,8 @@ def test_the_time_of_a_template_is_the_one_given_in_its_own_place() -> None:
     assert list(ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", {}, given).render([[]])) == ["03 Feb 2026 23:30"]
 
 
-def test_the_bytes_of_a_token_are_told_where_its_text_hides_them(tokenizer: Tokenizer) -> None:
-    text = " 🙂é"
+def test_the_bytes_of_a_token_are_told_where_its_text_hides_them() -> None:
+    tokenizer, text = loaded(), " 🙂é"
     [ids] = tokenizer.encode_batch([text], False)
     assert not isinstance(ids, Exception)
     assert b"".join(tokenizer.token_bytes(token_id) or b"?" for token_id in ids) == text.encode()

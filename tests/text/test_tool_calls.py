@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 from chat_templates import DATED, LISTED, SILENT, THINKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import CHAT_TEMPLATE, write_tokenizer
-from tokenizers import AddedToken
 
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tool_calls import FORMATS, ToolCalls, offered_tools, tool_format
@@ -27,17 +25,12 @@ SPECIAL = {  # what vocabularies of the family hold, and whether decoding skips 
     "Hermes": {"<tool_call>": False, "</tool_call>": False},
     "Llama 3": {"<|python_tag|>": True},
 }
-TEMPLATES = {"LFM2": SILENT, "Mistral": LISTED, "Hermes": THINKING, "Llama 3": DATED}
 
 
 def tokenizer_of(folder: Path, template: str = CHAT_TEMPLATE, *families: str) -> Tokenizer:
     """A tokenizer of bytes with the tokens of some families."""
-    path = write_tokenizer(folder, chat_template=template) / "tokenizer.json"
-    backend = tokenizers.Tokenizer.from_file(str(path))
-    added = [AddedToken(text, special=skip) for name in families for text, skip in SPECIAL[name].items()]
-    backend.add_tokens(added)
-    backend.save(str(path))
-    return Tokenizer.load(folder)
+    added = {text: skip for name in families for text, skip in SPECIAL[name].items()}
+    return Tokenizer.load(write_tokenizer(folder, added, chat_template=template))
 
 
 def parsed(family: str, text: str, offered: Any = None) -> Any:
