@@ -1,7 +1,6 @@
 """Check of the columns that a job names against the first rows of its input, before the weights are loaded.
 
-A misspelt name would fail every row of a job, or silently leave its kept columns out of every record. A column that
-only some rows lack is an error of those rows.
+A misspelt name would fail every row, or silently leave kept columns out; a column that some rows lack is their error.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ _FIELD = re.compile(r"\{[^{}]+\}")
 def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> list[str]:
     """Look at the first of ``rows``, the rows of all shards. Returns lines that the user should read.
 
-    Raises UsageError in four cases: many rows come first and none is JSON; all of them lack a column that the job names
-    (the error names the key, the nearest column and all others); the prompt's template does not name a column or cannot
-    be rendered for any row; the job does not name a prompt and no row has one.
+    Raises UsageError if many rows come first and none is JSON; if all lack a column that the job names; if the prompt's
+    template does not name a column or cannot be rendered for any row; if no row has a prompt and the job names none.
     """
     tried = list(_tried(rows))
     head = [row for row in tried if row.error is None]

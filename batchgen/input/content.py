@@ -38,10 +38,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat to be rendered by the model's chat template: the template's variables, including ``messages``.
-
-    ``name`` is the row's name for the messages; the first ``num_added`` of them come from the job.
-    """
+    """A chat: the template's variables with ``messages``, named ``name`` in the row; ``num_added`` are the job's."""
 
     variables: Mapping[str, Any]
     name: str = "messages"
@@ -54,10 +51,7 @@ _Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Prompt of a row, and the sampling values that it brings, not yet checked.
-
-    ``more`` are the further texts of a request for several vectors.
-    """
+    """Prompt of a row (``more``: further texts for several vectors), and its sampling values, not yet checked."""
 
     prompt: Prompt
     overrides: Mapping[str, Any]
@@ -67,12 +61,11 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    ``prompt_columns`` are the columns a prompt may be in, the first choice first; ``template`` takes their place if the
-    job has one. If a row is rendered as a chat, its column ``chat_template_kwargs`` is used and wins key by key over
-    the job's. If a row brings its messages, its columns ``tools`` (a list of objects, or the list as JSON text) and
-    ``tool_choice`` are used; with "none" the tools stay out of the prompt, so that the model does not call any. A name
-    that the chat template never mentions is refused, since it would change nothing. Raises UsageError if [input] cannot
-    work with this tokenizer (None: a model without a tokenizer).
+    ``prompt_columns`` may hold the prompt, the first choice first; ``template`` takes their place if the job has one. A
+    rendered row's ``chat_template_kwargs`` win key by key over the job's; a name that the template never mentions is
+    refused, since it would change nothing. Its ``tools`` and ``tool_choice`` are used with its messages; with "none"
+    tools stay out of the prompt. Raises UsageError if [input] cannot work with this tokenizer, None for a model
+    without.
     """
 
     def __init__(

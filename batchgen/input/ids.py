@@ -1,7 +1,6 @@
 """The unique ids of a run, exact and in constant memory, and the validator that makes rows claim their ids.
 
-A temporary SQLite table maps each id, or a digest of a long one, to the row that claimed it. At a resume the rows that
-were read so far claim their ids again, in input order, before other rows (``rebuild_ids``).
+A temporary SQLite table maps each id, or a digest of a long one, to its row; a resume claims them again in order.
 """
 
 from __future__ import annotations

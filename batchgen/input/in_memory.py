@@ -1,7 +1,6 @@
 """Rows in memory as JSON Lines: a list, a pandas or Polars DataFrame, a dataset of ``datasets``, an Arrow table.
 
-They are then read like the rows of a file. Values that JSON lacks become text, as in all outputs. This module does not
-check columns or know about prompts.
+They are then read like the rows of a file; values that JSON lacks become text, as in all outputs.
 """
 
 from __future__ import annotations

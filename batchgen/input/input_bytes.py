@@ -23,10 +23,7 @@ _FRESH = {"hf": {"expand_info": True, "refresh": True}}  # so that a store retur
 
 
 class LocalFile:
-    """A file on this machine, called ``name`` in messages and rows. Raises OSError if it does not exist.
-
-    ``encoding`` is the encoding of its text, "" for UTF-8.
-    """
+    """A file on this machine, called ``name`` in messages; ``encoding`` of its text, "" for UTF-8. Raises OSError."""
 
     def __init__(self, path: Path, encoding: str = "") -> None:
         self.path = path
@@ -58,9 +55,8 @@ class LocalFile:
 class RemoteFile:
     """The file at an address, like ``LocalFile``; only the version found when it is opened is ever read.
 
-    ``version`` is the store's name for it: an ETag, a generation, a blob id, or the time of the last change. ``path``
-    is None, since it is not on this machine. Raises UsageError if the file does not exist, its version is unknown or
-    access is refused, and RemoteError if the server cannot be reached.
+    ``version`` is an ETag, a generation, a blob id, or the time of the last change. Raises UsageError if the file does
+    not exist, its version is unknown or access is refused, and RemoteError if the server cannot be reached.
     """
 
     def __init__(self, address: str, encoding: str = "") -> None:

@@ -1,7 +1,6 @@
 """Messages and tools of a chat, checked and brought into the one form that chat templates expect.
 
-Rows bring them in the forms of several clients, or as JSON text. This module gets values, not columns or templates, and
-does not render prompts.
+Rows bring them in the forms of several clients, or as JSON text; nothing is rendered here.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ Message = dict[str, Any]
 def checked_messages(name: str, value: object) -> list[Message]:
     """The messages in column ``name``, a list or its JSON text: objects with a ``role`` and a ``content``.
 
-    Null keys and empty ``tool_calls`` are dropped: clients write them for "none", and templates ask whether a key is
-    defined (transformers drops nulls, vLLM empty calls). Content is a text, or a list of text parts ``{"type": "text",
-    "text": ...}``, with any of OpenAI's names for their type. A turn of the assistant may lack it if it has calls,
-    reasoning or a refusal, whose text becomes the content. ``function_call``, the older form of one call, is a call.
-    Arguments that are JSON text or empty become objects, as in vLLM: a template would quote them twice. Earlier
-    reasoning may have any of its names, as in transformers; several must agree. ``from`` and ``value`` of ShareGPT
-    are a role and a content. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
+    Null keys and empty ``tool_calls`` are dropped, as by transformers and vLLM, since templates ask whether a key is
+    defined. Content is a text, or a list of text parts with any of OpenAI's names for their type. An assistant's turn
+    may lack it if it has calls, reasoning or a refusal, whose text becomes the content. ``function_call``, the older
+    form, is a call; arguments that are JSON text or empty become objects, as in vLLM: a template would quote them
+    twice. Reasoning may have any of its names; several must agree. ``from`` and ``value`` of ShareGPT are a role and a
+    content. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
     """
     value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]

@@ -1,8 +1,6 @@
-"""OpenAI Batch request lines: their prompt and their sampling values under this package's names.
+"""OpenAI Batch request lines (with vLLM's extra sampling keys): prompt and sampling values under this package's names.
 
-Fields and urls follow OpenAI's Batch API with vLLM's extra sampling keys in the body. The ``model`` in a body is
-ignored: the job's model answers. An unsupported field that would change the answer is refused by name, also inside
-tools and the like; a field that only concerns OpenAI's service is ignored.
+An unsupported field that would change the answer is refused by name; others, and ``model``, are ignored.
 """
 
 from __future__ import annotations
@@ -214,10 +212,7 @@ def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
 
 
 def inputs_of(value: Any, embedded: Embedded) -> dict[str, Any]:
-    """The texts, or lists of token ids, of a request for vectors, each by its place in the body.
-
-    Raises RowProblem bad_param if there are too many.
-    """
+    """The texts, or lists of token ids, of a request for vectors, by place in the body. May raise RowProblem."""
     if not isinstance(value, list) or not value or isinstance(value[0], int):
         return {"body.input": value}
     most = _MAX_INPUTS if embedded.takes_lists else 1

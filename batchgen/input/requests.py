@@ -1,7 +1,6 @@
 """Rows to requests: finds each row's prompt and sampling values, tokenizes in batches, checks the length.
 
-Every row gets an answer, a ``Request`` or an error, and rows do not affect each other. This module does not know file
-formats or how tokens are generated.
+Every row gets an answer, a ``Request`` or an error, and rows do not affect each other.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row whose prompts are texts to be tokenized, or token ids that the row brought.
-
-    There are several only if a row asks for several vectors. ``answers`` are the same as in ``Row``.
-    """
+    """A row whose prompts (one, unless it asks for several vectors) are texts to be tokenized, or its own token ids."""
 
     row: Row
     params: SamplingParams
@@ -56,21 +52,16 @@ class _Draft:
 
 
 class RequestBuilder:
-    """Builds the requests of one job.
+    """Builds the requests of one job. Raises UsageError if [input] or [sampling] cannot work with this tokenizer.
 
-    A row's prompt is the column or template that [input] names; if it does not name one, the first column present and
-    not null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row
-    with a system message keeps it in place of the job's. Sampling values come from the job, then from the row's
-    ``sampling`` object. A label is tokenized by itself and its tokens follow the prompt's, white space included: "yes"
-    and " yes" are two labels.
-
-    ``tokenizer`` is None for a model without one: rows must then bring ``prompt_token_ids``. A prompt has at most
-    ``max_model_len - 1`` tokens, which leaves room to generate one; a row with labels needs room for the longest label
-    instead, and a row that does not generate may fill the context. With ``fills_context``, a request in OpenAI's form
-    without ``max_tokens`` may fill the context, as at OpenAI and in vLLM. Ids that rows bring must be below
-    ``vocab_size``. If ``settings`` are ``Embedded``, rows become vectors and sampling values do not count.
-    ``packs_logprobs`` is the job's: rows then have the turns of a chat that is scored. Raises UsageError if [input] or
-    [sampling] cannot work with this tokenizer.
+    A row's prompt is what [input] names, else the first column present and not null of ``prompt_token_ids``,
+    ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. Its own system message wins over the
+    job's, its ``sampling`` object over the job's values. Tokens of a label, white space included, follow the prompt's.
+    Without a ``tokenizer`` rows must bring ``prompt_token_ids``, below ``vocab_size``. A prompt has at most
+    ``max_model_len - 1`` tokens, to generate one; with labels it leaves room for the longest; a row that does not
+    generate may fill the context. With ``fills_context``, so may a request in OpenAI's form without ``max_tokens``, as
+    at OpenAI and in vLLM. If ``settings`` are ``Embedded``, rows become vectors. With ``packs_logprobs`` rows have the
+    turns of a chat to score.
     """
 
     def __init__(
@@ -304,10 +295,7 @@ class RequestBuilder:
     def _check_length(
         self, draft: _Draft, num_tokens: int, longest_label: int, *, is_estimate: bool = False, is_counted: bool = True
     ) -> None:
-        """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score.
-
-        In an estimate only the row's own ids count.
-        """
+        """Raises RowProblem too_long for a prompt without room to generate or score; estimates count own ids only."""
         room = longest_label or (1 if draft.params.max_tokens else 0)
         limit = self._max_model_len - room
         if num_tokens <= limit:

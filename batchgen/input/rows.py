@@ -70,10 +70,9 @@ def wrong_type(what: str, value: object, expected: str) -> RowProblem:
 def parse_json(text: str, max_depth: int = MAX_DEPTH) -> Any:
     """The value of JSON text, from a line or from a column that holds JSON.
 
-    Stricter than Python's parser if a row could not be written out again (lone surrogates, absurd nesting), and as
-    lenient with sloppy data: NaN and Infinity are read as floats and the last of duplicate keys wins. Raises
-    RowProblem: bad_json if it is not JSON or too large (numbers of more than 4300 digits, more than ``max_depth``
-    levels), bad_encoding for escapes that do not form a character.
+    Stricter than Python's parser if a row could not be written out again, lenient with sloppy data: NaN and Infinity
+    are floats, the last of duplicate keys wins. Raises RowProblem: bad_json if it is not JSON or too large (numbers of
+    more than 4300 digits, ``max_depth`` levels), bad_encoding for escapes that do not form a character.
     """
     try:
         value = _decode(text)

@@ -1,7 +1,6 @@
 """The input of a job as one sequence of rows over all its files, readable from any row on.
 
-It knows which files there are, in what order, and which rows an invocation still has to run. Formats read the files,
-and the columns of a row are opaque to this module.
+It knows the files, their order, and which rows are still to be run; columns are opaque to it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ _START = Cursor(0, 0, 0, 0)
 
 
 class Source:
-    """The rows of an input; made by ``open_source``. Memory use does not grow with their number.
-
-    After ``fingerprint`` was called, it only yields rows of the fingerprinted content.
-    """
+    """The rows of an input, from ``open_source``, in constant memory; once fingerprinted, of that content only."""
 
     def __init__(self, files: Sequence[InputFile], limit: int | None) -> None:
         self._files = tuple(files)
@@ -51,11 +47,10 @@ class Source:
         return formats.pop() if len(formats) == 1 else "jsonl"
 
     def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Rows:
-        """The rows from ``start`` on, in input order, up to the job's limit.
+        """The rows from ``start`` on, in input order, up to the job's limit; those not ``wanted`` are not parsed.
 
-        Rows whose index is not ``wanted`` are skipped without being parsed. Reading from a row's ``after`` gives
-        exactly the rows after it. Returns the index after the last row it passed. Raises UsageError when a file has
-        become unreadable, InputError when it no longer matches its fingerprint.
+        Reading from a row's ``after`` gives exactly the rows after it. Returns the index after the last row it passed.
+        Raises UsageError when a file has become unreadable, InputError when it no longer matches its fingerprint.
         """
         at = start or _START
         for number in range(at.file, len(self._files)):
@@ -92,8 +87,7 @@ class Source:
                 file.check_unchanged(self._digests)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """Fingerprint that a start compares: for each file its name, size in bytes and ``sha256``, of a remote one its
-        version (ETag, generation, blob id); and the types of columns that all files share (``InputFile.types``).
+        """Fingerprint for a start: name, bytes and ``sha256`` (or remote version) of each file, and their ``types``.
 
         Local files of unknown digest are read from end to end; modification times do not count. From here on ``read``
         compares files with ``digests``. Raises UsageError if a file cannot be read.
@@ -135,9 +129,8 @@ class Reading:
 class RowRange:
     """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are done.
 
-    If rows have ids, the rows of other shards are read too, only for their ids: of two rows with the same id the first
-    one counts, whichever shard it is in. ``num_rows`` is the number of rows of the input, over all shards, once
-    ``read`` has come to its end.
+    If rows have ids, the rows of other shards are read too, for their ids: the first of two equal ids counts in any
+    shard. ``num_rows`` counts the input's rows over all shards, once ``read`` has come to its end.
     """
 
     source: Source
@@ -175,10 +168,9 @@ class RowRange:
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
     """Find and open what ``spec.path`` names: files, globs, folders, here or at an address, and ``hf:`` datasets.
 
-    Files come in the order of the list, and the files of a glob or folder sorted by name. Files that ``is_left_out``
-    accepts are skipped: a run's own files, if its folder is among its inputs. Standard input must have been copied to a
-    file. Raises UsageError if something is missing, unreadable, named twice or of an unknown format, and RemoteError if
-    a server cannot be reached.
+    Files come in the order of the list, those of a glob or folder by name, without those that ``is_left_out`` accepts:
+    a run's own. Standard input must have been copied to a file. Raises UsageError if something is missing, unreadable,
+    named twice or of an unknown format, and RemoteError if a server cannot be reached.
     """
     files: dict[str, InputFile] = {}
     for entry in spec.path:

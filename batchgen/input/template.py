@@ -1,8 +1,6 @@
 """Prompts made of columns: ``"Name a city in {country}, as in {examples[0][city]}."``.
 
-A subset of Python's format notation: a field is a column name and then any number of ``[key]`` or ``[number]`` steps
-into objects and lists. Attribute access, conversions and format specs are left out, so a template can reach nothing but
-the row. ``{{`` and ``}}`` are literal braces; a dot is part of a column's name.
+Of Python's format notation, only names and steps by ``[key]`` or ``[number]``: a template reaches nothing but the row.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class Template:
         """The text for one row: strings unchanged, null and NaN as no text, dates as ISO 8601, anything else as JSON.
 
         ``mark`` is applied to the text of each field. Raises RowProblem: missing_column if a column, key or item does
-        not exist, bad_type for binary data, template_error if a step leads into a value that is neither object nor
-        list.
+        not exist, bad_type for binary data, template_error for a step into a value without parts.
         """
         texts = (p if isinstance(p, str) else mark(_text(_look_up(p, columns), p)) for p in self.parts)
         return "".join(texts)
@@ -72,7 +69,6 @@ class Template:
 
     @property
     def num_fields(self) -> int:
-        """Number of different fields."""
         return len({part for part in self.parts if isinstance(part, tuple)})
 
 

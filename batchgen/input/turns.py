@@ -1,7 +1,6 @@
 """Requests of chats that are generated again: each turn is a chat of its own, up to the header of its answer.
 
-A row begins with the request of its first turn. Once that has its result, ``TurnBuilder.after`` adds the turn to the
-row, and ``build`` makes the request of the next one. Nothing here knows when a request runs.
+``TurnBuilder.after`` adds a turn to its row, and ``build`` makes the next request; another room decides when it runs.
 """
 
 from __future__ import annotations

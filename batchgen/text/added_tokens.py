@@ -1,7 +1,6 @@
-"""Tokens that ``tokenizer_config.json`` adds to ``tokenizer.json``, or marks in another way.
+"""Tokens that ``tokenizer_config.json`` adds to ``tokenizer.json``, or marks in another way, as in transformers 5.
 
-Fine-tunes and older files name special tokens only there. The tokens, their order and their marks are the same as in
-transformers 5, whose tokenizers read both files.
+Fine-tunes and older files name special tokens only there.
 """
 
 from __future__ import annotations

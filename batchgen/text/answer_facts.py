@@ -1,7 +1,6 @@
 """Facts of a chat template that decide an answer, or how its record is split, without changing the prompt.
 
-The sampler and the record builder read a template only through these facts. They are part of each row's fingerprint
-(see ``AnswerFacts.used``), so an update recomputes rows that another template would answer differently.
+They are part of each row's fingerprint, so that an update recomputes rows that another template would change.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ TOOL_SIGNS = {
 class AnswerFacts:
     """Facts of answers that a template states.
 
-    ``closing`` is the marker that ends thoughts: ``</think>`` if the template mentions it or mentions no marker,
-    otherwise the first marker that it mentions, such as ``[/THINK]`` or ``<|END_THINKING|>``. ``thinks`` is whether the
-    template mentions the marker, or the marker is a token. ``tools`` names the family (``TOOL_SIGNS``) in whose format
-    tool calls are written, "" if it is unknown.
+    ``closing`` ends thoughts: ``</think>`` if the template mentions it or no marker, otherwise its first marker, such
+    as ``[/THINK]``. ``thinks``: the template mentions the marker, or it is a token. ``tools`` names the family
+    (``TOOL_SIGNS``) in whose format tool calls are written, "" if it is unknown.
     """
 
     closing: str

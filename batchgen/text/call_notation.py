@@ -1,8 +1,6 @@
 """Reader of tool calls in the notation of LFM2: ``[get-weather(city="Zürich", days=[1, 2], metric=true)]``.
 
-The notation looks like Python, but Python's parser refuses possible names of tools and parameters: ``from``, ``class``,
-``get-weather``. Values are Python's or JSON's literals, lists and objects; a text may hold line breaks. Calls are
-parsed, not run.
+Python's parser refuses possible names (``from``, ``get-weather``); literals are Python's or JSON's. Nothing is run.
 """
 
 from __future__ import annotations

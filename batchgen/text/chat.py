@@ -1,7 +1,6 @@
 """The model folder's own chat template, rendered in the environment that ``transformers`` gives it.
 
-A template is untrusted code. The sandbox of jinja2 keeps it from files, modules and the interpreter, and the length of
-a prompt is limited. Its time and memory are not limited, as in transformers and vLLM.
+A template is untrusted code: jinja2's sandbox and a limit on a prompt's length bound it, but not its time and memory.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template. Raises ChatTemplateError when the source does not compile.
 
-    ``special_tokens`` are the names that a template expects, such as ``bos_token``. ``now`` is the local time that it
-    may print, one for all prompts of a run. ``names`` are the variables that the template takes from outside, and
-    ``words`` the keys and texts that it may look for in their values. ``has_marks``: it has generation blocks. Raises
-    ChatTemplateError when the source does not compile.
+    ``special_tokens`` are named as a template expects, such as ``bos_token``. ``now`` is the local time that it may
+    print. ``names`` are variables that it takes from outside, ``words`` keys and texts that it may look for in their
+    values. ``has_marks``: it has generation blocks.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
 """Tokenizer and chat template of a GGUF file: its vocabulary and merges as a byte-level ``tokenizers`` tokenizer.
 
-The metadata only name a pre-tokenizer, so only vocabularies with a known one are read; how each splits a text was taken
-from the ``tokenizer.json`` of its models. The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The end
-tokens follow llama.cpp's ``llama-vocab.cpp``.
+The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; end tokens as in llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -59,11 +57,10 @@ _TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UP
 
 
 class _Kind(NamedTuple):
-    """Settings that the name of a pre-tokenizer selects.
+    """Settings that the name of a pre-tokenizer selects, taken from the ``tokenizer.json`` of its models.
 
-    ``words`` are found by these expressions, each applied to the parts between the matches of the one before. With
-    ``whole_words`` a word of the vocabulary becomes its token, whatever the merges say. ``is_composed``: texts are
-    brought to the normal form NFC first. ``has_bos``: a bos is put in front if the file does not say.
+    ``words``: expressions, each applied between the matches of the one before. ``whole_words``: a word of the
+    vocabulary is its token, whatever the merges say. ``is_composed``: texts become NFC. ``has_bos`` is the default.
     """
 
     words: tuple[str, ...]
@@ -88,10 +85,7 @@ _KINDS = {
 
 
 def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templates | None = None) -> Tokenizer:
-    """The tokenizer in a GGUF file; ``now`` is the local time that its chat template may print.
-
-    Raises ModelError if the file is unusable, or if its kind of tokenizer is not supported.
-    """
+    """The tokenizer in a GGUF file, whose chat template may print the local time ``now``. Raises ModelError."""
     metadata = read_header(path, _ARRAYS).metadata
     model, name = (metadata.get(_KEY + key) for key in ("model", "pre"))
     if model != "gpt2":

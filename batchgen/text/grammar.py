@@ -1,9 +1,6 @@
 """Grammars: keeps generated text inside a JSON schema, a regex, a list of choices or a Lark grammar, with llguidance.
 
-Only this module and ``grammar_source`` know the library. A ``Guide`` follows one text. Allowed and forced tokens depend
-only on the grammar and the text so far, so guided tokens are as independent of the batch as free ones. Copies of a
-compiled grammar share its lexer, which makes masks cheap, and its limits: a guide that meets a limit continues with a
-newly compiled grammar, so that only its own text counts.
+Allowed and forced tokens depend on grammar and text alone, so guided tokens do not depend on the batch either.
 """
 
 from __future__ import annotations
@@ -59,10 +56,7 @@ class Grammars:
         return Guide(self, text, "" if is_open else marker)
 
     def fill(self, guides: Sequence[Guide], bits: np.ndarray) -> None:
-        """Write which tokens may come next into ``bits`` (int32 [num_guides, words]), a bit per token.
-
-        A guide that fails here gets an ``error``, and all its bits are set.
-        """
+        """Write the tokens that may come next into ``bits``, int32 [num_guides, words]; all of a guide that fails."""
         at, width = bits.ctypes.data, bits.strides[0]
         waiting = [(guide, row) for row, guide in enumerate(guides) if guide.forced is None]
         if len({guide.text for guide, _ in waiting}) >= _MIN_PARALLEL:  # guides of one text share a lexer
@@ -156,11 +150,10 @@ class Grammars:
 
 
 class Guide:
-    """Follows one text token by token, and knows what may come next.
+    """Follows one text token by token, and knows what may come next; it begins after the marker ``after``.
 
-    ``forced`` is the only token that may come next, None if there are several. ``error`` says why the guide has failed;
-    it cannot be used any more then. Until the marker of ``after`` has been seen the guide is not active: any token may
-    come.
+    ``forced`` is the only token that may come next, None if there are several. ``error`` says why the guide has failed,
+    after which it cannot be used.
     """
 
     __slots__ = (
@@ -198,7 +191,6 @@ class Guide:
         return self._matcher
 
     def release(self) -> None:
-        """Let go of the matcher until it is needed again."""
         self._matcher = None
 
     @property

@@ -1,7 +1,6 @@
 """Marks in a chat: words after its texts, calls and tools, so that a prompt shows which of them a template writes.
 
-A mark consists of letters and digits, which templates leave unchanged; case does not count. Equal texts get equal
-marks, since a template may drop a message that equals another.
+They are letters and digits, which templates leave unchanged; equal texts get equal marks, as templates compare them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ _MARK = re.compile(r"zq(\d+)qz")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A part of a chat: the number of its message (None outside messages), and its key.
-
-    A key that no template reads (``is_unread``) shows only if the part is written as it is.
-    """
+    """A part of a chat: its message's number, or None, and key. One that ``is_unread`` shows only unchanged."""
 
     message: int | None
     key: str

@@ -1,7 +1,6 @@
 """Reasoning of a thinking model, separated from its answer by the markers that its chat template names.
 
-A marker is also looked for among the tokens: if it is a special token, decoding leaves it out of the text. Reasoning
-can only be at the beginning of an answer: a marker that a text merely quotes does not split it.
+It can only be at the beginning of an answer; a special marker is looked for among tokens, as decoding drops it.
 """
 
 from __future__ import annotations
@@ -166,10 +165,7 @@ def find_marker(
 def text_behind(
     tokenizer: Tokenizer, marker: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int], text: str
 ) -> str:
-    """Text after the first mention of a marker in the text of tokens; "" if the marker is missing.
-
-    If the prompt ends in the marker, it is the whole text.
-    """
+    """Text after the first mention of a marker, or all of it if the prompt ends in the marker; "" without."""
     if ends_in(tokenizer, prompt_token_ids, marker):
         return text
     begin, end = find_marker(tokenizer, marker, token_ids, text)

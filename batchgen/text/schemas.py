@@ -1,8 +1,6 @@
 """JSON schemas, prepared for llguidance: parts that it would not enforce are refused or rewritten.
 
-A value that fits the prepared schema fits the original. Objects are closed if some value is sure to fit afterwards, and
-integers are bounded, since small models ramble on in undescribed properties and in digits. ``grammar`` compiles the
-schema.
+A value of the prepared schema fits the original; objects close and integers are bounded, as small models ramble on.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ _FORMATS = {"date": f"^(?:{_DATE})$", "time": f"^{_TIME}$", "date-time": f"^(?:{
 
 
 def prepared(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
-    """The schema for llguidance; its ``x-guidance``, which could turn the enforcement off, is left out.
-
-    Raises ValueError for a keyword that can neither be enforced nor ignored.
-    """
+    """The schema for llguidance, without ``x-guidance``. Raises ValueError for an unenforceable keyword."""
     if isinstance(schema, bool):
         if not schema:
             raise ValueError("the schema false fits no value")

@@ -1,9 +1,6 @@
 """Stop strings: found in a text that grows token by token, and cut off the finished text.
 
-A stop string may begin and end inside tokens, and a character may take several tokens, so text is compared, not tokens.
-Special tokens have no text, except when a stop string names them (``<|im_start|>user``): then their text is compared.
-The engine decides when a match counts (``min_tokens``). ``tokenizers.decoders.DecodeStream`` does not fit: it holds
-back the tokens of an unfinished character, so that a stop string in their text would be found some tokens late.
+They may begin and end inside tokens, so text is compared; special tokens have it only if a stop string names them.
 """
 
 from __future__ import annotations
@@ -25,11 +22,10 @@ class Decode(Protocol):
 
 
 class StopStrings:
-    """Search for stop strings in one text that grows token by token, at a cost per token that does not grow with it.
+    """Search for stop strings in one text that grows token by token, at a constant cost per token.
 
-    The text of open tokens may still change; the text of earlier tokens is settled. Only the newest settled tokens are
-    kept, as context, since a decoder may write the first token of a sequence differently; and only the end of their
-    text, in which a stop string may begin.
+    The text of open tokens may change. Of settled ones, the newest are kept (a decoder may write a first token
+    differently) and their text's end. ``DecodeStream`` would hold back tokens of an unfinished character.
     """
 
     __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "remainder")
@@ -94,10 +90,7 @@ class StopStrings:
 
 
 def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
-    """The text of generated tokens up to the stop string that the last of them completed.
-
-    Earlier occurrences, which ``min_tokens`` allowed, stay in the text.
-    """
+    """Generated text up to the stop string that the last token completed, not those that ``min_tokens`` let pass."""
     text, plain = decode(token_ids, shown_in=stop), decode(token_ids)
     match = _first_completed(text, (stop,), _num_common(decode(token_ids[:-1], shown_in=stop), text))
     if match is None:

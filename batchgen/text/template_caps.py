@@ -1,7 +1,6 @@
 """Capabilities of a chat template, found with a few chats, and the check that a prompt shows each part of its chat.
 
-The check looks for the texts of a plain chat; if these are short or changed, or if there are tools, calls or thoughts,
-it renders the chat once more with marks. It does not find changes to a text that leave its end in place.
+If plain texts do not suffice, the chat is rendered with marks, which miss changes that leave a text's end in place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Tokenizer and chat template of a model folder: text to token ids and back.
+"""Tokenizer and chat template of a model folder: text to token ids and back. Code of the folder is not run.
 
-It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``,
-``generation_config.json``, ``chat_template.jinja`` and templates next to it; it runs no code from the folder.
+It reads ``tokenizer.json``, its ``_config``, ``{added_tokens,special_tokens_map,generation_config}.json``, templates.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ class Tokenizer:
     """A loaded tokenizer.
 
     Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM, so a
-    prompt can end a turn. ``eos_token_ids``, ascending, are the end tokens that the folder's configuration names and
-    the one that the chat template writes after an answer. ``silent_token_ids`` are the special tokens, which ``decode``
-    skips. ``max_token_bytes`` is the most UTF-8 bytes that one token of a byte-level tokenizer encodes, or None if that
-    is unknown because of normalization or another kind of model.
+    prompt can end a turn. ``eos_token_ids``, ascending, are those that the folder names and the one that the chat
+    template writes after an answer; ``decode`` skips ``silent_token_ids``. ``max_token_bytes`` is the most UTF-8 bytes
+    that a token of a byte-level tokenizer encodes, None if unknown.
     """
 
     def __init__(
@@ -105,10 +103,7 @@ class Tokenizer:
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
 
     def turns(self, chat: Mapping[str, Any], prompt: str) -> tuple[tuple[int, int], ...]:
-        """The turns of the assistant in the prompt of a chat, as ranges of its tokens; see ``Turns``.
-
-        Raises ChatTemplateError where they cannot be told.
-        """
+        """The assistant's turns in a chat's prompt, as ranges of tokens; see ``Turns``. Raises ChatTemplateError."""
         if self._turns is None or self.template_caps is None:
             return ()
         ranges = self._turns.of(self.template_caps.form(chat), prompt)

@@ -1,8 +1,6 @@
-"""Parser of tool calls: finds the calls that a model wrote into its answer, in the format of its family.
+"""Parser of tool calls: finds the calls that a model wrote into its answer, in its family's format; never runs them.
 
-The format is chosen by its marker: first in the chat template, then in the vocabulary (LFM2.5's template does not
-contain one). Calls are read as data and never run; names and types in LFM2's calls are read with the help of the tools
-that a row offers. A new family is a function here, an entry of ``FORMATS``, and one of ``TOOL_SIGNS``.
+The format is chosen by its marker in template or vocabulary. New ones enter ``FORMATS`` and ``TOOL_SIGNS``.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ _BARE_CALL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Form in which a family writes calls.
-
-    ``markers`` enclose the calls.
-    """
+    """Form in which a family writes calls; ``markers`` enclose them."""
 
     family: str
     find: Callable[[str, Offered], Found]

@@ -1,7 +1,6 @@
 """Turns of the assistant in the prompt of a chat: what a student is trained on.
 
-A chat template may mark them with ``{% generation %}``. Without such marks a turn is what changes in the prompt with
-its message, and the token that ends it, if the template writes one there.
+``{% generation %}`` may mark them; else a turn is what changes in the prompt with its message, and its end token.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ class Turns:
         self._end = template.behind_answer().rstrip()
 
     def of(self, chat: Mapping[str, Any], prompt: str) -> list[Range]:
-        """The turns as ranges of characters of the ``prompt`` that the template made of ``chat``, in order.
-
-        Raises ChatTemplateError where they cannot be told.
-        """
+        """Turns as ranges of characters of the ``prompt`` of ``chat``, in order. Raises ChatTemplateError."""
         return list(self._marked(chat, prompt) if self._marking is not None else self._rendered(chat, prompt))
 
     def _marked(self, chat: Mapping[str, Any], prompt: str) -> Iterator[Range]:

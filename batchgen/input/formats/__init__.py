@@ -1,9 +1,6 @@
 """Input formats: how one file is read, starting at any row. ``input.source`` decides which files are read.
 
-To add a format, write a module in this folder with a subclass of ``StoredFile``, or a parser for ``LinesFile`` where
-each line is a row by itself, and enter it in ``select.FORMATS``: it then reads files with its suffixes. To let a job
-ask for it by name, add the name to the choices of ``input.format`` in ``config.job``. The tests in
-``tests/input/test_reader.py`` hold for every format in ``FORMATS`` of ``tests/helpers/input_helpers.py``.
+``docs/internals.md`` says how to add one; tests hold for every format in ``select.FORMATS``.
 """
 
 from __future__ import annotations
@@ -23,12 +20,11 @@ Rows = Generator[Row, None, int]
 
 
 class InputFile(ABC):
-    """One file of the input, or one dataset.
+    """One file of the input, or one dataset; ``output_format`` is the ``output.format`` most like it.
 
-    ``path`` is the local file or folder that is read, which no output may overwrite, or None for a remote one;
-    ``local_files`` are the local files that hold the rows. ``output_format`` is the ``output.format`` most like it.
-    ``unread`` are the columns with cells that could not be read and are null in their rows. ``types`` are the Arrow
-    types of columns whose type JSON lacks.
+    ``path`` is the local file or folder that is read, which no output may overwrite, or None; ``local_files`` hold the
+    rows. ``unread`` columns have cells that could not be read and are null in their rows. ``types`` are the Arrow types
+    of columns whose type JSON lacks.
     """
 
     output_format = "jsonl"
@@ -41,10 +37,9 @@ class InputFile(ABC):
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         """Yield the rows from ``at`` on with an index below ``stop``, leaving out those not ``wanted``.
 
-        The ``after`` of each row is where reading can continue: the same ``file`` as ``at``, and an ``offset`` and
-        ``row`` that this format can seek to; 0 and 0 are the start of the file. Returns the index after the last row it
-        passed, yielded or not. Raises UsageError when the file can no longer be read at all; damage inside it becomes
-        rows with an ``error``.
+        The ``after`` of each row is where reading can continue: an ``offset`` and ``row`` that this format can seek to;
+        0 and 0 are the start. Returns the index after the last row it passed. Raises UsageError when the file can no
+        longer be read at all; damage inside it becomes rows with an ``error``.
         """
 
     @abstractmethod

@@ -1,14 +1,6 @@
-"""Rows of Arrow record batches, which both Parquet files and ``datasets`` give.
+"""Rows of Arrow record batches, which both Parquet files and ``datasets`` give, as values of Python.
 
-Values are converted by ``to_pylist`` (dates are dates, binary is bytes), and to JSON types only on output
-(``json_line``). Values of the type ``arrow.json``, which ``datasets`` uses for values that differ from row to row, are
-parsed. A value that cannot be read fails its own row only.
-
-Arrow gives each struct of a column the same fields, so a null may mean that the row lacks the field. In the columns
-that become a prompt or a request (``request_columns``) such fields are left out, and a map is an object, as in JSON
-Lines.
-
-Class labels of ``datasets`` are stored as numbers; they are replaced by their names from the schema's metadata.
+A value that cannot be read fails its own row only; ``json_line`` converts values to JSON types on output.
 """
 
 from __future__ import annotations
@@ -83,10 +75,7 @@ class TableFile(InputFile):
         wanted: Wanted | None,
         rows_before: int = 0,
     ) -> Rows:
-        """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``.
-
-        ``rows_before`` rows of the file precede those that ``at.row`` counts.
-        """
+        """Yield the rows of batches from ``at`` on; see ``InputFile.read``. ``rows_before`` come first in the file."""
         for batch in batches:
             num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
             places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
@@ -115,9 +104,8 @@ def rows_at(
 ) -> list[RowValues]:
     """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read.
 
-    ``request_columns`` are the columns that become a prompt or a request: see ``InputSpec.request_columns``. A cell
-    that cannot be read becomes null if ``spares`` accepts its column (None: rows need all columns). Raises UsageError
-    as ``check_names``.
+    For ``request_columns`` see ``InputSpec``. An unreadable cell becomes null if ``spares`` accepts its column (None:
+    rows need all columns). Raises UsageError as ``check_names``.
     """
     if isinstance(batch, Unreadable):
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
@@ -228,10 +216,7 @@ def _item(feature: Any) -> Any:
 
 
 def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
-    """Drops null fields of structs in a request, since the type has the fields of all rows.
-
-    Older files call a struct of lists a sequence of structs.
-    """
+    """Drops null fields of structs in a request: the type has all rows' fields. Old files call lists sequences."""
     children, is_sequence = feature, isinstance(feature, dict) and feature.get("_type") == "Sequence"
     if is_sequence and isinstance(_item(feature), dict):
         children = {name: [child] for name, child in _item(feature).items()}

@@ -1,8 +1,6 @@
 """Tables as text: CSV and TSV, read by the standard library's ``csv`` with a header and strict about quotes.
 
-A cursor's ``offset`` is the byte after a record in the decompressed text, and its ``row`` the number of lines before
-it. The reader finds records itself, one at a time, since a cell may hold newlines. Cells stay strings: it does not
-guess types.
+Records are found one at a time, since a cell may hold newlines; cells stay strings.
 """
 
 from __future__ import annotations
@@ -31,13 +29,12 @@ _SEPARATOR_LINE = re.compile(rb'(?:\xef\xbb\xbf)?"?sep=(.)"?\r?\n?', re.IGNORECA
 
 
 class DelimitedFile(LinesFile):
-    """A table as text, plain or compressed. The first record holds the names of the columns.
+    """A table as text, plain or compressed. The first record holds the names of the columns; empty lines are skipped.
 
-    ``delimiter`` None is a tab in a ``.tsv`` file. In other files it is a comma, or, if the header has no comma, the
-    tab, semicolon or bar in it. Empty lines are skipped. A row with more or fewer cells than the header, or with text
-    after a closing quote, is a ``bad_type`` row; a row of more than ``MAX_ROW_BYTES`` or ``MAX_ROW_LINES`` is a
-    ``too_long`` row. Damage is as in ``LinesFile``. A column without a name is called ``column_N``. Raises UsageError
-    if the header is not a list of different names.
+    ``delimiter`` None is a tab in a ``.tsv`` file; in other files a comma, or, if the header has none, its tab,
+    semicolon or bar. A row with more or fewer cells than the header, or text after a closing quote, is ``bad_type``;
+    one of more than ``MAX_ROW_BYTES`` or ``MAX_ROW_LINES`` is ``too_long``; damage is as in ``LinesFile``. A column
+    without a name is ``column_N``. Raises UsageError if the header is not a list of different names.
     """
 
     output_format = "csv"
@@ -48,10 +45,7 @@ class DelimitedFile(LinesFile):
         self._read_header()
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """The fingerprint of the file, with its delimiter, and whether it begins with a byte order mark.
-
-        A table of outputs then begins with a mark too.
-        """
+        """The fingerprint, with delimiter and byte order mark: a table of outputs has these too."""
         mark = {"bom": True} if self._has_bom else {}
         return super().fingerprint(digests) | {"delimiter": self._dialect.delimiter} | mark
 

@@ -1,7 +1,6 @@
 """Datasets read with the ``datasets`` library: from the Hugging Face Hub, streamed, or from a folder on disk.
 
-A cursor's ``row`` counts rows of the split. Only data files are read: code of a dataset is never executed. The library
-is imported when the first such input is opened, since the import takes a second.
+Only data files are read, never code. The library is imported when first needed, since that takes a second.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ def is_saved_dataset(folder: Path) -> bool:
 class DatasetFile(TableFile):
     """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
-    NAME is a dataset on the Hub or the absolute path of a local folder. Raises
-    UsageError when it cannot be opened; a connection that fails while rows are read raises BatchgenError, and data
-    files that disagree on a column's type InputError.
+    Raises UsageError when it cannot be opened; a connection that fails while rows are read raises BatchgenError, and
+    data files that disagree on a column's type InputError.
     """
 
     def __init__(self, text: str, spec: InputSpec) -> None:
@@ -108,10 +106,7 @@ class DatasetFile(TableFile):
         return sum(path.stat().st_size for path in self.local_files) if is_local else None
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """Name, split and a digest of the data files: of their content if they are local, otherwise of their addresses.
-
-        A Hub address names the commit, so the digest changes with a new commit.
-        """
+        """Name, split and a digest of local contents, or of Hub addresses, which name the commit."""
         digest = hashlib.sha256(b"" if self._files else self._fallback_digest.encode())
         local = frozenset(self.local_files)
         for name in self._files:

@@ -1,8 +1,6 @@
-"""Files in which a row is a line: JSON Lines and plain text, which differ only in how a line is parsed. Tables
-(``delimited``) add rows of several lines.
+"""Files in which a row is a line: JSON Lines and plain text, which differ only in how a line is parsed.
 
-A cursor's ``offset`` is the byte after a line in the decompressed text and its ``row`` the number of lines before it,
-so reading can start anywhere without parsing what precedes.
+A cursor is the byte after a line in the decompressed text, and the lines before it: reading can start anywhere.
 """
 
 from __future__ import annotations
@@ -52,10 +50,7 @@ def parse_text(line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is a row: its bytes, its 1-based number, the offset after it, and an error if it cannot be parsed.
-
-    A row of a table may take ``num_lines``; its ``cells`` are already separate.
-    """
+    """A line that is a row: bytes, 1-based number, offset after it, error; of a table ``num_lines`` and ``cells``."""
 
     content: bytes
     number: int
@@ -69,9 +64,8 @@ class Line:
 class LinesFile(StoredFile):
     """A text file, plain or compressed. ``parse`` turns a line into columns or raises RowProblem.
 
-    Lines end with LF or CRLF. A byte order mark at the start is dropped. Blank lines (nothing but white space)
-    count as lines but not as rows. A compressed file that is cut off or corrupt gives the rows before the
-    damage and one ``bad_encoding`` row for the rest; a line of more than ``MAX_LINE_BYTES`` is a ``too_long`` row.
+    Lines end with LF or CRLF; blank lines count, but not as rows; a byte order mark is dropped. A compressed file that
+    is cut off or corrupt gives the rows before the damage and one ``bad_encoding`` row; long lines are ``too_long``.
     """
 
     def __init__(self, content: InputBytes, parse: Callable[[bytes], dict[str, Any]]) -> None:
