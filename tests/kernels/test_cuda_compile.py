@@ -69,13 +69,13 @@ def test_every_kernel_compiles_for_every_dtype_and_generation(capability: int, t
     assert len(fused) == 1, "a norm is rounded before its residual is added, in every dtype"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("capability", "head_dim", "dtype"),
     [
-        pytest.param(89, 256, "bfloat16", marks=pytest.mark.slow),
-        *(pytest.param(c, 256, "bfloat16", marks=pytest.mark.nightly) for c in (86, 90, 100, 120)),
-        *(pytest.param(c, 128, "bfloat16", marks=pytest.mark.nightly) for c in (86, 89, 100, 120)),
-        pytest.param(89, 256, "float32", marks=pytest.mark.nightly),
+        *((c, 256, "bfloat16") for c in (86, 89, 90, 100, 120)),
+        *((c, 128, "bfloat16") for c in (86, 89, 100, 120)),
+        (89, 256, "float32"),
     ],
 )
 def test_attention_of_wide_heads_fits_in_shared_memory(

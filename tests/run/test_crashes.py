@@ -101,7 +101,7 @@ def attack(scenarios: Iterable[str], folder: Path, share: float, *mount: Path) -
 def test_faults_at_any_operation_lose_and_repeat_nothing(
     fast_folder: Path, record_property: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    share = SLOW_SHARE / 4
+    share = SLOW_SHARE / 6
     counts = attack(fault_runs.SCENARIOS, fast_folder, share)
     del counts["operations"]
     with capsys.disabled():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from large_inputs import write_input
+from repeats import nightly, slow
 from run_helpers import ENVIRONMENT, MODEL
 
 MAX_GROWTH_BYTES = 32 << 20  # less than 400 for each row that is more; measured: 5 MiB
@@ -49,8 +50,7 @@ def peak_bytes(folder: Path, form: str, count: int) -> int:
     return int(found["peak_bytes"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", [nightly("jsonl"), slow("parquet")])
 def test_a_hundred_thousand_rows_take_little_more_memory_than_ten_thousand(tmp_path: Path, form: str) -> None:
     small = peak_bytes(tmp_path, form, 10_000)
     large = peak_bytes(tmp_path, form, 100_000)
