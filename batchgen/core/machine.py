@@ -1,7 +1,6 @@
 """Memory, address space, processors, GPUs and interpreters of this machine, and the errors of exhausted memory.
 
-It imports nothing large, so that limits can be checked before torch is imported. Source of the files of control groups:
-https://docs.kernel.org/admin-guide/cgroup-v2.html, .../cgroup-v1/memory.html and .../scheduler/sched-bwc.html.
+It imports nothing large, so that limits can be checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ _FALLBACK_SHARE = 0.5  # of built-in memory: assumed free on systems that do not
 # Types of the weights and of the activations of linears: "auto" as they are stored or computed, or "int8".
 QUANTIZATIONS = {"none": ("auto", "auto"), "w8a16": ("int8", "auto"), "w8a8": ("int8", "int8")}
 UNTRIED_DEVICES = ("mps", "xpu")  # torch's names of the GPUs of Apple and Intel, on which batchgen has never run
+# https://docs.kernel.org/admin-guide/cgroup-v2.html, .../cgroup-v1/memory.html and .../scheduler/sched-bwc.html
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 _FILES = {  # by version: the limit, the usage, and the line of memory.stat with the part that the kernel can reclaim

@@ -1,7 +1,7 @@
-"""The report as one self-contained HTML file: no script, no font, no request, light and dark, any width.
+"""The report as one self-contained HTML file: no script, no font, no request; charts are SVG if matplotlib is
+installed.
 
-The page's content security policy forbids all loading, and every text is escaped, since ids and paths are untrusted.
-Charts are SVG, drawn by matplotlib (extra ``batchgen[report]``) if it is installed.
+Its content security policy forbids all loading, and every text is escaped, since ids and paths are untrusted.
 """
 
 from __future__ import annotations

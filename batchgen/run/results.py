@@ -1,7 +1,6 @@
 """Results on their way from the engine: the turns of chats, and the sink that writes every finished row to the journal.
 
-An engine only knows requests: a result may lead to the next turn of its chat. The sink also counts rows and tokens, and
-limits the error rate.
+An engine only knows requests; the sink counts rows and tokens, and limits the error rate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 r"""Regexes as people write them for Python and JSON Schema, in the syntax of Rust that llguidance reads.
 
-``\d``, ``\w`` and ``\s`` match different characters in each of the three. Here they match the characters that all agree
-on, so that a text which fits also passes a later check by ``re`` or a validator of JSON Schema.
+``\d``, ``\w`` and ``\s`` match the characters on which all three agree, so that a text also passes later checks.
 """
 
 from __future__ import annotations
