@@ -1,5 +1,4 @@
-"""The report as one self-contained HTML file: no script, no font, no request; charts are SVG if matplotlib is
-installed.
+"""The report as one self-contained HTML file: no script, no font, no request. matplotlib, if there, draws SVG charts.
 
 Its content security policy forbids all loading, and every text is escaped, since ids and paths are untrusted.
 """
