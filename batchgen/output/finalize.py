@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Set
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import packed_keys
-from batchgen.core.errors import BatchgenError, StorageError
+from batchgen.core.errors import BatchgenError, StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.logprobs import unpacked
 from batchgen.core.storage import commit_staged, remove_file, staged_file
@@ -78,10 +79,12 @@ def read_errors(run_dir: RunDir) -> Iterator[IndexedRow]:
 def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str, Any]]]:
     """The records of a finished run's outputs with their indexes, in the order of the outputs.
 
-    Raises StorageError if they were edited, or if the journal that holds them was removed.
+    Raises StorageError if they were edited, otherwise as ``journalled``.
     """
     path = run_dir.outputs(spec.output.format)
-    for index, row in _lines_of(run_dir, spec):
+    for index, kind, row in journalled(run_dir, spec.output.format):
+        if kind == "error":
+            return
         try:
             record = dict(json.loads(row))
             check_record(record)
@@ -90,21 +93,21 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
             raise StorageError(f"{path}: row {index} is not as it was written ({error!r}); was it edited?") from None
 
 
-def _lines_of(run_dir: RunDir, spec: JobSpec) -> Iterator[IndexedRow]:
-    if spec.output.format == EXACT_FORMAT:
-        yield from read_lines(run_dir.outputs(EXACT_FORMAT))
+def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
+    """The rows of a finished run as they were journalled: index, kind and payload, the results first.
+
+    Raises StorageError for a bad line, UsageError if the journal that holds the rows was removed.
+    """
+    if output_format == EXACT_FORMAT:
+        yield from ((index, "result", line) for index, line in read_lines(run_dir.outputs(EXACT_FORMAT)))
+        yield from ((index, "error", line) for index, line in read_errors(run_dir))
         return
-    kept = run_dir.kept_job()
-    if kept is None:
+    if (kept := run_dir.kept_job()) is None:
         removed = f"the records of {run_dir.path} were in {run_dir.journals}, which was removed"
-        raise StorageError(
-            f"{removed}: read {run_dir.outputs(spec.output.format).name} itself, or run with --overwrite"
-        )
-    journal = Journal.read(kept.folder, kept.manifest.shard)
-    try:
-        yield from _results(journal, OutputFormat(), frozenset())
-    finally:
-        journal.close()
+        raise UsageError(f"{removed}: read {run_dir.outputs(output_format).name} itself, or run with --overwrite")
+    with closing(Journal.read(kept.folder, kept.manifest.shard)) as journal:
+        yield from ((index, "result", journal.payload(index)) for index in journal.done.indexes(errors=False))
+        yield from ((index, "error", journal.payload(index)) for index in journal.done.indexes(errors=True))
 
 
 def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Counts:

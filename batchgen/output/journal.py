@@ -193,10 +193,6 @@ class Journal:
         """The JSON text of a finished row. Raises KeyError, or StorageError if it fails its checksum."""
         return self._line(index).payload
 
-    def cursor(self, index: int) -> Cursor:
-        """The place in the input after a finished row, as its line says. Raises as ``payload``."""
-        return self._line(index).cursor
-
     def _line(self, index: int) -> Line:
         location = self.done.location(index)
         return self._reader.read(location.segment, location.offset)

@@ -116,7 +116,7 @@ class Invocation:
         """Count the rows of this shard, if they are not counted yet."""
         if self.progress.rows_total is None:
             with self.progress.phase("counting the rows", "read"):
-                self.progress.expect(rows.count())
+                self.progress.rows_total = rows.count()
 
     def generate(
         self, job: OpenJob, manifest: Manifest, rows: Iterable[Row], validator: RowValidator, sink: ResultSink
@@ -126,7 +126,7 @@ class Invocation:
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved, also if no worker
         is left.
         """
-        self.progress.follow(sink)
+        self.progress.sink = sink
         sink.cut_at = job.builder.cut_at
         journal, stream = sink.journal, RequestStream(sink, validator, self.stopper, self.progress.clock.on)
         tasks = stream.tasks(rows)

@@ -341,5 +341,5 @@ class _Job:
         return self.invocation.published(finished(self.run_dir, self.spec.output.format, report), self.manifest)
 
     def _stopped(self) -> Outcome:
-        self.progress.stop()
+        self.progress.state = "stopped"
         return stopped(self.run_dir, self.progress)

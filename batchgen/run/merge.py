@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from batchgen.core.errors import LockedError, UsageError
 from batchgen.core.fingerprint import Digests
@@ -19,8 +19,7 @@ from batchgen.core.numerics import Numerics
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE
 from batchgen.core.storage import absolute, storage_errors
-from batchgen.output.finalize import EXACT_FORMAT, finalize, read_errors
-from batchgen.output.formats.jsonl import read_lines
+from batchgen.output.finalize import EXACT_FORMAT, finalize, journalled
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
@@ -53,22 +52,9 @@ class _Shard:
         return self.manifest.shard.number
 
     def entries(self) -> Iterator[JournalEntry]:
-        """All rows, as they were journalled. Raises UsageError if the journal was removed."""
-        if self.manifest.job["output"]["format"] == EXACT_FORMAT:
-            for index, line in read_lines(self.run_dir.outputs(EXACT_FORMAT)):
-                yield _entry(index, "result", line)
-            for index, line in read_errors(self.run_dir):
-                yield _entry(index, "error", line)
-            return
-        kept = self.run_dir.kept_job()
-        if kept is None:
-            removed = f"{self}: its records were in {self.run_dir.journals}, which was removed"
-            raise UsageError(f"{removed}: run this shard again with --overwrite")
-        with closing(Journal.read(kept.folder, self.manifest.shard)) as journal:
-            for index in journal.done.indexes(errors=False):
-                yield _entry(index, "result", journal.payload(index))
-            for index in journal.done.indexes(errors=True):
-                yield _entry(index, "error", journal.payload(index))
+        """All rows; their cursors are placeholders, since merging does not read the input. Raises as ``journalled``."""
+        for index, kind, payload in journalled(self.run_dir, self.manifest.job["output"]["format"]):
+            yield JournalEntry(index, Cursor(0, 0, 0, index + 1), kind, payload)
 
     def __str__(self) -> str:
         return f"shard {self.manifest.shard} ({self.run_dir.path})"
@@ -231,8 +217,3 @@ def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
     return replace(
         first, job=job, shard=WHOLE, num_rows=None, taken=True, parts=parts, files={}, journal="", file_states={}
     )
-
-
-def _entry(index: int, kind: Literal["result", "error"], payload: bytes) -> JournalEntry:
-    """A journal entry for a shard's row. Its cursor is a placeholder: merging does not read the input."""
-    return JournalEntry(index, Cursor(0, 0, 0, index + 1), kind, payload)

@@ -79,8 +79,9 @@ class Clock:
 class Progress:
     """The counters of one invocation; a context manager that runs the thread.
 
-    ``rows_total`` counts the rows of this shard, ``sink`` finished ones; each is None until known. ``progress.json``
-    has the counts of earlier invocations, and is removed at the end unless there is something to resume.
+    ``rows_total`` counts the rows of this shard, ``sink`` finished ones; each is None until known. ``num_reused`` were
+    kept from earlier results. ``progress.json`` has the counts of earlier invocations, and is removed at the end unless
+    there is something to resume.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
@@ -90,7 +91,7 @@ class Progress:
         self.state = "running"
         self._backend: Backend | None = None
         self._keeps_file = self._is_idle = False
-        self._num_reused, self._journal = 0, ""  # rows kept from earlier results; the folder of the job under way
+        self.num_reused, self._journal = 0, ""  # the folder of the job under way
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
         self._path = folder / PROGRESS_NAME
         self._engine_counts: dict[str, Any] = {}
@@ -111,7 +112,7 @@ class Progress:
                 lost_s = written_at(self._path.parent / JOURNALS_NAME / before["journal"]) - self._path.stat().st_mtime
                 before["spent"] = lengthened(before["spent"], min(max(lost_s, 0.0), _SAVE_EVERY_S + _TICK_S))
             self._before, self._keeps_file = before, True
-            self.rows_total, self._num_reused = before["rows"]["total"], before["rows"].get("reused", 0)
+            self.rows_total, self.num_reused = before["rows"]["total"], before["rows"].get("reused", 0)
         self._thread.start()
         return self
 
@@ -137,7 +138,7 @@ class Progress:
 
     def begin_anew(self) -> None:
         """Forget earlier invocations: this run starts from scratch."""
-        self._before, self._keeps_file, self.rows_total, self._num_reused = {}, False, None, 0
+        self._before, self._keeps_file, self.rows_total, self.num_reused = {}, False, None, 0
 
     def go_on(self, journal: str) -> None:
         """Count for the job of that journal; counts of another job's invocations are dropped."""
@@ -149,26 +150,12 @@ class Progress:
         """Keep ``progress.json`` at the end, for a resume, or remove it; if idle, leave it unchanged."""
         self._keeps_file, self._is_idle = keeps, is_idle
 
-    def expect(self, rows_total: int | None) -> None:
-        self.rows_total = rows_total
-
-    def follow(self, sink: ResultSink) -> None:
-        """Count the rows that a sink is given from now on."""
-        self.sink = sink
-
-    def add_reused(self, num_rows: int) -> None:
-        """Count rows that were kept from earlier results."""
-        self._num_reused += num_rows
-
     @contextmanager
     def generating(self, backend: Backend) -> Iterator[None]:
         """Count the tokens of an engine, and show its workers, from now on; its time counts while inside."""
         self._backend, self._saved_at = backend, float("-inf")  # saved at once, as a kill may come soon
         with self.phase(GENERATING, "generate"):
             yield
-
-    def stop(self) -> None:
-        self.state = "stopped"
 
     def finish(self, report: Mapping[str, Any] | None) -> None:
         """The run is finished, unless it was stopped; its row counts come from its report, if it has one."""
@@ -226,7 +213,7 @@ class Progress:
         done, failed = rows_before.get("done", 0), rows_before.get("failed", 0)
         if self.sink is not None:
             done, failed = self.sink.num_done, self.sink.num_failed
-        rows = self._final_rows or row_counts(self.rows_total, done, failed, self._num_reused)
+        rows = self._final_rows or row_counts(self.rows_total, done, failed, self.num_reused)
         rate = self._rate()
         tokens_left = None if rows["left"] is None else self._tokens_left(rows["left"])
         eta_s = tokens_left / rate if tokens_left is not None and rate > 0 else None

@@ -186,7 +186,7 @@ def take_over(
     earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
 ) -> Counts:
     """Record the rows with earlier results, also of a killed pass, until a stop. Raises StorageError."""
-    progress.follow(sink)
+    progress.sink = sink
     journal, num_begun = sink.journal, 0
     begun: dict[int, tuple[int, ...]] = {}
     num_good = num_before = journal.counts.results
@@ -204,7 +204,7 @@ def take_over(
                 begun[row.index] = tokens
                 num_begun += len(tokens)
     journal.save_partials(begun)
-    progress.add_reused(journal.counts.results - num_before)
+    progress.num_reused += journal.counts.results - num_before
     rows.start = journal.resume_cursor
     return Counts(journal.counts.results, num_good)
 

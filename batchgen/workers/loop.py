@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.chat_rows import ChatRow
 from batchgen.core.records import Request, Result, Row
@@ -20,24 +20,12 @@ from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.results import entry_of, failed_entry
 from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, WorkerUpdate
 
+if TYPE_CHECKING:
+    from batchgen.engine import Engine
+
 PARTIALS_S = 5.0  # between two reports of half-done rows, which bounds the work lost with a worker
 STATS_S = 1.0
 _ROUND_S = 0.02  # least time between two answers: a message for each row would cost more than the row
-
-
-class SteppedEngine(Protocol):
-    """The methods of ``batchgen.engine.Engine`` that a loop calls, all but ``stats`` in the thread that steps."""
-
-    @property
-    def stats(self) -> Any: ...
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, request: Request) -> Result | None: ...
-    def step(self) -> list[Result]: ...
-    def flush(self) -> list[Result]: ...
-    def unfinished(self) -> Mapping[int, tuple[int, ...]]: ...
 
 
 class RowMaker:
@@ -87,12 +75,15 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: SteppedEngine,
+        engine: Engine,
         maker: RowMaker,
         clock: Callable[[], float] = time.monotonic,
         num_launches: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``num_launches`` counts progress within a step, which may take minutes on few cores."""
+        """Only ``stats`` of the engine is read outside the thread that steps.
+
+        ``num_launches`` counts progress within a step, which may take minutes on few cores.
+        """
         self._engine = engine
         self._maker = maker
         self._clock = clock

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from batchgen.config.job import JobSpec
 from batchgen.core.fingerprint import Digests
@@ -25,9 +25,12 @@ from batchgen.core.machine import memory_errors
 from batchgen.core.units import one_line
 from batchgen.core.version import __version__
 from batchgen.run.loader import EngineFactory, load_engine, read_model
-from batchgen.workers.loop import EngineLoop, RowMaker, SteppedEngine
+from batchgen.workers.loop import EngineLoop, RowMaker
 from batchgen.workers.messages import HEARTBEAT_S, Assignment, Identity, WorkerLost, WorkerReady, WorkerUpdate
 from batchgen.workers.slices import MachineSlice
+
+if TYPE_CHECKING:
+    from batchgen.engine import Engine
 
 _PR_SET_PDEATHSIG = 1
 
@@ -75,7 +78,7 @@ class Worker:
         backend = start.engine_factory(spec, model)
         model.files.check_unchanged(digests)
         backend.prepare()
-        engine = cast(SteppedEngine, backend.engine)
+        engine = cast("Engine", backend.engine)
         maker = RowMaker(model.builder(spec), model.record_builder(spec))
         self._facts = backend.facts
         self._loop = EngineLoop(engine, maker, num_launches=backend.num_launches)

@@ -186,7 +186,7 @@ def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, shel
     job.write(ROWS)
     job.run(job.spec(output={"format": "parquet"}))
     shutil.rmtree(job.output / "journal")
-    said = shell("cat", job.output, code=1).err
+    said = shell("cat", job.output, code=2).err
     assert "which was removed: read outputs.parquet itself, or run with --overwrite" in said
 
 
