@@ -185,7 +185,6 @@ class WorkersEngine:
             if event.stopped:
                 del self._ready[name]
                 self._handles.pop(name).close()
-                self._drop(name)
         else:
             yield from self._on_lost(name, event)
 
@@ -223,8 +222,6 @@ class WorkersEngine:
         if isinstance(lost.error, OutOfMemory):
             self._dispatcher.drain(name)  # no row is to blame
         poison = self._dispatcher.on_lost(name)
-        if ready:
-            self._drop(name)
         for task in poison:
             yield Result(task.key, 0, error=RowError(RowErrorCode.INTERNAL, _POISON))
 
@@ -233,11 +230,6 @@ class WorkersEngine:
         if self._num_untold and not self._stopping:
             self._note(f"{counted(self._num_untold, 'more worker')} lost in the same way; {len(self._ready):,} left")
         self._false_start, self._num_untold = "", 0
-
-    def _drop(self, name: str) -> None:
-        """Forget the numbers of a worker that ended, unless the run ends, when all do."""
-        if not self._stopping and not self._dispatcher.is_done:
-            self.stats.drop(name)
 
     def _is_given_up(self, lost: WorkerLost, *, was_ready: bool) -> bool:
         """Whether to stop replacing this worker; if memory is short, fewer workers may have enough."""

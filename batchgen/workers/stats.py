@@ -1,6 +1,6 @@
 """Counts of all workers of a run: together in the shape of one engine's (``EngineStats``), and of each by itself.
 
-Phases are means over the workers, steps and tokens sums; workers that are gone are one sum, so that nothing grows.
+Phases are means over the workers, steps and tokens sums.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from batchgen.workers.worker_state import WorkerState
 
 _RATE_TELLS = 10  # counts of a worker, about a second apart, over which its rate is taken
 _MEANS = ("phase_s", "forward_prefill_s")
-_GONE = "gone"  # takes the place of a name
-_SEVERAL = "several machines"
 
 Numbers = Mapping[str, Any]
 
@@ -55,15 +53,9 @@ class WorkersStats:
         self.num_output_tokens = 0
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._gone: dict[str, Any] = {}  # what ``to_dict`` has of them
-        self._began_at: float | None = None
-        self._ended_at = 0.0  # of those that are gone
 
     def join(self, worker: WorkerState, place: str) -> None:
         """A worker has joined."""
-        now = self._clock()
-        if self._began_at is None:
-            self._began_at = now
         self._entries[worker.name] = _Entry(worker, place)
 
     def tell(self, name: str, stats: Numbers) -> None:
@@ -73,14 +65,6 @@ class WorkersStats:
             setattr(self, count, getattr(self, count) + stats.get(count, 0) - entry.stats.get(count, 0))
         entry.tell(stats, now)
 
-    def drop(self, name: str) -> None:
-        """Add an ended worker to the sum of ended workers."""
-        entry = self._entries.pop(name)
-        place = entry.place if self._gone.get("place", entry.place) == entry.place else _SEVERAL
-        self._ended_at = max(self._ended_at, entry.worker.ended_at or 0.0)
-        worker = {**self._totals(entry), "name": _GONE, "place": place}
-        self._gone = add_up(self._gone, {"counts": entry.stats, "worker": worker, "place": place})
-
     def to_dict(self) -> dict[str, Any]:
         """Sums over workers, the largest of ``max_*``, means of times; also ``workers`` and ``mean_workers``.
 
@@ -88,15 +72,14 @@ class WorkersStats:
         them.
         """
         entries = list(self._entries.values())
-        total: dict[str, Any] = dict(self._gone.get("counts", {}))
+        total: dict[str, Any] = {}
         for entry in entries:
             total = add_up(total, entry.stats)
         for name in ("idle_s", "series"):
             total.pop(name, None)
         totals = [self._totals(entry) for entry in entries]
-        totals += [self._gone["worker"]] if self._gone else []
-        ends = [self._ended_at, *(entry.worker.ended_at or self._clock() for entry in entries)]
-        span_s = max(ends) - (self._began_at or 0.0)
+        began_at = min((entry.worker.joined_at for entry in entries), default=0.0)
+        span_s = max((entry.worker.ended_at or self._clock() for entry in entries), default=0.0) - began_at
         mean_workers = sum(worker["present_s"] for worker in totals) / span_s if totals and span_s > 0 else 1.0
         for name in _MEANS:
             if name in total:
@@ -115,11 +98,9 @@ class WorkersStats:
                 "tokens_per_s": round(entry.tokens_per_s, 1),
                 "in_flight": len(entry.worker.tasks),
             }
-            for entry in self._present()
+            for entry in list(self._entries.values())
+            if entry.worker.ended_at is None
         ]
-
-    def _present(self) -> list[_Entry]:
-        return [entry for entry in list(self._entries.values()) if entry.worker.ended_at is None]
 
     def _totals(self, entry: _Entry) -> dict[str, Any]:
         worker, stats = entry.worker, entry.stats

@@ -1,8 +1,6 @@
-"""What is told of workers: their counts as one engine's, and of those that are gone a sum."""
+"""What is told of workers: their counts as one engine's, and of each by itself."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from report_samples import engine, made
@@ -88,40 +86,6 @@ def test_rows_are_given_again_where_a_worker_leaves_and_not_where_the_run_stops(
     dispatcher.on_update("a", WorkerUpdate(partials={0: (1, 2, 3)}, stopped=True))
     found = stats.to_dict()["workers"]["a@here"]
     assert (found["rows_given_again"], found["tokens_taken_over"]) == (given, 3 if leaves else 0)
-
-
-def steps(number: int, *, sequences: float = 8.0, idle_s: float = 0.0) -> dict[str, Any]:
-    """The counts of an engine after so many steps of eight sequences."""
-    counts = {"num_steps": number, "num_prefill_tokens": 3 * number, "num_decode_tokens": 5 * number}
-    seconds = 0.1 * number
-    return {
-        **counts,
-        "steps_s": seconds,
-        "sequences_s": sequences * seconds,
-        "kv_use_s": 0.5 * seconds,
-        "idle_s": idle_s,
-    }
-
-
-def test_workers_that_are_gone_are_one_sum_however_many_they_were() -> None:
-    time = Time()
-    dispatcher, stats = RowDispatcher(clock=time), WorkersStats(time)
-    for number in range(300):
-        name = f"w{number}"
-        dispatcher.join(name, max_num_seqs=8)
-        stats.join(dispatcher.workers[name], "here" if number < 200 else "there")
-        time.now += 1
-        stats.tell(name, steps(10, idle_s=0.25) | {"num_output_tokens": 7})
-        if number < 299:
-            dispatcher.on_lost(name)
-            stats.drop(name)
-    found = stats.to_dict()
-    assert (found["num_steps"], stats.num_output_tokens) == (3000, 2100)
-    gone = found["workers"]["gone@several machines"]
-    assert [*found["workers"]] == ["w299@there", "gone@several machines"]
-    assert (gone["losses"], gone["tokens"], gone["present_s"], gone["busy_s"]) == (299, 2093, 299, 224.25)
-    assert found["mean_workers"] == pytest.approx(1)
-    assert len(dispatcher.workers) == 1
 
 
 WORKER = {"name": "a", "place": "here", "rows": 7, "tokens": 60, "present_s": 7200.0, "busy_s": 3600.0}
