@@ -24,8 +24,7 @@ from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.logprobs import unpacked
 from batchgen.core.records import Record
-from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_share, shown
+from batchgen.core.units import WHOLE, Shard, counted, parse_clock, parse_count, parse_duration, parse_share, shown
 from batchgen.input.in_memory import json_lines
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
@@ -222,12 +221,7 @@ def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return dict(reports.read_report(RunDir(Path(folder))))
 
 
-_SWITCHES = (
-    "overwrite",
-    "update",
-    "allow_mixed_kernels",
-    "quiet",
-)  # options of the command ``run``
+_SWITCHES = ("overwrite", "update", "allow_mixed_kernels", "quiet")  # options of the command ``run``
 _OPTIONS: dict[str, Callable[[str], Any]] = {  # those that take a value, and how it is read
     "max_error_rate": parse_share,
     "shard": Shard.parse,

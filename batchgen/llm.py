@@ -101,12 +101,7 @@ class LLM:
             self._drop()
 
     def generate(
-        self,
-        prompts: Any,
-        sampling_params: SamplingParams | None = None,
-        *,
-        use_tqdm: bool = True,
-        **sampling: Any,
+        self, prompts: Any, sampling_params: SamplingParams | None = None, *, use_tqdm: bool = True, **sampling: Any
     ) -> list[dict[str, Any]]:
         """A record per prompt, in order, as in ``outputs.jsonl``; prompts are sent as they are, without a template.
 

@@ -19,8 +19,7 @@ from batchgen.bench.workload import EndAfter, error_message
 from batchgen.config.job import ModelSpec
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.machine import peak_bytes
-from batchgen.core.model_files import TOKENIZER_FILES, tokenizer_folder
-from batchgen.core.model_location import resolve_model
+from batchgen.core.model_files import TOKENIZER_FILES, resolve_model, tokenizer_folder
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted

@@ -14,16 +14,7 @@ from batchgen.core.numerics import Numerics
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine
-from batchgen.engine.invariants import (
-    Comparison,
-    Divergence,
-    Prompt,
-    Routing,
-    Runs,
-    Trace,
-    made_up_prompts,
-    texts_for,
-)
+from batchgen.engine.invariants import Comparison, Divergence, Prompt, Routing, Runs, Trace, made_up_prompts, texts_for
 from batchgen.engine.load import load_weights
 from batchgen.engine.sizes import cache_dtype, use_threads
 from batchgen.input.rows import prepared

@@ -12,13 +12,7 @@ from batchgen.cli.options import GroupedCommand, job_options, json_option, take_
 from batchgen.cli.say import say, show
 from batchgen.config.job import KEYS
 from batchgen.core.errors import ExitCode, GateFailed
-from batchgen.core.machine import (
-    available_bytes,
-    num_usable_cpus,
-    require_address_space,
-    total_bytes,
-    visible_gpus,
-)
+from batchgen.core.machine import available_bytes, num_usable_cpus, require_address_space, total_bytes, visible_gpus
 from batchgen.core.units import counted, labelled
 
 _SIZES = tuple(name for name in KEYS["engine"] if name not in ("threads", "kv_cache_dtype"))  # the proofs choose these

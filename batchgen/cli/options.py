@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 import click
 
 from batchgen.config import cluster
-from batchgen.config.job import KEYS, POLICIES
+from batchgen.config.job import KEYS
 from batchgen.core.addresses import masked, prefix_of
 from batchgen.core.keys import BOOL, Key, resembling
-from batchgen.core.shard import Shard
 from batchgen.core.storage import check_path
 from batchgen.core.synonyms import Synonym, is_done_anyway, synonym_of
-from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
+from batchgen.core.units import Shard, parse_clock, parse_count, parse_duration, parse_share, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -83,8 +82,6 @@ class RunOption(click.Option):
 
 
 run_option = partial(click.option, cls=RunOption)
-# For tests and measurements: without a help text it is shown nowhere.
-without_option = run_option("--without", multiple=True, hidden=True, type=click.Choice(POLICIES))
 
 
 _EXPERT_KEYS = {  # shown by --help-all alone
@@ -202,21 +199,6 @@ def _value(text: str) -> int | str:
 def json_option(text: str = "One JSON object instead of text.") -> Callable[[F], F]:
     """``--json``, passed as ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help=text)
-
-
-_HEARTBEAT_HELP = "Interval of progress lines without a terminal [30s]."
-_PROGRESS = (
-    run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP, hidden=True),
-    run_option("--json-progress", is_flag=True, hidden=True, help="Progress as JSON lines on stderr."),
-    run_option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
-)
-
-
-def progress_options(command: F) -> F:
-    """Options of the display of progress; see ``RunOptions``."""
-    for option in _PROGRESS:
-        command = option(command)
-    return command
 
 
 def job_options(*sections: str, without: tuple[str, ...] = ()) -> Callable[[F], F]:

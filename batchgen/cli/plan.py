@@ -52,8 +52,7 @@ def plan(job: str | None, as_json: bool, **values: Any) -> int:
     """
     flags = take_job_flags(values, job)
     point_out_backslashes(flags)
-    from batchgen.plan.dry_run import check_time, make_plan
-    from batchgen.plan.text import render_plan
+    from batchgen.plan.dry_run import check_time, make_plan, render_plan
     from batchgen.run.earlier_results import refuse_own_rows
 
     spec, shard = load_spec(job, flags, values["shard"], needs=("model", "input"))

@@ -21,12 +21,11 @@ from batchgen.cli.options import (
     GroupedCommand,
     job_options,
     json_option,
-    progress_options,
     run_option,
     take_job_flags,
-    without_option,
 )
 from batchgen.cli.say import point_out_backslashes, say, say_next, show
+from batchgen.config.job import POLICIES
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 from batchgen.run.argument import is_run_folder, load_spec
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from batchgen.run.loader import EngineFactory
     from batchgen.run.outcome import Outcome
 
+_HEARTBEAT_HELP = "Interval of progress lines without a terminal [30s]."
 _MIXED_HELP = "Continue a run begun on another CPU type."
 
 
@@ -50,8 +50,10 @@ _MIXED_HELP = "Continue a run begun on another CPU type."
 @run_option("--max-total-tokens", type=COUNT, hidden=True, help="Stop after computing N tokens.")
 @run_option("--shard", type=SHARD, help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
-@without_option
-@progress_options
+@run_option("--without", multiple=True, hidden=True, type=click.Choice(POLICIES))  # of measurements: no help shows it
+@run_option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@run_option("--json-progress", is_flag=True, hidden=True, help="Progress as JSON lines on stderr.")
+@run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP, hidden=True)
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any) -> int:
     """Run a job; run it again to resume, or to take up a changed input.

@@ -42,13 +42,7 @@ def limit_of(params: SamplingParams, num_prompt_tokens: int, max_model_len: int)
     return min(params.max_tokens, max(max_model_len - num_prompt_tokens, 0))
 
 
-def fingerprint(
-    draw: int,
-    params: SamplingParams,
-    prompt_token_ids: Sequence[int],
-    limit: int,
-    facts: str = "",
-) -> str:
+def fingerprint(draw: int, params: SamplingParams, prompt_token_ids: Sequence[int], limit: int, facts: str = "") -> str:
     """A digest, as 32 hex digits, of all that decides a row's result apart from the model and how it computes.
 
     With one sample the limit is left out (``still_holds``); draw and seed count only if tokens are sampled. ``facts``:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
@@ -165,7 +166,7 @@ class InputSpec:
         """Whether the job says where a row has its prompt."""
         return bool(self.prompt or self.messages or self.prompt_token_ids)
 
-    @property
+    @cached_property
     def request_columns(self) -> frozenset[str]:
         """The columns that a row's prompt or request may be in as objects: all others are data."""
         return frozenset(
@@ -179,7 +180,7 @@ class InputSpec:
             needed |= {"prompt", "text", "prompt_token_ids", "custom_id", "url", "method"}
         return name not in needed and f"{{{name}" not in (self.prompt or "")
 
-    @property
+    @cached_property
     def may_have_batch_lines(self) -> bool:
         """Whether a row can be an OpenAI Batch request."""
         return self.format == "openai-batch" or (self.format == "auto" and not self.is_mapped)
@@ -273,19 +274,12 @@ class JobSpec:
         wants = "tool_calls" in self.output.parse or (is_line and bool(request.get("tools")))
         return wants and request.get("tool_choice") != "none"
 
-    def check_destination(self) -> None:
-        """Refuse to publish over the input. Raises ``UsageError``."""
-        address = self.output.publish
-        for item in self.input.path:
-            if address and item.rpartition("/")[0] == address:
-                raise UsageError(f"the input {item} lies in {address}, where files are replaced: choose another folder")
-
-    @property
+    @cached_property
     def generates(self) -> bool:
         """Whether rows become text, and not vectors or scores of labels."""
         return not (self.embed.is_on or self.sampling.labels)
 
-    @property
+    @cached_property
     def packs_logprobs(self) -> bool:
         """Whether log-probabilities are columns of numbers: in Parquet, if the job itself asks for any."""
         return self.output.format == "parquet" and self.sampling.has_logprobs

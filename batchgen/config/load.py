@@ -134,17 +134,13 @@ def _section(value: Any) -> Any:
     return {key: os.fspath(item) if isinstance(item, os.PathLike) else item for key, item in value.items()}
 
 
-def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
-    values = settings.values.get(section, {})
-    return {key: settings.parsed(section, key) for key in KEYS[section] if values.get(key) is not None}
-
-
 def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     """The job of all origins; later ones win. Single values are checked, combinations of sections are not."""
     merged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for origin in origins:
         for section in SECTIONS:
-            values = _parse_section(origin, section)
+            raw = origin.values.get(section, {})
+            values = {key: origin.parsed(section, key) for key in KEYS[section] if raw.get(key) is not None}
             if section == "embed" and section in origin.values and origin.base is not None:  # job.json names it
                 values = {"pooling": "auto"} | values
             if section == "input" and any(key in values for key in _PROMPT_KEYS):
@@ -194,7 +190,9 @@ def _check_together(spec: JobSpec) -> None:
         raise UsageError(f'input.encoding applies to text only, but input.format is "{spec.input.format}"')
     spec.check_kind()
     _check_turns(spec)
-    spec.check_destination()
+    for item in spec.input.path:
+        if (address := spec.output.publish) and item.rpartition("/")[0] == address:
+            raise UsageError(f"the input {item} lies in {address}, where files are replaced: choose another folder")
     folder = Path(spec.output.path)
     if folder.is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")

@@ -74,16 +74,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         seen.add(id(error))
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
-        if isinstance(error, RuntimeError | OSError | ImportError) and _says_so(str(error)):
-            return True
+        if isinstance(error, RuntimeError | OSError | ImportError):
+            text = str(error)
+            if _SIGNS.search(text) or (address_space_bytes() is not None and _SIGNS_UNDER_A_LIMIT.search(text)):
+                return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _says_so(message: str) -> bool:
-    if _SIGNS.search(message):
-        return True
-    return address_space_bytes() is not None and _SIGNS_UNDER_A_LIMIT.search(message) is not None
 
 
 @contextmanager
@@ -150,7 +146,9 @@ def limit_memory(max_bytes: int) -> None:
 
 def available_bytes() -> int:
     """Free bytes: the system's estimate, or the rest up to a limit, whichever is less."""
-    room = [_meminfo_available(), _address_space_left()]
+    room = [_meminfo_available()]
+    if (limit := address_space_bytes()) is not None:
+        room.append(max(0, limit - _num_pages(0) * resource.getpagesize()))
     if _Limit.max_bytes is not None:
         room.append(max(0, _Limit.max_bytes - _num_pages(1) * resource.getpagesize()))
     room += [max(0, limit - used) for limit, used in memory_limits()]
@@ -168,11 +166,6 @@ def _meminfo_available() -> int | None:
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     return None
-
-
-def _address_space_left() -> int | None:
-    limit = address_space_bytes()
-    return None if limit is None else max(0, limit - _num_pages(0) * resource.getpagesize())
 
 
 def _num_pages(column: int) -> int:

@@ -1,14 +1,16 @@
-"""Checks and reads the files of a model, a folder or a GGUF file, whose content is hostile by default.
+"""Finds the files of a model, a folder or a GGUF file, on this machine or in the Hub's cache; checks and reads them.
 
-Kind and size of each are checked before any is opened: a FIFO, a device or a sparse file would never end.
+Their content is hostile by default: only files that match the caller's patterns of data formats are downloaded. Kind
+and size of each are checked before any is opened, since a FIFO, a device or a sparse file would never end.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+_REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_GGUF_ID = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 
 
 def is_gguf(model: Path) -> bool:
@@ -191,3 +195,55 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
     elif path.name == _CONFIG or path.suffix in _WEIGHT_SUFFIXES:
         remedy = "a model folder needs this file"
     return ModelError(f"{path}: cannot be read ({why}); {remedy}")
+
+
+def resolve_model(path: str, revision: str, patterns: Sequence[str]) -> Path:
+    """The folder or GGUF file that ``path`` names: a local one, else a Hub id's files that match ``patterns``.
+
+    With ``HF_HUB_OFFLINE=1`` nothing is downloaded. ORGANIZATION/NAME/FILE.gguf is fetched without the repository's
+    others. Raises ModelError that says how the name was read, or which file cannot belong to a model.
+    """
+    model = Path(path)
+    try:
+        is_there = model.is_dir() or (is_gguf(model) and os.path.lexists(model))
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"model {shown(path)} cannot be looked up ({why})") from None
+    if not is_there:
+        model = _from_hub(model, path, revision, patterns)
+    check_files(model, patterns)
+    return model
+
+
+def _from_hub(model: Path, path: str, revision: str, patterns: Sequence[str]) -> Path:
+    if model.exists():
+        raise ModelError(f"model {path} is a file; give the folder it is in, or a .gguf file")
+    if is_gguf(model) and not _GGUF_ID.fullmatch(path):
+        raise ModelError(f"no file {path} (and one on the Hub is written ORGANIZATION/NAME/FILE.gguf)")
+    if path.startswith(".") or not (_REPO_ID.fullmatch(path) or _GGUF_ID.fullmatch(path)):
+        raise ModelError(f"no model folder {path} (and a Hub id is written NAME or ORGANIZATION/NAME)")
+    if match := _GGUF_ID.fullmatch(path):
+        others = [pattern for pattern in patterns if pattern != "*.safetensors"]
+        return _download(match[1], revision, [match[2], *others]) / match[2]
+    return _download(path, revision, patterns)
+
+
+def _download(repo_id: str, revision: str, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    reasons = {
+        errors.GatedRepoError: "access to it must be granted: accept its terms on the Hub, then run hf auth login",
+        errors.RepositoryNotFoundError: "the Hub has no such model, or it is private and needs hf auth login",
+        errors.RevisionNotFoundError: f"the model on the Hub has no revision {revision!r}",
+    }
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+    except Exception as error:  # the client lets connection, proxy and disk errors of several libraries through
+        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), "")
+        if not reason and constants.HF_HUB_OFFLINE:
+            reason = f"revision {revision!r} is not in the Hub's cache, and HF_HUB_OFFLINE forbids to fetch it"
+        elif not reason and isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and no answer
+            why = " ".join(str(error.__cause__ or error).split()).partition(". ")[0]
+            reason = f"the Hub cannot be reached ({why[:100]}); check the network, or give a folder on this machine"
+        reason = reason or f"it could not be fetched: {' '.join(str(error).split())[:200]}"
+        raise ModelError(f"no model folder {repo_id}, and as a Hub id: {reason}") from error

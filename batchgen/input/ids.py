@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError
 from batchgen.core.records import Request, Row
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import WHOLE, Shard
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import chunked, with_id
 

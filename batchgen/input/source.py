@@ -17,7 +17,7 @@ from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor, Row
 from batchgen.core.remote import attempt, open_store, refusals_as_usage
-from batchgen.core.shard import Shard
+from batchgen.core.units import Shard
 from batchgen.input.formats import InputFile, Rows, Wanted
 from batchgen.input.formats.hf import PREFIX, is_saved_dataset
 from batchgen.input.formats.select import open_file

@@ -11,8 +11,7 @@ import torch
 
 from batchgen.core.errors import ModelError
 from batchgen.core.machine import QUANTIZATIONS, SMALLER_SIZES, UNTRIED_DEVICES, memory_errors, physical_bytes
-from batchgen.core.model_files import WEIGHTS_FILES, is_gguf
-from batchgen.core.model_location import resolve_model
+from batchgen.core.model_files import WEIGHTS_FILES, is_gguf, resolve_model
 from batchgen.core.units import shown
 from batchgen.kernels.cpu import build
 from batchgen.kernels.interface import Kernels

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import ModelError
-from batchgen.core.model_files import TOKENIZER_FILES, generation_eos_token_ids, is_gguf, read_object
-from batchgen.core.model_location import resolve_model
+from batchgen.core.model_files import TOKENIZER_FILES, generation_eos_token_ids, is_gguf, read_object, resolve_model
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues

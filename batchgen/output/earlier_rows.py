@@ -8,28 +8,22 @@ from __future__ import annotations
 import json
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from batchgen.core.errors import StorageError
 from batchgen.core.storage import storage_errors
 from batchgen.output.record_builder import check_record
-from batchgen.output.segments import RESULT, Line, SegmentReader, decode_line, scan, segments
+from batchgen.output.segments import RESULT, SUFFIX, SegmentReader, decode_line
 
 _OFFSET_BITS = 40
 _KEY_DIGITS = 16  # of the fingerprint, that are kept in memory
 _DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 Record = dict[str, Any]
-
-
-class _Place(NamedTuple):
-    """A file with a record per line, and how to read one."""
-
-    path: Path
-    record: Callable[[bytes], Record]
 
 
 class EarlierRows:
@@ -41,27 +35,29 @@ class EarlierRows:
     def __init__(self) -> None:
         self._keys: Any = array("Q")
         self._locations: Any = array("Q")
-        self._places: list[_Place] = []
+        self._paths: list[Path] = []
         self._files = SegmentReader([])
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add_lines(self, path: Path) -> None:
-        """Index the records of an ``outputs.jsonl``. Raises StorageError if it cannot be read."""
-        self._add(path, lambda raw: dict(json.loads(raw)), _lines)
-
-    def add_journal(self, folder: Path) -> None:
-        """Index the results of a journal. Raises StorageError for a file that cannot be read."""
-        for segment in segments(folder):
-            self._add(segment, _journalled, _journal_lines)
+    def add(self, path: Path) -> None:
+        """Index an ``outputs.jsonl`` or a journal's segment. Raises StorageError if it cannot be read."""
+        place, offset = len(self._paths), 0
+        self._paths.append(path)
+        with storage_errors("read", path), path.open("rb", buffering=1 << 20) as file:
+            for raw in file:
+                with suppress(*_DAMAGED):
+                    self._keys.append(int(_record(path, raw)["fingerprint"][:_KEY_DIGITS], 16))
+                    self._locations.append(place << _OFFSET_BITS | offset)
+                offset += len(raw)
 
     def seal(self) -> None:
         """Sort what was added."""
         keys, locations = (np.frombuffer(column, np.uint64) for column in (self._keys, self._locations))
         order = np.argsort(keys, kind="stable")
         self._keys, self._locations = (column[order].data for column in (keys, locations))
-        self._files = SegmentReader([place.path for place in self._places])
+        self._files = SegmentReader(self._paths)
 
     def find(self, fingerprint: str) -> Iterator[Record]:
         """The records of rows with this fingerprint that can still be read."""
@@ -76,44 +72,23 @@ class EarlierRows:
     def close(self) -> None:
         self._files.close()
 
-    def _add(self, path: Path, record: Callable[[bytes], Record], lines: Callable[[BinaryIO], Iterator[Any]]) -> None:
-        place = len(self._places)
-        self._places.append(_Place(path, record))
-        with storage_errors("read", path), path.open("rb", buffering=1 << 20) as file:
-            for offset, payload in lines(file):
-                try:
-                    key = int(json.loads(payload)["fingerprint"][:_KEY_DIGITS], 16)
-                except _DAMAGED:
-                    continue
-                self._keys.append(key)
-                self._locations.append(place << _OFFSET_BITS | offset)
-
     def _read(self, location: int) -> Record | None:
         number, offset = divmod(location, 1 << _OFFSET_BITS)
         try:
             file = self._files.file(number)
             file.seek(offset)
-            record = self._places[number].record(file.readline())
+            record = _record(self._paths[number], file.readline())
             check_record(record)
         except (OSError, StorageError, *_DAMAGED):
             return None
         return record
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    for line in file:
-        yield offset, line
-        offset += len(line)
-
-
-def _journal_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield results only, including replaced ones: each still answers its own fingerprint."""
-    return ((line.offset, line.payload) for line in scan(file) if isinstance(line, Line) and line.kind == RESULT)
-
-
-def _journalled(raw: bytes) -> Record:
-    line = decode_line(raw, 0)
-    if line is None:
-        raise ValueError("it does not match its checksum")
-    return dict(json.loads(line.payload))
+def _record(path: Path, raw: bytes) -> Record:
+    """The record in a line of a file; of a segment also a replaced one, which still answers its own fingerprint."""
+    if path.suffix == SUFFIX:
+        line = decode_line(raw, 0)
+        if line is None or line.kind != RESULT:
+            raise ValueError("the line has no result, or does not match its checksum")
+        raw = line.payload
+    return dict(json.loads(raw))

@@ -17,15 +17,15 @@ from typing import Any, Literal
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FastPickle
-from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.storage import make_folder, storage_errors, sync_file, sync_folder
-from batchgen.output.row_index import RowIndex
+from batchgen.core.units import WHOLE, Shard
 from batchgen.output.segments import (
     ERROR,
     PARTIAL,
     RESULT,
     Damage,
     Line,
+    RowIndex,
     SegmentReader,
     encode_line,
     next_segment,
@@ -86,7 +86,6 @@ class Journal:
         self._synced_at = time.monotonic()
         self._sync_every = SYNC_SECONDS
         self._failed: StorageError | None = None
-        self._shard = shard
         self.done = RowIndex(shard)
         self.partials: dict[int, tuple[int, ...]] = {}
         self.recovery: list[str] = []  # a line per damage that was found when it was opened
@@ -132,7 +131,7 @@ class Journal:
         Raises ValueError for a row of another shard or a row with a result (an error may be replaced), StorageError if
         the disk refuses.
         """
-        if not self._shard.owns(entry.index):
+        if entry.index not in self.done.rows:
             raise ValueError(f"row {entry.index} is not in this shard")
         if entry.index in self.done and not self.done.location(entry.index).is_error:
             raise ValueError(f"row {entry.index} is in the journal already")
@@ -212,7 +211,7 @@ class Journal:
         if line.kind == PARTIAL:
             if line.row not in self.done:
                 self._index_partial(line.row, json.loads(line.payload))
-        elif not self._shard.owns(line.row):
+        elif line.row not in self.done.rows:
             raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
         else:
             self.done.add(line.row, len(self._segments) - 1, line.offset, line.kind == ERROR)

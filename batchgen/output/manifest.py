@@ -22,8 +22,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json, is_count
 from batchgen.core.keys import keys_of
 from batchgen.core.numerics import Numerics
-from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import shortened
+from batchgen.core.units import WHOLE, Shard, shortened
 from batchgen.core.version import RESULTS, build
 
 RECORD_VERSION = 9  # of job.json, a job's keys, the fields of a record and the journal's lines

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +36,8 @@ _OF_TOKENS = ("token_ids", "logprobs", "top_ids", "top_logprobs")  # of a sample
 _OF_PROMPT = ("prompt_logprobs", "prompt_top_ids", "prompt_top_logprobs", "perplexity")
 _NULLABLE = ("reasoning", "parsed")  # null is a value of these
 _DIGITS = 6  # of times
+_REUSED = {**asdict(Timings()), "reused": True}  # the timings of a row that was not computed
+Fields = Mapping[str, Any]
 
 
 class RecordBuilder:
@@ -82,21 +84,16 @@ class RecordBuilder:
             return self._of_chat(row, result, fingerprint)
         offered = self._offered(row)
         samples = [self._sample(sample, row, offered) for sample in result.samples]
-        first = samples[0]
-        payload = _head(row, fingerprint) | {name: first[name] for name in _OF_SAMPLE if name in first}
-        payload["usage"] = {
+        usage = {
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": result.num_generated_tokens,
             **self._thought(row, result),
         }
-        payload["timings"] = _timings(result.timings)
-        payload |= {name: first[name] for name in _OF_TOKENS if name in first}
-        if len(samples) > 1:
-            payload["samples"] = samples
+        prompt: dict[str, Any] = {}
         if result.prompt_logprobs is not None:
-            payload |= self._prompt_of(row) | self._logprobs(result.prompt_logprobs, "prompt_")
-            payload["perplexity"] = perplexity(result.prompt_logprobs)
-        return payload | self._kept(row.columns)
+            prompt = self._prompt_of(row) | self._logprobs(result.prompt_logprobs, "prompt_")
+            prompt["perplexity"] = perplexity(result.prompt_logprobs)
+        return _of_text(_head(row, fingerprint), samples, usage, _timings(result.timings)) | prompt | self._kept(row)
 
     def _logprobs(self, tokens: Logprobs, prefix: str = "") -> dict[str, Any]:
         if self._spec.packs_logprobs:
@@ -146,27 +143,22 @@ class RecordBuilder:
         params = row.params
         if isinstance(row, ChatRow):
             taken = {name: earlier[name] for name in _OF_CHAT}
-            taken |= self._answer(taken) | {"timings": {**_timings(Timings()), "reused": True}}
-            return {**_head(row, fingerprint), **taken, **self._kept(row.columns)}
+            taken |= self._answer(taken) | {"timings": _REUSED}
+            return {**_head(row, fingerprint), **taken, **self._kept(row)}
         if not self._spec.generates:
             vector = {name: earlier[name] for name in _VECTOR if name in earlier}
-            tokens, timings = earlier["usage"]["prompt_tokens"], {**_timings(Timings()), "reused": True}
-            return self._of_vector(row, _head(row, fingerprint) | vector, tokens, timings) if vector else None
+            tokens = earlier["usage"]["prompt_tokens"]
+            return self._of_vector(row, _head(row, fingerprint) | vector, tokens, _REUSED) if vector else None
         has_tools = self._finds_calls(row)
-        first, several = self._taken(earlier, params, has_tools), earlier.get("samples") or ()
-        samples = [self._taken(sample, params, has_tools) for sample in several]
+        taken_samples = [self._taken(sample, params, has_tools) for sample in earlier.get("samples") or [earlier]]
+        samples = [sample for sample in taken_samples if sample is not None]
         prompt = self._taken_of_prompt(earlier, row)
-        if first is None or None in samples or prompt is None:
+        if len(samples) < len(taken_samples) or prompt is None:
             return None
-        usage = earlier["usage"]
-        payload = _head(row, fingerprint) | {name: first[name] for name in _OF_SAMPLE if name in first}
         counts = ["prompt_tokens", "completion_tokens"]
         counts += [] if params.thinking_token_budget is None else ["reasoning_tokens"]
-        payload["usage"] = {name: usage[name] for name in counts}
-        payload["timings"] = {**_timings(Timings()), "reused": True}
-        payload |= {name: first[name] for name in _OF_TOKENS if name in first}
-        payload |= {"samples": samples} if samples else {}
-        return payload | prompt | self._kept(row.columns)
+        usage = {name: earlier["usage"][name] for name in counts}
+        return _of_text(_head(row, fingerprint), samples, usage, _REUSED) | prompt | self._kept(row)
 
     def _taken_of_prompt(self, earlier: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
         """The log-probabilities of the prompt, if the row asks for them; None where ``earlier`` has no such form."""
@@ -196,7 +188,7 @@ class RecordBuilder:
             "finish_reasons": [str(turn.finish_reason) for turn in row.turns],
             "usage": usage,
             "timings": _timings(result.timings),
-            **self._kept(row.columns),
+            **self._kept(row),
         }
 
     def _thought(self, row: Row, result: Result) -> dict[str, int]:
@@ -242,11 +234,11 @@ class RecordBuilder:
         taken = {name: sample[name] for name in names if name in sample}
         return taken | self._answer(taken) if is_whole else None
 
-    def _of_vector(self, row: Row, fields: dict[str, Any], num_tokens: int, timings: dict[str, Any]) -> dict[str, Any]:
+    def _of_vector(self, row: Row, fields: dict[str, Any], num_tokens: int, timings: Fields) -> dict[str, Any]:
         if self._spec.output.format != "parquet":
             fields = unpacked(fields, VECTOR_KEYS)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0}
-        return {**fields, "usage": usage, "timings": timings, **self._kept(row.columns)}
+        return {**fields, "usage": usage, "timings": timings, **self._kept(row)}
 
     def error(self, row: Row) -> dict[str, Any]:
         """The error record of a failed row: enough to find it, to see why it failed, and to run it again.
@@ -264,8 +256,8 @@ class RecordBuilder:
             "row": row.columns if row.text is None else row.text,
         }
 
-    def _kept(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        spec = self._spec
+    def _kept(self, row: Row) -> dict[str, Any]:
+        spec, columns = self._spec, row.columns
         kept = {field: columns[name] for name, field in kept_columns(spec, columns).items()}
         if spec.output.format == "openai-batch" and spec.input.is_batch_line(columns):
             body = columns["body"]
@@ -301,6 +293,14 @@ class RecordBuilder:
 
 def _head(row: Row, fingerprint: str) -> dict[str, Any]:
     return {"id": row.index if row.id is None else row.id, "index": row.index, "fingerprint": fingerprint}
+
+
+def _of_text(head: Fields, samples: Sequence[Fields], usage: Fields, timings: Fields) -> dict[str, Any]:
+    """The fields that samples have, up to ``samples``; fields of a sample are the first one's."""
+    first = samples[0]
+    payload = {**head, **{name: first[name] for name in _OF_SAMPLE if name in first}, "usage": usage}
+    payload |= {"timings": timings} | {name: first[name] for name in _OF_TOKENS if name in first}
+    return payload | ({"samples": samples} if len(samples) > 1 else {})
 
 
 def check_record(record: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Any
 
 from batchgen.core.chat_rows import ChatRow
 from batchgen.core.records import Request, Row
@@ -18,19 +18,18 @@ from batchgen.input.rows import prepared
 
 MAX_LISTED_BAD_ROWS = 10_000
 _NUM_SAMPLED = 64  # rows that a calibration runs
-T = TypeVar("T")
 
 
-class Reservoir(Generic[T]):
+class Reservoir:
     """Uniform random sample of a stream; all of the stream, in order, while it has at most ``size`` items."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._num_seen = 0
         self._rng = random.Random(0)  # the same rows give the same plan
-        self.items: list[T] = []
+        self.items: list[Any] = []
 
-    def add(self, item: T) -> None:
+    def add(self, item: Any) -> None:
         self._num_seen += 1
         if len(self.items) < self._size:
             self.items.append(item)
@@ -61,7 +60,7 @@ class Survey:
         self.turns: Counter[int] = Counter()
         self.label_tokens = 0
         self.logprob_bytes = self.max_logprob_bytes = 0  # in all records, and in the largest
-        self.sampled: Reservoir[Request] = Reservoir(_NUM_SAMPLED)
+        self.sampled = Reservoir(_NUM_SAMPLED)
         self.read_s = 0.0
         self.empty_fields: Counter[str] = Counter()  # of the prompt's template: rows that can run without them
 

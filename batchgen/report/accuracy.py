@@ -33,7 +33,7 @@ class Accuracy:
     all answers are from a closed set; scored labels and labels of classifiers always are.
     """
 
-    expected: Finder | None = None
+    expected: Finder
     answer: str | None = None
     has_labels: bool = False
     correct: int = 0
@@ -47,7 +47,7 @@ class Accuracy:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in an output record; it is compared if it has an expected value."""
-        expected = None if self.expected is None else self.expected(record)
+        expected = self.expected(record)
         if expected is None:
             return
         answer, right = self._verdict(record, expected)
@@ -92,14 +92,10 @@ class Accuracy:
         if len(self.wrong) < _NUM_WRONG or record["index"] < self.wrong[-1]["index"]:
             row = {"id": record["id"], "index": record["index"]}
             row["answer"] = None if answer is None else shortened(answer, _SHOWN_CHARS)
-            row["expected"] = shortened(self._compared(expected), _SHOWN_CHARS)
+            text = text_of(expected)
+            part = find_answer(self.answer, text) if self.answer else None  # of a full solution, what is compared
+            row["expected"] = shortened(text if part is None else part, _SHOWN_CHARS)
             self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
-
-    def _compared(self, expected: Any) -> str:
-        """The part of an expected answer that is compared: if it is a full solution, the answer that the rule finds."""
-        text = text_of(expected)
-        answer = find_answer(self.answer, text) if self.answer else None
-        return text if answer is None else answer
 
     def section(self) -> dict[str, Any]:
         """The report's ``accuracy``; see ``build.KEYS``."""

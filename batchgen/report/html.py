@@ -166,20 +166,22 @@ def _occupancy(axes: Any, report: Report) -> None:
 
 
 def _seconds(axes: Any, report: Report) -> None:
-    spent = [(name, s) for name, s in report["seconds"].items() if s > 0.001 * report["wall_s"]]
-    spent.sort(key=lambda item: item[1])
+    spent = {name: s for name, s in report["seconds"].items() if s > 0.001 * report["wall_s"]}
     unit, unit_s = _time_unit(report["wall_s"])
-    axes.barh([ACCOUNTS.get(name, name) for name, _ in spent], [s / unit_s for _, s in spent], color=_DECODE)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel(unit)
+    _bars(axes, {ACCOUNTS.get(name, name): s / unit_s for name, s in spent.items()}, unit)
 
 
 def _reasons(axes: Any, report: Report) -> None:
-    reasons = sorted(report["finish_reasons"].items(), key=lambda item: item[1])
-    axes.barh([name for name, _ in reasons], [count for _, count in reasons], color=_DECODE)
-    axes.grid(visible=False, axis="y")
+    _bars(axes, report["finish_reasons"], "answers")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("answers")
+
+
+def _bars(axes: Any, values: Mapping[str, float], label: str) -> None:
+    """A bar for each name, the longest on top."""
+    names = sorted(values, key=lambda name: values[name])
+    axes.barh(names, [values[name] for name in names], color=_DECODE)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(label)
 
 
 def _histogram(axes: Any, report: Report, key: str) -> None:

@@ -99,7 +99,7 @@ class RowTotals:
     sum_logprobs: float = 0.0
 
     def __post_init__(self) -> None:
-        self.accuracy = Accuracy(self.expected, self.answer, self.has_labels)
+        self.accuracy = self.expected and Accuracy(self.expected, self.answer, self.has_labels)
 
     def add_result(self, record: Mapping[str, Any]) -> None:
         """Take in an output record.
@@ -139,7 +139,8 @@ class RowTotals:
         complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
         self.completeness.update(complete)
         self.num_structured += bool(complete)
-        self.accuracy.add(record)
+        if self.accuracy is not None:
+            self.accuracy.add(record)
         if record.get("perplexity") is not None:
             tokens = record["prompt_logprobs"]
             logprobs = numbers_of(tokens) if is_packed(tokens) else [token["logprob"] for token in tokens]
@@ -173,7 +174,7 @@ class RowTotals:
         if self.num_scored_tokens:
             mean = self.sum_logprobs / self.num_scored_tokens
             section["perplexity"] = {"value": round(math.exp(-mean), 6), "tokens": self.num_scored_tokens}
-        section["compared"] = f"{self.accuracy.digest:016x}" if self.accuracy.total else None
-        if self.accuracy.expected is not None:
+        section["compared"] = f"{self.accuracy.digest:016x}" if self.accuracy and self.accuracy.total else None
+        if self.accuracy is not None:
             section["accuracy"] = self.accuracy.section()
         return section

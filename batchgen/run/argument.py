@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.core.addresses import bare, masked, scheme_of
 from batchgen.core.errors import UsageError
-from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.storage import absolute
-from batchgen.core.units import shown
+from batchgen.core.units import WHOLE, Shard, shown
 
 if TYPE_CHECKING:
     from batchgen.config.job import JobSpec

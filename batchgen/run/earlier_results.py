@@ -5,8 +5,8 @@ Each source is judged by its own ``job.json``, since results depend on the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.finalize import EXACT_FORMAT
 from batchgen.output.manifest import Manifest, differences
 from batchgen.output.rundir import RunDir
+from batchgen.output.segments import segments
 from batchgen.run.opened import OpenJob
 
 # Keys that decide what a record says, whatever its row asks.
@@ -77,25 +78,24 @@ class EarlierResults:
         last, kept = run_dir.read_manifest(), run_dir.kept_job()
         if last is not None and self._computes_alike(run_dir, last):
             if last.job["output"]["format"] != EXACT_FORMAT:
-                yield self._add_journal(kept.folder if kept else None), last
+                yield self._add_files(segments(kept.folder) if kept else ()), last
             elif run_dir.outputs(EXACT_FORMAT).name not in run_dir.changed_files(last, digests):
-                before = len(self._rows)
-                with _as_usage():
-                    self._rows.add_lines(run_dir.outputs(EXACT_FORMAT))
-                yield len(self._rows) - before, last
+                yield self._add_files([run_dir.outputs(EXACT_FORMAT)]), last
             else:
                 self.lines.append(
                     f"no row of {run_dir.outputs(EXACT_FORMAT)} can be kept: it is not as its run wrote it"
                 )
         for begun in run_dir.unfinished():
             if begun.folder != self._mine and self._computes_alike(run_dir, begun.manifest):
-                yield self._add_journal(begun.folder), begun.manifest
+                yield self._add_files(segments(begun.folder)), begun.manifest
 
-    def _add_journal(self, folder: Path | None) -> int:
+    def _add_files(self, paths: Iterable[Path]) -> int:
         before = len(self._rows)
-        if folder is not None:
-            with _as_usage():
-                self._rows.add_journal(folder)
+        try:
+            for path in paths:
+                self._rows.add(path)
+        except StorageError as error:
+            raise UsageError(f"earlier results cannot be read: {error}") from None
         return len(self._rows) - before
 
     def _computes_alike(self, run_dir: RunDir, earlier: Manifest) -> bool:
@@ -172,15 +172,6 @@ def is_own(spec: JobSpec, folder: str) -> bool:
     with suppress(OSError):  # one of them is not there
         return named.samefile(own)
     return False
-
-
-@contextmanager
-def _as_usage() -> Iterator[None]:
-    """Turns StorageError into UsageError, since nothing has begun when earlier results cannot be read."""
-    try:
-        yield
-    except StorageError as error:
-        raise UsageError(f"earlier results cannot be read: {error}") from None
 
 
 def _facts(manifest: Manifest, with_numerics: bool) -> dict[str, Any]:

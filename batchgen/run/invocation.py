@@ -14,13 +14,12 @@ from batchgen.core.errors import BatchgenError, ExitCode, ResumeMismatch, Storag
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import Request, Row
 from batchgen.core.remote import refusals_as_usage
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import WHOLE, Shard
 from batchgen.input.ids import RowValidator
 from batchgen.input.rows import Prepared, prepared
 from batchgen.input.source import RowRange
-from batchgen.output.bucket import Bucket
 from batchgen.output.manifest import Manifest
-from batchgen.output.publish import Publication
+from batchgen.output.publish import Bucket, Publication
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display

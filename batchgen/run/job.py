@@ -16,8 +16,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.machine import memory_errors
 from batchgen.core.numerics import Numerics
-from batchgen.core.shard import WHOLE
-from batchgen.core.units import counted
+from batchgen.core.units import WHOLE, counted
 from batchgen.core.version import RESULTS
 from batchgen.input.ids import RowValidator, rebuild_ids
 from batchgen.input.source import RowRange, Source, open_source

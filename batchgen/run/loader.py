@@ -17,8 +17,14 @@ from batchgen.config.sampling import ParamError, merge_params, recommended_value
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.fingerprint import FileState
 from batchgen.core.machine import require_address_space
-from batchgen.core.model_files import ADAPTER_FILES, TOKENIZER_FILES, WEIGHTS_FILES, is_gguf, tokenizer_folder
-from batchgen.core.model_location import resolve_model
+from batchgen.core.model_files import (
+    ADAPTER_FILES,
+    TOKENIZER_FILES,
+    WEIGHTS_FILES,
+    is_gguf,
+    resolve_model,
+    tokenizer_folder,
+)
 from batchgen.core.records import SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import Embedded

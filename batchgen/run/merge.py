@@ -17,8 +17,8 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import Cursor
-from batchgen.core.shard import WHOLE
 from batchgen.core.storage import absolute, storage_errors
+from batchgen.core.units import WHOLE
 from batchgen.output.finalize import EXACT_FORMAT, finalize, journalled
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import NOT_READ, ExitCode
-from batchgen.core.shard import WHOLE, Shard
-from batchgen.core.units import counted, format_share
+from batchgen.core.units import WHOLE, Shard, counted, format_share
 from batchgen.output.finalize import read_errors
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import warnings

@@ -39,14 +39,10 @@ def _expected(spec: JobSpec) -> Finder | None:
     return None if name is None else lambda record: columns_of(spec, record).get(name)
 
 
-def _totals_of(spec: JobSpec) -> RowTotals:
-    limit = None if spec.fills_context else spec.sampling.max_tokens
-    return RowTotals(_expected(spec), spec.eval.extract, "choice" in parsed(spec.sampling.structured_outputs), limit)
-
-
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a journal. Raises StorageError if a row cannot be read back."""
-    totals = _totals_of(spec)
+    limit, choices = None if spec.fills_context else spec.sampling.max_tokens, parsed(spec.sampling.structured_outputs)
+    totals = RowTotals(_expected(spec), spec.eval.extract, "choice" in choices, limit)
     for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
     for index in journal.done.indexes(errors=True):

@@ -38,9 +38,7 @@ class StdinCopy:
         terminal or closed, StorageError.
         """
         if self._lines is not None:
-            with _as_they_are(self._lines) as lines, staged_file(self._path) as file:
-                file.writelines(lines)
-            self._staged = temporary_name(self._path)
+            self._staged = _stage(self._lines, self._path)
             return self._staged
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
         if is_piped or not is_resumed:
@@ -119,34 +117,25 @@ def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
         raise UsageError("input.path is - and standard input is a terminal; pipe rows into it")
     pieces = iter(lambda: source.read(1 << 20), b"")
     try:
-        with _as_they_are(pieces) as read, staged_file(target) as file:
-            file.writelines(read)
+        return _stage(pieces, target)
     except OSError as error:
         raise UsageError(f"input.path is - and standard input cannot be read: {error.strerror or error}") from error
-    return temporary_name(target)
 
 
-class _OfTheRows(Exception):
-    """Carries an OSError from reading past handlers of errors from writing."""
-
-    def __init__(self, error: OSError) -> None:
-        self.error = error
-
-
-@contextmanager
-def _as_they_are(pieces: Iterable[bytes]) -> Iterator[Iterator[bytes]]:
-    """The pieces to be written somewhere; an OSError from reading them is raised here unchanged."""
+def _stage(pieces: Iterable[bytes], target: Path) -> Path:
+    """Write the pieces to a file next to ``target``. Raises OSErrors of reading unchanged."""
+    failures: list[OSError] = []
 
     def read() -> Iterator[bytes]:
         try:
             yield from pieces
-        except OSError as error:
-            raise _OfTheRows(error) from error
+        except OSError as error:  # raised below: in there it would be one of writing
+            failures.append(error)
 
-    failed: OSError | None = None
-    try:
-        yield read()
-    except _OfTheRows as problem:
-        failed = problem.error
-    if failed is not None:  # raised out here, so that it keeps its own context only
-        raise failed
+    with staged_file(target) as file:
+        file.writelines(read())
+    staged = temporary_name(target)
+    for error in failures:
+        staged.unlink(missing_ok=True)
+        raise error
+    return staged

@@ -131,7 +131,7 @@ class RowDispatcher:
             if lease.num_losses > ALONE_AFTER and len(lease.tasks) > 1:
                 self._alone.extend(lease.halves())
             elif lease.num_losses < 2 * ALONE_AFTER:
-                (self._alone if lease.must_run_alone else self._lost).append(lease)
+                (self._alone if lease.num_losses >= ALONE_AFTER else self._lost).append(lease)
             else:
                 poison += lease.tasks.values()
                 self._forget(*lease.tasks)

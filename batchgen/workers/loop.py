@@ -119,7 +119,7 @@ class EngineLoop:
         """The next update of this worker, as soon as there is news, or after the timeout. Raises the engine's error."""
         time.sleep(max(self._took_at + _ROUND_S - self._clock(), 0.0))
         with self._changed:
-            self._changed.wait_for(self._has_news, timeout_s)
+            self._changed.wait_for(lambda: self._results or self._answers or self._is_stopped or self._error, timeout_s)
             if self._error is not None and not (self._results or self._answers):  # what is finished goes first
                 raise self._error
             results, self._results = self._results, []
@@ -144,9 +144,6 @@ class EngineLoop:
         self.assign(Assignment(stop=True))
         for thread in self._threads:
             thread.join()
-
-    def _has_news(self) -> bool:
-        return bool(self._results or self._answers or self._is_stopped or self._error)
 
     def _stats(self, *, is_last: bool) -> Mapping[str, Any] | None:
         """The engine's counts but for its series, and the seconds without work, now and then."""

@@ -64,18 +64,14 @@ class WorkerState:
 class Lease:
     """Rows that are given to a worker, and lost, together; ``tasks`` are the unanswered ones, by key.
 
-    ``holders`` are the workers that run it: none while it waits, two if it has a backup. ``num_losses`` begin with
-    ALONE_AFTER in a half; a single row that reaches twice that number has ended its workers.
+    ``holders`` are the workers that run it: none while it waits, two if it has a backup. From ``num_losses`` of
+    ALONE_AFTER on, with which a half begins, it is its worker's only lease, so that a loss says which one caused it; a
+    single row that reaches twice that number has ended its workers.
     """
 
     tasks: dict[int, Row]
     num_losses: int = 0
     holders: list[WorkerState] = field(default_factory=list)
-
-    @property
-    def must_run_alone(self) -> bool:
-        """Whether it must be its worker's only lease, so that a loss says which lease caused it."""
-        return self.num_losses >= ALONE_AFTER
 
     def halves(self) -> list[Lease]:
         """Two leases of its rows, in order, that must run alone."""

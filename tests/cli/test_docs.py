@@ -15,10 +15,9 @@ import docs
 import pytest
 from run_helpers import Shell
 
-from batchgen.cli.help import DOCS, INDEX, Section, find_section, render, sections
+from batchgen.cli.help import DOCS, INDEX, PACKAGE, Section, find_section, literals, printed, render, sections, text_of
+from batchgen.cli.help import PAGES as TOPICS
 from batchgen.cli.main import cli
-from batchgen.cli.messages import PACKAGE, literals, printed, text_of
-from batchgen.cli.messages import PAGES as TOPICS
 from batchgen.config.job import KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 

@@ -18,8 +18,8 @@ from batchgen.config.job import KEYS, EngineConfig, JobSpec
 from batchgen.config.load import job_from_dict, load_job
 from batchgen.core.errors import UsageError
 from batchgen.core.records import SamplingParams
-from batchgen.core.shard import Shard
 from batchgen.core.units import (
+    Shard,
     format_duration,
     parse_clock,
     parse_count,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.core.json_line import MAX_DEPTH, encode_json, is_too_deep, json_value
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import WHOLE, Shard
 from batchgen.run.invocation import RunOptions
 
 HALF = st.text(st.characters())  # lone surrogates included

@@ -16,7 +16,7 @@ import pytest
 from repeats import slow
 
 from batchgen.core.errors import ModelError
-from batchgen.core.model_location import resolve_model
+from batchgen.core.model_files import resolve_model
 
 COMMIT = "c" * 40
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -32,7 +32,7 @@ FILES = {
 RESOLVE = """
 import sys
 from batchgen.core.errors import ModelError
-from batchgen.core.model_location import resolve_model
+from batchgen.core.model_files import resolve_model
 try:
     print(resolve_model(sys.argv[1], sys.argv[2], sys.argv[3].split(",")))
 except ModelError as error:

@@ -11,7 +11,7 @@ from run_helpers import MODEL, JobMaker, finish, quiet, rows_of, start
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.shard import Shard
+from batchgen.core.units import Shard
 from batchgen.input.columns import HEAD_ROWS
 from batchgen.plan.dry_run import make_plan
 from batchgen.run.backend import Backend

@@ -19,8 +19,7 @@ from run_helpers import MODEL, JobMaker, rows_of
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.input.formats import delimited
-from batchgen.plan.dry_run import make_plan
-from batchgen.plan.text import render_plan
+from batchgen.plan.dry_run import make_plan, render_plan
 
 CELLS = ["", " ", "a", "2", "é", "日本😀", "\0", '"', '""', 'say "hi"', "a,b", "a\tb", "a;b", "two\nlines"]
 CELLS += ["two\r\nlines", "\n", '\r"', "\ufeff", "\x85\u2028", "x" * 300, '","', "'"]

@@ -19,7 +19,7 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.fingerprint import Digests, file_digest
 from batchgen.core.records import Cursor
-from batchgen.core.shard import WHOLE
+from batchgen.core.units import WHOLE
 from batchgen.input.formats import arrow, lines
 from batchgen.input.source import RowRange, open_source
 

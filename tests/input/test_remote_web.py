@@ -8,7 +8,7 @@ from remote_servers import Remote, fingerprinted, server_of, settle
 
 from batchgen.core import remote
 from batchgen.core.errors import InputError, RemoteError, UsageError
-from batchgen.core.shard import WHOLE
+from batchgen.core.units import WHOLE
 from batchgen.input import input_bytes
 from batchgen.input.source import RowRange
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import WHOLE, Shard
 from batchgen.output import journal as journal_module
 from batchgen.output.journal import Counts, Journal, JournalEntry
-from batchgen.output.row_index import RowIndex
-from batchgen.output.segments import Damage, Line, encode_line, scan, segments
+from batchgen.output.segments import Damage, Line, RowIndex, encode_line, scan, segments
 
 
 def cursor(index: int) -> Cursor:

@@ -19,9 +19,8 @@ from run_helpers import JobMaker, quiet, rows_of
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.remote import RemoteError
-from batchgen.output import bucket as bucket_module
-from batchgen.output.bucket import Bucket
-from batchgen.output.publish import Publication
+from batchgen.output import publish as bucket_module
+from batchgen.output.publish import Bucket, Publication
 from batchgen.output.rundir import RunDir
 from batchgen.run.merge import merge
 

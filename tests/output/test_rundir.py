@@ -17,8 +17,8 @@ import pytest
 from batchgen.core import storage
 from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.shard import Shard
 from batchgen.core.storage import staged_file, write_atomic
+from batchgen.core.units import Shard
 from batchgen.output.lock import Holder
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Begun, RunDir

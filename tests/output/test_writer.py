@@ -21,7 +21,7 @@ from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import WHOLE, Shard
 from batchgen.output import finalize as finalize_module
 from batchgen.output import segments
 from batchgen.output.finalize import finalize

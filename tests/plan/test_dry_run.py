@@ -14,11 +14,10 @@ from run_helpers import ENVIRONMENT, MODEL, JobMaker, Shell, quiet, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.core.shard import Shard
+from batchgen.core.units import Shard
 from batchgen.plan import estimate
-from batchgen.plan.dry_run import check_time, make_plan
+from batchgen.plan.dry_run import check_time, make_plan, render_plan
 from batchgen.plan.survey import Reservoir
-from batchgen.plan.text import render_plan
 from batchgen.run.job import run_job
 
 
@@ -422,7 +421,7 @@ def test_the_plan_of_a_run_is_that_of_its_errors(job: JobMaker, rows: list[dict[
 
 def test_a_sample_is_the_whole_stream_while_that_is_small_and_uniform_after() -> None:
     def sample(count: int) -> list[int]:
-        reservoir: Reservoir[int] = Reservoir(100)
+        reservoir = Reservoir(100)
         for item in range(count):
             reservoir.add(item)
         return reservoir.items

@@ -13,7 +13,7 @@ from run_helpers import JobMaker, rows_of
 from batchgen.config.job import JobSpec
 from batchgen.config.output import EmbedSpec
 from batchgen.core.records import Request, SamplingParams
-from batchgen.core.shard import WHOLE
+from batchgen.core.units import WHOLE
 from batchgen.engine import Engine
 from batchgen.engine.stats import EngineStats, Point
 from batchgen.input.ids import RowValidator, UniqueIds

@@ -17,8 +17,7 @@ import batchgen
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.output.rundir import RunDir
-from batchgen.plan.dry_run import make_plan
-from batchgen.plan.text import render_plan
+from batchgen.plan.dry_run import make_plan, render_plan
 from batchgen.report.tables import render_report
 from batchgen.run.reports import read_report
 

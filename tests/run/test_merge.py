@@ -20,7 +20,7 @@ from batchgen.core.errors import BatchgenError, LockedError, StorageError, Usage
 from batchgen.core.fingerprint import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, SamplingParams
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import WHOLE, Shard
 from batchgen.output.finalize import finalize
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest

@@ -24,10 +24,10 @@ from batchgen.run.stop import Limits, Stopper
 
 def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, before: int = 0) -> Progress:
     found = Progress(folder, Display(), Stopper(Limits()))
-    found.expect(100)
+    found.rows_total = 100
     counts: dict[str, Any] = {"num_done": done, "num_failed": 0, "num_done_before": before, "empty_fields": {}}
     counts |= {"num_prompt_tokens": 0, "num_generated_tokens": 0, "num_computed_tokens": finished_tokens}
-    found.follow(SimpleNamespace(**counts))  # type: ignore[arg-type]  # the counts are all that is asked
+    found.sink = SimpleNamespace(**counts)  # type: ignore[assignment]  # the counts are all that is asked
     stats = SimpleNamespace(num_prefill_tokens=computed, num_output_tokens=0, to_dict=dict)
     backend = SimpleNamespace(engine=SimpleNamespace(stats=stats), workers=tuple)
     with found.generating(backend):  # type: ignore[arg-type]  # likewise

@@ -17,7 +17,7 @@ from batchgen.cli.cat import cat
 from batchgen.cli.main import call
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.units import WHOLE, Shard
 from batchgen.core.version import RESULTS, build
 from batchgen.input.ids import UniqueIds
 from batchgen.output.journal import Journal

@@ -140,7 +140,7 @@ def test_many_rows_are_found_in_little_memory(job: JobMaker) -> None:
     tracemalloc.start()
     try:
         with closing(EarlierRows()) as rows:
-            rows.add_lines(job.output / "outputs.jsonl")
+            rows.add(job.output / "outputs.jsonl")
             rows.seal()
             for name in random.Random(8).sample(names, 2_500):
                 assert [found["fingerprint"] for found in rows.find(name)] == [name]

@@ -24,7 +24,7 @@ from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.config.record_fields import OF_REQUEST, RECORD_KEYS, columns_of, kept_columns
 from batchgen.core.errors import BatchgenError, ModelError, ResumeMismatch, UsageError
 from batchgen.core.records import Cursor, Result, Row
-from batchgen.core.shard import WHOLE
+from batchgen.core.units import WHOLE
 from batchgen.input.ids import RowValidator
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.output.journal import Journal

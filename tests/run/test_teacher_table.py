@@ -19,8 +19,7 @@ from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.logprobs import unpacked
-from batchgen.plan.dry_run import make_plan
-from batchgen.plan.text import render_plan
+from batchgen.plan.dry_run import make_plan, render_plan
 from batchgen.run.loader import read_model
 from batchgen.run.merge import merge
 

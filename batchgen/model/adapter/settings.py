@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.core.errors import ModelError
-from batchgen.core.model_files import ADAPTER_CONFIG, ADAPTER_FILES, read_object
-from batchgen.core.model_location import resolve_model
+from batchgen.core.model_files import ADAPTER_CONFIG, ADAPTER_FILES, read_object, resolve_model
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues

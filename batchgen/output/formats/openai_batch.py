@@ -91,10 +91,7 @@ class OpenAIBatchFormat(OutputFormat):
 
 def _head(record: Mapping[str, Any]) -> dict[str, str | None]:
     index, custom_id = record["index"], record.get("id")
-    return {
-        "id": f"batch_req_{index:012d}",
-        "custom_id": str(index if custom_id is None else custom_id),
-    }
+    return {"id": f"batch_req_{index:012d}", "custom_id": str(index if custom_id is None else custom_id)}
 
 
 def _choice(index: int, sample: Mapping[str, Any], chat: bool, row: int) -> dict[str, Any]:
