@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from repeats import slow
+from repeats import nightly, slow
 from simulate_workers import CPU, GPU, Kind, Scene, gsm8k_like, heavy_tailed, simulate
 
 from batchgen.core.records import Request, Result, Sample
@@ -329,8 +329,8 @@ def test_a_heavy_tail_costs_no_more_than_its_longest_rows() -> None:
     ("num_workers", "mtbf_h", "num_seeds", "least"),
     [
         (8, 0.15, 1, 0.7),
-        pytest.param(64, 8.0, 1, 0.975, marks=pytest.mark.slow),  # as of spot machines
-        pytest.param(64, 0.8, 6, 0.94, marks=pytest.mark.slow),
+        slow(64, 8.0, 1, 0.975),  # as of spot machines
+        nightly(64, 0.8, 6, 0.94),
     ],
 )
 def test_losses_cost_little_and_no_row(num_workers: int, mtbf_h: float, num_seeds: int, least: float) -> None:
