@@ -51,6 +51,19 @@ def parquet(rows: Sequence[Columns]) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
+CHAT, TEXT, VECTOR = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+_BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+    TEXT: {"prompt": "Hi"},
+    VECTOR: {"input": "Hi"},
+}
+
+
+def openai_line(url: str = CHAT, **body: Any) -> dict[str, Any]:
+    """A request in OpenAI's form, which says "Hi" unless its body does."""
+    return {"custom_id": "a", "method": "POST", "url": url, "body": {**_BODIES[url], **body}}
+
+
 def as_text(rows: Sequence[Columns]) -> list[dict[str, str]]:
     """The same rows as a table holds them."""
     return [{name: v if isinstance(v, str) else json.dumps(v) for name, v in row.items()} for row in rows]
@@ -159,6 +172,12 @@ def told(tokenizer: Tokenizer, columns: Columns, **keys: Any) -> str:
     """The prompt that a row becomes, or the code and message of its error."""
     [found] = requests_of(builder_of(tokenizer, **keys), [row_of(columns)])
     return problem(found) if isinstance(found, Row) else text_of(found, tokenizer)
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    [found] = tokenizer.encode_batch([text], add_special_tokens=False)
+    assert not isinstance(found, Exception)
+    return found
 
 
 def text_of(found: Request | Row, tokenizer: Tokenizer) -> str:

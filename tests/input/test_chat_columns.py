@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING, TOOLS
-from input_helpers import loaded
+from input_helpers import TEXT, loaded, openai_line
 from input_helpers import told as answer
 
 from batchgen.core.errors import UsageError
@@ -16,16 +16,11 @@ from batchgen.text.tokenizer import Tokenizer
 OFF = {"enable_thinking": False}
 NO_THOUGHTS = "<think>\n\n</think>\n\n"
 MESSAGES = [{"role": "user", "content": "Hi"}]
-HEAD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return loaded(THINKING)
-
-
-def batch_line(**body: Any) -> dict[str, Any]:
-    return {**HEAD, "body": {"messages": MESSAGES, **body}}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +44,7 @@ def test_a_row_wins_over_the_job_by_key(
         "prompt": {"prompt": "Hi", "chat_template_kwargs": row},
         "template": {"q": "Hi", "chat_template_kwargs": row},
         "messages": {"messages": MESSAGES, "chat_template_kwargs": row},
-        "batch": batch_line(chat_template_kwargs=row),
+        "batch": openai_line(chat_template_kwargs=row),
     }
     prompt = "{q}" if shape == "template" else None
     found = answer(tokenizer, shapes[shape], chat_template_kwargs=job, prompt=prompt)
@@ -72,7 +67,7 @@ def test_a_row_wins_over_the_job_by_key(
     ],
 )
 def test_a_rows_impossible_variables_make_it_an_error_row(tokenizer: Tokenizer, value: Any, message: str) -> None:
-    for row in ({"prompt": "Hi", "chat_template_kwargs": value}, batch_line(chat_template_kwargs=value)):
+    for row in ({"prompt": "Hi", "chat_template_kwargs": value}, openai_line(chat_template_kwargs=value)):
         found = answer(tokenizer, row)
         assert found.startswith("bad_param: chat_template_kwargs") and message in found, found
 
@@ -85,9 +80,8 @@ def test_variables_are_not_looked_at_where_no_chat_is_rendered(tokenizer: Tokeni
 
 
 def test_a_completion_takes_neither_variables_nor_tools(tokenizer: Tokenizer) -> None:
-    line = {"custom_id": "a", "url": "/v1/completions"}
     for field, value in (("chat_template_kwargs", OFF), ("tools", TOOLS)):
-        found = answer(tokenizer, {**line, "body": {"prompt": "Hi", field: value}})
+        found = answer(tokenizer, openai_line(TEXT, **{field: value}))
         assert found.startswith("bad_param") and field in found
 
 
@@ -110,33 +104,33 @@ def test_a_name_that_the_template_gives_itself_is_none_of_its_variables(tokenize
 @pytest.mark.parametrize("value", [TOOLS, json.dumps(TOOLS)], ids=["objects", "text"])
 def test_a_rows_tools_stand_in_its_prompt(tokenizer: Tokenizer, value: Any) -> None:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in TOOLS)
-    lines_of_a_batch = batch_line(tools=value), batch_line(tools=value, tool_choice="auto")
+    lines_of_a_batch = openai_line(tools=value), openai_line(tools=value, tool_choice="auto")
     for row in ({"messages": MESSAGES, "tools": value}, *lines_of_a_batch):
         assert f"<tools>\n{lines}\n</tools>" in answer(tokenizer, row)
 
 
 @pytest.mark.parametrize("tools", [None, [], ""])
 def test_no_tools_are_none(tokenizer: Tokenizer, tools: Any) -> None:
-    for row in ({"messages": MESSAGES, "tools": tools}, batch_line(tools=tools or None)):
+    for row in ({"messages": MESSAGES, "tools": tools}, openai_line(tools=tools or None)):
         assert answer(tokenizer, row) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("tools", [{}, 7, "x", "{}", ["weather"], [TOOLS], [*TOOLS, None], "[" * 100_000])
 def test_tools_of_another_kind_are_of_a_bad_type(tokenizer: Tokenizer, tools: Any) -> None:
-    for row in ({"messages": MESSAGES, "tools": tools}, batch_line(tools=tools)):
+    for row in ({"messages": MESSAGES, "tools": tools}, openai_line(tools=tools)):
         assert answer(tokenizer, row).startswith("bad_type: 'tools' is ")
 
 
 def test_tools_that_the_template_would_leave_out_are_refused() -> None:
-    for row in ({"messages": MESSAGES, "tools": TOOLS}, batch_line(tools=TOOLS)):
+    for row in ({"messages": MESSAGES, "tools": TOOLS}, openai_line(tools=TOOLS)):
         assert answer(loaded(), row) == "bad_param: tools: this model's chat template cannot take tools"
 
 
 def test_a_choice_of_tools_changes_no_prompt_but_none_hides_them(tokenizer: Tokenizer) -> None:
-    for make in (batch_line, lambda **columns: {"messages": MESSAGES, **columns}):
+    for make in (openai_line, lambda **columns: {"messages": MESSAGES, **columns}):
         assert answer(tokenizer, make(tools=TOOLS, tool_choice="auto")) == answer(tokenizer, make(tools=TOOLS))
         assert answer(tokenizer, make(tools=TOOLS, tool_choice="none")) == answer(tokenizer, make())
-    assert answer(tokenizer, {"messages": MESSAGES, "tool_choice": 7}) == answer(tokenizer, batch_line())
+    assert answer(tokenizer, {"messages": MESSAGES, "tool_choice": 7}) == answer(tokenizer, openai_line())
 
 
 @pytest.mark.parametrize("choice", ["required", "always", 7, {"function": {"name": "now"}}])
@@ -144,7 +138,7 @@ def test_a_choice_that_would_force_a_call_is_refused(tokenizer: Tokenizer, choic
     said = answer(tokenizer, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice})
     assert said == f"bad_param: tool_choice = {choice!r} must be auto or none: no answer is forced to call a tool"
     for more in ({"tools": TOOLS}, {}):
-        said = answer(tokenizer, batch_line(tool_choice=choice, **more))
+        said = answer(tokenizer, openai_line(tool_choice=choice, **more))
         assert said == "bad_param: body field 'tool_choice' is not supported with this value"
 
 

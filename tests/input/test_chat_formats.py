@@ -18,7 +18,18 @@ import pytest
 from chat_templates import PUBLISHED, fix_date
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_helpers import FORMATS, builder_of, jsonl, parquet, problem, source_of, table, write_tokenizer, writer
+from input_helpers import (
+    FORMATS,
+    builder_of,
+    jsonl,
+    openai_line,
+    parquet,
+    problem,
+    source_of,
+    table,
+    write_tokenizer,
+    writer,
+)
 from repeats import share_of
 
 from batchgen.config.job import InputSpec
@@ -27,7 +38,6 @@ from batchgen.input.in_memory import json_lines
 from batchgen.text.tokenizer import Tokenizer
 
 NOW = datetime(2026, 5, 1)
-CHAT_URL = "/v1/chat/completions"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = ("images", "audio", "video")
 Row = dict[str, Any]
@@ -131,7 +141,7 @@ def as_json_lines(rows: Sequence[Row], folder: Path) -> str:
 
 
 def requests(rows: Sequence[Row]) -> list[Row]:
-    return [{"custom_id": str(n), "url": CHAT_URL, "body": dict(row)} for n, row in enumerate(rows)]
+    return [openai_line(**row) for row in rows]
 
 
 def of_texts(row: Row) -> Row:

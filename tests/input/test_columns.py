@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from input_helpers import openai_line
 from run_helpers import MODEL, JobMaker, finish, quiet, rows_of, start
 
 from batchgen.config.job import JobSpec
@@ -19,8 +20,6 @@ from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
 
-CHAT_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
-BATCH_LINE = {**CHAT_LINE, "body": {"messages": [{"role": "user", "content": "hi"}]}}
 NO_MAPPING = {"prompt": None, "id": None}
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -111,7 +110,7 @@ FINE: dict[str, tuple[list[Any], Sections, int]] = {
         0,
     ),
     "unreadable rows are no rows to judge by": (["{", "[1]"], {"input": {"prompt": "{nothing}"}}, 3),
-    "batch lines have their prompts in the body": ([BATCH_LINE], {"input": NO_MAPPING}, 0),
+    "batch lines have their prompts in the body": ([openai_line()], {"input": NO_MAPPING}, 0),
     "a template fits one of the first rows": (
         [{**row, "meta": {"task": i} if i else {}} for i, row in enumerate(rows_of(3))],
         {"input": {"prompt": "{question} {meta[task]}"}},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from chat_templates import PUBLISHED, TOOLS, fix_date
-from input_helpers import loaded, told, write_tokenizer
+from input_helpers import loaded, openai_line, told, write_tokenizer
 from run_helpers import MODEL, JobMaker, quiet
 
 import batchgen
@@ -67,7 +67,7 @@ def test_a_row_is_continued_where_the_job_says_so() -> None:
 
 def test_a_request_in_openais_form_says_it_itself_as_in_vllm() -> None:
     def end(job: bool, **body: Any) -> str:
-        line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [USER, BEGUN], **body}}
+        line = openai_line(messages=[USER, BEGUN], **body)
         return told(loaded(), line, continue_final_message=job).rpartition("assistant\n")[2]
 
     for job in (False, True):

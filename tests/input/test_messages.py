@@ -212,25 +212,11 @@ def test_what_lost_its_type_on_the_way_is_read_of_its_text() -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     whole = {"type": "function", "function": {"name": "weather", "parameters": schema}}
 
-    def written(value: Any) -> str:
-        return json.dumps(value)
-
-    shapes: list[Any] = [
-        written(whole),
-        {**whole, "function": written(whole["function"])},
-        {**whole, "function": {"name": "weather", "parameters": written(schema)}},
-        {
-            **whole,
-            "function": {"name": "weather", "parameters": {**schema, "properties": written(schema["properties"])}},
-        },
-        {
-            **whole,
-            "function": {
-                "name": "weather",
-                "parameters": {**schema, "properties": {"city": written({"type": "string"})}},
-            },
-        },
-    ]
+    written, properties = json.dumps, schema["properties"]
+    parts = (written(schema), {**schema, "properties": written(properties)})
+    deepest = {**schema, "properties": {"city": written(properties["city"])}}
+    functions = [{"name": "weather", "parameters": parameters} for parameters in (*parts, deepest)]
+    shapes: list[Any] = [written(whole), *({**whole, "function": one} for one in (written(functions[0]), *functions))]
     assert [checked_tools([shape]) for shape in shapes] == [[whole]] * len(shapes)
     assert checked_messages("messages", [written(USER)]) == [USER]
     assert said(tool_calls=[written(call({"a": 1}))])["tool_calls"] == [call({"a": 1})]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from input_helpers import builder_of, loaded, requests_of, row_of, told
+from input_helpers import CHAT, TEXT, VECTOR, builder_of, loaded, openai_line, requests_of, row_of, told
 from run_helpers import JobMaker
 
 from batchgen.config.sampling import ParamError, merge_params
@@ -16,22 +16,12 @@ from batchgen.input.openai_batch import parse_batch_line
 from batchgen.input.rows import RowProblem
 from batchgen.run.invocation import RunOptions
 
-CHAT, TEXT, VECTOR = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-CONTENT: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
-    TEXT: {"prompt": "Hi"},
-    VECTOR: {"input": "Hi"},
-}
 EFFORT = "[{{ reasoning_effort }}]"
 THOUGHTS = "({{ enable_thinking }})"
 FUNCTION = {"name": "now", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ASKED = {"temperature": 0.7, "top_p": 0.9, "seed": 11}
-
-
-def line(url: str = CHAT, **body: Any) -> dict[str, Any]:
-    return {"custom_id": "a", "method": "POST", "url": url, "body": CONTENT[url] | body}
 
 
 class Made:
@@ -48,7 +38,7 @@ class Made:
 
 
 def asked(url: str, **body: Any) -> SamplingParams:
-    return merge_params(SamplingParams(), parse_batch_line(line(url, **body)).sampling)
+    return merge_params(SamplingParams(), parse_batch_line(openai_line(url, **body)).sampling)
 
 
 def refusal(url: str, **body: Any) -> str:
@@ -106,27 +96,27 @@ def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], ex
     ],
 )
 def test_an_effort_sets_the_variables_that_the_template_names(template: str, effort: str | None, expected: str) -> None:
-    assert Made(template).prompt(line(reasoning_effort=effort)) == expected
+    assert Made(template).prompt(openai_line(reasoning_effort=effort)) == expected
 
 
 @pytest.mark.parametrize("effort", ["none", "medium", "high"])
 def test_an_effort_that_the_template_cannot_express_is_refused(effort: str) -> None:
-    said = Made("{{ messages }}").prompt(line(reasoning_effort=effort))
+    said = Made("{{ messages }}").prompt(openai_line(reasoning_effort=effort))
     assert said.startswith("bad_param: body field 'reasoning_effort': the model's chat template has no variable for it")
 
 
 @pytest.mark.parametrize("effort", ["off", "", 0, False, ["none"], {"effort": "none"}])
 def test_an_effort_of_another_value_is_refused(effort: Any) -> None:
-    said = Made(EFFORT).prompt(line(reasoning_effort=effort))
+    said = Made(EFFORT).prompt(openai_line(reasoning_effort=effort))
     assert said.startswith("bad_param: body field 'reasoning_effort' is ") and "not one of none, minimal" in said
 
 
 def test_a_bodys_own_variables_win_over_its_effort_and_that_over_the_jobs() -> None:
     made = Made(EFFORT + THOUGHTS, chat_template_kwargs={"enable_thinking": True, "reasoning_effort": "low"})
     own = {"enable_thinking": True}
-    assert made.prompt(line()) == "[low](True)"
-    assert made.prompt(line(reasoning_effort="none")) == "[none](False)"
-    assert made.prompt(line(reasoning_effort="none", chat_template_kwargs=own)) == "[none](True)"
+    assert made.prompt(openai_line()) == "[low](True)"
+    assert made.prompt(openai_line(reasoning_effort="none")) == "[none](False)"
+    assert made.prompt(openai_line(reasoning_effort="none", chat_template_kwargs=own)) == "[none](True)"
 
 
 # ---------------------------------------------------------------- fields inside of fields
@@ -242,7 +232,7 @@ def test_what_asks_for_nothing_else_costs_no_row(body: dict[str, Any]) -> None:
 
 
 def test_null_is_no_field_of_a_request_for_a_vector() -> None:
-    assert parse_batch_line(line(VECTOR, dimensions=None, truncate_prompt_tokens=None)).embedding
+    assert parse_batch_line(openai_line(VECTOR, dimensions=None, truncate_prompt_tokens=None)).embedding
 
 
 # ---------------------------------------------------------------- beside the body
@@ -255,7 +245,7 @@ def test_values_beside_the_body_count_as_in_any_row_and_the_bodys_win(url: str) 
         ({"sampling": {"max_tokens": 4}}, {}, 4),
         ({"sampling": {"max_tokens": 4}}, {"max_tokens": 5}, 5),
     ):
-        [found] = requests_of(made.builder, [row_of(line(url, **body) | beside)])
+        [found] = requests_of(made.builder, [row_of(openai_line(url, **body) | beside)])
         assert isinstance(found, Request) and found.params.max_tokens == expected
 
 
@@ -267,15 +257,15 @@ def test_a_job_over_requests_names_no_prompt_of_its_own(key: str) -> None:
 
 def test_calls_that_could_not_be_told_from_text_are_not_asked_for() -> None:
     made = Made("{% if tools %}T{% endif %}{{ messages[0].content }}")
-    said = made.prompt(line(tools=[TOOL]))
+    said = made.prompt(openai_line(tools=[TOOL]))
     assert said.startswith("bad_param: body field 'tools': this model's format of tool calls is unknown")
-    assert made.prompt(line(tools=[TOOL], tool_choice="none")) == "Hi"
+    assert made.prompt(openai_line(tools=[TOOL], tool_choice="none")) == "Hi"
     known = Made("{% if tools %}<tool_call>{{ tools }}{% endif %}{{ messages[0].content }}")
-    assert known.prompt(line(tools=[TOOL])).startswith("<tool_call>[")
+    assert known.prompt(openai_line(tools=[TOOL])).startswith("<tool_call>[")
 
 
 def test_a_run_over_requests_says_how_to_get_openais_form(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write([line()])
+    job.write([openai_line()])
     for form, says in (("jsonl", True), ("openai-batch", False)):
         spec = job.spec(
             input={"prompt": None, "id": None, "chat_template": "auto"},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING
-from input_helpers import write_tokenizer
+from input_helpers import ids_of, write_tokenizer
 from tiny_model import tiny_model
 from torch import Tensor
 
@@ -75,12 +75,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
 
     monkeypatch.setattr(Sampler, "sample", scripted)
     return script
-
-
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    [found] = tokenizer.encode_batch([text], False)
-    assert not isinstance(found, Exception)
-    return found
 
 
 def engine_of(grammars: Grammars) -> Engine:

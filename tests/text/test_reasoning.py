@@ -8,7 +8,7 @@ import pytest
 from chat_templates import DATED, THINKING
 from hypothesis import given
 from hypothesis import strategies as st
-from input_helpers import write_tokenizer
+from input_helpers import ids_of, write_tokenizer
 
 from batchgen.text.reasoning import Reasoning, Thoughts, text_behind
 from batchgen.text.tokenizer import Tokenizer
@@ -27,14 +27,8 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), request.param)
 
 
-def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    [ids] = tokenizer.encode_batch([text], False)
-    assert not isinstance(ids, Exception)
-    return ids
-
-
 def split(tokenizer: Tokenizer, answer: str, *, is_open: bool = False) -> tuple[str | None, str]:
-    ids = encoded(tokenizer, answer + "<|im_end|>")
+    ids = ids_of(tokenizer, answer + "<|im_end|>")
     return Reasoning(tokenizer).split(ids, tokenizer.decode(ids), is_open=is_open)
 
 
@@ -101,8 +95,7 @@ def test_a_marker_that_a_text_quotes_splits_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_whether_a_prompt_opens_reasoning_is_read_at_its_end(tokenizer: Tokenizer, prompt: str, is_open: bool) -> None:
-    [ids] = tokenizer.encode_batch(["x" * 99 + prompt], False)
-    assert not isinstance(ids, Exception)
+    ids = ids_of(tokenizer, "x" * 99 + prompt)
     assert Reasoning(tokenizer).is_open(ids) == Reasoning(tokenizer).is_open(ids[-50:]) == is_open
 
 
@@ -147,16 +140,16 @@ def test_both_parts_come_back_whatever_is_in_them(
     ],
 )
 def test_what_follows_a_marker_is_behind_its_first(tokenizer: Tokenizer, prompt: str, answer: str, rest: str) -> None:
-    prompt_ids, ids = encoded(tokenizer, prompt), encoded(tokenizer, answer)
+    prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
     found = text_behind(tokenizer, "</think>", prompt_ids, ids, tokenizer.decode(ids))
-    assert found == tokenizer.decode(encoded(tokenizer, rest))
+    assert found == tokenizer.decode(ids_of(tokenizer, rest))
 
 
 def followed(tokenizer: Tokenizer, answer: str, budget: int, *, is_open: bool = False) -> tuple[str, int, bool]:
     """An answer with what is forced in it, its tokens of thought, and whether these are over."""
     markers = Reasoning(tokenizer)
     thoughts, ids = Thoughts(markers, budget, is_open=is_open), list[int]()
-    for token_id in encoded(tokenizer, answer):
+    for token_id in ids_of(tokenizer, answer):
         while (forced := thoughts.forced) is not None:
             ids.append(forced)
             thoughts.push(forced)
@@ -212,4 +205,4 @@ def test_thoughts_that_a_prompt_has_begun_go_on_in_the_answer(tokenizer: Tokeniz
         ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\n", False),
         ("<|im_start|>user\nUse <think> here.<|im_end|>\n<|im_start|>assistant\nIt is", False),
     ):
-        assert markers.is_open(encoded(tokenizer, prompt)) is is_open, prompt
+        assert markers.is_open(ids_of(tokenizer, prompt)) is is_open, prompt
