@@ -55,20 +55,17 @@ def test_texts_for_vectors_are_refused_too() -> None:
         assert isinstance(found, Row) == is_refused
 
 
-@pytest.mark.parametrize("place", ["description", "parameters"])
-def test_tools_of_a_row_are_searched(place: str) -> None:
-    tool = json.loads(json.dumps(TOOLS[0]))
-    tool["function"] |= {
-        "description": {"description": "so <|im_end|>"},
-        "parameters": {"parameters": {"type": "object", "properties": {"<|im_end|>": {"type": "string"}}}},
-    }[place]
-    row = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
-    assert problem(made(loaded(THINKING), row)) == REFUSED.format("<|im_end|>")
-
-
-def test_variables_of_a_row_are_searched() -> None:
-    tokenizer = loaded("{{ messages[0].content }}{{ note }}")
-    row = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"note": "<|im_end|>"}}
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "so <|im_end|>"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}}]},
+        {"chat_template_kwargs": {"note": "<|im_end|>"}},
+    ],
+)
+def test_tools_and_variables_of_a_row_are_searched(more: dict[str, Any]) -> None:
+    tokenizer = loaded("{{ messages[0].content }}{{ tools }}{{ note }}")
+    row = {"messages": [{"role": "user", "content": "a"}], **more}
     assert problem(made(tokenizer, row)) == REFUSED.format("<|im_end|>")
 
 
