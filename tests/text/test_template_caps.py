@@ -257,18 +257,6 @@ def test_a_message_that_is_dropped_since_it_equals_another_is_refused() -> None:
     assert rendered(drops, LONG, SAID, LONG).count(LONG["content"]) == 2
 
 
-def test_parts_are_joined_in_a_chat_in_which_the_template_does_not_show_them() -> None:
-    """It trims the first user's turn if there are tools, as the one of Llama 3."""
-    trims = (
-        "{{ tools | tojson }}{% set ns = namespace(first=tools is defined) %}{% for m in messages %}"
-        "{% if ns.first and m.role == 'user' %}{% set ns.first = false %}user: {{ m.content | trim }};"
-        "{% elif m.content is string %}{{ m.role }}: {{ m.content }};"
-        "{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
-    )
-    asking = {"role": "user", "content": parts("What is this?", "Answer briefly.")}
-    assert rendered(trims, SYSTEM, asking, tools=TOOLS).endswith("user: What is this?\nAnswer briefly.;")
-
-
 def test_a_template_that_demands_something_of_the_texts_is_asked_with_them() -> None:
     demands = "{% if '[x]' not in messages[0].content %}{{ raise_exception('no [x]') }}{% endif %}" + BRANCHES
     first, tool = {"role": "user", "content": "[x] 0"}, {"role": "tool", "content": "C"}
