@@ -35,9 +35,8 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
     from batchgen.config.record_fields import packed_keys
     from batchgen.core.json_line import encode_json
     from batchgen.core.logprobs import unpacked
-    from batchgen.output.finalize import Rows, read_records
-    from batchgen.output.formats import csv_format
-    from batchgen.output.formats.jsonl import write_lines
+    from batchgen.output.finalize import Rows, csv_format, read_records
+    from batchgen.output.formats import write_lines
     from batchgen.output.rundir import RunDir
 
     run_dir = RunDir(folder)

@@ -1,28 +1,29 @@
-"""Raw settings from a job file or from flags, before they are merged: resolves places, paths and names.
+"""Raw settings from a job file or from flags, before they are merged: resolves places, paths, names and files.
 
-A job file is TOML; ``${NAME}`` in it is replaced by a variable of the environment. Values are not interpreted here.
+A job file is TOML; ``${NAME}`` in it is a variable of the environment. The files of schemas, grammars and templates
+become part of the job, so that a resume has the same content; rows cannot name files on this machine.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.grammar_files import FileError, read_part, with_files
 from batchgen.config.job import KEYS
 from batchgen.core.addresses import check_address, masked, refusal_of_variable, scheme_of
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
 from batchgen.core.remote import READABLE
 from batchgen.core.storage import absolute, check_path, read_text
-from batchgen.core.structured import OLD_NAMES, canonical
+from batchgen.core.structured import FORMS, OLD_NAMES, OPTIONS, canonical, object_of
 from batchgen.core.synonyms import synonym_of, value_of
 from batchgen.core.units import shown
 
@@ -35,6 +36,7 @@ MAIN_SECTIONS = {"prompt": "input", "dtype": "model"}  # of keys that several se
 _SHORT = {name: (section, name) for name, section in _HOMES if _NUM_HOMES[name] == 1}
 _SHORT |= {name: (name, "path") for name in ("model", "input", "output")}
 _SHORT |= {name: (section, name) for name, section in MAIN_SECTIONS.items()}
+_MAX_FILE_BYTES = 1 << 20  # of a file; without its white space a schema must be far smaller
 
 
 @dataclass(frozen=True)
@@ -272,3 +274,65 @@ def _absolute(base: Path, path: str) -> str:
         raise ValueError("has a ~ that does not name a folder") from None
     check_path(normal)
     return normal
+
+
+class FileError(ValueError):
+    """The file that ``part`` names as ``value`` cannot be used; ``str()`` completes "<part> = <value>: ..."."""
+
+    def __init__(self, part: str, value: str, message: str) -> None:
+        super().__init__(message)
+        self.part = part
+        self.value = value
+
+
+def with_files(outputs: object, resolve: Callable[[str], str]) -> dict[str, Any]:
+    """A job's ``structured_outputs`` with the contents of files in place of paths, which ``resolve`` makes absolute.
+
+    A text (or ``json``) is a JSON object if it begins with ``{``; a ``grammar`` is one if it holds a colon or a
+    newline. Raises FileError, or ValueError if ``outputs`` is not an object.
+    """
+    if isinstance(outputs, str) and outputs and not _is_json(outputs):
+        outputs = {"json": outputs}
+    parts = object_of(outputs)
+    for part, is_content, read in (("json", _is_json, _read_schema), ("grammar", _is_grammar, read_part)):
+        value = parts.get(part)
+        if isinstance(value, str) and value and not is_content(value):
+            try:
+                parts[part] = read(Path(resolve(value)))
+            except ValueError as error:
+                raise FileError(part, value, str(error)) from None
+    return parts
+
+
+def _is_json(text: str) -> bool:
+    return text.lstrip().startswith("{")
+
+
+def _is_grammar(text: str) -> bool:
+    return ":" in text or "\n" in text
+
+
+def read_part(path: Path) -> str:
+    """The text of a file. Raises ValueError, which names it."""
+    try:
+        return read_text(path, _MAX_FILE_BYTES)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+
+
+def _read_schema(path: Path) -> Any:
+    try:
+        schema = json.loads(read_part(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    if schema is None:
+        raise ValueError(f"{path} holds null, which asks for nothing")
+    if schema and isinstance(schema, dict) and schema.keys() <= {*FORMS, *OPTIONS}:  # a schema that restricts nothing
+        raise ValueError(f"{path} is a whole structured_outputs, not a JSON schema: give it as structured_outputs")
+    return schema

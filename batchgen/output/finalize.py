@@ -6,20 +6,24 @@ Rows are read back from JSON only: from ``outputs.jsonl``, or from the journal, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import packed_keys
+from batchgen.config.record_fields import packed_keys, record_keys
 from batchgen.core.errors import BatchgenError, StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.logprobs import unpacked
 from batchgen.core.storage import commit_staged, remove_file, staged_file
-from batchgen.output.formats import OutputFormat, output_format
-from batchgen.output.formats.jsonl import read_lines, write_lines
+from batchgen.output.formats import OutputFormat, read_lines, write_lines
+from batchgen.output.formats.delimited import CsvFormat
+from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.journal import Counts, Journal
+from batchgen.output.manifest import Manifest
 from batchgen.output.record_builder import check_record
 from batchgen.output.rundir import Begun, RunDir
 
@@ -124,3 +128,39 @@ def _results(journal: Journal, form: OutputFormat, names: Set[str]) -> Iterator[
         if names and b'"base64":' in payload:  # it may be from before the format of an unfinished job was changed
             payload = encode_json(unpacked(json.loads(payload), names))
         yield index, form.result_row(payload)
+
+
+def output_format(spec: JobSpec, manifest: Manifest) -> OutputFormat:
+    """The format of a job's outputs; some formats contain the time when the run was begun."""
+    name = spec.output.format
+    if name == "jsonl":
+        return OutputFormat()
+    if name == "openai-batch":
+        path = spec.model.path
+        model = Path(path).name if Path(path).is_absolute() else path  # no one else's machine has that path
+        begun_at = manifest.created_at
+        created = int(datetime.fromisoformat(begun_at).timestamp()) if begun_at else 0
+        return OpenAIBatchFormat(model, spec.input.is_templated, created, spec.input.id is not None)
+    if name == "parquet":
+        from batchgen.output.formats.parquet import ParquetFormat, carried_types, fixed_types  # they need pyarrow
+
+        types = manifest.fingerprints.get("input", {}).get("types", {})
+        return ParquetFormat(fixed_types(spec), carried_types(spec, types))
+    return csv_format(spec, manifest)
+
+
+def csv_format(spec: JobSpec, manifest: Manifest, columns: Sequence[str] = ()) -> CsvFormat:
+    """The CSV format of a job's outputs, reduced to ``columns`` if they are given.
+
+    It begins with a mark of UTF-8, which spreadsheets look for, if a file of the input had one when the job was begun,
+    or was not UTF-8. The delimiter is the input's, or a comma if the input's tables differ.
+    """
+    files = manifest.fingerprints.get("input", {}).get("files", [])
+    delimiters = {file["delimiter"] for file in files if "delimiter" in file}
+    return CsvFormat(
+        has_id=spec.input.id is not None,
+        has_bom=any(file.get("bom") for file in files) or bool(spec.input.encoding),
+        delimiter=delimiters.pop() if len(delimiters) == 1 else ",",
+        columns=columns,
+        own=record_keys(spec),
+    )

@@ -14,8 +14,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine.stats import EngineStats
-from batchgen.plan.estimate import Estimate, ExpectedLengths, Forecast
-from batchgen.plan.survey import Survey
+from batchgen.plan.estimate import Estimate, ExpectedLengths, Forecast, Survey
 from batchgen.run.loader import ModelInfo, load_engine
 
 CALIBRATION_S = 20.0

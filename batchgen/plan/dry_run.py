@@ -26,12 +26,12 @@ from batchgen.plan.estimate import (
     Estimate,
     ExpectedLengths,
     Forecast,
+    Survey,
     comparable,
     forecast_from_report,
     kv_plan,
     workers_plan,
 )
-from batchgen.plan.survey import Survey
 from batchgen.report.rows import PERCENTS, percentile
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, rendered_at
 from batchgen.run.loader import ModelInfo

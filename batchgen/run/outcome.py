@@ -14,7 +14,7 @@ from batchgen.core.errors import NOT_READ, ExitCode
 from batchgen.core.units import WHOLE, Shard, counted, format_share
 from batchgen.output.finalize import read_errors
 from batchgen.output.rundir import RunDir
-from batchgen.report.advice import warnings
+from batchgen.report.build import warnings
 from batchgen.report.facts import pace, samples_text
 from batchgen.run.progress import Progress
 from batchgen.run.reports import has_failed_rows

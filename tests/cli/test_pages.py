@@ -19,7 +19,7 @@ from run_helpers import REPOSITORY
 from batchgen.cli.main import call, cli
 from batchgen.engine.self_test import cache_folder
 from batchgen.output.rundir import RunDir
-from batchgen.report import advice
+from batchgen.report import build
 
 DOCS = REPOSITORY / "batchgen" / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted((REPOSITORY / "jobs").iterdir())]
@@ -82,7 +82,7 @@ def test_the_tree_of_a_run_directory_has_all_its_files() -> None:
 def test_each_thing_that_bounds_a_run_has_a_remedy() -> None:
     page = (DOCS / "slow.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)) - {"bound by"}
-    assert listed == {*advice._WORK.values(), "KV memory", "too few rows at a time"}
+    assert listed == {*build._WORK.values(), "KV memory", "too few rows at a time"}
 
 
 def test_every_recipe_is_on_the_page() -> None:

@@ -17,7 +17,7 @@ from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import Shard
 from batchgen.plan import estimate
 from batchgen.plan.dry_run import check_time, make_plan, render_plan
-from batchgen.plan.survey import Reservoir
+from batchgen.plan.estimate import Reservoir
 from batchgen.run.job import run_job
 
 

@@ -19,8 +19,7 @@ from batchgen.engine.stats import EngineStats, Point
 from batchgen.input.ids import RowValidator, UniqueIds
 from batchgen.input.source import RowRange, open_source
 from batchgen.plan.calibrate import _Rates, calibrate
-from batchgen.plan.estimate import ExpectedLengths, Forecast
-from batchgen.plan.survey import Survey
+from batchgen.plan.estimate import ExpectedLengths, Forecast, Survey
 from batchgen.run.loader import ModelInfo, read_model
 
 

@@ -17,8 +17,7 @@ from batchgen.core.errors import ExitCode
 from batchgen.engine.stats import MAX_POINTS, EngineStats, Point, StepSeries
 from batchgen.output.finalize import read_records
 from batchgen.output.rundir import RunDir
-from batchgen.report.advice import bound_by
-from batchgen.report.build import build_report
+from batchgen.report.build import bound_by, build_report
 from batchgen.report.rows import LATENCIES, Distribution, RowTotals, percentile
 from batchgen.report.tables import render_report
 from batchgen.report.usage import add_up, follow, since, split, tail_s, thin, usage_of

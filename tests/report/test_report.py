@@ -13,8 +13,7 @@ from run_helpers import MODEL, JobMaker, Shell, quiet, rows_of
 
 from batchgen.core.errors import UsageError
 from batchgen.output.rundir import RunDir
-from batchgen.report.advice import advice, bound_by
-from batchgen.report.build import KEYS, build_report
+from batchgen.report.build import KEYS, advice, bound_by, build_report
 from batchgen.report.facts import pace, tiles
 from batchgen.report.rows import RowTotals
 from batchgen.report.tables import render_report

@@ -13,8 +13,7 @@ from report_samples import ABOUT, made, record
 from run_helpers import JobMaker, Shell, rows_of
 
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.report.advice import advice
-from batchgen.report.build import build_report
+from batchgen.report.build import advice, build_report
 from batchgen.report.compare import (
     Gates,
     answer_changes,

@@ -13,8 +13,7 @@ from run_helpers import JobMaker, rows_of, without_timings
 
 from batchgen.core.errors import UsageError
 from batchgen.report.accuracy import interval
-from batchgen.report.advice import advice
-from batchgen.report.build import build_report
+from batchgen.report.build import advice, build_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.tables import render_report
 

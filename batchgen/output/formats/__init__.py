@@ -1,55 +1,49 @@
-"""Output formats by the name that ``output.format`` gives them. A new one is a module and an entry here."""
+"""Output formats, and the plainest one, the only one to be read back: a JSON object per line, as in the journal.
+
+A format turns payloads into the rows of one file; its caller decides on rows, their order, and when it appears.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from batchgen.config.job import JobSpec
-from batchgen.config.record_fields import record_keys
-from batchgen.core.errors import UsageError
-from batchgen.output.formats.delimited import CsvFormat
-from batchgen.output.formats.jsonl import OutputFormat
-from batchgen.output.formats.openai_batch import OpenAIBatchFormat
-from batchgen.output.manifest import Manifest
-
-__all__ = ["OutputFormat", "csv_format", "output_format"]
+from batchgen.core.errors import StorageError
+from batchgen.core.storage import storage_errors
 
 
-def output_format(spec: JobSpec, manifest: Manifest) -> OutputFormat:
-    """The format of a job's outputs; some formats contain the time when the run was begun. Raises UsageError."""
-    name = spec.output.format
-    if name == "jsonl":
-        return OutputFormat()
-    if name == "openai-batch":
-        path = spec.model.path
-        model = Path(path).name if Path(path).is_absolute() else path  # no one else's machine has that path
-        begun_at = manifest.created_at
-        created = int(datetime.fromisoformat(begun_at).timestamp()) if begun_at else 0
-        return OpenAIBatchFormat(model, spec.input.is_templated, created, spec.input.id is not None)
-    if name == "parquet":
-        from batchgen.output.formats.parquet import ParquetFormat, carried_types, fixed_types  # they need pyarrow
+class OutputFormat:
+    """``outputs.jsonl``; other formats override it. A row is JSON without a newline, in the format's own shape."""
 
-        types = manifest.fingerprints.get("input", {}).get("types", {})
-        return ParquetFormat(fixed_types(spec), carried_types(spec, types))
-    if name == "csv":
-        return csv_format(spec, manifest)
-    raise UsageError(f'output.format = "{name}": must be one of jsonl, csv, parquet, openai-batch')
+    def result_row(self, payload: bytes) -> bytes:
+        return payload
+
+    def error_row(self, payload: bytes) -> bytes:
+        return payload
+
+    def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
+        """Write an outputs file; ``rows`` may be iterated more than once. Memory does not grow with the rows."""
+        write_lines(file, rows)
 
 
-def csv_format(spec: JobSpec, manifest: Manifest, columns: Sequence[str] = ()) -> CsvFormat:
-    """The CSV format of a job's outputs, reduced to ``columns`` if they are given.
+def write_lines(file: BinaryIO, rows: Iterable[bytes]) -> None:
+    """Write each row and a newline."""
+    for row in rows:
+        file.write(row)
+        file.write(b"\n")
 
-    It begins with a mark of UTF-8, which spreadsheets look for, if a file of the input had one when the job was begun,
-    or was not UTF-8. The delimiter is the input's, or a comma if the input's tables differ.
-    """
-    files = manifest.fingerprints.get("input", {}).get("files", [])
-    delimiters = {file["delimiter"] for file in files if "delimiter" in file}
-    return CsvFormat(
-        has_id=spec.input.id is not None,
-        has_bom=any(file.get("bom") for file in files) or bool(spec.input.encoding),
-        delimiter=delimiters.pop() if len(delimiters) == 1 else ",",
-        columns=columns,
-        own=record_keys(spec),
-    )
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each line of a file we wrote with its row's index. Raises StorageError naming a bad line."""
+    with storage_errors("read", path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():  # as an editor may leave one
+                continue
+            try:
+                if type(index := json.loads(line)["index"]) is not int:
+                    raise TypeError(f"{index!r} is not a row index")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise StorageError(f"{path}, line {number}: batchgen did not write this line ({error!r})") from None
+            yield index, line.rstrip(b"\n")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
 from batchgen.config.record_fields import RECORD_KEYS
-from batchgen.output.formats.jsonl import OutputFormat
+from batchgen.output.formats import OutputFormat
 
 BOM = "\ufeff"  # by which spreadsheets know UTF-8
 _ANSWER = (  # what the model gave, in this order, after the columns of the input

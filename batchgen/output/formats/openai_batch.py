@@ -16,7 +16,7 @@ from typing import Any
 from batchgen.config.record_fields import RECORD_KEYS, WITHOUT_TEXT
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import FinishReason
-from batchgen.output.formats.jsonl import OutputFormat
+from batchgen.output.formats import OutputFormat
 
 
 @dataclass(frozen=True, slots=True)

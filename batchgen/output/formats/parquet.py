@@ -21,8 +21,8 @@ from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import VECTOR_KEYS, record_keys
 from batchgen.core.json_line import encode_json
 from batchgen.core.logprobs import is_packed
+from batchgen.output.formats import OutputFormat
 from batchgen.output.formats.arrays import array_of, column_of, holds_numbers, packed_types, sized_type, vector_types
-from batchgen.output.formats.jsonl import OutputFormat
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
