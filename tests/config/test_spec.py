@@ -60,9 +60,8 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
 def test_paths_in_the_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     (tmp_path / "models" / "m").mkdir(parents=True)
-    spec = from_text(
-        tmp_path, '[model]\npath="models/m"\n[input]\npath=["a.jsonl","b/*.jsonl"]\n[output]\npath="../o"\n'
-    )
+    text = '[model]\npath="models/m"\n[input]\npath=["a.jsonl","b/*.jsonl"]\n[output]\npath="../o"\n'
+    spec = from_text(tmp_path, text)
     assert spec.model.path == str(tmp_path / "models/m")
     assert spec.input.path == (str(tmp_path / "a.jsonl"), str(tmp_path / "b/*.jsonl"))
     assert spec.output.path == str(tmp_path.parent / "o")
@@ -73,14 +72,11 @@ def test_paths_in_flags_are_relative_to_the_working_directory(tmp_path: Path, mo
     assert load_job(None, NEEDED).input.path == (str(tmp_path / "in.jsonl"),)
 
 
-@pytest.mark.parametrize("name", ["LiquidAI/LFM2-350M", "dummy:LFM2-350M"])
-def test_a_model_that_is_no_folder_here_keeps_its_name(tmp_path: Path, name: str) -> None:
-    assert from_text(tmp_path, minimal().replace("m/n", name)).model.path == name
-
-
-@pytest.mark.parametrize("path", ["-", "hf:openai/gsm8k?config=main&split=test", "s3://b/a/*.zst", "HTTPS://h/../x"])
-def test_inputs_that_are_no_files_keep_their_names(tmp_path: Path, path: str) -> None:
-    assert from_text(tmp_path, minimal().replace("in.jsonl", path)).input.path == (path,)
+def test_models_that_are_no_folders_and_inputs_that_are_no_files_keep_their_names(tmp_path: Path) -> None:
+    for name in ("LiquidAI/LFM2-350M", "dummy:LFM2-350M"):
+        assert from_text(tmp_path, minimal().replace("m/n", name)).model.path == name
+    for path in ("-", "hf:openai/gsm8k?config=main&split=test", "s3://b/a/*.zst", "HTTPS://h/../x"):
+        assert from_text(tmp_path, minimal().replace("in.jsonl", path)).input.path == (path,)
 
 
 @pytest.mark.parametrize("name", ["csvs", "./csvs", "up/../csvs"])
@@ -98,10 +94,7 @@ def test_a_folder_of_data_is_relative_to_the_job_file_wherever_the_job_is_starte
     ("flags", "message"),
     [
         ({"engine": {"gpu_memory_utilization": 0.9}}, r"flags: engine\.gpu_memory_utilization: unknown key"),
-        (
-            {"sampling": {"max_new_tokens": 9}},
-            r"sampling\.max_new_tokens: unknown key \(here it is sampling\.max_tokens\)",
-        ),
+        ({"sampling": {"max_new_tokens": 9}}, r"sampling\.max_new_tokens: unknown key \(here it is sampling\.max_tok"),
         ({"engin": {}}, r"flags: unknown section \[engin\]"),
         ({"engine": 5}, "flags: engine = 5: must be a section"),
     ],
@@ -151,7 +144,7 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ('generation_config = "auto"\n', r"input\.generation_config: unknown key \(it belongs in \[sampling\]\)"),
         (
             "[sampling]\nn = 2\n[classify]\nlabels = ['a', 'b']\n",
-            r"job\.toml:8: sampling\.n: n = 2 does not go with labels",
+            r"job\.toml:8: sampling\.n: n = 2 does not go with",
         ),
         ('[sampling]\nchoices = ["a", "b"]\n', r"sampling\.choices: unknown key \(.*here it is classify\.labels\)"),
         ('[sampling]\nlabels = ["a", "b"]\n', r"sampling\.labels: unknown key \(it belongs in \[classify\]\)"),
@@ -237,9 +230,11 @@ def test_a_job_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(refusal.value)
 
 
-def test_a_job_file_of_endless_size_is_refused_even_through_a_pipe(tmp_path: Path) -> None:
-    pipe = tmp_path / "job.toml"
-    os.mkfifo(pipe)
+def test_a_job_file_may_come_through_a_pipe_and_is_refused_if_it_is_endless(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "job.toml")
+    (tmp_path / "text").write_text(minimal())
+    with subprocess.Popen(["sh", "-c", f"cat '{tmp_path}/text' > '{pipe}'"]):
+        assert load_job(pipe).output.path == str(tmp_path / "out")
     with subprocess.Popen(["sh", "-c", f"yes '# x' > '{pipe}'"], stderr=subprocess.DEVNULL) as writer:
         try:
             with pytest.raises(UsageError, match="larger than 16 MiB"):
@@ -248,32 +243,16 @@ def test_a_job_file_of_endless_size_is_refused_even_through_a_pipe(tmp_path: Pat
             writer.terminate()
 
 
-def test_a_job_file_may_come_through_a_pipe(tmp_path: Path) -> None:
-    pipe = tmp_path / "job.toml"
-    os.mkfifo(pipe)
-    (tmp_path / "text").write_text(minimal())
-    with subprocess.Popen(["sh", "-c", f"cat '{tmp_path}/text' > '{pipe}'"]):
-        assert load_job(pipe).output.path == str(tmp_path / "out")
-
-
-@pytest.fixture
-def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory has been removed."""
+def test_relative_paths_are_refused_where_the_working_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-
-
-@pytest.mark.usefixtures("gone")
-def test_absolute_paths_need_no_working_directory() -> None:
-    flags = {"model": {"path": "/m"}, "input": {"path": ["/in.jsonl"]}, "output": {"path": "/out"}}
-    assert load_job(None, flags).output.path == "/out"
-
-
-@pytest.mark.usefixtures("gone")
-def test_relative_paths_are_refused_where_the_working_directory_is_gone() -> None:
     with pytest.raises(UsageError, match=r"in\.jsonl is relative, and the working directory cannot be found"):
         load_job(None, NEEDED)
+    flags = {"model": {"path": "/m"}, "input": {"path": ["/in.jsonl"]}, "output": {"path": "/out"}}
+    assert load_job(None, flags).output.path == "/out"
 
 
 LONG = "x" * 300
@@ -319,14 +298,17 @@ def test_an_address_with_a_secret_is_refused_and_not_shown(
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "db_password", "SECRET_1"])
 def test_a_variable_that_seems_to_hold_a_secret_is_not_written_into_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(name, "hush")
-    with pytest.raises(UsageError, match=rf"job.toml:\d+: input.prompt: {name} seems to hold a secret") as caught:
-        from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n'))
-    assert "hush" not in str(caught.value)
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "db_password", "SECRET_1"):
+        monkeypatch.setenv(name, "hush")
+        with pytest.raises(UsageError, match=rf"job.toml:\d+: input.prompt: {name} seems to hold a secret") as caught:
+            from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n'))
+        assert "hush" not in str(caught.value)
+    for name in ("MAX_TOKENS", "DATA_DIR", "KEYBOARD", "TOKENIZER", "PUBLIC_KEYS"):
+        monkeypatch.setenv(name, "shown")
+        assert from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n')).input.prompt == "shown {x}"
 
 
 def test_a_secret_variable_may_be_where_an_address_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,12 +316,6 @@ def test_a_secret_variable_may_be_where_an_address_is_masked(tmp_path: Path, mon
     spec = from_text(tmp_path, minimal().replace('"in.jsonl"', '"https://host/x.jsonl?${SAS_TOKEN}"'))
     assert spec.input.path == ("https://host/x.jsonl?sig=hush",)
     assert "hush" not in json.dumps(spec.to_dict())
-
-
-@pytest.mark.parametrize("name", ["MAX_TOKENS", "DATA_DIR", "KEYBOARD", "TOKENIZER", "PUBLIC_KEYS"])
-def test_other_variables_may_be_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "shown")
-    assert from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n')).input.prompt == "shown {x}"
 
 
 def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -378,9 +354,10 @@ def test_what_stands_beside_the_models_values_or_comes_later_wins(tmp_path: Path
 
 
 def test_engine_sizes_do_not_count_as_changing_outputs() -> None:
-    keys = load_job(None, NEEDED).output_keys()
-    assert {"input.prompt", "sampling.seed", "output.token_ids"} <= keys.keys()
-    assert not {"engine.kv_cache_memory", "engine.threads", "engine.max_num_seqs", "output.path"} & keys.keys()
+    keys = load_job(None, NEEDED).output_keys().keys()
+    assert {"input.prompt", "sampling.seed", "output.token_ids"} <= keys
+    assert not {"engine.kv_cache_memory", "engine.threads", "engine.max_num_seqs", "output.path"} & keys
+    assert not {"model.dtype", "model.device"} & keys, "these are compared by what they come to"
 
 
 def test_integers_come_back_from_a_manifest_and_change_outputs() -> None:
@@ -389,10 +366,6 @@ def test_integers_come_back_from_a_manifest_and_change_outputs() -> None:
     assert (spec.model.weights, spec.model.activations) == ("int8", "int8")
     assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert spec.output_keys()["model.quantization"] == "w8a8"
-
-
-def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:
-    assert not {"model.dtype", "model.device"} & load_job(None, NEEDED).output_keys().keys()
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15", "mps", "xpu"])
@@ -423,8 +396,7 @@ def test_workers_are_a_number_a_range_or_chosen(workers: object, bounds: tuple[i
 
 def test_a_ray_cluster_is_used_without_a_number_of_workers() -> None:
     cluster = spec_of(ray="10.0.0.1:6379").cluster
-    assert cluster.is_used
-    assert cluster.bounds is None
+    assert (cluster.bounds, cluster.is_used) == (None, True)
 
 
 def test_no_key_of_the_cluster_changes_outputs() -> None:
@@ -436,10 +408,8 @@ def test_no_key_of_the_cluster_changes_outputs() -> None:
 
 
 def test_a_job_file_and_flags_say_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "job.toml"
     text = '[cluster]\nworkers = "2:4"\nstep_timeout = "1m30s"\nresources = { spot = 0.5 }\n'
-    file.write_text(text, encoding="utf-8")
-    spec = load_job(file, {**NEEDED, "cluster": {"workers": "3", "resources": '{"gpu_a": 1}'}})
+    spec = from_text(tmp_path, text, {**NEEDED, "cluster": {"workers": "3", "resources": '{"gpu_a": 1}'}})
     assert (spec.cluster.bounds, spec.cluster.step_timeout_s) == ((1, 3), 90.0)
     assert spec.cluster.resources == {"gpu_a": 1.0}
     begun = load_job(None, {"cluster": {"workers": "5"}}, begun=spec.to_dict())

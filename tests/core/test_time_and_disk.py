@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import JobMaker, quiet, rows_of, without_timings
+from run_helpers import JobMaker, Shell, quiet, rows_of
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
@@ -39,11 +39,6 @@ class JumpingClock:
         return self._time() + (self.jump_s if self._left < 0 else 0)
 
 
-def reference(job: JobMaker, folder: Path) -> list[dict[str, Any]]:
-    job.run(job.spec(output={"path": str(folder)}))
-    return without_timings(folder / "outputs.jsonl")
-
-
 @pytest.fixture
 def jumping(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> JumpingClock:
     """``time.time`` and ``datetime.now`` of the stopper by a clock that jumps."""
@@ -60,9 +55,9 @@ def jumping(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.parametrize("jumping", [-DAY_S, slow(DAY_S), slow(-365 * DAY_S), slow(365 * DAY_S)], indirect=True)
-def test_a_clock_that_jumps_changes_no_byte_and_no_time(job: JobMaker, tmp_path: Path, jumping: JumpingClock) -> None:
+def test_a_clock_that_jumps_changes_no_byte_and_no_time(job: JobMaker, jumping: JumpingClock) -> None:
     job.write(rows_of(30))
-    wanted = reference(job, tmp_path / "reference")
+    wanted = job.elsewhere("reference")
     jumping._left = 5
     assert job.run(options=quiet(max_runtime_s=3600)).exit_code == ExitCode.OK
     assert job.outputs() == wanted
@@ -72,9 +67,9 @@ def test_a_clock_that_jumps_changes_no_byte_and_no_time(job: JobMaker, tmp_path:
 
 
 @pytest.mark.parametrize("jumping", [-DAY_S, slow(-365 * DAY_S)], indirect=True)
-def test_a_deadline_after_the_clock_went_back_is_later(job: JobMaker, tmp_path: Path, jumping: JumpingClock) -> None:
+def test_a_deadline_after_the_clock_went_back_is_later(job: JobMaker, jumping: JumpingClock) -> None:
     job.write(rows_of(30))
-    wanted = reference(job, tmp_path / "reference")
+    wanted = job.elsewhere("reference")
     deadline = datetime.now().astimezone() + timedelta(hours=1)
     jumping._left = 5
     assert job.run(options=quiet(deadline=deadline)).exit_code == ExitCode.OK
@@ -83,10 +78,10 @@ def test_a_deadline_after_the_clock_went_back_is_later(job: JobMaker, tmp_path: 
 
 @pytest.mark.parametrize("jumping", [DAY_S, slow(365 * DAY_S)], indirect=True)
 def test_a_clock_that_jumps_over_the_deadline_stops_the_run_and_a_resume_ends_it(
-    job: JobMaker, tmp_path: Path, jumping: JumpingClock
+    job: JobMaker, jumping: JumpingClock
 ) -> None:
     job.write(rows_of(60))
-    wanted = reference(job, tmp_path / "reference")
+    wanted = job.elsewhere("reference")
     deadline = datetime.now().astimezone() + timedelta(hours=1)
     jumping._left = 5
     stopped = job.run(options=quiet(deadline=deadline))
@@ -124,17 +119,15 @@ def said_in_one_line(said: str) -> str:
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_read_only_output_folder_is_one_line_with_the_folder_in_it(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, is_begun: bool
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch, shell: Shell, *, is_begun: bool
 ) -> None:
     job.write(rows_of(20))
     if is_begun:
         assert job.run(options=quiet(max_total_tokens=100)).exit_code == ExitCode.STOPPED
-    capsys.readouterr()
     with monkeypatch.context() as patch:
         refused(patch, job.output)
-        code = call(["run", str(job.toml())], engine_factory=stub_factory())
-    assert code in (ExitCode.CRASH, ExitCode.USAGE)
-    assert str(job.output) in said_in_one_line(capsys.readouterr().err)
+        said = shell("run", job.toml(), code=1 if is_begun else 2, engine=stub_factory()).err
+    assert str(job.output) in said_in_one_line(said)
     assert job.run().exit_code == ExitCode.OK
     assert len(job.outputs()) == 20
 

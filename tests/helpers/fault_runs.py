@@ -306,17 +306,8 @@ class Stage:
         self, command: tuple[str, ...], injector: Injector, stub: Stub, said: int, report: Path | None
     ) -> NoReturn:
         """In the child: the command, with what it did to files in ``report``."""
-        code = 1
-        try:
-            os.chdir(self.work)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
-            stdin = os.open(self.work / "input.jsonl" if self.scenario.has_stdin else os.devnull, os.O_RDONLY)
-            os.dup2(stdin, 0)
-            sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptors themselves
-            sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            os.environ["BATCHGEN_DEBUG"] = "1"
+
+        def act() -> int:
             if self._is_watched:
                 injector.arm()
             code = call(command, engine_factory=None if stub is None else stub_factory(**stub))
@@ -324,12 +315,30 @@ class Stage:
             if report is not None:
                 operations = [(operation.name, operation.file) for operation in injector.operations]
                 report.write_text(json.dumps(operations))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
-            os._exit(code)
+            return code
+
+        in_child(self.work, "input.jsonl" if self.scenario.has_stdin else os.devnull, said, act)
+
+
+def in_child(folder: Path, stdin: str, said: int, act: Callable[[], int]) -> NoReturn:
+    """End a forked process with the exit code of an act in a folder; what it prints goes to a descriptor."""
+    code = 1
+    try:
+        os.chdir(folder)
+        os.dup2(os.open(stdin, os.O_RDONLY), 0)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptors themselves
+        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        os.environ["BATCHGEN_DEBUG"] = "1"
+        code = act()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def content(folder: Path) -> dict[str, Any]:
@@ -339,18 +348,21 @@ def content(folder: Path) -> dict[str, Any]:
     """
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and "journal" not in path.parts)
     journals = {str(path.relative_to(folder)): len([*path.iterdir()]) for path in folder.rglob("journal")}
-    return {str(path.relative_to(folder)): _content(path) for path in files} | journals
+    return {str(path.relative_to(folder)): content_of(path) for path in files} | journals
 
 
-def _content(path: Path) -> Any:
+def content_of(path: Path) -> Any:
+    """What of a file of a finished run must be the same."""
+    if path.is_dir():
+        return None
     if path.name == "job.json":
         manifest = json.loads(path.read_bytes())  # besides, it says when the files of the run were written
         del manifest["job"]["cluster"]  # where it ran
         return {key: manifest[key] for key in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
-        return {key: report[key] for key in ("rows", "errors", "tokens", "finish_reasons")}
-    if path.name == "outputs.parquet":
+        return {key: report.get(key) for key in ("rows", "errors", "accuracy", "tokens", "finish_reasons")}
+    if path.suffix == ".parquet":
         table = pq.read_table(path)
         return str(table.schema), [timeless(row) for row in table.to_pylist()]
     if path.name == "outputs.jsonl":

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from fault_injection import KILLED, KINDS, Fault
-from fault_runs import DONE, FAILED_ROWS, MISMATCH, RUN, STOPPED, Scenario, Stage
-from run_helpers import MODEL, text_model, timeless
+from fault_runs import DONE, FAILED_ROWS, MISMATCH, RUN, STOPPED, Scenario, Stage, content_of
+from run_helpers import MODEL, text_model
 from stub_engine import StubEngine, stub_factory
 
 import batchgen.run.job  # noqa: F401 - imported once here instead of in every child
@@ -548,28 +547,12 @@ def in_process(command: list[str], made: list[StubEngine], *, is_real: bool = Fa
 def files_of(folder: Path) -> dict[str, Any]:
     """The files of a finished run, by name: what of them must be the same whatever came before."""
     names = {path.name for path in folder.glob("*")} - {"run.lock", "progress.json"}
-    return {name: content_of(folder / name) for name in sorted(names)}
-
-
-def content_of(path: Path) -> Any:
-    """What of a file must be the same."""
-    if path.is_dir():
-        return None
-    if path.name == "job.json":
-        manifest = json.loads(path.read_bytes())
+    found = {name: content_of(folder / name) for name in sorted(names)}
+    if job := found.get("job.json", {}).get("job"):
         for key in ("path", "reuse"):
-            del manifest["job"]["output"][key]
-        del manifest["job"]["cluster"], manifest["job"]["model"]["dtype"]  # what it leads to is in the fingerprints
-        return {name: manifest[name] for name in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
-    if path.name == "report.json":
-        report = json.loads(path.read_bytes())
-        return {name: report[name] for name in ("rows", "errors", "accuracy", "tokens", "finish_reasons")}
-    if path.suffix == ".parquet":
-        table = pq.read_table(path)
-        return str(table.schema), [timeless(row) for row in table.to_pylist()]
-    if path.name == "outputs.jsonl":
-        return [timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    return path.read_bytes()
+            del job["output"][key]
+        del job["model"]["dtype"]  # what it leads to is in the fingerprints
+    return found
 
 
 def _is_whole(line: str) -> bool:

@@ -7,21 +7,19 @@ documented, a traceback, a row that is lost or there twice, too much time or mem
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
 import shutil
 import signal
 import sys
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fault_runs import MODEL
+from fault_runs import MODEL, in_child
 from hostile_inputs import Case, hostile_cases
 from stub_engine import stub_factory
 
@@ -62,25 +60,12 @@ def run(case: Case, folder: Path) -> tuple[int, str, int]:
 
 
 def _child(case: Case, folder: Path, said: int) -> NoReturn:
-    code = 1
-    try:
+    def act() -> int:
         signal.alarm(MAX_S)  # ends the process, as nothing handles it
-        os.chdir(folder)
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptors themselves
-        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        os.environ |= {"BATCHGEN_DEBUG": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder / "home")}
-        code = call(["run", "job.toml", *case.arguments], engine_factory=stub_factory())
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os._exit(code)
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HOME": str(folder / "home")}
+        return call(["run", "job.toml", *case.arguments], engine_factory=stub_factory())
+
+    in_child(folder, os.devnull, said, act)
 
 
 def check(case: Case, folder: Path, code: int, said: str, rss_bytes: int) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fault_injection import KILLED, Fault
-from fault_runs import DONE, FAILED_ROWS
-from histories import History, State, Step, World, content_of, in_process, prepare
+from fault_runs import DONE, FAILED_ROWS, content_of
+from histories import History, State, Step, World, in_process, prepare
 from stub_engine import StubEngine
 
 COMMANDS = ("status", "report", "plan")

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from adapters import ALPHA, CONFIG, RANK, WEIGHTS, merged, write_adapter
-from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of
+from run_helpers import MODEL, JobMaker, Shell, quiet, read_lines, rows_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchgen.cli.main import call
 from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.model.adapter.settings import Lora, read_lora
@@ -104,22 +103,17 @@ def test_a_change_between_reading_settings_and_hashing_them_is_noticed(
 
 
 def test_a_report_and_a_plan_name_it_and_one_model_is_no_basis_for_the_other(
-    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
+    job: JobMaker, lora: Path, shell: Shell
 ) -> None:
     job.write(rows_of(5))
-    toml = str(job.toml())
     run_with(job, lora, step_s=0.001)
-    capsys.readouterr()
-    call(["plan", toml, "--json"])
-    without = json.loads(capsys.readouterr().out)
-    call(["plan", toml, "--json", "--adapter", str(lora)])
-    found = json.loads(capsys.readouterr().out)
+    without = shell("plan", job.toml(), "--json").json
+    found = shell("plan", job.toml(), "--json", "--adapter", lora).json
     assert without["estimate"] is None
     assert "adapter" not in without
     assert found["estimate"] is not None
     assert found["adapter"] == str(lora)
-    call(["report", str(job.output)])
-    told = "".join(capsys.readouterr().out.split())  # a long path goes on in the next line
+    told = "".join(shell("report", job.output).out.split())  # a long path goes on in the next line
     assert f"adapter{lora}" in told
 
 
@@ -129,12 +123,12 @@ def test_a_merged_run_names_it(job: JobMaker, lora: Path) -> None:
     assert read_report(RunDir(job.output))["adapter"] == str(lora)
 
 
-def test_plan_refuses_what_a_run_would(job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_what_a_run_would(job: JobMaker, lora: Path, shell: Shell) -> None:
     job.write(rows_of(2))
     (lora / CONFIG).write_text(json.dumps({"peft_type": "IA3"}))
     for command in ("plan", "run"):
-        assert call([command, str(job.toml()), "--adapter", str(lora)]) == 2
-        assert "adapter_config.json: peft_type is 'IA3'" in capsys.readouterr().err
+        said = shell(command, job.toml(), "--adapter", lora, code=2).err
+        assert "adapter_config.json: peft_type is 'IA3'" in said
     assert not job.output.exists()
 
 
@@ -183,44 +177,38 @@ def command(job: JobMaker, name: str, model: Path, *flags: str) -> list[str]:
     ids=lambda form: " ".join(form[1::2]),
 )
 def test_a_stopped_and_resumed_job_writes_what_the_merged_model_writes(
-    job: JobMaker, lora: Path, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    job: JobMaker, lora: Path, form: tuple[str, ...], shell: Shell
 ) -> None:
     job.write(rows_of(8))
     whole = shutil.copytree(MODEL, job.folder / "merged")
     sums = merged(load_file(MODEL / "model.safetensors"), load_file(lora / WEIGHTS), ALPHA / RANK)
     save_file(sums, whole / "model.safetensors")
-    assert call(command(job, "wanted", whole, *form)) == 0
-    assert call(command(job, "plain", MODEL, *form)) == 0
-    capsys.readouterr()
+    shell(*command(job, "wanted", whole, *form))
+    shell(*command(job, "plain", MODEL, *form))
     with_lora = command(job, "out", MODEL, *form, "--adapter", str(lora))
-    assert call([*with_lora, "--max-total-tokens", "60", "--max-num-seqs", "2"]) == 75
-    assert "the adapter was trained on 'org/another', and is added to" in capsys.readouterr().err
-    assert call(with_lora) == 0
+    said = shell(*with_lora, "--max-total-tokens", 60, "--max-num-seqs", 2, code=75).err
+    assert "the adapter was trained on 'org/another', and is added to" in said
+    shell(*with_lora)
     names = ("out", "wanted", "plain")
     out, wanted, plain = ([row["text"] for row in read_lines(job.folder / name / "outputs.jsonl")] for name in names)
     assert out == wanted != plain
 
 
 @pytest.mark.slow
-def test_check_and_bench_take_and_name_an_adapter(
-    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = job.folder / "prompts.jsonl"
-    path.write_text('{"prompt_token_ids": [9, 10, 11]}\n')
-    where = ["--model", str(MODEL), "--adapter", str(lora), "--dtype", "float32"]
-    assert call(["check", *where, "--input", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_check_and_bench_take_and_name_an_adapter(job: JobMaker, lora: Path, shell: Shell) -> None:
+    path = job.write([{"prompt_token_ids": [9, 10, 11]}])
+    where = ("--model", MODEL, "--adapter", lora, "--dtype", "float32")
+    found = shell("check", *where, "--input", path, "--json").json
     assert (found["ok"], found["adapter"]) == (True, str(lora))
-    lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2", "--repeats", "1"]
-    assert call(["bench", *where, *lengths]) == 0
-    assert f"{MODEL} + {lora}  float32 on cpu" in capsys.readouterr().out
+    lengths = ("--num-requests", 2, "--input-len", 5, "--output-len", 2, "--repeats", 1)
+    assert f"{MODEL} + {lora}  float32 on cpu" in shell("bench", *where, *lengths).out
 
 
 def test_an_adapter_that_lies_beside_the_weights_is_not_added_without_a_word(
-    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
+    job: JobMaker, lora: Path, shell: Shell
 ) -> None:
     job.write(rows_of(1))
     both = shutil.copytree(MODEL, job.folder / "both")
     shutil.copytree(lora, both, dirs_exist_ok=True)
-    assert call(command(job, "out", both)) == 0
-    assert "has an adapter in its folder, which is not added; --adapter adds one" in capsys.readouterr().err
+    said = shell(*command(job, "out", both)).err
+    assert "has an adapter in its folder, which is not added; --adapter adds one" in said

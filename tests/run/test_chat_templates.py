@@ -14,12 +14,11 @@ import pyarrow as pa
 import pytest
 from chat_templates import DATED, THINKING
 from input_helpers import write_tokenizer
-from run_helpers import MODEL, JobMaker, quiet, rows_of
+from run_helpers import MODEL, JobMaker, Shell, quiet, rows_of
 from stub_engine import stub_factory
 
 from batchgen import LLM
 from batchgen.bench.workload import from_file
-from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.core.records import SamplingParams
@@ -145,7 +144,7 @@ def test_other_variables_are_another_job(job: JobMaker) -> None:
 
 
 def test_a_flag_and_a_job_file_take_variables_alike(
-    job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     job.write([{"question": "Hi"}])
     tokenizer = write_tokenizer(tmp_path / "tokenizer", chat_template=THINKING + DATED)
@@ -160,11 +159,10 @@ def test_a_flag_and_a_job_file_take_variables_alike(
         ("", []),
     ]:
         (tmp_path / "job.toml").write_text(text + extra, encoding="utf-8")
-        assert call(["plan", str(tmp_path / "job.toml"), "--json", *flags]) == 0
-        totals.append(json.loads(capsys.readouterr().out)["prompt_tokens"]["total"])
+        totals.append(shell("plan", tmp_path / "job.toml", "--json", *flags).json["prompt_tokens"]["total"])
     assert totals[0] == totals[1] != totals[2] == totals[3]
-    assert call(["plan", str(tmp_path / "job.toml"), "--chat-template-kwargs", "{enable_thinking: false}"]) == 2
-    assert "must be an object of JSON values" in " ".join(capsys.readouterr().err.split())
+    said = shell("plan", tmp_path / "job.toml", "--chat-template-kwargs", "{enable_thinking: false}", code=2)
+    assert "must be an object of JSON values" in said.words
 
 
 # ---------------------------------------------------------------- what a template would not show

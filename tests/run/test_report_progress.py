@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, finish, rows_of, start, until_rows_are_done
+from run_helpers import JobMaker, Shell, finish, rows_of, start, until_rows_are_done
 from stub_engine import stub_factory
 
-from batchgen.cli.main import call
 from batchgen.core.records import Result, Sample, Timings
 from batchgen.run.display import Display
 from batchgen.run.progress import Progress, read_progress
@@ -94,13 +93,10 @@ def test_watching_ends_with_the_run(job: JobMaker) -> None:
     assert set(states[:-1]) == {"running"}
 
 
-def test_watching_a_finished_run_shows_it_once(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_a_finished_run_shows_it_once(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(3))
     job.run()
-    capsys.readouterr()
-    assert call(["status", str(job.output), "--watch", "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert json.loads(line)["state"] == "finished"
+    assert shell("status", job.output, "--watch", "--json").json["state"] == "finished"
 
 
 def test_a_finished_run_has_the_rate_of_its_whole_time(job: JobMaker) -> None:
@@ -114,27 +110,24 @@ def test_a_finished_run_has_the_rate_of_its_whole_time(job: JobMaker) -> None:
     assert "tok/s computed" in render_status(found)
 
 
-def ends(job: JobMaker, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+def ends(job: JobMaker, shell: Shell, code: int, *flags: str) -> dict[str, Any]:
     """The last event of a run of the job's file."""
-    capsys.readouterr()
-    call(["run", str(job.toml()), "--json-progress", *flags], engine_factory=stub_factory())
-    found: dict[str, Any] = json.loads(capsys.readouterr().err.splitlines()[-1])
+    said = shell("run", job.toml(), "--json-progress", *flags, code=code, engine=stub_factory()).err
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 
-def test_the_last_event_says_what_status_says_of_the_finished_run(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_event_says_what_status_says_of_the_finished_run(job: JobMaker, shell: Shell) -> None:
     job.write([*rows_of(5), {"id": "bad"}])
     for flags in ((), (), ("--overwrite",), ("--max-total-tokens", "1")):
-        end, status = ends(job, capsys, *flags), read_status(job.output)
+        end, status = ends(job, shell, 3, *flags), read_status(job.output)
         assert (end["event"], end["state"], end["phase"], end["advice"]) == ("end", "finished", "done", None), flags
         assert end["rows"] == status["rows"] == {"total": 6, "done": 5, "failed": 1, "left": 0}
 
 
-def test_the_last_event_of_a_stopped_run_says_how_to_go_on(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_event_of_a_stopped_run_says_how_to_go_on(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(40))
-    end = ends(job, capsys, "--max-total-tokens", "1")
+    end = ends(job, shell, 75, "--max-total-tokens", "1")
     assert (end["state"], end["advice"]) == ("stopped", "run again to resume")
 
 

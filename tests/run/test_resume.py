@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from repeats import slow
-from run_helpers import JobMaker, files, journal_of, quiet, read_lines, rows_of, updating
+from run_helpers import JobMaker, Shell, files, journal_of, quiet, read_lines, rows_of, updating
 
 from batchgen.cli.cat import cat
-from batchgen.cli.main import call
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.units import WHOLE, Shard
@@ -222,13 +221,11 @@ def test_a_folder_of_an_earlier_version_is_refused_as_it_is_and_update_computes_
     assert json.loads((job.output / "job.json").read_bytes())["batchgen"] == build()
 
 
-def test_a_folder_of_an_earlier_version_is_still_read(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_an_earlier_version_is_still_read(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(6))
     job.run()
     of_an_earlier_version(job.output)
-    for command in (["cat", str(job.output)], ["report", str(job.output)], ["status", str(job.output)]):
-        assert call(command) == 0
-    out = capsys.readouterr().out
+    out = "".join(shell(command, job.output).out for command in ("cat", "report", "status"))
     assert out.count('"finish_reason"') == 6 and "finished" in out
 
 

@@ -13,6 +13,7 @@ from repeats import slow
 from run_helpers import (
     ENVIRONMENT,
     JobMaker,
+    Shell,
     finish,
     rows_of,
     start,
@@ -22,7 +23,6 @@ from run_helpers import (
     without_timings,
 )
 
-from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.run import stop
 
@@ -51,9 +51,7 @@ def test_a_signal_drains_and_a_second_run_ends_to_the_byte(
     assert job.outputs() == without_timings(tmp_path / "reference" / "outputs.jsonl")
 
 
-def test_a_signal_while_the_model_loads_stops_at_once_and_leaves_its_state_alone(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_while_the_model_loads_stops_at_once_and_leaves_its_state_alone(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(5))
     process = start(["run", job.toml()], load_s=600)
     until_phase(process, job.output, "loading the model")
@@ -63,8 +61,7 @@ def test_a_signal_while_the_model_loads_stops_at_once_and_leaves_its_state_alone
     assert "before the first row" in said
     assert {path.name for path in job.output.glob("*")} == {"progress.json"}
     for command in ("cat", "report"):
-        assert call([command, str(job.output)]) == 2
-        assert "the run is not finished: see batchgen status" in capsys.readouterr().err
+        assert "the run is not finished: see batchgen status" in shell(command, job.output, code=2).err
 
 
 def test_a_second_interrupt_stops_at_once_and_the_journal_stays_sound(job: JobMaker) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, finish, quiet, rows_of, start, until_rows_are_done, updating
+from run_helpers import JobMaker, Shell, finish, quiet, rows_of, start, until_rows_are_done, updating
 
-from batchgen.cli.main import call
 from batchgen.core.errors import BatchgenError, ExitCode, StorageError, UsageError
 from batchgen.output.rundir import RunDir
 from batchgen.run import status as status_module
@@ -40,18 +39,15 @@ def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> 
     assert finish(process)[0] == 0
 
 
-def test_a_finished_run_shows_what_its_report_says_and_without_one_no_tokens(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_shows_what_its_report_says_and_without_one_no_tokens(job: JobMaker, shell: Shell) -> None:
     job.write([*rows_of(5), "{"])
     job.run()
     status = read_status(job.output)
     assert status["state"] == "finished"
     assert status["rows"] == {"total": 6, "done": 5, "failed": 1, "left": 0}
     assert "finished" in render_status(status).splitlines()[0]
-    assert call(["status", str(job.output), "--json"]) == 0
     keys = {"state", "rows", "tokens", "tokens_per_s", "eta_s", "holder", "updated_at"}
-    assert json.loads(capsys.readouterr().out).keys() >= keys
+    assert shell("status", job.output, "--json").json.keys() >= keys
 
     (job.output / "report.json").unlink()
     status = read_status(job.output)

@@ -12,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import JobMaker, journal_of, quiet, rows_of, timeless, updating
+from run_helpers import JobMaker, Shell, journal_of, quiet, rows_of, timeless, updating
 
 from batchgen.api import Run
-from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.logprobs import unpacked
@@ -178,17 +177,14 @@ def test_reports_and_perplexities_are_those_of_json_lines(job: JobMaker, tmp_pat
         assert row["prompt_top_ids"] == [[top["token_id"] for top in token["top_logprobs"]] for token in tokens]
 
 
-def test_cat_and_python_show_the_numbers_as_lists(
-    job: JobMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cat_and_python_show_the_numbers_as_lists(job: JobMaker, shell: Shell) -> None:
     spec = teacher(job)
     outcome = job.run(spec)
     table = [timeless(row) for row in table_of(job).to_pylist()]
-    assert call(["cat", str(job.output), "--columns", "prompt_token_ids,prompt_top_logprobs"]) == 0
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = shell("cat", job.output, "--columns", "prompt_token_ids,prompt_top_logprobs").out.splitlines()
+    shown = [json.loads(line) for line in lines]
     assert shown == [{name: row[name] for name in ("prompt_token_ids", "prompt_top_logprobs")} for row in table]
-    assert call(["cat", str(job.output), "--format", "csv"]) == 0
-    assert "prompt_top_ids" in capsys.readouterr().out.splitlines()[0]
+    assert "prompt_top_ids" in shell("cat", job.output, "--format", "csv").out.splitlines()[0]
     run = Run(spec, outcome)
     assert run[0]["prompt_top_ids"] == table[0]["prompt_top_ids"]
     assert run.to_arrow().equals(table_of(job))

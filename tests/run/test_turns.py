@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from chat_templates import THINKING
 from input_helpers import CHAT_TEMPLATE, write_tokenizer
-from run_helpers import MODEL, JobMaker, quiet, read_lines, updating
+from run_helpers import MODEL, JobMaker, Shell, quiet, read_lines, updating
 from stub_engine import StubEngine, answer_with, stub_factory, stub_length, stub_token
 
 import batchgen
-from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Request, SamplingParams
@@ -309,7 +308,7 @@ def test_an_update_to_another_limit_computes_all_chats(job: JobMaker) -> None:
     ]
 
 
-def test_a_plan_says_how_many_turns_there_are(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_how_many_turns_there_are(job: JobMaker) -> None:
     job.write([*chats(10), {"id": "x", "conversations": [user("a"), assistant(), user("b" * 9000), assistant()]}])
     plan = make_plan(spec_of(job))
     assert plan["turns"] == {"total": 30, "max": 5}
@@ -318,11 +317,10 @@ def test_a_plan_says_how_many_turns_there_are(job: JobMaker, capsys: pytest.Capt
     assert "turn 2 of 2" in plan["bad_rows"][0]["message"]
 
 
-def test_a_trial_shows_the_last_prompt_and_the_last_answer(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_shows_the_last_prompt_and_the_last_answer(job: JobMaker, shell: Shell) -> None:
     job.write(chats(3))
-    flags = ["--messages", "conversations", "--regenerate", "assistant", "--max-tokens", "30"]
-    assert call(["try", str(job.input), "-m", str(MODEL), *flags], engine_factory=stub_factory()) == 0
-    shown = capsys.readouterr().out
+    flags = ("--messages", "conversations", "--regenerate", "assistant", "--max-tokens", 30)
+    shown = shell("try", job.input, "-m", MODEL, *flags, engine=stub_factory()).out
     assert "row 2 (line 3), turn 3, " in shown and "Row 2, turn 0" in shown and "an old answer" not in shown
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, without_timings, write_lines
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, Shell, read_lines, without_timings, write_lines
 from safetensors.torch import load_file, save_file
 from vector_models import CLS, pooling_of, vector_settings
 
@@ -287,15 +287,13 @@ def test_long_texts_are_cut_or_refused(folder: Path) -> None:
     assert [row["code"] for row in read_lines(place / "errors.jsonl")] == ["too_long"] * 3
 
 
-def test_a_run_and_a_plan_count_texts_that_may_have_been_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_a_plan_count_texts_that_may_have_been_cut(folder: Path, shell: Shell) -> None:
     rows = [{"text": "word " * 100}, {"text": "word " * 90}, {"text": "short"}]
     write_lines(folder.parent / "long.jsonl", rows)
     said = "2 texts may have been cut at 32 tokens, the most that the model takes: --no-truncate refuses longer texts"
     for name in ("plan", "run"):
         words = [name, folder.parent / "long.jsonl", "-m", folder, "--max-model-len", 32, "-o", folder.parent / "run"]
-        assert command(*words) == 0
-        shown = capsys.readouterr()
-        assert said in " ".join((shown.out + shown.err).split())
+        assert said in shell(*words).words
 
 
 def test_workers_and_kills_change_no_byte(folder: Path) -> None:
@@ -390,20 +388,17 @@ def test_a_text_model_needs_a_pooling(folder: Path, capsys: pytest.CaptureFixtur
     assert run(plain, "--pooling", "mean", output="b")[0] == 0
 
 
-def test_check_compares_hidden_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("check", "--model", folder, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_check_compares_hidden_states(folder: Path, shell: Shell) -> None:
+    found = shell("check", "--model", folder, "--json").json
     assert [proof["num_tokens"] for proof in found["proofs"]] == [found["num_prompt_tokens"]] * 2
 
 
 def test_bench_measures_texts_as_the_checkpoint_pools_them(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("bench", "--model", folder, "--num-requests", 5, "--input-len", "3:9", "--repeats", 1)
-    assert command(*words) == 2
-    assert "--texts" in capsys.readouterr().err
-    assert command(*words, "--texts", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    assert "--texts" in shell(*words, code=2).err
+    found = shell(*words, "--texts", "--json").json
     assert found["num_requests_tokens"]["output"] == 0
     assert found["requests_per_s"] == pytest.approx(5 / found["wall_s"])
     asked, run_once = [], measure._run
@@ -415,21 +410,18 @@ def test_bench_measures_texts_as_the_checkpoint_pools_them(
     monkeypatch.setattr(measure, "_run", noted)
     for pooling, wanted in ((), "cls"), (("mean",), "mean"):
         asked.clear()
-        assert command("bench", "--texts", *pooling, *words[1:]) == 0
-        assert "texts/s" in capsys.readouterr().out
+        assert "texts/s" in shell("bench", "--texts", *pooling, *words[1:]).out
         assert asked == [{wanted}] * len(asked)
 
 
-def test_plan_counts_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = folder.parent / "rows.jsonl"
-    assert command("plan", "--model", folder, "--input", rows, "--output", folder.parent / "x") == 0
-    told = capsys.readouterr().out
+def test_plan_counts_the_tokens(folder: Path, shell: Shell) -> None:
+    words = ("plan", "--model", folder, "--input", folder.parent / "rows.jsonl", "--output", folder.parent / "x")
+    told = shell(*words).out
     assert f"{len(TEXTS)} can run" in told
     assert "tokens out   none" in told
     assert "estimate     none" in told
     assert run(folder, output="x")[0] == 0
-    assert command("plan", "--model", folder, "--input", rows, "--output", folder.parent / "x", "--json") == 0
-    estimate = json.loads(capsys.readouterr().out)["estimate"]
+    estimate = shell(*words, "--json").json["estimate"]
     assert estimate["basis"] == "the last run's rate"
     assert estimate["wall_s"] > 0
 
