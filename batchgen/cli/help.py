@@ -45,7 +45,7 @@ PAGES = {  # the page or heading for messages of a room or module; the longest n
     **{"bench": "bench", "check": "test it on your machine", "cli": "commands", "config": "job-file"},
     **{"config/cluster": "[cluster]", "config/sampling": "[sampling]"},
     **{"core/gguf": "models", "core/model": "models", "core/remote": "credentials", "core/structured": "extract"},
-    **{"engine": "slow", "kernels": "gpus"},
+    **{"core/units": "shards", "engine": "slow", "kernels": "gpus"},
     **{"input": "rows that fail", "input/formats": "[input]", "input/columns": "[input]", "input/source": "[input]"},
     **{"input/openai_batch": "openai batch files", "input/requests": "error codes", "model": "models"},
     **{"output": "the run directory", "output/publish": "copies", "plan": "plan", "report": "report", "run": "updates"},

@@ -10,7 +10,6 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.core.numerics import Numerics
 from batchgen.core.units import format_duration, format_share, printable, shortened
 from batchgen.report.facts import Report, Table, at, rate
 
@@ -53,17 +52,17 @@ def compare_reports(
     for name, (path, _) in _FIGURES.items():
         was, is_now = _number(before, path), _number(now, path)
         if was is not None or is_now is not None:
-            is_worse = name not in unjudged and _is_worse(name, was, is_now, gates)
-            figures.append({"name": name, "before": was, "now": is_now, "is_regression": is_worse})
-    values = {key: (_value(before.get(key)), _value(now.get(key))) for key in _JOB}
-    differences = [f"{key}, before {was}, now {is_now}" for key, (was, is_now) in values.items() if was != is_now]
+            verdict = None if name in unjudged else _is_worse(name, was, is_now, gates)
+            figures.append({"name": name, "before": was, "now": is_now, "is_regression": verdict})
+    differences = [text for key in _JOB for text in _differences(key, before.get(key), now.get(key))]
     return {"figures": figures, "answers": answers, "differences": differences, "unjudged": unjudged}
 
 
 def _unjudged(now: Report, before: Report, gates: Gates) -> Iterator[tuple[str, str]]:
     """The figures that have a gate and cannot be judged, each with the reason."""
     if gates.speed is not None and not (_number(before, "rate.total") and _number(now, "rate.total")):
-        yield "total tokens/s", "--max-regress-speed has nothing to judge: both runs must have computed tokens"
+        for name in ("output tokens/s", "total tokens/s"):
+            yield name, "--max-regress-speed has nothing to judge: both runs must have computed tokens"
     if gates.accuracy is not None:
         why = "both runs must compare rows with [eval] expected, and some must have been right before"
         if _number(before, "accuracy.exact_match") and _number(now, "accuracy.exact_match") is not None:
@@ -74,15 +73,15 @@ def _unjudged(now: Report, before: Report, gates: Gates) -> Iterator[tuple[str, 
             yield "exact match", f"--max-regress-accuracy has nothing to judge: {why}"
 
 
-def _is_worse(name: str, before: float | None, now: float | None, gates: Gates) -> bool:
-    """Whether a figure is worse than its gate allows."""
+def _is_worse(name: str, before: float | None, now: float | None, gates: Gates) -> bool | None:
+    """Whether a figure is worse than its gate allows; None without a gate."""
     if before is None or now is None:
-        return False
-    if name == "failed rows":
-        return gates != NO_GATES and now > before
+        return None
     if name.endswith("tokens/s") and gates.speed is not None:
         return now < before * (1 - gates.speed)
-    return name == "exact match" and gates.accuracy is not None and round(100 * (before - now), 6) > gates.accuracy
+    if name == "exact match" and gates.accuracy is not None:
+        return round(100 * (before - now), 6) > gates.accuracy
+    return now > before if name == "failed rows" and gates != NO_GATES else None
 
 
 def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table, Table]:
@@ -95,16 +94,20 @@ def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table,
             change = f"{100 * (now - before):+.1f} pts"
         elif before and now is not None:
             change = format(now / before - 1, "+.2%" if name == "perplexity" else "+.1%")
-        mark = "  REGRESSION" if figure["is_regression"] else ""
-        figures.append((name, _shown(name, before), _shown(name, now), f"{change:>9}{mark}"))
+        mark = "REGRESSION" if figure["is_regression"] else ""
+        figures.append((name, _shown(name, before), _shown(name, now), change, mark))
     words = [*_answer_lines(comparison["answers"]), *(("not alike", text) for text in comparison["differences"])]
-    return Table(title, ("", "before", "now", "change"), figures), Table("Answers of both", (), words, is_prose=True)
+    head = ("", "before", "now", "change", "")
+    return Table(title, head, figures), Table("Answers of both", (), words, is_prose=True)
 
 
 def render_comparison(comparison: Mapping[str, Any]) -> str:
     """A comparison as a table of at most 80 columns."""
     figures, words = comparison_tables(comparison, "")
-    lines = [f"{name:<18} {before:>14} {now:>14} {change}".rstrip() for name, before, now, change in figures.rows]
+    lines = [
+        f"{name:<18} {before:>14} {now:>14} {change:>9}  {mark}".rstrip()
+        for name, before, now, change, mark in (figures.head, *figures.rows)
+    ]
     lines += [f"{name:<18} {text}" for name, text in words.rows]
     return "\n".join(shortened(printable(line), _WIDTH) for line in lines)
 
@@ -125,28 +128,32 @@ def _answer_lines(answers: Mapping[str, Any] | None) -> Iterator[tuple[str, str]
 
 
 def check_gates(comparison: Mapping[str, Any]) -> None:
-    """Raises GateFailed naming every regression, and UsageError if a gate has nothing to judge."""
+    """Raises GateFailed naming every regression, else UsageError naming every gate that has nothing to judge."""
     worse = [figure for figure in comparison["figures"] if figure["is_regression"]]
-    changes = (f"{f['name']} {_shown(f['name'], f['before'])} -> {_shown(f['name'], f['now'])}" for f in worse)
+    changes = [f"{f['name']} {_shown(f['name'], f['before'])} -> {_shown(f['name'], f['now'])}" for f in worse]
+    reasons = [*dict.fromkeys(comparison["unjudged"].values())]
     if worse:
-        raise GateFailed(f"regression: {'; '.join(changes)}")
-    for reason in comparison["unjudged"].values():
-        raise UsageError(reason)
+        raise GateFailed(f"regression: {'; '.join([*changes, *reasons])}")
+    if reasons:
+        raise UsageError("; ".join(reasons))
 
 
 def answer_changes(now: Iterable[tuple[str, str]], before: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Rows of two runs, as ids and answers, matched by their ids: how many are in both, how many answers are equal.
 
-    ``changed`` has the first ids of the others. Holds about 200 bytes for each row of ``before``.
+    Rows without an answer ("") in both do not count. ``changed`` has the first ids of the other rows. Holds about 200
+    bytes for each row of ``before``.
     """
     answers = {_hashed(row_id): _hashed(answer) for row_id, answer in before}
     num_rows, num_equal, changed = 0, 0, list[str]()
     for row_id, answer in now:
-        if (earlier := answers.get(_hashed(row_id))) is not None:
-            num_rows += 1
-            num_equal += earlier == _hashed(answer)
-            if earlier != _hashed(answer) and len(changed) < _SHOWN_IDS:
-                changed.append(row_id)
+        earlier = answers.get(_hashed(row_id))
+        if earlier is None or (not answer and earlier == _hashed("")):
+            continue
+        num_rows += 1
+        num_equal += earlier == _hashed(answer)
+        if earlier != _hashed(answer) and len(changed) < _SHOWN_IDS:
+            changed.append(row_id)
     return {"rows": num_rows, "equal": num_equal, "changed": changed}
 
 
@@ -154,9 +161,16 @@ def _hashed(text: str) -> bytes:
     return blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
 
 
+def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """A line for each different value; nested values are compared one by one."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif before != now:
+        yield f"{name}, before {_value(before)}, now {_value(now)}"
+
+
 def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return str(Numerics.of(value))
     return ", ".join(value) if isinstance(value, list) else "not set" if value is None else str(value)
 
 

@@ -162,14 +162,14 @@ def _spec(run_dir: RunDir) -> JobSpec:
 
 
 def _answers(run_dir: RunDir) -> Iterator[tuple[str, str]]:
-    """The id and the answers of each row that has any: a job that scores its prompts has none."""
+    """The id and the answers of each row, "" if it has none, as in a job that scores its prompts."""
     spec = _spec(run_dir)
     names = ("messages",) if spec.input.regenerate else _ANSWERS
     for _, record in read_records(run_dir, spec):
         samples = [{name: sample.get(name) for name in names} for sample in record.get("samples") or [record]]
         answers = [unpacked(sample, packed_keys(spec)) for sample in samples]
-        if any(value for answer in answers for value in answer.values()):
-            yield str(record["id"]), encode_json(answers).decode()
+        has_any = any(value for answer in answers for value in answer.values())
+        yield str(record["id"]), encode_json(answers).decode() if has_any else ""
 
 
 def has_failed_rows(run_dir: RunDir) -> bool:

@@ -73,6 +73,7 @@ def test_a_gate_is_silent_about_what_it_was_not_asked_for() -> None:
     assert gate(report(rate=1), report(), ACCURACY)
     assert gate(report(exact=0.1), report(), SPEED)
     assert gate(report(rate=1, exact=0.1, failed=9), report(), Gates())
+    assert {figure["is_regression"] for figure in compare_reports(report(rate=1), report())["figures"]} == {None}
 
 
 @pytest.mark.parametrize("gates", [SPEED, ACCURACY])
@@ -98,6 +99,14 @@ def test_a_gate_over_nothing_is_an_error_and_no_pass(
 ) -> None:
     with pytest.raises(UsageError, match=why):
         gate(now, before, gates)
+
+
+def test_each_gate_over_nothing_is_named_and_hides_no_regression() -> None:
+    both, nothing = Gates(speed=0.05, accuracy=1), report(exact=None)
+    with pytest.raises(UsageError, match=f"computed tokens; .*{re.escape(NO_ACCURACY)}"):
+        gate(report(rate=0.0), nothing, both)
+    with pytest.raises(GateFailed, match=f"regression: .* -> .*; .*{re.escape(NO_ACCURACY)}"):
+        gate(report(rate=1), nothing, both)
 
 
 def scored(rows: list[tuple[str, str | None]], model: str = "m") -> dict[str, Any]:
@@ -169,7 +178,7 @@ def test_another_model_and_other_numerics_are_pointed_out() -> None:
     found = compare_reports(report(model="other", numerics=now), report(numerics=before))
     assert found["differences"] == [
         "model, before m, now other",
-        "numerics, before float32 on cpu (avx512), now float32 on cpu (avx2)",
+        "numerics.kernels, before avx512, now avx2",
     ]
     assert found["differences"][0] in render_comparison(found)
 
@@ -178,6 +187,7 @@ def test_the_table_fits_80_columns_and_marks_what_regressed() -> None:
     text = render_comparison(compare_reports(report(rate=10, model="x" * 100), report(), SPEED))
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("REGRESSION") == 2
+    assert text.splitlines()[0].split() == ["before", "now", "change"]
 
 
 def test_the_change_of_a_share_is_in_points_as_its_gate_counts_it() -> None:
@@ -261,6 +271,11 @@ def test_of_many_answers_that_changed_the_first_are_named() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_an_answer_that_was_lost_is_a_change() -> None:
+    before = [("a", "x"), ("b", ""), ("c", "y")]
+    assert answer_changes([("a", ""), ("b", ""), ("c", "y")], before) == {"rows": 2, "equal": 1, "changed": ["a"]}
+
+
 def test_a_sample_other_than_the_first_is_part_of_an_answer(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(6))
     specs = [job.spec(sampling={"n": 3, "temperature": 1.0, "seed": seed}) for seed in (1, 2)]
@@ -287,6 +302,6 @@ def test_a_comparison_has_no_value_of_python() -> None:
     _, words = comparison_tables(compare_reports(now, {**before, "input": ["b.jsonl"], "adapter": "a"}), "")
     assert [text for _, text in words.rows] == [
         "adapter, before a, now not set",
-        "numerics, before bfloat16, now bfloat16, int8 weights",
+        "numerics.weights, before not set, now int8",
         "input, before b.jsonl, now a.jsonl",
     ]
