@@ -295,6 +295,7 @@ def test_a_large_file_appears_whole_or_not_at_all(
 def test_a_write_that_a_store_accepts_and_never_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_module, "STILL_S", 1.0)
     monkeypatch.setattr(bucket_module, "_SLOWEST", 1 << 30)
+    monkeypatch.setattr("batchgen.core.remote.WAITS_S", (0.1,))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog takes connections that nobody reads
         for name, value in CREDENTIALS.items():
             monkeypatch.setenv(name, value)

@@ -105,12 +105,12 @@ def test_of_labels_the_changed_rows_alone_are_scored_again(job: JobMaker, form: 
     assert_as_fresh(job, **sections)
 
 
-def test_ten_thousand_rows(job: JobMaker) -> None:
-    rows = rows_of(10_000)
+def test_three_thousand_rows(job: JobMaker) -> None:
+    rows = rows_of(3_000)
     job.write(rows)
     job.run()
     lengths = {row["id"]: length_of(row) for row in outputs_of(job.output)}
-    rows, num_changed, limited = changed(rows, 10_000, random.Random(6))
+    rows, num_changed, limited = changed(rows, 3_000, random.Random(6))
     num_changed += sum(lengths[name] > 15 for name in limited)
     outcome = second(job, rows)
     assert computed(job) == num_changed
