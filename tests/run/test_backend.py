@@ -16,7 +16,6 @@ from batchgen.run.backend import EngineLike
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.driver import WorkersEngine
 from batchgen.workers.handle import WorkerHandle, WorkerLauncher
-from batchgen.workers.loop import SteppedEngine
 from batchgen.workers.messages import Identity, WorkerReady, WorkerUpdate
 from batchgen.workers.worker_state import Liveness
 
@@ -73,7 +72,7 @@ def pool() -> WorkersEngine:
     return engine
 
 
-STEPPED: dict[str, Callable[[], SteppedEngine]] = {"engine": real, "stub": lambda: StubEngine(**SIZES)}
+STEPPED: dict[str, Callable[[], Any]] = {"engine": real, "stub": lambda: StubEngine(**SIZES)}
 ENGINES: dict[str, Callable[[], EngineLike]] = {"engine": real, "stub": lambda: StubEngine(**SIZES), "pool": pool}
 
 
