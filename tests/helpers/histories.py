@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow as pa
 from fault_injection import KILLED, KINDS, Fault
 from fault_runs import DONE, FAILED_ROWS, MISMATCH, RUN, STOPPED, Scenario, Stage, content_of
-from run_helpers import MODEL, text_model
+from run_helpers import MODEL, text_model, toml_of
 from stub_engine import StubEngine, stub_factory
 
 import batchgen.run.job  # noqa: F401 - imported once here instead of in every child
@@ -299,22 +299,16 @@ class World:
             "engine": {"max_model_len": job["max_model_len"] or "auto"},
         }
         given["input"] |= {"format": "openai-batch"} if is_batch else {"prompt": "{question}"}
-        given["input"] |= {"id": "id"} if self.history.has_ids and not is_batch else {}
-        given["input"] |= {"limit": job["limit"]} if job["limit"] is not None else {}
-        given["sampling"] |= {"n": job["n"], "stop": list(job["ends"])}
-        given["sampling"] |= {"logprobs": job["logprobs"]} if job["logprobs"] is not None else {}
-        given["sampling"] |= {"thinking_token_budget": job["thinking"]} if job["thinking"] is not None else {}
+        given["input"] |= {"id": "id" if self.history.has_ids and not is_batch else None, "limit": job["limit"]}
+        given["sampling"] |= {"n": job["n"], "stop": list(job["ends"]), "logprobs": job["logprobs"]}
+        given["sampling"] |= {"thinking_token_budget": job["thinking"]}
         given["input"]["chat_template"] = str(self.work / f"{job['template']}.jinja")
         given["output"]["parse"] = list(job["parse"])
         given["eval"] = {"expected": "note"} | ({"extract": job["extract"]} if job["extract"] else {})
         if job["labels"]:
             del given["sampling"]
             given["classify"] = {"labels": list(job["labels"])}
-        tables = [
-            f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-            for name, keys in given.items()
-        ]
-        return "\n".join(tables)
+        return toml_of(given)
 
     def do(self, step: Step) -> None:
         """One step, and after a start all that must hold then."""

@@ -82,8 +82,8 @@ class JobMaker:
     def write(self, rows: Iterable[Mapping[str, Any] | str]) -> Path:
         return write_lines(self.input, rows)
 
-    def spec(self, **sections: Mapping[str, Any]) -> JobSpec:
-        """The job over the input with the given keys on top; a chat template is there where they speak of one."""
+    def keys(self, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Those of a job over the input, the given ones on top; a chat template is there where they speak of one."""
         is_chat = any(key in sections.get(section, ()) for section, key in CHAT_KEYS)
         flags: dict[str, dict[str, Any]] = {
             "model": {"path": str(MODEL if is_chat else text_model())},
@@ -94,7 +94,10 @@ class JobMaker:
         flags["input"]["chat_template"] = "auto" if is_chat else "none"
         for name, values in sections.items():
             flags[name] = {**flags.get(name, {}), **values}
-        return load_job(None, flags)
+        return flags
+
+    def spec(self, **sections: Mapping[str, Any]) -> JobSpec:
+        return load_job(None, self.keys(**sections))
 
     def run(self, spec: JobSpec | None = None, options: RunOptions | None = None, **stub: Any) -> Outcome:
         """With stub engines of these options, or with an ``engine_factory``."""
@@ -104,24 +107,8 @@ class JobMaker:
 
     def toml(self, **sections: Mapping[str, Any]) -> Path:
         """The same job as a file."""
-        spec = self.spec(**sections)
         path = self.folder / "job.toml"
-        parts: dict[str, dict[str, Any]] = {
-            "model": {"path": spec.model.path},
-            "input": {
-                "path": list(spec.input.path),
-                "id": spec.input.id,
-                "prompt": spec.input.prompt,
-                "chat_template": spec.input.chat_template,
-            },
-            "output": {"path": spec.output.path, "format": spec.output.format},
-            "sampling": {name: getattr(spec.sampling, name) for name in ("max_tokens", "min_tokens", "temperature")},
-        }
-        lines = []
-        for name, values in parts.items():
-            lines.append(f"[{name}]")
-            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        path.write_text(toml_of(self.keys(**sections)), encoding="utf-8")
         return path
 
     def outputs(self) -> list[dict[str, Any]]:
@@ -147,6 +134,14 @@ class JobMaker:
         """The lines of errors.jsonl; none if it is not there."""
         path = self.output / "errors.jsonl"
         return read_lines(path) if path.exists() else []
+
+
+def toml_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of a job file with these keys; those of None are left out."""
+    lines = []
+    for name, keys in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items() if value is not None)]
+    return "\n".join(lines) + "\n"
 
 
 class Said(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_helpers import MODEL, JobMaker, quiet, rows_of
+from run_helpers import MODEL, JobMaker, quiet, rows_of, toml_of
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict, load_job
@@ -133,8 +133,7 @@ def test_what_stands_beside_the_models_values_or_comes_later_wins(
     job: JobMaker, tmp_path: Path, before: dict[str, Any], beside: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     job.write(rows_of(1))
-    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in before.items())
-    (tmp_path / "job.toml").write_text(f"[sampling]\n{text}", encoding="utf-8")
+    (tmp_path / "job.toml").write_text(toml_of({"sampling": before}), encoding="utf-8")
     base = spec_with(job, QWEN3)
     flags = {
         "model": {"path": base.model.path},

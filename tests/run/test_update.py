@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, files, read_lines, rows_of, timeless, without_timings, write_lines
+from run_helpers import JobMaker, files, read_lines, rows_of, timeless, toml_of, without_timings, write_lines
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
@@ -55,11 +55,7 @@ class Folder:
         """The job file, with other keys."""
         for name, keys in sections.items():
             self.keys[name] = self.keys.get(name, {}) | keys
-        tables = [
-            f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-            for name, keys in self.keys.items()
-        ]
-        (self.job.folder / "job.toml").write_text("\n".join(tables), encoding="utf-8")
+        (self.job.folder / "job.toml").write_text(toml_of(self.keys), encoding="utf-8")
 
     def command(self, *words: str, engines: list[StubEngine] | None = None, **stub: Any) -> tuple[int, str]:
         """Exit code of a command and what it said; ``run`` and the job file come first."""
