@@ -51,8 +51,8 @@ class Begun(NamedTuple):
     manifest: Manifest
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the folder held each row of the job, and the outputs were begun to be written from it."""
+    def has_all_rows(self) -> bool:
+        """Whether all rows were in the folder when the writing of outputs began."""
         return self.manifest.num_rows is not None
 
 

@@ -150,7 +150,7 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest]]:
 
 def is_between(run_dir: RunDir, last: Manifest, digests: Digests) -> bool:
     """Whether another job has begun to replace the outputs of the last finished one."""
-    is_begun = any(begun.is_whole for begun in run_dir.unfinished())
+    is_begun = any(begun.has_all_rows for begun in run_dir.unfinished())
     return is_begun and bool(run_dir.changed_files(last, digests))
 
 

@@ -90,7 +90,7 @@ class _Job:
 
     def _work(self) -> Outcome:
         with ExitStack() as stack:
-            self._look_around()
+            self._find_jobs()
             if self.spec.input.path == ("-",):
                 self.stdin = StdinCopy(self.run_dir.spool, self.lines)
                 stack.callback(self.stdin.drop)
@@ -118,15 +118,15 @@ class _Job:
     def _run(self, source: Source, mine: Begun | None) -> Outcome:
         """Begin the job, or continue it from its journal, up to its outputs."""
         self.opened = OpenJob(self.spec, self.model, source, self.digests)
-        self.begun = self._begin() if mine is None else self._go_on(mine)
+        self.begun = self._begin() if mine is None else self._continue(mine)
         earlier = None if self.begun.manifest.taken else self._earlier_results()
         opened = closing(earlier) if earlier is not None else ExitStack()
         with opened, closing(Journal.open(self.begun.folder, self.options.shard)) as journal:
             for line in journal.recovery:
                 self.note(line)
-            return self._finish_rows(journal, earlier, is_resumed=mine is not None)
+            return self._run_rows(journal, earlier, is_resumed=mine is not None)
 
-    def _look_around(self) -> None:
+    def _find_jobs(self) -> None:
         """Find the jobs of the run directory, unless this one overwrites them. Raises UsageError."""
         if self.options.overwrite:
             refuse_own_rows(self.spec)
@@ -236,7 +236,7 @@ class _Job:
             self.note(_SHARDS_DATE)
         return begun
 
-    def _go_on(self, mine: Begun) -> Begun:
+    def _continue(self, mine: Begun) -> Begun:
         """Continue the unfinished job. Print a note for each difference that does not affect the output."""
         before = mine.manifest
         if before.numerics is not None:
@@ -250,7 +250,7 @@ class _Job:
             num_good=before.num_good,
             taken=before.taken and not (has_more and self.spec.output.reuse),
         )
-        for line in () if mine.is_whole else compare(before, self.manifest).allowed:
+        for line in () if mine.has_all_rows else compare(before, self.manifest).allowed:
             self.note(f"resuming with {line}")
         self.progress.go_on(mine.folder.name)
         return Begun(mine.folder, self.manifest)
@@ -264,10 +264,10 @@ class _Job:
             self.note(line)
         return earlier
 
-    def _finish_rows(self, journal: Journal, earlier: EarlierResults | None, *, is_resumed: bool) -> Outcome:
+    def _run_rows(self, journal: Journal, earlier: EarlierResults | None, *, is_resumed: bool) -> Outcome:
         """Keep existing rows, generate the missing ones, then write the outputs."""
         num_rows = self.manifest.num_rows
-        if num_rows is not None and journal.done.covers(num_rows):  # but for damage, it held them all
+        if num_rows is not None and journal.done.covers(num_rows):  # all rows are here, unless the disk damaged some
             return self._finish(journal, num_rows)
         progress, template = self.progress, self.opened.builder.finder.template
         progress.keep_file(True)
