@@ -35,7 +35,10 @@ def record_keys(spec: JobSpec) -> frozenset[str]:
 
 
 def packed_keys(spec: JobSpec) -> frozenset[str]:
-    """The fields of a record of this job that may be packed arrays; a kept column may have another one's name."""
+    """The fields of a record of this job that may be packed arrays.
+
+    Only these are unpacked: a kept column may be named like another field.
+    """
     if not spec.generates:
         return PACKED_KEYS & VECTOR_KEYS
     return PACKED_KEYS - VECTOR_KEYS if spec.packs_logprobs else frozenset()

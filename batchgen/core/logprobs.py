@@ -89,7 +89,7 @@ def record_bytes(nums_top: Iterable[int | None], nums_tokens: Iterable[int], *, 
 
 
 def packed(dtype: str, data: bytes, *shape: int) -> dict[str, Any]:
-    """The packed array of ``data``; of numbers of type int32 or float32, or of bytes 0 and 1 that are bools."""
+    """The packed array of ``data``, log-probabilities or a vector: numbers of int32 or float32, or bools as bytes."""
     return {"dtype": dtype, "shape": [*shape], "base64": b64encode(data).decode()}
 
 

@@ -84,7 +84,7 @@ class Numerics:
         return replace(self, **changes)
 
     def flags(self, other: Numerics) -> str:
-        """The flags of ``run`` that turn the numerics ``other`` into these; "" if flags cannot."""
+        """The flags of ``run`` and the release of llguidance to install that turn ``other`` into these; "" if none."""
         parts = []
         for name in ("dtype", "device", "kv_cache_dtype"):
             if (value := getattr(self, name)) != getattr(other, name):

@@ -124,8 +124,9 @@ def penalized_logits(logits: Tensor, times: Tensor, repetition: Tensor, frequenc
 class DeviceTokenCounts:
     """Counts of tokens by slot: 0 if never seen, 1 if in the prompt, plus 1 for each time it was generated.
 
-    They are for penalized sequences, whose newest tokens the host learns too late. Rows are dense, which a device
-    passes over faster than the host gathers distinct tokens; for a CPU ``observers.HostTokenCounts`` does that.
+    They are for penalized sequences, whose newest tokens the host learns too late. A row is set when its owner is first
+    sampled. Rows are dense, which is fast on a device; on a CPU ``observers.HostTokenCounts`` gathers the distinct
+    tokens.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -52,7 +52,7 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
 
 
 class CpuRecordings:
-    """Runs the steps of one model from lists of launches; decode steps are recorded, once per size.
+    """Runs the steps of one model: decode steps from lists of launches, recorded once per size, others unrecorded.
 
     A recording computes all of its rows, so it has one exact size; feed and argmax stay outside, as only kernels of
     the recorder are repeated.

@@ -43,7 +43,7 @@ class Schedule:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first position that each sequence computes. Ask before booking."""
+        """The first position that each sequence computes. Read before ``Scheduler.on_launched``."""
         return [s.num_computed_tokens for s in self.sequences]
 
     @cached_property
@@ -60,7 +60,10 @@ class Schedule:
         return self.num_tokens == len(self.entries)
 
     def num_attended(self, window: int = 0) -> int:
-        """Positions that the step's tokens attend to: up to their own, or ``window`` of these. Ask before booking."""
+        """Positions attended to, summed over the step's tokens: all up to its own, or the last ``window``.
+
+        Call before ``Scheduler.on_launched``.
+        """
         if not window:
             own = self.counts if self.is_single else [n * (n + 1) // 2 for n in self.counts]
             return sum([start * n for start, n in zip(self.starts, self.counts, strict=True)], sum(own))
@@ -68,7 +71,7 @@ class Schedule:
         return sum(_attended(start + n, window) - _attended(start, window) for start, n in spans)
 
     def num_decoded(self) -> int:
-        """Number of the step's tokens that this run generated and has not computed before; call it before booking."""
+        """Generated tokens of this run that the step computes for the first time. Call before ``on_launched``."""
         firsts = [s.decoded_from for s in self.sequences]
         if all(map(ge, self.starts, firsts)):
             return self.num_tokens

@@ -40,7 +40,7 @@ class Scheduler:
         self.num_recomputed_tokens = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._admission_blocked = False  # admission last ended for want of slots or memory
-        self._num_finished_since = 0  # sequences that have finished since
+        self._num_finished_since = 0  # sequences that have finished since admission last ended
         self._most_blocks_running = 0  # if every running sequence were at its longest and shared nothing
         self._being_computed: dict[bytes, Sequence] = {}  # blocks of prompts that a running sequence is computing
 

@@ -204,7 +204,7 @@ class TokenSide:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Settings that prepare texts for vectors: see ``Request.pooling`` and ``config.embed.EmbedSpec``."""
+    """Settings that prepare texts for vectors: see ``Request.pooling`` and ``config.output.EmbedSpec``."""
 
     pooling: str
     prefix: str

@@ -62,7 +62,7 @@ class RunLock:
         os.close(self._fd)
 
     def _try(self) -> int | None:
-        """A descriptor that holds the lock, or None while another process does."""
+        """A descriptor that holds the lock, or None while another process does. Raises StorageError."""
         with storage_errors("lock", self._path):
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:

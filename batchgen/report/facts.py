@@ -1,6 +1,6 @@
 """The facts of a report as labelled texts and tables: labels, units and omissions are decided here, once.
 
-Texts with the same label in a group become one; ``text`` and ``html`` lay them out.
+Texts with the same label in a group become one; ``tables`` and ``html`` lay them out.
 """
 
 from __future__ import annotations

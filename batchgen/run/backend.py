@@ -28,7 +28,10 @@ class EngineLike(Protocol):
     def stats(self) -> Stats: ...
 
     def run(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Results in order of completion, pulling requests (or rows) lazily; None is one that follows from a result."""
+        """Results in order of completion, pulling requests (or rows) lazily.
+
+        An item None: no request until a result has come.
+        """
 
     def stop(self) -> None:
         """Make ``run`` return after the step under way."""

@@ -137,7 +137,7 @@ class Invocation:
             engine = backend.engine
             if backend.takes_rows:
                 stream.gives_rows = True
-                first = stream.pending[first.key]
+                first = stream.pending[first.key]  # made a request before the engine was known; workers take the row
             turns = Turns(None if backend.takes_rows else validator.builder, stream.pending, sink.save_turns)
             try:
                 with self.progress.generating(backend), self.stopper.drain_with(engine.stop):

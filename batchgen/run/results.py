@@ -181,10 +181,13 @@ class Turns:
                 return
             yield request
 
-    def take(self, result: Result) -> tuple[Row, Result] | None:
-        """The row that ends with a result of the engine, with the result of all its turns; None if a turn follows."""
+    def take(self, result: Result | JournalEntry) -> tuple[Row, Result | JournalEntry] | None:
+        """The row that ends with a result of the engine, with the result of all its turns; None if a turn follows.
+
+        Workers give a ``JournalEntry`` for all turns, which is returned as it is.
+        """
         row = self._pending.pop(result.key)
-        if not isinstance(self._builder, TurnBuilder):
+        if not isinstance(self._builder, TurnBuilder) or isinstance(result, JournalEntry):
             return row, result
         row, whole = self._builder.after(row, result)
         if whole is not None:

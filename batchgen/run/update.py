@@ -1,4 +1,4 @@
-"""Rows that a folder keeps when its job or its input has changed: exactly those whose result cannot differ.
+"""Decision whether two jobs are the same, and the rows that a changed one keeps: those whose result cannot differ.
 
 A start without ``--update`` may only lose few results; a killed pass continues from the rows in the journal.
 """

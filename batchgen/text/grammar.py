@@ -150,7 +150,7 @@ class Grammars:
 
 
 class Guide:
-    """Follows one text token by token, and knows what may come next; it begins after the marker ``after``.
+    """Follows one text token by token, and knows what may come next; it begins after ``marker``, if there is one.
 
     ``forced`` is the only token that may come next, None if there are several. ``error`` says why the guide has failed,
     after which it cannot be used.

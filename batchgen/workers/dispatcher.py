@@ -29,7 +29,7 @@ class RowDispatcher:
     Example:
         >>> dispatcher = RowDispatcher()
         >>> dispatcher.join("a", max_num_seqs=128)
-        >>> dispatcher.put(request)
+        >>> dispatcher.put(row)
         >>> dispatcher.end_of_source()
         >>> while not dispatcher.is_done:
         ...     for name, assignment in dispatcher.assignments().items():

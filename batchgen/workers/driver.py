@@ -1,6 +1,6 @@
 """An engine made of many workers; an invocation uses it like any other (``EngineLike``) that takes rows.
 
-It carries messages between workers and dispatcher, in one thread, which handles never block.
+It carries messages between workers and dispatcher, in one thread; calls of a handle return at once.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Remote(Protocol):
     """A process that runs the methods of a ``Worker``, one at a time."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Its result; a future that raises says that the process is gone, and why."""
+        """Future of the method's result; it raises, with the reason, if the process ended."""
 
     def kill(self) -> None:
         """End it at once, whatever it does; does not wait."""
@@ -157,7 +157,7 @@ class WorkerLauncher(ABC):
         """Let a worker that has a place load the model: a ``WorkerReady``, or a ``WorkerLost``."""
 
     def reason_of(self, error: Exception) -> str:
-        """Cause of a call without a result, in a few words."""
+        """Reason why a call gave no result, in a few words."""
         return str(error)
 
     def note(self, handle: WorkerHandle, event: WorkerUpdate | WorkerLost) -> None:  # noqa: B027 - one kind learns

@@ -1,6 +1,6 @@
-"""Loop around a worker's engine: steps it in one thread, makes rows into requests in another, and talks to the driver.
+"""Loop around a worker's engine: steps it in one thread, and makes rows into requests in another.
 
-So neither messages nor the tokenizer delay a step; processes and network are its owner's business.
+So neither messages nor the tokenizer delay a step; ``assign`` and ``collect`` are called by ``Worker``.
 """
 
 from __future__ import annotations

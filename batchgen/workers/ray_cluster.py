@@ -155,7 +155,7 @@ class Cluster:
 
 
 def reason_of(error: Exception) -> str:
-    """Cause of an actor's call without a result, in a few words."""
+    """Reason why an actor's call gave no result, in a few words."""
     text = str(error)
     return next((reason for phrase, reason in _REASONS.items() if phrase in text), text.strip().partition("\n")[0])
 

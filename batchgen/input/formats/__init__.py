@@ -1,6 +1,6 @@
 """Input formats: how one file is read, starting at any row. ``input.source`` decides which files are read.
 
-``docs/internals.md`` says how to add one; tests hold for every format in ``select.FORMATS``.
+``docs/internals.md`` says how to add one; tests run on ``FORMATS`` of ``tests/helpers/input_helpers.py``.
 """
 
 from __future__ import annotations

@@ -216,9 +216,9 @@ def _item(feature: Any) -> Any:
 
 
 def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
-    """Drops null fields of structs in a request: the type has all rows' fields. Old files call lists sequences."""
+    """Drops null fields of structs in a request: the type has all rows' fields."""
     children, is_sequence = feature, isinstance(feature, dict) and feature.get("_type") == "Sequence"
-    if is_sequence and isinstance(_item(feature), dict):
+    if is_sequence and isinstance(_item(feature), dict):  # so older files call a struct of lists
         children = {name: [child] for name, child in _item(feature).items()}
     children = children if isinstance(children, dict) else {}
     all_conversions = {child.name: _conversion(child, is_request, children.get(child.name)) for child in kind}

@@ -67,7 +67,8 @@ class PackedWeight:
     """A weight in panels of 64 outputs, each of four strips of 16: strips [strips, ...], contiguous.
 
     A strip has one vector per input or pair of inputs: [pairs, 16, 2] of bfloat16, [inputs, 16] of float32, or bytes as
-    in ``compiled.int8`` (``kind`` "int8": read as numbers, "integers": multiplied). Rows of zeros fill the last panel.
+    in ``compiled.int8``. Rows of zeros fill the last panel. ``kind``: "bf16", "f32", "int8" (read as numbers) or
+    "integers" (multiplied as integers).
     """
 
     strips: Tensor

@@ -39,7 +39,7 @@ _STATE = TILE_SCRATCH - TILE_STATE
 def _emit_scaled(builder, x, sums, group_sums, strips, group, rows):
     """Add a group's sums, each with its shift and times both scales, to ``sums``; from zero in the first group.
 
-    ``x`` are the group's scale and shift of the first row, and their distance from row to row.
+    ``x``: pointers to the first row's scales and shifts, and the groups per row.
     """
     scales, shifts, stride = x
     at = builder.mul(group, emit.number(DOT_GROUP_BYTES))

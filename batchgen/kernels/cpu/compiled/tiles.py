@@ -45,7 +45,7 @@ def bytes_at(builder, base, offset):
 
 
 def emit_prefetch(builder, ahead, turn, lines):
-    """In turn number ``turn``, prefetch the next ``lines`` cache lines of those from the address ``ahead`` on."""
+    """Prefetch cache lines ``turn * lines`` to ``(turn + 1) * lines`` from the address ``ahead``."""
     with cgutils.for_range(builder, lines) as loop:
         line = builder.add(builder.mul(turn, lines), loop.index)
         emit.prefetch(builder, builder.add(ahead, builder.mul(line, emit.number(emit.CACHE_LINE))), closeness=2)
