@@ -33,7 +33,8 @@ class Kind(NamedTuple):
     """The values that a key takes; ``metavar`` names the value in help, and is "" for a switch.
 
     ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value.
-    ``from_text`` turns a flag's text into TOML's value, ``none`` is None there; a flag may come often if ``repeats``.
+    ``from_text`` turns a flag's text into TOML's value. ``repeats``: the flag may be given several times. ``none`` is
+    how a job file writes None.
     """
 
     parse: Callable[[Any], Any]

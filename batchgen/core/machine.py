@@ -214,7 +214,7 @@ def fresh_python(program: str, *arguments: object, options: Sequence[str] = ("-I
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """For each group the limit in bytes, and the bytes in use that the kernel cannot reclaim; empty without groups.
+    """For each control group the limit in bytes, and the bytes in use that the kernel cannot reclaim; or empty.
 
     The kernel counts cached files as used until it needs their memory; they are subtracted here.
     """
@@ -228,7 +228,7 @@ def memory_limits() -> list[tuple[int, int]]:
 
 
 def cpu_limits() -> list[int]:
-    """Processors whose time each group may use, rounded up; empty if none limits it."""
+    """Processors whose time each control group may use, rounded up; empty if none limits it."""
     limits = []
     for version, folder in _groups("cpu"):
         with suppress(OSError, ValueError):  # no such file, or "max"
@@ -240,7 +240,7 @@ def cpu_limits() -> list[int]:
 
 
 def _groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """The version and folder of each of this process's groups that may limit what a controller controls."""
+    """The version and folder of each of this process's control groups that may limit what a controller controls."""
     names = {"": "", controller: ""}  # by controller, which version 2 does not name
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():

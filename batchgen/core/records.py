@@ -180,14 +180,19 @@ class Row(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A tokenized row, ready for the engine.
+    """A tokenized row, ready for the engine. With ``labels`` or ``pooling`` it generates nothing.
 
-    ``key`` is the row's index, and ``draw`` keys its randomness (``config.identity``). The engine continues after
-    ``output_token_ids``. A request with ``labels``, the tokens of ``params.labels``, is scored and generates nothing,
-    nor does one with ``pooling``, which names the tokens whose hidden states make up its vector (``POOLINGS``).
-    ``bad_words`` are the tokens of each way to write one. ``num_row_chars`` is about the row's memory until its result.
-    ``text_lengths`` are the lengths of texts that get a vector each. No token attends to the last ``num_unseen`` tokens
-    of a text; they attend to the tokens before them. It is request ``turn`` (from 0) of the row's ``num_turns``.
+    Attributes:
+        key: the row's index.
+        output_token_ids: tokens of an earlier run, after which the engine continues.
+        labels: the tokens of ``params.labels``, which are scored.
+        bad_words: the tokens of each way to write one of ``params.bad_words``.
+        num_row_chars: about the row's memory until its result.
+        pooling: the tokens whose hidden states make up the vector (``POOLINGS``), or "".
+        text_lengths: lengths of texts that get a vector each.
+        draw: key of the row's randomness (``config.identity``), if not ``key``.
+        num_unseen: last tokens of a text that no token attends to; they attend to the tokens before them.
+        turn: its number, from 0, among the row's ``num_turns`` requests.
     """
 
     key: int

@@ -132,7 +132,7 @@ def commit_staged(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes, then: str = RUN_AGAIN) -> None:
-    """Replace ``path`` by ``content``, at no moment by anything else; ``then`` as in ``storage_errors``."""
+    """Replace the content of ``path`` in one step; ``then`` as in ``storage_errors``. Raises StorageError."""
     with staged_file(path, then) as file:
         file.write(content)
     commit_staged(path)

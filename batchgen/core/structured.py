@@ -26,7 +26,10 @@ OLD_NAMES = {
 
 
 def canonical(value: object) -> str:
-    """The canonical text of ``structured_outputs``, an object or its JSON, or "". Raises ValueError, after "= ..."."""
+    """The canonical text of ``structured_outputs``, an object or its JSON, or "".
+
+    Raises ValueError, whose text follows "structured_outputs = ...".
+    """
     items = object_of(value)
     items = {name: item for name, item in items.items() if item is not None and name not in _IGNORED}
     if "structural_tag" in items:

@@ -62,7 +62,10 @@ def parse_share(text: str) -> float:
 
 
 def parse_clock(text: str, now: datetime) -> datetime:
-    """The next local ``05:55`` or ``05:55:30`` after ``now``, which has a time zone, or an ISO date and time."""
+    """The next local ``05:55`` or ``05:55:30`` after ``now``, which has a time zone, or an ISO date and time.
+
+    A date and time without a zone is local. Raises ValueError for other text.
+    """
     for form in ("%H:%M", "%H:%M:%S"):
         try:
             clock = datetime.strptime(text.strip(), form).time()

@@ -45,7 +45,8 @@ class Constraint(Protocol):
 
     Attributes:
         is_active: whether it restricts the next token.
-        forced: the only token that may come next, or None. It is appended in any batch: a model may spell it otherwise.
+        forced: the only token that may come next, or None. It is appended unsampled, though the model
+            might split its text into other tokens.
         is_complete: whether the text so far fits.
         is_over: whether it fits and nothing may follow.
         error: why the constraint cannot be followed any further; empty while it can.
@@ -79,7 +80,10 @@ class Constraints(Protocol):
         """The constraint that ``SamplingParams.structured_outputs`` asks for after a prompt."""
 
     def fill(self, constraints: Sequence[Any], bits: np.ndarray) -> None:
-        """Write the tokens that may come next into ``bits``, int32 [num_constraints, words], a bit per token."""
+        """Write the tokens that may come next into ``bits``, int32 [num_constraints, words], a bit per token.
+
+        A constraint that fails gets an ``error``, and all its bits are set.
+        """
 
 
 class StopObserver:

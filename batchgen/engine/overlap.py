@@ -79,8 +79,8 @@ class Overlap:
     def flush(self) -> list[Result]:
         """Wait for the step in flight, if there is one; the results that are complete with its tokens.
 
-        A token that it computed after the end of a sequence is dropped. Memory of ended sequences is reused at once:
-        later work is launched later, and the device keeps the order of launches.
+        An end by length is known ahead. After another end the step has computed one token too many, which is dropped.
+        Memory of ended sequences is reused at once: the device keeps the order of launches.
         """
         step, self.in_flight = self.in_flight, None
         if step is None:

@@ -110,8 +110,9 @@ class Sampler:
     ) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 if a row is not finite or no token is allowed.
 
-        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens. ``best`` begins with the result of
-        ``kernels.argmax_or_none`` and takes drawn ids. The host waits for the device only to book log-probabilities.
+        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens. The first ids of ``best``, if known,
+        are ``kernels.argmax_or_none`` of the logits; drawn ids replace them. The host waits for the device only to book
+        log-probabilities.
         """
         asking = [(i, s) for i, s in enumerate(sequences) if not s.generation.unwatched_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]

@@ -127,8 +127,9 @@ def _narrowed(layer: LayerShape) -> LayerShape:
 def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
     """The kernels, or plain torch in their place, with a line for the user, if they fail the self-test.
 
-    It is skipped if the verdict is known, or the kernels are plain torch. Raises ModelError if the authors have not
-    tried the device, and its results differ from the CPU's.
+    If the kernels promise the same bits, a row must have them alone, among others, in chunks, after a cached prefix and
+    as one text. Numbers must match plain torch except for rounding. The verdict is kept, see ``_key``; plain torch is
+    not tested. Raises ModelError if the authors have not tried the device, and its results differ from the CPU's.
     """
     device = small.device
     if device.type in UNTRIED_DEVICES and (why := device_fault(kernels, small)):

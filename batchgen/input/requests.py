@@ -57,11 +57,14 @@ class RequestBuilder:
     A row's prompt is what [input] names, else the first column present and not null of ``prompt_token_ids``,
     ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. Its own system message wins over the
     job's, its ``sampling`` object over the job's values. Tokens of a label, white space included, follow the prompt's.
-    Without a ``tokenizer`` rows must bring ``prompt_token_ids``, below ``vocab_size``. A prompt has at most
-    ``max_model_len - 1`` tokens, to generate one; with labels it leaves room for the longest; a row that does not
-    generate may fill the context. With ``fills_context``, so may a request in OpenAI's form without ``max_tokens``, as
-    at OpenAI and in vLLM. If ``settings`` are ``Embedded``, rows become vectors. With ``packs_logprobs`` rows have the
-    turns of a chat to score.
+
+    Args:
+        settings: sampling parameters; if they are ``Embedded``, rows become vectors.
+        tokenizer: without one, rows must bring ``prompt_token_ids``, below ``vocab_size``.
+        max_model_len: the context. A prompt leaves room in it for a token to generate, or for the longest label; a
+            row that does not generate may fill it.
+        fills_context: whether a request in OpenAI's form without ``max_tokens`` may fill it, as at OpenAI and in vLLM.
+        packs_logprobs: whether rows have the turns of a chat to score.
     """
 
     def __init__(

@@ -157,9 +157,8 @@ class Kernels(Protocol):
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; float32 weight [taps, width], bias [width].
 
-        Writes a sequence's last ``taps - 1`` inputs to its slot of ``state``, and the inputs at the end of each KV
-        block that is complete to the block. If not causal, ``taps // 2`` taps lie after each token, and state is not
-        used.
+        Writes a sequence's last ``taps - 1`` inputs to its slot of ``state`` and, to each KV block that is full, the
+        inputs at its end. If not causal, ``taps // 2`` taps lie after each token, and state is not used.
         """
 
     def argmax(self, logits: Tensor) -> Tensor:

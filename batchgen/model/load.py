@@ -137,7 +137,10 @@ def _require_memory(path: str, config: ModelConfig, dtype: str, weights: str, ac
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of "auto", "cpu", "cuda", "cuda:N", "mps" or "xpu"; a GPU has its index. Raises ModelError."""
+    """The device of "auto", "cpu", "cuda", "cuda:N", "mps" or "xpu"; a GPU has its index.
+
+    Raises ModelError for another name, or a GPU that this machine lacks.
+    """
     if device in UNTRIED_DEVICES:
         if not (torch.backends.mps.is_available() if device == "mps" else torch.xpu.is_available()):
             raise ModelError(f"device {device!r}: this torch sees no such GPU; use --device cpu")

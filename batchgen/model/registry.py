@@ -49,7 +49,10 @@ _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors. Raises ModelError."""
+    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors.
+
+    Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
+    """
     values = ConfigValues(raw, where)
     stated = raw.get("model_type")
     outer = stated if isinstance(stated, str) else ""

@@ -63,6 +63,7 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
     with staged_file(run_dir.outputs(output.format)) as file:
         form.write(file, Rows(lambda: _results(journal, form, names)))
     counts = _stage_errors(run_dir, form, journal)
+    # Failed rows come first: a reader who sees these outputs also sees their ``errors.jsonl``.
     (commit_staged if counts.errors else remove_file)(run_dir.errors)
     commit_staged(run_dir.outputs(output.format))
     run_dir.remove_other_outputs(output.format)

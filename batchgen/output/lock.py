@@ -32,7 +32,10 @@ class Holder:
 
 
 class RunLock:
-    """The lock, held until ``close``. Raises LockedError naming the holder, StorageError, UsageError."""
+    """The lock, held until ``close``. Raises LockedError naming the holder.
+
+    Raises StorageError if the file system cannot lock, UsageError if the file is not a lock.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -39,15 +39,20 @@ _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256; its first d
 class Manifest:
     """The resolved job and what it ran on.
 
-    ``job`` and ``output_keys`` are ``JobSpec.to_dict()`` and ``JobSpec.output_keys()``; ``fingerprints`` identify the
-    ``input``, the ``model`` and the ``code``. ``num_rows`` counts input rows over all shards, once all are in the
-    journal. ``taken``: the journal has all rows kept from earlier results; ``num_good`` can run, if they were counted
-    then. ``created_at`` is when the folder was begun, in ISO 8601 with the local offset: updates inherit it.
-    ``rendered_at`` is the time that a chat template prints, of reused rows or else ``created_at``. ``parts`` are
-    digests of what was merged. ``files`` are a finished job's, by name with ``bytes`` and ``sha256``; ``journal`` is
-    the folder they were written from. ``file_states`` (``Digests.to_plain()``) lets the next invocation skip reading
-    unchanged files. Rows of a ``version`` before ``RECORD_VERSION`` are not reused. ``batchgen`` is the build that
-    wrote it, "" before 0.2.0.
+    Attributes:
+        job, output_keys: ``JobSpec.to_dict()`` and ``JobSpec.output_keys()``.
+        fingerprints: identify the ``input``, the ``model`` and the ``code``.
+        num_rows: input rows over all shards, once all are in the journal.
+        taken: whether the journal has all rows kept from earlier results.
+        num_good: rows that can run, if they were counted when rows were kept.
+        created_at: when the folder was begun, in ISO 8601 with the local offset; updates inherit it.
+        rendered_at: the time that a chat template prints, of reused rows or else ``created_at``.
+        parts: digests of what was merged.
+        files: files of a finished job, by name with ``bytes`` and ``sha256``.
+        journal: the folder that ``files`` were written from.
+        file_states: ``Digests.to_plain()``, so that unchanged files are not read again; it is not compared.
+        version: ``RECORD_VERSION`` or an earlier one, whose rows are not reused.
+        batchgen: the build that wrote it, "" before 0.2.0.
     """
 
     job: dict[str, Any]

@@ -147,7 +147,10 @@ EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
 
 
 def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
-    """Find the model and read all but its weights; templates print the time ``now``. Raises ModelError, UsageError."""
+    """Find the model and read all but its weights; templates print the time ``now``.
+
+    Raises ModelError if the model cannot be used, UsageError if a key of the job does not fit it.
+    """
     model = spec.model
     states: dict[Path, FileState] = {}
     if not is_dummy(model.path):

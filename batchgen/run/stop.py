@@ -43,6 +43,7 @@ class Watchdog:
         os.set_blocking(self._write, False)
         self._thread = threading.Thread(target=self._watch, name="batchgen-watchdog", daemon=True)
         self._thread.start()
+        # The interpreter's C handler writes to the pipe, so no lock of Python code can delay the thread.
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     @property
@@ -105,8 +106,8 @@ class Stopper:
     """Collects requests to stop; ``reason`` is None until the first request.
 
     Inside ``drain_with(stop)`` a request calls ``stop``, and work in hand may finish; elsewhere inside
-    ``interruptible()`` it raises ``StopRequested`` in the main thread. No watchdog ends another program's process (not
-    ``may_exit``).
+    ``interruptible()`` it raises ``StopRequested`` in the main thread. Unless it ``may_exit``, the process
+    belongs to another program, and no watchdog ends it.
     """
 
     def __init__(self, limits: Limits, *, may_exit: bool = True) -> None:

@@ -85,7 +85,10 @@ _KINDS = {
 
 
 def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templates | None = None) -> Tokenizer:
-    """The tokenizer in a GGUF file, whose chat template may print the local time ``now``. Raises ModelError."""
+    """The tokenizer in a GGUF file, whose chat template may print the local time ``now``.
+
+    Raises ModelError if the file is unusable, or its kind of tokenizer is not supported.
+    """
     metadata = read_header(path, _ARRAYS).metadata
     model, name = (metadata.get(_KEY + key) for key in ("model", "pre"))
     if model != "gpt2":

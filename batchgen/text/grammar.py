@@ -56,7 +56,10 @@ class Grammars:
         return Guide(self, text, "" if is_open else marker)
 
     def fill(self, guides: Sequence[Guide], bits: np.ndarray) -> None:
-        """Write the tokens that may come next into ``bits``, int32 [num_guides, words]; all of a guide that fails."""
+        """Write the tokens that may come next into ``bits``, int32 [num_guides, words], a bit per token.
+
+        A guide that fails gets an ``error``, and all its bits are set.
+        """
         at, width = bits.ctypes.data, bits.strides[0]
         waiting = [(guide, row) for row, guide in enumerate(guides) if guide.forced is None]
         if len({guide.text for guide, _ in waiting}) >= _MIN_PARALLEL:  # guides of one text share a lexer

@@ -119,7 +119,10 @@ _LLAMA3_POSITIONS = 8192
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """The ``config.json`` of the model in a GGUF file, and names of tensors by role. Raises ModelError."""
+    """The ``config.json`` of the model in a GGUF file, and names of tensors by role.
+
+    Raises ModelError for an unusable file, another architecture, or missing or unsupported metadata.
+    """
     header = read_header(path, [f"{name}.attention.head_count_kv" for name in _ARCHITECTURES])
     metadata, tensors = header
     name = metadata.get("general.architecture")
@@ -242,7 +245,7 @@ def holds_float16(model: Path | None) -> bool:
 
 
 def read_gguf_pooling(path: Path) -> str:
-    """The pooling that a file names for its vectors, or "". Raises ModelError."""
+    """The pooling that a file names for its vectors, or "". Raises ModelError for an unsupported one."""
     metadata = read_header(path).metadata
     key = f"{metadata.get('general.architecture')}.pooling_type"
     value = metadata.get(key)
