@@ -101,6 +101,11 @@ def segments(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: (_number(path), path.name))
 
 
+def written_at(folder: Path) -> float:
+    """When a journal was last written to, as ``stat`` says; 0 if it does not exist."""
+    return max((path.stat().st_mtime for path in segments(folder)), default=0.0)
+
+
 def _number(path: Path) -> int:
     return int(path.stem.partition("-")[0])
 

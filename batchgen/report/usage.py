@@ -51,6 +51,14 @@ def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
     return total if "tail_s" in more else {**total, "tail_s": tail_s(series)}
 
 
+def lengthened(usage: Numbers, seconds: float) -> dict[str, Any]:
+    """The usage of an invocation that went on generating for ``seconds`` more."""
+    wall_s, accounts = usage["wall_s"] + seconds, usage["seconds"]
+    devices_s = device_s(usage) * (wall_s / usage["wall_s"])  # which is itself for none
+    accounts = {**accounts, "generate": accounts.get("generate", 0.0) + seconds}
+    return {**usage, "wall_s": wall_s, "device_s": devices_s, "seconds": accounts}
+
+
 def usage_of(report: Numbers) -> dict[str, Any]:
     """The usage that a report was made from, to be added to: the inverse of ``split``.
 

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.machine import peak_bytes
 from batchgen.core.storage import read_regular, temporary_name
-from batchgen.output.rundir import PROGRESS_NAME
-from batchgen.report.usage import MALFORMED, follow, since
+from batchgen.output.rundir import JOURNALS_NAME, PROGRESS_NAME
+from batchgen.output.segments import written_at
+from batchgen.report.usage import MALFORMED, follow, lengthened, since
 from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
@@ -107,6 +108,9 @@ class Progress:
         with suppress(OSError):  # absent, or unreadable as for ``read_progress``
             self._found = read_regular(self._path)
         if (before := read_progress(self._path.parent)) is not None:
+            if before["state"] == "running":  # it was killed: its time goes up to its last row, as its tokens do
+                lost_s = written_at(self._path.parent / JOURNALS_NAME / before["journal"]) - self._path.stat().st_mtime
+                before["spent"] = lengthened(before["spent"], min(max(lost_s, 0.0), _SAVE_EVERY_S + _TICK_S))
             self._before, self._keeps_file = before, True
             self.rows_total, self.num_reused = before["rows"]["total"], before["rows"].get("reused", 0)
         self._thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,32 @@ def test_copies_and_cached_prompts_cost_no_time() -> None:
     assert cost(prefill_s=0.1, cached_tokens=8) == 5
     assert cost(queue_s=0.1, cached_tokens=10) == 0
     assert Result(0, 10, (Sample((1, 2)),), label_logprobs=(-1.0, -2.0)).num_computed_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("state", "written_s", "more_s"), [("running", 1.5, 1.5), ("running", 9e5, 2.5), ("stopped", 1, 0)]
+)
+def test_the_time_of_a_killed_invocation_goes_up_to_its_last_row(
+    tmp_path: Path, state: str, written_s: float, more_s: float
+) -> None:
+    (journal := tmp_path / "journal" / "0001-00000000").mkdir(parents=True)
+    (segment := journal / "000000-00000000.seg").touch()
+    killed = progress(tmp_path, computed=1000, done=10, finished_tokens=1000)
+    killed.state = state
+    killed.go_on(journal.name)
+    killed._save(killed._content(killed.snapshot()))
+    saved_at = (tmp_path / "progress.json").stat().st_mtime - 1e6
+    for path, at in ((tmp_path / "progress.json", saved_at), (segment, saved_at + written_s)):
+        os.utime(path, (at, at))
+    before = (read_progress(tmp_path) or {})["spent"]
+    with Progress(tmp_path, Display(), Stopper(Limits())) as found:
+        after = found._before["spent"]
+        found.keep_file(True, is_idle=True)
+    assert after["wall_s"] - before["wall_s"] == pytest.approx(more_s)
+    assert after["device_s"] / after["wall_s"] == pytest.approx(before["device_s"] / before["wall_s"])
+    assert sum(after["seconds"].values()) - sum(before["seconds"].values()) == pytest.approx(more_s)
+    with Progress(tmp_path, Display(), Stopper(Limits())) as found:
+        assert found._before["spent"] == after, "it is added once"
 
 
 def test_progress_is_saved_as_soon_as_rows_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
