@@ -84,6 +84,7 @@ class ContentFinder:
         self._vocab_size = vocab_size
         template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
         self.template = None if spec.format == "openai-batch" else template
+        self._of_template = f"the prompt that the template {shortened(spec.prompt or '', _MAX_SHOWN_CHARS)!r} makes"
         self.prompt_columns = self._column_readers()
         self._embedded = embedded
 
@@ -163,7 +164,6 @@ class ContentFinder:
 
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
-            template = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
             text = self.template.render(columns, self._checked)
             if self._special:  # also a token of which only a part comes from the row
                 own = Counter(self._special.written(self.template.render(columns, lambda _: "")))
@@ -174,7 +174,7 @@ class ContentFinder:
                     f"{', '.join(empty)}, which the prompt's template names, {'is' if len(empty) == 1 else 'are'} empty"
                 )
                 raise RowProblem(RowErrorCode.EMPTY_PROMPT, named)
-            return self._from_text(f"the prompt that the template {template!r} makes", text, columns)
+            return self._from_text(self._of_template, text, columns)
         for name, read in self.prompt_columns.items():
             if name in columns and (self._spec.is_mapped or not is_null(columns[name])):
                 return read(name, columns)

@@ -289,8 +289,9 @@ class RequestBuilder:
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """Raises RowProblem for more than ``ALWAYS_TOP`` log-probabilities that take more memory than a record may."""
         nums_top = {name: getattr(params, name) or 0 for name in ("logprobs", "prompt_logprobs")}
-        size = self.logprob_bytes(params, num_prompt_tokens)
-        if max(nums_top.values()) > ALWAYS_TOP and size > MAX_RECORD_BYTES:
+        if max(nums_top.values()) <= ALWAYS_TOP:
+            return
+        if (size := self.logprob_bytes(params, num_prompt_tokens)) > MAX_RECORD_BYTES:
             what = ", ".join(f"{name} = {number}" for name, number in nums_top.items() if number)
             why = f"the record would have up to {size >> 20:,} MiB of them; at most {MAX_RECORD_BYTES >> 20} MiB"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: {why}; lower it, or max_tokens")
