@@ -12,7 +12,7 @@ import click
 
 from batchgen.cli.options import AMOUNT, PATH, POINTS, SHARE, json_option
 from batchgen.cli.say import say, say_next, show
-from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.units import printable
 
 if TYPE_CHECKING:
@@ -104,7 +104,12 @@ def _compare(
     from batchgen.run.reports import changed_rows, compared_answers, read_report
 
     before = read_report_file(other) if other.is_file() else read_report(RunDir(other))
-    answers = None if other.is_file() else compared_answers(run_dir, RunDir(other))
+    answers = None
+    if not other.is_file():
+        try:
+            answers = compared_answers(run_dir, RunDir(other))
+        except (StorageError, UsageError) as error:
+            say(f"answers are not compared: {error}")
     comparison = compare_reports(content, before, gates, answers)
     if html is not None:
         tables = [*comparison_tables(comparison, f"Compared with {printable(str(other))}")]

@@ -101,16 +101,20 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
 def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
     """The rows of a finished run as they were journalled: index, kind and payload, the results first.
 
-    Raises StorageError for a bad line, UsageError if the journal that holds the rows was removed.
+    Raises StorageError for a bad line or a missing row, UsageError if the journal that holds the rows was removed.
     """
     if output_format == EXACT_FORMAT:
         yield from ((index, "result", line) for index, line in read_lines(run_dir.outputs(EXACT_FORMAT)))
         yield from ((index, "error", line) for index, line in read_errors(run_dir))
         return
+    remedy = f"read {run_dir.outputs(output_format).name} itself, or run with --overwrite"
     if (kept := run_dir.kept_job()) is None:
-        removed = f"the records of {run_dir.path} were in {run_dir.journals}, which was removed"
-        raise UsageError(f"{removed}: read {run_dir.outputs(output_format).name} itself, or run with --overwrite")
-    with closing(Journal.read(kept.folder, kept.manifest.shard)) as journal:
+        raise UsageError(f"the records of {run_dir.path} were in {run_dir.journals}, which was removed: {remedy}")
+    num_rows, shard = kept.manifest.num_rows or 0, kept.manifest.shard
+    with closing(Journal.read(kept.folder, shard)) as journal:
+        if not journal.done.covers(num_rows):
+            lost = f"{len(journal.done):,} of {len(shard.rows(num_rows)):,} rows can be read"
+            raise StorageError(f"{kept.folder} is damaged: {lost}; {remedy}")
         yield from ((index, "result", journal.payload(index)) for index in journal.done.indexes(errors=False))
         yield from ((index, "error", journal.payload(index)) for index in journal.done.indexes(errors=True))
 

@@ -53,7 +53,7 @@ KEYS = {
     "copied_tokens": "their part of tokens: prompt, completion",
     "reused": "after an update or with output.reuse: rows kept from earlier results, and their part of tokens: prompt, "
     "completion",
-    "wall_s": "seconds of all invocations, start to end; of a killed one, but for its last two seconds",
+    "wall_s": "seconds of all invocations, start to end; of a killed one, up to its last row",
     "device_s": "wall_s times the mean number of workers",
     "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, mask (of "
     "structured outputs), sample, host (between the model's steps), write (journal, outputs, report), other; they sum "

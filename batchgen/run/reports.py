@@ -135,11 +135,9 @@ def _job(spec: JobSpec) -> Table:
     return Table("The job", ("key", "value"), rows, is_prose=True, is_folded=True)
 
 
-def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any] | None:
-    """Differences of the answers of two finished runs, see ``answer_changes``; None without the rows of both."""
-    with suppress(StorageError, UsageError):
-        return answer_changes(_answers(now), _answers(before))
-    return None
+def compared_answers(now: RunDir, before: RunDir) -> dict[str, Any]:
+    """Differences of the answers of two finished runs, see ``answer_changes``. Raises as ``read_records``."""
+    return answer_changes(_answers(now), _answers(before))
 
 
 def changed_rows(now: RunDir, before: RunDir, ids: Sequence[str]) -> Table:

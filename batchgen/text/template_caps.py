@@ -42,6 +42,11 @@ class HiddenError(ChatTemplateError):
         self._place, self._why = place, why
         super().__init__(self.describe())
 
+    @property
+    def num_shown(self) -> int:
+        """The number of messages before the one that is not shown."""
+        return self._place.message or 0
+
     def describe(self, messages: str = "messages", num_added: int = 0) -> str:
         """The problem in words; ``messages`` names the row's messages, which follow ``num_added`` of the job."""
         place = self._place
@@ -75,15 +80,15 @@ class TemplateCaps:
         return self._rendered(chat)[0]
 
     def _rendered(self, chat: Variables) -> tuple[Variables, str | ChatTemplateError]:
-        """The form of a chat, and its prompt or the error of the first form that was tried."""
-        refused = []
+        """The form of a chat and its prompt, or the form that shows the most messages and its error."""
+        refused: list[tuple[Variables, ChatTemplateError]] = []
         for form in self._forms(chat):
             prompt = self._render(form)
-            problem = self._problem(form, prompt) if isinstance(prompt, str) else None
-            if isinstance(prompt, str) and problem is None:
+            problem = self._problem(form, prompt) if isinstance(prompt, str) else prompt
+            if problem is None:
                 return form, prompt
-            refused.append((form, problem or prompt))
-        return refused[0]
+            refused.append((form, problem))
+        return max(refused, key=lambda each: each[1].num_shown if isinstance(each[1], HiddenError) else 0)
 
     def _forms(self, chat: Variables) -> Iterator[Variables]:
         """The forms of a chat, in the order in which they are tried."""

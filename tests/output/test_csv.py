@@ -182,9 +182,18 @@ def test_cat_shows_lines_of_any_length_whole_on_a_terminal(
     assert shell("cat", job.output, "--columns", "id,note").out == plain.replace("\r\n", "\n")
 
 
-def test_cat_names_the_remedy_where_the_records_were_removed(job: JobMaker, shell: Shell) -> None:
+def test_records_that_were_lost_or_removed_are_an_error_with_its_remedy(job: JobMaker, shell: Shell) -> None:
     job.write(ROWS)
     job.run(job.spec(output={"format": "parquet"}))
+    before = job.folder / "before"
+    shutil.copytree(job.output, before)
+    (segment,) = (job.output / "journal").glob("*/*.seg")
+    segment.write_bytes(segment.read_bytes()[:-40])
+    lost = f"is damaged: {len(ROWS) - 1} of {len(ROWS)} rows can be read; read outputs.parquet itself, or run with --ov"
+    assert lost in shell("cat", job.output, code=1).err
+    compared = shell("report", before, "--compare", job.output)
+    assert f"answers are not compared: {segment.parent} {lost}" in compared.err
+    assert "equal answers" not in compared.out
     shutil.rmtree(job.output / "journal")
     said = shell("cat", job.output, code=2).err
     assert "which was removed: read outputs.parquet itself, or run with --overwrite" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import time
 import tracemalloc
@@ -312,6 +313,15 @@ def test_merged_rows_are_reused(job: JobMaker) -> None:
         assert computed(job) == 0
     merge(parts, job.folder / "second")
     assert_as_fresh(job)
+
+
+def test_a_table_whose_journal_was_removed_gives_no_row(job: JobMaker, capfd: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(5))
+    job.run(job.spec(output={"format": "csv"}))
+    shutil.rmtree(job.output / "journal")
+    second(job, rows_of(5), RunOptions())
+    assert f"no row of {job.output} can be kept: {job.output}/journal was removed" in capfd.readouterr().err
+    assert computed(job) == 5
 
 
 def test_outputs_that_were_edited_give_no_row(job: JobMaker, capfd: pytest.CaptureFixture[str]) -> None:

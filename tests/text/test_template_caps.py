@@ -244,6 +244,7 @@ def test_texts_are_lists_of_one_part_if_the_template_takes_only_lists(write: str
     prompt = rendered(template, SYSTEM, {**USER, "content": parts("a")}, SAID)
     assert prompt == "system: S;user: a;assistant: In the old town.;"
     assert TemplateCaps(ChatTemplate(template, {})).table["system"]
+    assert rendered(template, USER, CALLED).startswith(hidden("messages[1].tool_calls[0]"))
 
 
 # ---------------------------------------------------------------- the check itself
