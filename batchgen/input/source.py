@@ -168,7 +168,7 @@ class RowRange:
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
     """Find and open what ``spec.path`` names: files, globs, folders, here or at an address, and ``hf:`` datasets.
 
-    Files come in the order of the list, those of a glob or folder by name, without those that ``is_left_out`` accepts:
+    Files come in the order of the list, files of a glob or folder by name, without those that ``is_left_out`` accepts:
     a run's own. Standard input must have been copied to a file. Raises UsageError if something is missing, unreadable,
     named twice or of an unknown format, and RemoteError if a server cannot be reached.
     """
