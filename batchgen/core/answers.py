@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 LAST_NUMBER = "last_number"
-_MOST_EXACT = 1 << 53  # whole floats below are written without an exponent
+_MAX_EXACT = 1 << 53  # whole floats below are written without an exponent
 _NUMBER = re.compile(r"(-?[$0-9.,]{2,}|-?[0-9]+)")
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)")
 _FIRST_MARK = 0xE000  # a character for private use
@@ -74,6 +74,6 @@ def normal(text: str) -> str:
 
 def text_of(value: Any) -> str:
     """The text of a right answer that an input may have typed: JSON, and a whole float as an integer."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < _MOST_EXACT:
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT:
         value = int(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
 
-_LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process if it runs out
+_MIN_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process if it runs out
 SMALLER_SIZES = "give a smaller --kv-cache-memory, --max-num-batched-tokens or --max-num-seqs, or --quantization w8a16"
 _SIGNS = re.compile(r"allocate memory|unable to allocate|out of memory|bad_alloc|alloc_failed", re.IGNORECASE)
 # These have other causes too (a folder without execution, a limit on processes), so they count only under a limit.
@@ -59,7 +59,7 @@ def require_address_space(weights_bytes: int = 0) -> None:
 
     Raises UsageError if the limit is too low: the compiler would abort the process without a message.
     """
-    limit, needed = address_space_bytes(), _LEAST_ADDRESS_SPACE + weights_bytes
+    limit, needed = address_space_bytes(), _MIN_ADDRESS_SPACE + weights_bytes
     if limit is not None and limit < needed:
         raise UsageError(
             f"the address space is limited to {limit / 1e9:.1f} GB, running this model takes {needed / 1e9:.1f} GB: "

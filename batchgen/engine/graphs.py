@@ -22,7 +22,7 @@ from batchgen.model.state import StateCache
 _USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
 _UPLOADS = 3  # that may be under way: for a running step, the step after it, and one more
 _ANOTHER_TOKEN = 1
-_MOST_APART = 2**-6  # logits of two launches of one step, of kernels that may add up in another order each time
+_MAX_APART = 2**-6  # logits of two launches of one step, of kernels that may add up in another order each time
 _ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
 
 
@@ -181,7 +181,7 @@ class CudaGraphs:
         static.fill(None)
         static.inputs.token_ids.fill_(_ANOTHER_TOKEN)
         static.feed[::2] += size.num_seqs
-        tolerance, tensors = 0.0 if self.model.kernels.batch_invariant else _MOST_APART, list[Tensor]()
+        tolerance, tensors = 0.0 if self.model.kernels.batch_invariant else _MAX_APART, list[Tensor]()
         for step in (replay, lambda: self._fed_step(static)):
             self.last_token_ids.fill_(_ANOTHER_TOKEN)
             tensors += [step().float().clone(), self.last_token_ids[: size.num_seqs].clone()]

@@ -24,7 +24,7 @@ from batchgen.kernels.interface import Kernels, SamplingRows
 
 _STEP, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _SIGN_BIT, _LOW_BITS = -(1 << 31), 0xFFFFFFFF
-_MOST_LOGITS = 1 << 24  # scored together: what is computed on the way is about as large
+_MAX_LOGITS = 1 << 24  # scored together: what is computed on the way is about as large
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -67,7 +67,7 @@ def step_logprobs(kernels: Kernels, logits: Tensor, token_ids: Sequence_[int], n
 
     The id -1 says that a row is not finite. Apart from the result, memory does not grow with the rows.
     """
-    most = max(1, _MOST_LOGITS // logits.shape[1])
+    most = max(1, _MAX_LOGITS // logits.shape[1])
     parts = []
     for start in range(0, len(logits), most):
         rows = logits[start : start + most]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 QUERY_BLOCK = 16  # most tokens in one work item of attention
-LEAST_SHARED = 256  # positions that are worth attending to for several sequences at once: a tile of the CPU's
+MIN_SHARED = 256  # positions that are worth attending to for several sequences at once: a tile of the CPU's
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -170,13 +170,13 @@ def query_blocks(
 
 
 def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, size: int) -> np.ndarray:
-    """Query blocks, sorted so that those that share ``LEAST_SHARED`` positions come first, next to each other.
+    """Query blocks, sorted so that those that share ``MIN_SHARED`` positions come first, next to each other.
 
     ``past`` is the number of positions before each block. Only the ids of KV blocks are compared. Comparing the last of
     the shared blocks is enough to see that no two sequences share.
     """
-    few = np.flatnonzero((past >= LEAST_SHARED) & (blocks[:, 2] <= QUERY_BLOCK // 2))
-    last = np.sort(tables[blocks[few, 0], (LEAST_SHARED - 1) // size] if len(few) else few)
+    few = np.flatnonzero((past >= MIN_SHARED) & (blocks[:, 2] <= QUERY_BLOCK // 2))
+    last = np.sort(tables[blocks[few, 0], (MIN_SHARED - 1) // size] if len(few) else few)
     if not (last[1:] == last[:-1]).any():
         return blocks
     owned = [tables[sequence].tobytes() for sequence in blocks[few, 0]]
@@ -188,7 +188,7 @@ def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, si
     shared, counts = [0], blocks[:, 2].tolist()
     for row, reach in zip(ordered[1:].tolist(), common.tolist(), strict=True):
         group, least = groups[-1], min(shared[-1] or reach, reach)
-        is_worth_it = least >= LEAST_SHARED and max(shared[-1], reach) <= 2 * least
+        is_worth_it = least >= MIN_SHARED and max(shared[-1], reach) <= 2 * least
         if is_worth_it and sum(counts[member] for member in (*group, row)) <= QUERY_BLOCK:
             group.append(row)
             shared[-1] = least

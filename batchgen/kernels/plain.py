@@ -18,9 +18,9 @@ from batchgen.kernels.inputs import ConvState, KVCache, ModelInput, upload
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.reference import ExpertLoop, ReferenceKernels, add_up
 
-_MOST_TOKENS = 256  # of a piece: the scores of all its tokens are in memory at once
-_MOST_NUMBERS = {"cpu": 1 << 20}  # in the keys or scores of one product: what stays in a processor's cache
-_MOST_NUMBERS_ELSEWHERE = 1 << 26
+_MAX_TOKENS = 256  # of a piece: the scores of all its tokens are in memory at once
+_MAX_NUMBERS = {"cpu": 1 << 20}  # in the keys or scores of one product: what stays in a processor's cache
+_MAX_NUMBERS_ELSEWHERE = 1 << 26
 
 
 class PaddedRows(NamedTuple):
@@ -97,8 +97,8 @@ def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) ->
     by_size: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), num_blocks.tolist(), strict=True)
     for sequence, (start, end, blocks) in enumerate(bounds):
-        for first in range(start, end, _MOST_TOKENS):
-            count = min(end - first, _MOST_TOKENS)
+        for first in range(start, end, _MAX_TOKENS):
+            count = min(end - first, _MAX_TOKENS)
             size = (
                 ((count - 1).bit_length() + 1) // 2,
                 (blocks - 1).bit_length(),
@@ -157,7 +157,7 @@ class PlainKernels(ReferenceKernels):
         for rows in layout.rows:
             num_positions = rows.num_blocks * cache.block_size
             each = num_positions * max(cache.values.shape[1] * cache.width, num_heads * rows.tokens.shape[1])
-            most = _MOST_NUMBERS.get(q.device.type, _MOST_NUMBERS_ELSEWHERE)
+            most = _MAX_NUMBERS.get(q.device.type, _MAX_NUMBERS_ELSEWHERE)
             for part in rows.in_parts(most // each):
                 mixed = _attended(q, cache, layout, part, heads.window)[..., : heads.head_dim]
                 if heads.is_gated:

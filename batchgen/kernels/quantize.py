@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED, WEIGHT_DIVISOR, rotated_length
+from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, MIN_QUANTIZED, WEIGHT_DIVISOR, rotated_length
 
 _ROWS_AT_ONCE = 1024  # of a weight: few enough that float32 copies of them are reused memory, not new pages
-MOST = 127  # the largest integer; -128 is not used, so that a weight and its negative are treated alike
+MAX = 127  # the largest integer; -128 is not used, so that a weight and its negative are treated alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +96,19 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = rotate(x)
     largest = groups.abs().amax(2)
-    reciprocals = torch.full_like(largest, MOST) / largest  # rounded once, which torch's ``MOST / x`` is not
-    reciprocals = torch.where(largest < LEAST_QUANTIZED, 0.0, reciprocals)
-    divisors = torch.full((groups.shape[1],), MOST * DOT_GROUP / WEIGHT_DIVISOR, device=x.device)
+    reciprocals = torch.full_like(largest, MAX) / largest  # rounded once, which torch's ``MAX / x`` is not
+    reciprocals = torch.where(largest < MIN_QUANTIZED, 0.0, reciprocals)
+    divisors = torch.full((groups.shape[1],), MAX * DOT_GROUP / WEIGHT_DIVISOR, device=x.device)
     if last := x.shape[1] % DOT_GROUP:
-        divisors[-1] = MOST * rotated_length(last) / WEIGHT_DIVISOR
-    return (groups * reciprocals[:, :, None]).round().clamp(-MOST, MOST), largest / divisors
+        divisors[-1] = MAX * rotated_length(last) / WEIGHT_DIVISOR
+    return (groups * reciprocals[:, :, None]).round().clamp(-MAX, MAX), largest / divisors
 
 
 def _quantized(rows: Tensor, group: int) -> Int8Weight:
     num_rows, inputs = rows.shape
     groups = functional.pad(rows.float(), (0, -inputs % group)).view(num_rows, -1, group)
-    scales = _round_up(groups.abs().amax(2) / MOST)
-    values = (groups / scales.float()[:, :, None]).round_().clamp_(-MOST, MOST).nan_to_num_(1.0)  # as the scale is
+    scales = _round_up(groups.abs().amax(2) / MAX)
+    values = (groups / scales.float()[:, :, None]).round_().clamp_(-MAX, MAX).nan_to_num_(1.0)  # as the scale is
     return Int8Weight(values.to(torch.int8).flatten(1)[:, :inputs].contiguous(), scales, group)
 
 

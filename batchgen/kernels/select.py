@@ -9,7 +9,7 @@ import torch
 
 from batchgen.kernels.interface import Kernels
 
-_LEAST_CAPABILITY = (8, 0)  # of a GPU that the kernels are compiled for in tests: it multiplies bfloat16
+_MIN_CAPABILITY = (8, 0)  # of a GPU that the kernels are compiled for in tests: it multiplies bfloat16
 _UNTRIED = "batchgen's authors have not tried it, so each start compares a small model there with the CPU"
 
 
@@ -50,8 +50,8 @@ def triton_obstacle(device: torch.device) -> str:
         return "the Triton kernels are written for NVIDIA's GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    if (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
-        return "its compute capability is {}.{}; the kernels need {}.{} or more".format(*capability, *_LEAST_CAPABILITY)
+    if (capability := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
+        return "its compute capability is {}.{}; the kernels need {}.{} or more".format(*capability, *_MIN_CAPABILITY)
     try:
         _launch_one(device)
     except torch.OutOfMemoryError:

@@ -16,7 +16,7 @@ from batchgen.model.vector_files import Dense
 from batchgen.model.weights import Checkpoint
 
 _CPU = torch.device("cpu")
-_LEAST_NORM = np.float32(1e-12)  # torch's functional.normalize
+_MIN_NORM = np.float32(1e-12)  # torch's functional.normalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class VectorHead:
 
 
 def _normalized(row: np.ndarray) -> np.ndarray:
-    normed: np.ndarray = row / max(np.sqrt(np.square(row).sum()), _LEAST_NORM)
+    normed: np.ndarray = row / max(np.sqrt(np.square(row).sum()), _MIN_NORM)
     return normed
 
 

@@ -24,7 +24,7 @@ from batchgen.model.config import ModelConfig
 
 Shape = tuple[int, ...]
 Place = TypeVar("Place")
-_MOST_MAPPED = 1 << 30  # bytes read from a mapping, which keeps them in memory, before the file is mapped again
+_MAX_MAPPED = 1 << 30  # bytes read from a mapping, which keeps them in memory, before the file is mapped again
 _DERIVED = (".rotary_emb.inv_freq",)  # frequencies, which the config gives; Llama's checkpoints once held them
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
 
@@ -120,7 +120,7 @@ class StoredTensors(Generic[Place]):
 class Checkpoint(StoredTensors[str]):
     """Tensors of a checkpoint folder, memory-mapped: only the taken ones are read.
 
-    A file is mapped again after every ``_MOST_MAPPED`` bytes: one mapping would keep both layouts of the weights in
+    A file is mapped again after every ``_MAX_MAPPED`` bytes: one mapping would keep both layouts of the weights in
     memory to the end. A mapping per tensor would parse the file's header each time, half a minute with experts.
     """
 
@@ -148,7 +148,7 @@ class Checkpoint(StoredTensors[str]):
                 raise ModelError(f"{self.path / INDEX}: the index and {file} disagree about tensor {shown(odd)}")
 
     def _open(self, file: str) -> Any:
-        if self._mapped[0] != file or self._mapped_bytes > _MOST_MAPPED:
+        if self._mapped[0] != file or self._mapped_bytes > _MAX_MAPPED:
             self._mapped, self._mapped_bytes = (file, open_weights(self.path / file)), 0
         return self._mapped[1]
 

@@ -11,7 +11,7 @@ from batchgen.core.records import Result
 from batchgen.text.tokenizer import Tokenizer
 
 _DIGITS = 6
-_LEAST_MEAN = -700.0  # exp(709.8) is the largest float
+_MIN_MEAN = -700.0  # exp(709.8) is the largest float
 
 
 def token_fields(tokens: Logprobs, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def perplexity(tokens: Logprobs) -> float | None:
     if not len(tokens):
         return None
     mean = math.fsum(tokens.own) / len(tokens)
-    return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
+    return round(math.exp(-mean), _DIGITS) if mean > _MIN_MEAN else None
 
 
 def scored_fields(scores: Sequence[float], labels: Sequence[str]) -> dict[str, Any]:

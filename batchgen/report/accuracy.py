@@ -18,7 +18,7 @@ from batchgen.core.units import shortened
 
 Finder = Callable[[Mapping[str, Any]], Any]  # of the right answer in an output record
 SHOWN_LABELS = 12  # in a table of expected against found; of more labels the most frequent mistakes are shown
-_MOST_LABELS = 1000  # with more, answers are not labels: rows have answers of their own
+_MAX_LABELS = 1000  # with more, answers are not labels: rows have answers of their own
 _NUM_WRONG = 5
 _SHOWN_CHARS = 200  # of a wrong answer, and of a label
 _Z = 1.959964  # of 95%
@@ -85,7 +85,7 @@ class Accuracy:
             return
         named = expected if right else "" if answer is None else answer.strip()
         self.pairs[shortened(expected, _SHOWN_CHARS), shortened(named, _SHOWN_CHARS)] += 1
-        if len(self.pairs) > _MOST_LABELS:
+        if len(self.pairs) > _MAX_LABELS:
             self.pairs = None
 
     def _add_wrong(self, record: Mapping[str, Any], answer: str | None, expected: Any) -> None:

@@ -44,8 +44,8 @@ _STYLE: Any = {  # matplotlib types its keys as one huge literal
 _LENGTHS = {"completion_tokens": "Tokens per answer", "prompt_tokens": "Tokens per prompt"}
 _TIMES = {"ttft_s": "Time to first token", "tpot_s": "Time per further token", "total_s": "Total time of a row"}
 _POINTS = 150  # of a series over time: more is noise at this size
-_LEAST_GAP = 0.01  # of the whole time, that is drawn as one
-_LEAST_TICKS = 3
+_MIN_GAP = 0.01  # of the whole time, that is drawn as one
+_MIN_TICKS = 3
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 
 
@@ -132,7 +132,7 @@ def _series(report: Report) -> dict[str, Any]:
     ends = [at + span for at, span in zip(series["at_s"], series["span_s"], strict=True)]
     for i in range(len(ends) - 1, 0, -1):
         gap = series["at_s"][i] - ends[i - 1]
-        if gap > _LEAST_GAP * ends[-1]:
+        if gap > _MIN_GAP * ends[-1]:
             for name, column in series.items():
                 column.insert(i, {"at_s": ends[i - 1], "span_s": gap}.get(name, 0))
     return series
@@ -206,7 +206,7 @@ def _ticks(edges: list[float]) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
         ticks = [float(f"{factor}e{decade}") for decade in decades for factor in factors]
-        if len(inside := [tick for tick in ticks if low <= tick <= high]) >= _LEAST_TICKS:
+        if len(inside := [tick for tick in ticks if low <= tick <= high]) >= _MIN_TICKS:
             return inside
     return [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
 

@@ -20,7 +20,7 @@ _LENGTHS = ("prompt_tokens", "completion_tokens")
 _HISTOGRAMS = (*_LENGTHS, "ttft_s", "tpot_s", "total_s")
 _SLOW_TIMINGS = ("queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
 _NUM_SLOWEST = 10
-_LEAST_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has a meaning
+_MIN_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has a meaning
 PERCENTS = (50, 90, 99)
 _BUCKETS_PER_E = 100  # buckets one percent wide
 _HISTOGRAM_BINS = 30
@@ -123,7 +123,7 @@ class RowTotals:
         for name, distribution in self.distributions.items():
             if name in _LENGTHS:
                 distribution.add(lengths[name])
-            elif is_computed and lengths["completion_tokens"] >= _LEAST_TOKENS.get(name, 0):
+            elif is_computed and lengths["completion_tokens"] >= _MIN_TOKENS.get(name, 0):
                 distribution.add(timings[name])
         is_slow = len(self.slowest) < _NUM_SLOWEST or timings["total_s"] > self.slowest[-1]["total_s"]
         if is_computed and is_slow:

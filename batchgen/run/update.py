@@ -25,7 +25,7 @@ from batchgen.run.results import ResultSink
 from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # fewer results are edited by hand, and a share of them says little
-LEAST_GOOD, LEAST_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
+MIN_GOOD, MIN_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
 _MAX_BEGUN = 1 << 21  # tokens of unfinished answers that are continued, all of which are in memory
 
 
@@ -48,10 +48,10 @@ class Counts:
         num_before = max(num_old, begun.num_good or 0)
         if num_old and now.num_files < begun.num_files:
             why = f"the input has {counted(now.num_files, 'file')}, was {begun.num_files:,}"
-        elif num_before >= FEW_ROWS and self.num_good < LEAST_GOOD * num_before:
+        elif num_before >= FEW_ROWS and self.num_good < MIN_GOOD * num_before:
             what = "results" if num_before == num_old else "rows before"
             why = f"the input has {counted(self.num_good, 'row')} that can run, and there are {num_before:,} {what}"
-        elif num_old >= FEW_ROWS and self.num_kept < LEAST_KEPT * num_old:
+        elif num_old >= FEW_ROWS and self.num_kept < MIN_KEPT * num_old:
             why = "most rows have changed"
         else:
             return ""

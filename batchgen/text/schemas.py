@@ -30,7 +30,7 @@ _KEYWORDS = _PLAIN | {
 _MAX_INTEGER = (1 << 53) - 1  # RFC 8259, section 6: what every reader of JSON takes for the same number
 _EXAMPLES = ("default", "example", "examples")  # values, whatever they look like
 _MAX_REMAINDERS = 10_000  # 0.1 s to compile
-_LEAST_NUMBER = 1e-7  # of what llguidance reads exactly, as digits times 10**x
+_MIN_NUMBER = 1e-7  # of what llguidance reads exactly, as digits times 10**x
 _MAX_DECIMALS = 9  # with an exclusive bound; llguidance takes 10**-10 as a divisor, and refuses 10**-11
 _MAX_PATTERNS = 64  # patternProperties of an object: each pair is compared
 # Formats of pydantic and OpenAPI that say what a string is for, not what it looks like.
@@ -278,7 +278,7 @@ def _refuse_long_numbers(value: Any) -> None:
     if isinstance(value, int):
         is_exact = abs(value) <= _MAX_INTEGER
     elif isinstance(value, float):
-        is_exact = value == 0 or (_LEAST_NUMBER <= abs(value) <= _MAX_INTEGER and float(f"{value:.15g}") == value)
+        is_exact = value == 0 or (_MIN_NUMBER <= abs(value) <= _MAX_INTEGER and float(f"{value:.15g}") == value)
     else:
         return
     if not is_exact:

@@ -17,7 +17,7 @@ from batchgen.workers.messages import HEARTBEAT_S, Answer, Assignment, WorkerUpd
 from batchgen.workers.worker_state import ALONE_AFTER, Lease, WorkerState
 
 _HEAD_START = 256  # rows taken from the source before a worker has joined
-_MOST, _LEAST = 1 / 2, 1 / 32  # rows of a lease, for each sequence that a worker runs at once
+_MAX, _MIN = 1 / 2, 1 / 32  # rows of a lease, for each sequence that a worker runs at once
 _AHEAD = 2  # rows of the backlog for each of these: the largest leases need half as many
 _MAX_CHARS = 64 << 20  # of the rows of a worker, and for each worker of all rows that are not answered
 _BACKUP_S = 2 * HEARTBEAT_S  # between two looks at which leases to run once more
@@ -202,8 +202,8 @@ class RowDispatcher:
         room = _MAX_CHARS - sum(self._chars[key] for key in worker.tasks)
         if self._lost and (not worker.tasks or sum(self._chars[key] for key in self._lost[0].tasks) <= room):
             return self._lost.popleft()
-        share = min(num_left / (2 * len(self.workers)), _MOST * worker.max_num_seqs)
-        size = max(math.ceil(share), round(_LEAST * worker.max_num_seqs))
+        share = min(num_left / (2 * len(self.workers)), _MAX * worker.max_num_seqs)
+        size = max(math.ceil(share), round(_MIN * worker.max_num_seqs))
         tasks: dict[int, Row] = {}
         while self._fresh and len(tasks) < size:
             room -= self._chars[self._fresh[0].key]

@@ -26,14 +26,14 @@ from batchgen.workers.messages import (
 from batchgen.workers.stats import WorkersStats
 from batchgen.workers.worker_state import Liveness
 
-_MOST_PULLED = 256  # tasks read from the input before workers are seen to again
+_MAX_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
 _POISON = "the workers that ran this row died, each time; batchgen run --update runs it again"
-_MOST_FALSE_STARTS = 2  # in a row, of workers that did not say why
+_MAX_FALSE_STARTS = 2  # in a row, of workers that did not say why
 # Workers lost in a row, without a row that was finished in between, after which no other is started: those that hung,
 # each of which took all of the time that it may, and any. A run of many workers takes twice as many as it has.
-_MOST_HUNG = 6
-_MOST_IN_VAIN = 12
+_MAX_HUNG = 6
+_MAX_IN_VAIN = 12
 
 
 class NoWorkers(RunStopped):
@@ -111,7 +111,7 @@ class WorkersEngine:
         self._launcher.close()
 
     def _pull(self, source: Iterator[Row]) -> None:
-        for _ in range(min(self._dispatcher.room, _MOST_PULLED)):
+        for _ in range(min(self._dispatcher.room, _MAX_PULLED)):
             task = next(source, None)
             if task is None:
                 self._dispatcher.end_of_source()
@@ -133,7 +133,7 @@ class WorkersEngine:
     def _num_useful(self) -> int:
         """The number of workers beyond which more are useless."""
         most = self._launcher.num_wanted[1]
-        is_in_vain = self._num_in_vain > max(_MOST_IN_VAIN, 2 * most) or self._num_hung >= max(_MOST_HUNG, 2 * most + 2)
+        is_in_vain = self._num_in_vain > max(_MAX_IN_VAIN, 2 * most) or self._num_hung >= max(_MAX_HUNG, 2 * most + 2)
         return 0 if is_in_vain else most - self._num_given_up
 
     def _require_enough(self) -> None:
@@ -239,7 +239,7 @@ class WorkersEngine:
         if not self._launcher.is_local:
             self._error = lost.error or self._error
             return False
-        return lost.error is not None or self._num_false_starts > _MOST_FALSE_STARTS
+        return lost.error is not None or self._num_false_starts > _MAX_FALSE_STARTS
 
     def _settle(self) -> Iterator[Answer]:
         """Collect the workers' last answers, the tokens of half-done rows, counts and facts."""

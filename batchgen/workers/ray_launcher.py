@@ -22,8 +22,8 @@ from batchgen.workers.ray_cluster import Cluster, Node, WorkerResources, reason_
 from batchgen.workers.slices import MachineSlice, useful_workers
 from batchgen.workers.worker import Start, Worker
 
-_MOST_LOSSES = 3  # of workers on one machine, none of which finished a row
-_MOST_UNPLACED = 12  # losses in a row before a worker had a place
+_MAX_LOSSES = 3  # of workers on one machine, none of which finished a row
+_MAX_UNPLACED = 12  # losses in a row before a worker had a place
 _NO_ROOM_S = 600.0
 _NO_ROOM = "no worker within 10 minutes: the cluster has no room for {needs}"
 _NO_MACHINE = "no machine is left in the cluster for workers"
@@ -137,7 +137,7 @@ class RayLauncher(WorkerLauncher):
         self._losses[node_id] += 1
         if node_id:
             self._unplaced_since = self._clock()
-            if isinstance(event.error, UsageError) or self._losses[node_id] >= _MOST_LOSSES:
+            if isinstance(event.error, UsageError) or self._losses[node_id] >= _MAX_LOSSES:
                 self._exclude(node_id)
 
     def _exclude(self, node_id: str) -> None:
@@ -152,7 +152,7 @@ class RayLauncher(WorkerLauncher):
         return {node.node_id for node in nodes if self._resources.most_on(node)}
 
     def _find_no_place(self) -> WorkerLost | None:
-        if self._losses[""] >= _MOST_UNPLACED:
+        if self._losses[""] >= _MAX_UNPLACED:
             return WorkerLost("workers are lost before they have a place", self._error)
         if self._nodes is not (nodes := self._cluster.nodes):  # which are looked at once a second
             self._nodes, self._fit = nodes, self._fitting(nodes)

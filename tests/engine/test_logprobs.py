@@ -32,7 +32,7 @@ def test_a_step_in_parts_is_the_step_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
     tokens = [*range(20)]
     whole = step_logprobs(ReferenceKernels(), logits, tokens, 7)
-    monkeypatch.setattr(sampler, "_MOST_LOGITS", 900)
+    monkeypatch.setattr(sampler, "_MAX_LOGITS", 900)
     parts = step_logprobs(ReferenceKernels(), logits, tokens, 7)
     for one, other in zip(whole, parts, strict=True):
         assert np.array_equal(one, other)

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import pytest
 
 _INSIDE = "BATCHGEN_LOOPBACK"
-_MOST_S = 1200  # bounds a failure
+_MAX_S = 1200  # bounds a failure
 _SCRIPT = 'hostname localhost && ip link set lo up && exec "$@"'
 
 
@@ -64,9 +64,9 @@ def _outcomes(items: Sequence[str], root: Path) -> dict[str, Any]:
         command = [*_command(), sys.executable, "-m", "pytest", *options, *items]
         inside = {**os.environ, _INSIDE: "1"}
         try:
-            done = subprocess.run(command, cwd=root, env=inside, capture_output=True, check=False, timeout=_MOST_S)
+            done = subprocess.run(command, cwd=root, env=inside, capture_output=True, check=False, timeout=_MAX_S)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the nested run had not ended after {_MOST_S} s", pytrace=False)
+            pytest.fail(f"the nested run had not ended after {_MAX_S} s", pytrace=False)
         print(done.stdout.decode(), done.stderr.decode())
         cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
         return {f"{case.get('classname')}.{case.get('name')}": case for case in cases}

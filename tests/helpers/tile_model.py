@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]  # of bfloat16
-_LEAST = 2.0**-126  # of float32's normal numbers
+_MIN = 2.0**-126  # of float32's normal numbers
 _LIFT = 2.0**64
 STEP = 32
 
@@ -24,7 +24,7 @@ def widened(bits: Bits) -> Floats:
 
 def _without_denormals(x: Floats) -> NDArray[np.float64]:
     wide = x.astype(np.float64)
-    return np.where(np.abs(wide) < _LEAST, np.copysign(0.0, wide), wide)
+    return np.where(np.abs(wide) < _MIN, np.copysign(0.0, wide), wide)
 
 
 def _rounded(exact: NDArray[np.float64]) -> Floats:
@@ -35,8 +35,8 @@ def _rounded(exact: NDArray[np.float64]) -> Floats:
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = exact.astype(np.float32)
         lifted = (exact * _LIFT).astype(np.float32)
-    of_small = np.where(np.abs(lifted) >= _LEAST * _LIFT, _LEAST, 0.0)
-    return np.where(np.abs(exact) < _LEAST, np.copysign(of_small, exact), narrow).astype(np.float32)
+    of_small = np.where(np.abs(lifted) >= _MIN * _LIFT, _MIN, 0.0)
+    return np.where(np.abs(exact) < _MIN, np.copysign(of_small, exact), narrow).astype(np.float32)
 
 
 def _fma(a: Floats, b: Floats, total: Floats) -> Floats:

@@ -59,8 +59,8 @@ def test_bits_do_not_depend_on_how_many_heads_an_item_walks(
     for window, block_size in ((0, 32), (0, 24), (40, 64)):
         case = make_case(PIECES, heads, dtype, 4, kv_cache_dtype, window, is_gated=window > 0)
         found = []
-        for most in range(1, layout.MOST_HEADS + 1):
-            monkeypatch.setattr(backend, "MOST_HEADS", most)
+        for most in range(1, layout.MAX_HEADS + 1):
+            monkeypatch.setattr(backend, "MAX_HEADS", most)
             found.append(attend(CpuKernels(), case, block_size))
         assert all(all(map(torch.equal, one, found[0])) for one in found)
 

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA d
 
 JOBS = Path(__file__).parents[2] / "jobs"
 BLOCK_SIZE = 16
-MOST_SEQS = 70
+MAX_SEQS = 70
 NO_FORECAST = {"forecast_memory": False}  # so that memory does run out, and sequences are preempted
 SHAPE = {
     "hidden_size": 256,
@@ -62,19 +62,19 @@ def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels, family:
 
 
 def state_for(model: Decoder, num_blocks: int) -> StateCache:
-    return random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MOST_SEQS)
+    return random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MAX_SEQS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_replayed_logits_equal_launched_ones_in_every_bucket(batch_invariant: bool, dtype: torch.dtype) -> None:
     model = model_on(DEVICE, dtype, CudaKernels(DEVICE, batch_invariant=batch_invariant))
-    num_blocks = MOST_SEQS * 70
+    num_blocks = MAX_SEQS * 70
     launched, replayed = state_for(model, num_blocks), state_for(model, num_blocks)
-    padding = PaddingSlot(num_blocks, MOST_SEQS, BLOCK_SIZE)
+    padding = PaddingSlot(num_blocks, MAX_SEQS, BLOCK_SIZE)
     graphs = CudaGraphs(model, replayed, CudaRecorder(DEVICE), padding, 4096)
-    for num_seqs in range(1, MOST_SEQS + 1):
-        is_bucket = bucket(num_seqs, MOST_SEQS) == num_seqs
+    for num_seqs in range(1, MAX_SEQS + 1):
+        is_bucket = bucket(num_seqs, MAX_SEQS) == num_seqs
         for longest in (100, 1100):
             pasts = torch.randint(0, longest, (num_seqs,), generator=torch.Generator().manual_seed(num_seqs)).tolist()
             inputs, _ = ragged_input([(past, 1) for past in pasts], BLOCK_SIZE, seed=num_seqs)

@@ -35,14 +35,14 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
 BLOCK_SIZE = 4
-MOST_SEQS = 11
+MAX_SEQS = 11
 LONGEST = 2500  # more than a rotary table holds unless asked
 
 
 def state_for(model: Decoder, num_blocks: int) -> tuple[StateCache, PaddingSlot]:
-    """Random state of ``num_blocks`` blocks and ``MOST_SEQS`` slots, and one more of each."""
-    state = random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MOST_SEQS)
-    return state, PaddingSlot(num_blocks, MOST_SEQS, BLOCK_SIZE)
+    """Random state of ``num_blocks`` blocks and ``MAX_SEQS`` slots, and one more of each."""
+    state = random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MAX_SEQS)
+    return state, PaddingSlot(num_blocks, MAX_SEQS, BLOCK_SIZE)
 
 
 def copied(state: StateCache) -> StateCache:
@@ -68,7 +68,7 @@ def decode_input(num_seqs: int, seed: int, longest: int = 40) -> tuple[ModelInpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_state(dtype: torch.dtype) -> None:
     model = tiny_model(dtype)
-    most_blocks = 40 * MOST_SEQS
+    most_blocks = 40 * MAX_SEQS
     state, spare = state_for(model, most_blocks)
     plain = copied(state)
     graphs, _ = graphs_for(model, state, spare)
@@ -83,7 +83,7 @@ def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_st
 
 def test_tokens_fed_on_the_device_give_the_logits_of_those_known_to_the_host() -> None:
     model = tiny_model()
-    state, spare = state_for(model, 40 * MOST_SEQS)
+    state, spare = state_for(model, 40 * MAX_SEQS)
     twin = copied(state)
     known, feeding = graphs_for(model, state, spare)[0], graphs_for(model, twin, spare)[0]
     for step in range(2):  # recorded, then replayed
@@ -176,7 +176,7 @@ def test_all_sizes_are_recorded_at_once_the_largest_first_and_only_long_contexts
 ) -> None:
     monkeypatch.setattr(graphs_module, "_USUAL_TOKENS", 40)
     model = tiny_model()
-    state, spare = state_for(model, 60 * MOST_SEQS)
+    state, spare = state_for(model, 60 * MAX_SEQS)
     graphs, recorder = graphs_for(model, state, spare)
     graphs.record_all()
     assert [(size.num_seqs, size.max_blocks) for size in graphs.recorded] == [(n, 10) for n in (11, 8, 4, 2, 1)]

@@ -33,7 +33,7 @@ pytestmark = INTERPRETED
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FEW_ROWS", FEW)
-    monkeypatch.setattr(tuning, "MOST_ROWS_IN_PARTS", ROWS - 1)
+    monkeypatch.setattr(tuning, "MAX_ROWS_IN_PARTS", ROWS - 1)
 
 
 def half_layer(x: Tensor, h: Tensor, out_features: int, width: int) -> list[Tensor]:

@@ -61,7 +61,7 @@ def test_a_product_in_parts_has_the_bits_of_one_program_and_leaves_counters_at_z
     assert not counters.any()
     monkeypatch.setattr(tuning, "FEW_ROWS", 0)  # in taller tiles
     assert torch.equal(linear(x), whole)
-    monkeypatch.setattr(tuning, "MOST_ROWS_IN_PARTS", 0)
+    monkeypatch.setattr(tuning, "MAX_ROWS_IN_PARTS", 0)
     assert torch.equal(linear(x), whole)
 
 

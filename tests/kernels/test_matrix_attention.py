@@ -168,7 +168,7 @@ def test_bits_do_not_depend_on_how_many_heads_an_item_walks(heads: Shape, monkey
     case = make_case(PIECES, heads, BFLOAT16, 4)
     found = []
     for most in (1, 2, 4, 8):
-        monkeypatch.setattr(backend, "MOST_HEADS", most)
+        monkeypatch.setattr(backend, "MAX_HEADS", most)
         found.append(attended(case))
     assert all(all(map(torch.equal, one, found[0])) for one in found)
 

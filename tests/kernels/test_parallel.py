@@ -155,7 +155,7 @@ def test_a_launch_begins_when_those_before_are_done(
 def test_launches_run_while_more_are_added_and_are_done_even_after_an_error(
     most_launches: int, fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "_MOST_LAUNCHES", most_launches)
+    monkeypatch.setattr(parallel, "_MAX_LAUNCHES", most_launches)
     fresh_pool()
     torch.set_num_threads(2)
     rows, more = torch.ones(12, 7), torch.ones(3, 7)

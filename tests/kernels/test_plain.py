@@ -115,7 +115,7 @@ def test_rows_beyond_the_memory_of_one_product_are_computed_in_parts(monkeypatch
     cache = poisoned_cache(case, inputs, num_blocks, 16)
     expected = attend_over(REFERENCE, case, inputs, cache)
     for most in (1, 5000):
-        monkeypatch.setitem(plain._MOST_NUMBERS, "cpu", most)
+        monkeypatch.setitem(plain._MAX_NUMBERS, "cpu", most)
         torch.testing.assert_close(attend_over(PlainKernels(), case, inputs, cache), expected)
 
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from tiny_model import CPU, DTYPES
 from torch import Tensor
 
-from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED
+from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, MIN_QUANTIZED
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.quantize import (
-    MOST,
+    MAX,
     Int8Weight,
     hadamard,
     quantize_rotated,
@@ -56,10 +56,10 @@ def test_a_weight_is_off_by_at_most_half_a_scale(
     weight = (randn(*shape, seed=seed) * sizes).to(DTYPES[dtype])
     found = quantize_weight(weight, group)
     assert found.values.dtype == torch.int8
-    assert found.values.abs().max() <= MOST
+    assert found.values.abs().max() <= MAX
     assert found.scales.dtype == torch.float16
     assert found.scales.shape == (shape[0], -(-shape[1] // group))
-    least = largest_of_groups(weight, group).double() * (1 + 1e-6) / MOST
+    least = largest_of_groups(weight, group).double() * (1 + 1e-6) / MAX
     most = torch.maximum(least * (1 + F16_STEP), least + LEAST_F16)
     scales = found.scales.double().repeat_interleave(group, 1)[:, : shape[1]]
     assert (scales <= most).all()
@@ -71,7 +71,7 @@ def test_the_largest_numbers_of_either_sign_stay_within_127(size: float) -> None
     weight = torch.tensor([[size, -size, 0.0, size / 3]])
     found = quantize_weight(weight)
     assert found.values[0, 0] == -found.values[0, 1]
-    assert 0 < found.values[0, 0] <= MOST
+    assert 0 < found.values[0, 0] <= MAX
     assert torch.allclose(found.dequantize(torch.float32), weight, rtol=0, atol=size / 100)
 
 
@@ -161,7 +161,7 @@ def product_by_numpy(
             part = rotated_by_numpy(rows[row, start : start + 128])
             largest = np.abs(part).max()
             integers = np.zeros(len(part), np.int64)
-            if largest >= LEAST_QUANTIZED:
+            if largest >= MIN_QUANTIZED:
                 integers = np.rint(part * (np.float32(127) / largest)).clip(-127, 127).astype(np.int64)
             integer_sum = int((integers * values[output, start : start + len(part)]).sum())
             scale = largest / np.float32(127 * len(part) / 8)

@@ -20,7 +20,7 @@ from batchgen.engine.batch import build_input
 from batchgen.engine.schedule import Schedule
 from batchgen.kernels.cpu import backend
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.inputs import LEAST_SHARED, QUERY_BLOCK, ModelInput
+from batchgen.kernels.inputs import MIN_SHARED, QUERY_BLOCK, ModelInput
 
 # (num_heads, num_kv_heads, head_dim); many KV heads make many items, so that an item has many sequences
 HEADS = [(3, 3, 16), (8, 8, 16), (16, 8, 16), (32, 8, 16), (24, 8, 8), (12, 4, 24), (5, 1, 40), (4, 2, 128)]
@@ -127,7 +127,7 @@ def assert_as_alone(
     case, inputs = shared_case(tables, made, block_size), inputs_of(tables, pieces, block_size)
     cache = poisoned_cache(case, inputs, num_blocks, block_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "MOST_HEADS", 1)
+        patch.setattr(backend, "MAX_HEADS", 1)
         expected = attend_over(CpuKernels(), case, alone(inputs), cache)
     assert all(map(torch.equal, attend_over(CpuKernels(), case, inputs, cache), expected))
 
@@ -142,7 +142,7 @@ def test_groups_hold_every_token_once_and_share_what_they_say(lives: list[Life],
         if len(group) > 1:
             assert sum(row[2] for row in group) <= QUERY_BLOCK
             (shared,) = {row[4] for row in group}
-            assert shared >= LEAST_SHARED
+            assert shared >= MIN_SHARED
             assert all(inputs.positions[row[1]] >= shared for row in group)
             assert len({tuple(tables[row[0]][: -(-shared // block_size)]) for row in group}) == 1
         else:

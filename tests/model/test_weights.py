@@ -257,7 +257,7 @@ def test_a_file_is_opened_once_for_all_its_tensors_until_much_of_it_is_mapped(
     index = {name: f"{'a' if name < '5' else 'b'}.safetensors" for name in tensors}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
     files: list[Path] = []
-    monkeypatch.setattr(weights, "_MOST_MAPPED", most_mapped)
+    monkeypatch.setattr(weights, "_MAX_MAPPED", most_mapped)
     monkeypatch.setattr(weights, "open_weights", lambda path: files.append(path) or open_weights(path))
     source = Checkpoint(tmp_path, torch.float32, CPU)
     files.clear()

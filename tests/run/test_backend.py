@@ -20,7 +20,7 @@ from batchgen.workers.messages import Identity, WorkerReady, WorkerUpdate
 from batchgen.workers.worker_state import Liveness
 
 SIZES: dict[str, int] = {"max_num_seqs": 4, "look_ahead": 8}
-MOST_PULLED = 600  # of a pool, which takes a head start; the others take ``look_ahead`` and ``max_num_seqs``
+MAX_PULLED = 600  # of a pool, which takes a head start; the others take ``look_ahead`` and ``max_num_seqs``
 
 
 class StubWorker:
@@ -113,7 +113,7 @@ def test_requests_are_pulled_as_they_are_needed(make: Callable[[], EngineLike]) 
     results = engine.run(source)
     assert source.num_pulled == 0
     next(results)
-    assert source.num_pulled <= (MOST_PULLED if isinstance(engine, WorkersEngine) else sum(SIZES.values()))
+    assert source.num_pulled <= (MAX_PULLED if isinstance(engine, WorkersEngine) else sum(SIZES.values()))
     engine.stop()
     assert all(result.key < source.num_pulled for result in results)
 

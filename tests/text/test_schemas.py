@@ -20,7 +20,7 @@ from batchgen.text.schemas import prepared
 
 Schema = dict[str, Any]
 
-MOST = 2**53 - 1
+MAX = 2**53 - 1
 
 
 def record(*names: str, **more: Any) -> Schema:
@@ -108,10 +108,10 @@ def test_what_is_combined_or_wants_more_stays_open(schema: Schema) -> None:
 @pytest.mark.parametrize(
     ("schema", "bounds"),
     [
-        ({"type": "integer"}, (-MOST, MOST)),
-        ({"type": ["null", "integer"]}, (-MOST, MOST)),
-        ({"type": "integer", "minimum": 3}, (3, MOST)),
-        ({"type": "integer", "exclusiveMaximum": 3}, (-MOST, None)),
+        ({"type": "integer"}, (-MAX, MAX)),
+        ({"type": ["null", "integer"]}, (-MAX, MAX)),
+        ({"type": "integer", "minimum": 3}, (3, MAX)),
+        ({"type": "integer", "exclusiveMaximum": 3}, (-MAX, None)),
         ({"type": "number"}, (None, None)),
         ({"type": ["number", "integer"]}, (None, None)),
         ({}, (None, None)),

@@ -17,7 +17,7 @@ from batchgen.kernels import interface
 from batchgen.kernels.cpu import kernel_specs, layout
 from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu.experts import PackedExperts, PackedRouter
-from batchgen.kernels.cpu.layout import ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
+from batchgen.kernels.cpu.layout import ITEMS_PER_WORKER, MAX_HEADS, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, LogitsSubset, ModelInput
 from batchgen.kernels.interface import Heads
@@ -76,7 +76,7 @@ _ALONE_WORDS = 12  # of these fields and of ``compiled.attention.ALONE``
 def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
     """KV heads in an item of attention: as many as leave every worker a share of each query block, or a few of all."""
     workers = torch.get_num_threads()
-    for heads in range(min(num_kv_heads, MOST_HEADS), 1, -1):
+    for heads in range(min(num_kv_heads, MAX_HEADS), 1, -1):
         shares = num_kv_heads // heads
         if not num_kv_heads % heads and (shares >= workers or num_blocks * shares >= ITEMS_PER_WORKER * workers):
             return heads
@@ -180,7 +180,7 @@ class CpuKernels(interface.Kernels):
         items = len(inputs.query_blocks) * num_kv_heads
         most_together = min(max(items // (ITEMS_PER_WORKER * torch.get_num_threads()), 1), QUERY_BLOCK)
         most_heads = heads_of_an_item(len(inputs.query_blocks), num_kv_heads)
-        own_floats = layout.heads_scratch_floats(width, layout.MOST_WAITING)
+        own_floats = layout.heads_scratch_floats(width, layout.MAX_WAITING)
         memory, part_bytes = scratch(own_floats + layout.attention_scratch_floats(width, most_rows))
         of_alone: tuple[int, ...] = (0,) * _ALONE_WORDS
         if alone is not None:

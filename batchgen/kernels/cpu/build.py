@@ -21,7 +21,7 @@ from batchgen.kernels.cpu.kernel_specs import KernelSpec, needed, needed_by_some
 
 Numbers = tuple[str, ...]  # types that a model stores and computes with, as arguments of ``needed``
 Wanted = list[tuple[KernelSpec, str]]
-_MOST_WORKERS = 4  # the longest of the kernels takes as long as all others on three
+_MAX_WORKERS = 4  # the longest of the kernels takes as long as all others on three
 _LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
 _PROGRAM = """
 from batchgen.kernels.cpu.build import work_on
@@ -156,7 +156,7 @@ def work_on(*model: str) -> None:
     jobs, end = os.pipe()
     os.write(end, bytes(range(len(missing))))
     os.close(end)
-    num_others = min(len(missing), os.cpu_count() or 1, _MOST_WORKERS) - 1
+    num_others = min(len(missing), os.cpu_count() or 1, _MAX_WORKERS) - 1
     try:
         while num_others > 0 and os.fork():
             num_others -= 1

@@ -21,7 +21,7 @@ POOL_WORDS = 24
 WORKER_BITS = 16  # of ``PROGRESS`` and ``END``: below the number of a launch, one of workers
 # Words of a program: the pool, how many launches and workers at most, the address of its table, which has a kernel and
 # its words for each launch; whether it grows, and whether it then has begun.
-POOL, NUM_LAUNCHES, MOST_WORKERS, LAUNCHES, IS_GROWING, IS_BEGUN = range(6)
+POOL, NUM_LAUNCHES, MAX_WORKERS, LAUNCHES, IS_GROWING, IS_BEGUN = range(6)
 PROGRAM_WORDS = 6
 
 ROWS_PER_ITEM = 8  # of kernels that treat rows: few enough to balance the threads, enough to hide the atomic
@@ -48,7 +48,7 @@ UNPACKED_TILE_FLOATS = UNPACKED_STEPS * STRIPS * TILE_BYTES // 4
 GROUP, DOT_GROUP = 32, 128  # where activations are floating-point numbers, and where they are integers too
 GROUP_BYTES = LANES * (GROUP + 2)
 DOT_GROUP_BYTES = LANES * (DOT_GROUP + 4)
-LEAST_QUANTIZED = 2.0**-119  # inputs whose largest is below count as zeros: 127 over it would not be a float32 number
+MIN_QUANTIZED = 2.0**-119  # inputs whose largest is below count as zeros: 127 over it would not be a float32 number
 STEP_INPUTS = 8  # of a group that a tile multiplies as integers before it asks for more weights
 WEIGHT_DIVISOR = 8  # of rotated weights, about the root of a group's length: their scales are to fit float16
 UNPACKED_BYTES = 128 << 10  # of a panel's numbers that are multiplied with many rows before the next are unpacked
@@ -56,7 +56,7 @@ UNPACKED_TILES = 21  # at most these rows: their sums wait in the first caches m
 
 # Attention.
 MAX_QUERIES = 8  # query rows that read the same keys at once
-MOST_HEADS = 8  # KV heads of a few query rows that one item walks side by side
+MAX_HEADS = 8  # KV heads of a few query rows that one item walks side by side
 SCORE_ROWS = 32  # of all these heads: their scores of a tile wait in the nearer caches
 CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
 NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
@@ -65,7 +65,7 @@ SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
 QUERY_BLOCK_FIELDS = 6  # of a row of ``ModelInput.query_blocks``
 ITEMS_PER_WORKER = 4  # at least, where sequences that share keys would make fewer: the last ones are waited for
 
-MOST_WAITING = 16 * MOST_HEADS  # keys of one item: of up to ``QUERY_BLOCK`` sequences
+MAX_WAITING = 16 * MAX_HEADS  # keys of one item: of up to ``QUERY_BLOCK`` sequences
 ROPE_TOKENS = 16  # whose keys of one head are written together: as many as share a cache line
 
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
@@ -95,7 +95,7 @@ def attention_rows(num_rows: int) -> int:
 
 def attention_scratch_floats(width: int, most_rows: int) -> int:
     """Float32 words one worker of attention needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
-    scores, copies, scales = SCORE_ROWS * SCORE_STRIDE, NUM_STREAMS * CHUNK * width, MOST_HEADS * 2 * TILE
+    scores, copies, scales = SCORE_ROWS * SCORE_STRIDE, NUM_STREAMS * CHUNK * width, MAX_HEADS * 2 * TILE
     return 2 * most_rows * (width + 1) + 2 * scores + copies + scales + TILE_STATE
 
 

@@ -24,7 +24,7 @@ from batchgen.kernels.cpu.layout import (
     FUTEX,
     IS_GROWING,
     LAUNCHES,
-    MOST_WORKERS,
+    MAX_WORKERS,
     NUM_LAUNCHES,
     POOL,
     POOL_WORDS,
@@ -41,7 +41,7 @@ LAUNCHING = threading.RLock()  # engines in several threads share the workers an
 
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
 _NAP_US = 50  # where threads cannot wake each other
-_MOST_LAUNCHES = 4096  # of a program that grows; then another program begins
+_MAX_LAUNCHES = 4096  # of a program that grows; then another program begins
 _LAUNCHES_AT_ONCE = 4  # that are added to it at once: they take less time than a thread spins before it sleeps
 Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``KernelSpec.kinds``
 
@@ -140,16 +140,16 @@ class GrowingProgram:
 
     def __init__(self, pool: Pool, num_workers: int) -> None:
         self._pool = pool
-        self._words = array("q", bytes(8 * (PROGRAM_WORDS + 2 * _MOST_LAUNCHES)))
+        self._words = array("q", bytes(8 * (PROGRAM_WORDS + 2 * _MAX_LAUNCHES)))
         self._at = self._words.buffer_info()[0]
-        for word, value in ((POOL, pool.at), (MOST_WORKERS, num_workers), (LAUNCHES, self._at + 8 * PROGRAM_WORDS)):
+        for word, value in ((POOL, pool.at), (MAX_WORKERS, num_workers), (LAUNCHES, self._at + 8 * PROGRAM_WORDS)):
             self._words[word] = value
         self._added: list[array[int]] = []  # words of its launches, to be kept until they are done
 
     def append(self, launched: Launched) -> None:
         """Add a launch, whose inputs are in memory or results of earlier launches."""
         code, words, _ = launched
-        if len(self._added) == _MOST_LAUNCHES:
+        if len(self._added) == _MAX_LAUNCHES:
             self.end()
         at = PROGRAM_WORDS + 2 * len(self._added)
         self._words[at], self._words[at + 1] = code, words.buffer_info()[0]
@@ -196,7 +196,7 @@ class Pool:
     def run(self, program: array[int]) -> None:
         """Run the launches of a program in order; returns when the last is done."""
         with LAUNCHING:
-            self._start_threads(program[MOST_WORKERS])
+            self._start_threads(program[MAX_WORKERS])
             self.run_all(program.buffer_info()[0])
 
     def run_growing(self, work: Callable[[GrowingProgram], torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
 from batchgen.kernels.cpu.parallel import CAPTURE, GrowingProgram, Launched, pool
 
-_LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
+_MIN_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
 
 
 class Memory:
@@ -32,7 +32,7 @@ class Memory:
             capacity, best = min(free)
             buffer = self._buffers[best][1]
         else:
-            capacity, best = 1 << max(size - 1, _LEAST_BYTES - 1).bit_length(), len(self._buffers)
+            capacity, best = 1 << max(size - 1, _MIN_BYTES - 1).bit_length(), len(self._buffers)
             buffer = torch.empty(capacity, dtype=torch.uint8)
             self._buffers.append((capacity, buffer, lambda: None))
         tensor = buffer[:size].view(dtype).view(shape)

@@ -259,7 +259,7 @@ def attend(
     if window:
         num_spans = min(num_spans, (window - 2) // SPAN + 2)
     group, is_wide = num_heads // num_kv_heads, out.element_size() == 4
-    rows = max(tuning.LEAST_ROWS, power_of_two(group))
+    rows = max(tuning.MIN_ROWS, power_of_two(group))
     tile, dims = tuning.TILE_FLOAT32 if is_wide else tuning.TILE, max(16, power_of_two(head_dim))
     prompt_rows, num_stages = tuning.PROMPT_ROWS, tuning.ATTENTION_STAGES
     if dims > tuning.WIDE_DIMS:

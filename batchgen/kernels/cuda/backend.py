@@ -99,7 +99,7 @@ class CudaKernels(ReferenceKernels):
         tensors = (heads.q_norm, heads.k_norm, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping)
         written = (q, cache.keys, cache.values, cache.scales)
         sizes = (heads.eps, heads.head_dim**-0.5, heads.num_heads, num_kv_heads)
-        layout = (cache.width, cache.block_size, cache.lanes, half, max(power_of_two(half), tuning.LEAST_ROWS))
+        layout = (cache.width, cache.block_size, cache.lanes, half, max(power_of_two(half), tuning.MIN_ROWS))
         powers = (power_of_two(heads.num_heads), power_of_two(num_kv_heads))
         rope_conv.rope_and_cache[(len(qkv),)](
             qkv, qkv.shape[1], (*tensors, *written), sizes, LAYOUT=layout, POWERS=powers, **_FUSED

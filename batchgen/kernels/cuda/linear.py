@@ -29,7 +29,7 @@ class FixedOrderLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = x.new_empty(len(x), len(self.weight))
-        if self.num_parts > 1 and len(x) <= tuning.MOST_ROWS_IN_PARTS:
+        if self.num_parts > 1 and len(x) <= tuning.MAX_ROWS_IN_PARTS:
             self._launch_parts(x, out)
         else:
             options = tiles_of(x)

@@ -12,7 +12,7 @@ BLOCK = tl.constexpr(4096)
 DIGIT_BITS = tl.constexpr(3)
 NUM_CANDIDATES = tl.constexpr(8)  # one per value of a digit
 NUM_DIGITS = tl.constexpr(10)
-LEAST = tl.constexpr(2 << 23)  # bits of 2**-125: a smaller probability counts as zero, as on the other back ends
+MIN = tl.constexpr(2 << 23)  # bits of 2**-125: a smaller probability counts as zero, as on the other back ends
 HOTTEST = tl.constexpr(2.0**125)  # the device's division fails beyond 2**126; either makes all tokens alike
 
 
@@ -117,7 +117,7 @@ def sample(logits, temperature, min_p, top_k, top_p, uniform, out, width):
     hot = tl.minimum(tl.load(temperature + row), HOTTEST)
     peak = _peak(logits, width)
     if _total(logits, width, peak, hot) > 0.0:
-        floor = tl.maximum(tl.load(min_p + row).to(tl.int32, bitcast=True), LEAST)
+        floor = tl.maximum(tl.load(min_p + row).to(tl.int32, bitcast=True), MIN)
         k = tl.load(top_k + row)
         if (k > 0) & (k < width):
             target = k.to(tl.float64)

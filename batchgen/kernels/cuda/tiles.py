@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LEAST_ARRIVALS = 1 << 14  # for 2,048 sequences with 8 KV heads
+_MIN_ARRIVALS = 1 << 14  # for 2,048 sequences with 8 KV heads
 
 
 def num_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
@@ -36,7 +36,7 @@ class SplitCounters:
     def at_least(self, count: int, device: torch.device) -> Tensor:
         """Counters, int32 [``count`` or more]."""
         if not self._counters or len(self._counters[-1]) < count:
-            size = max(_LEAST_ARRIVALS, power_of_two(count))
+            size = max(_MIN_ARRIVALS, power_of_two(count))
             self._counters.append(torch.zeros(size, dtype=torch.int32, device=device))
         return self._counters[-1]
 

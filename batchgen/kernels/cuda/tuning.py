@@ -10,7 +10,7 @@ import triton.language as tl
 # Attention. The best block of the KV cache is a tile: its number is then one load, and its keys one piece of memory.
 SPAN = 512  # positions that one program takes of a single token's context
 TILE, TILE_FLOAT32 = 64, 32  # positions in a step of the loop
-LEAST_ROWS = 16  # of a matrix instruction
+MIN_ROWS = 16  # of a matrix instruction
 PROMPT_ROWS = 128  # of a prompt's tile: arithmetic enough for every key it reads
 PROMPT_ROWS_FLOAT32 = 16  # which does not use matrix instructions, and taller tiles would spill registers
 ATTENTION_STAGES = (
@@ -30,7 +30,7 @@ BLOCK_K, BLOCK_K_FLOAT32 = 64, 32
 PART_TILE = (64, 32)  # of few rows of a product in parts
 NUM_PARTS = 4  # of the sum after a layer, for few rows each added up by programs of its own
 FEW_ROWS = 256  # most that are multiplied in small tiles; taller tiles are better for more
-MOST_ROWS_IN_PARTS = 512  # more have tiles enough for all of a GPU
+MAX_ROWS_IN_PARTS = 512  # more have tiles enough for all of a GPU
 GROUP_M = tl.constexpr(8)  # row tiles that read the weight together, so that it comes from the L2 cache
 PRODUCT_OPTIONS = {"num_warps": 4, "num_stages": 4}
 PRODUCT_OPTIONS_FLOAT32 = {"num_warps": 8, "num_stages": 3}

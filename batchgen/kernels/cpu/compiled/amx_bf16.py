@@ -30,7 +30,7 @@ from batchgen.kernels.cpu.layout import (
 # A part of the inputs meets all rows of a block before the next part, so that its weights stay in the first cache.
 _PART = 10  # steps at most: in two strips they are 20 KiB
 _STEP_NUMBERS = TILE_STEP * LANES  # of a strip
-_NUM_LINES, _MOST_LINES = 32, 4  # of a step in two strips; prefetched in a step at most
+_NUM_LINES, _MAX_LINES = 32, 4  # of a step in two strips; prefetched in a step at most
 _FEW = (tuple(range(STRIPS)), 4, 5)  # numbers of tiles: of sums, of rows, of weights
 # Words of scratch: sums, the ends of rows and of strips that do not fill a step, tiles in memory, unpacked numbers.
 _ROW_ENDS = BLOCK_ROWS * TILE_COLUMNS
@@ -112,7 +112,7 @@ def matmul_bf16(item, product):
         rows, x = min(end_row - first, BLOCK_ROWS), simd.shifted(product.x, first * inputs)
         ahead, lines = here, 0
         if first + BLOCK_ROWS >= end_row:  # the last block brings the panel that this worker multiplies next
-            ahead, lines = following_panel(product, item), min(-(-_NUM_LINES * TILE_ROWS // rows), _MOST_LINES)
+            ahead, lines = following_panel(product, item), min(-(-_NUM_LINES * TILE_ROWS // rows), _MAX_LINES)
         for part in range(num_parts):
             step = part * steps // num_parts
             count = (part + 1) * steps // num_parts - step

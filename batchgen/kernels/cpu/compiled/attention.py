@@ -12,7 +12,7 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import matrix_attention as products
 from batchgen.kernels.cpu.compiled import query_blocks, query_rows, simd
-from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER
+from batchgen.kernels.cpu.compiled.attention_tiles import MAX_TOGETHER
 from batchgen.kernels.cpu.compiled.entry import DTYPE, Group, OfKind, Own, kernel
 from batchgen.kernels.cpu.compiled.heads import (
     CACHE,
@@ -64,7 +64,7 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch
     position, next_head = begin, width * lanes
     ahead = simd.address(cache.values) - simd.address(keys)
     while position < tile_end:
-        is_group = tall <= MOST_TOGETHER and block_size % layout.CHUNK == 0 and tile_end - position > layout.CHUNK
+        is_group = tall <= MAX_TOGETHER and block_size % layout.CHUNK == 0 and tile_end - position > layout.CHUNK
         group, last = position - position % query_rows.GROUP, (tile_end - 1) // layout.CHUNK * layout.CHUNK
         a = b = c = d = _chunk(table, position, head, cache)
         if is_group:
@@ -216,7 +216,7 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
     long.
     """
     (head, num_heads), own, waiting = heads, newest.own, newest.waiting
-    cleared = simd.shifted(own, cache.width * (1 + layout.MOST_WAITING))
+    cleared = simd.shifted(own, cache.width * (1 + layout.MAX_WAITING))
     spread = simd.pointer(simd.address(cleared), cache.keys)
     for i in range(0, cache.width * layout.LANES, layout.LANES):  # of what lies there, some might be no normal numbers
         simd.store(cleared, i, simd.splat(F32(0.0)))

@@ -17,11 +17,11 @@ from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit, s
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
 from batchgen.kernels.processor import has_wide_registers
 
-_MOST_SUMS = 4  # of 16 numbers, where a sum takes two of 16 registers, and factors need some
+_MAX_SUMS = 4  # of 16 numbers, where a sum takes two of 16 registers, and factors need some
 # Where parts of a tile take turns: dimensions of keys, or positions of each chunk's values, that all of them meet
 # before the next, so that these wait in the first cache, and memory is read from several places at once.
 _DIMENSIONS, _POSITIONS = LANES, 8
-MOST_TOGETHER = 4  # query rows that are scored against several chunks at once
+MAX_TOGETHER = 4  # query rows that are scored against several chunks at once
 ROW_COUNTS = (1, 2, 3, 4, MAX_QUERIES)  # of query rows, for each of which there are tiles that fit 32 vector registers
 
 
@@ -59,7 +59,7 @@ def _turns(rows, columns, base):
     if has_wide_registers() or (rows <= 2 and not emit.is_int8(base)):
         return [(range(rows), range(columns))]
     tall = min(rows, 4 if rows == MAX_QUERIES else 2)  # two by two leave the least to read, four by one to compute
-    wide = _MOST_SUMS // tall
+    wide = _MAX_SUMS // tall
     return [
         (range(r, min(r + tall, rows)), range(v, min(v + wide, columns)))
         for v in range(0, columns, wide)
@@ -191,7 +191,7 @@ def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks
         weight_at, number = builder.add(position, emit.number(c * CHUNK)), emit.number(c)
         is_met = builder.and_(builder.icmp_signed("<=", first, number), builder.icmp_signed("<=", number, last))
         with builder.if_then(is_met, likely=True):
-            for begin in (at, then) if len(rows) <= MOST_TOGETHER else ():
+            for begin in (at, then) if len(rows) <= MAX_TOGETHER else ():
                 places = [builder.add(begin, emit.number(v * LANES)) for v in columns]
                 _prefetch(builder, base, places, LANES, ahead)
             if emit.is_bf16(weights):
@@ -236,7 +236,7 @@ _values_wide = _values({rows: _wide_vectors.py_func(rows, 4) for rows in ROW_COU
 
 @jit
 def score_chunks(rows, last, q, width, keys, starts, stride, ahead, out, to):
-    """Scores of up to ``MOST_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions up to ``last``.
+    """Scores of up to ``MAX_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions up to ``last``.
 
     ``starts`` has the start of each chunk. Three or four queries meet two chunks at a time: the registers hold the
     sums.

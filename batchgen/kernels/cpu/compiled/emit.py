@@ -25,7 +25,7 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(INT, LANES)
 HALF_VECTOR = ir.VectorType(ir.IntType(16), LANES)
 BYTE_VECTOR = ir.VectorType(ir.IntType(8), LANES)
-_MOST = 127.0  # of an 8-bit integer; its negative is the least: -128 is not used
+_MAX = 127.0  # of an 8-bit integer; its negative is the least: -128 is not used
 
 
 class _BFloat(ir.Type):  # llvmlite does not have this one
@@ -105,7 +105,7 @@ def narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 def round_to_byte(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """The nearest integers from -127 to 127, ties to even; 127 for NaN."""
-    most, least = (splat(builder, ir.Constant(FLOAT, bound)) for bound in (_MOST, -_MOST))
+    most, least = (splat(builder, ir.Constant(FLOAT, bound)) for bound in (_MAX, -_MAX))
     value = call(builder, "llvm.minnum.v16f32", [value, most])
     value = call(builder, "llvm.rint.v16f32", [call(builder, "llvm.maxnum.v16f32", [value, least])])
     return builder.trunc(builder.fptosi(value, INT_VECTOR), BYTE_VECTOR)

@@ -24,7 +24,7 @@ from batchgen.kernels.cpu.layout import (
 
 _COLUMNS = 2 * LANES  # positions or dimensions that are multiplied side by side
 _LOG2_E = np.float32(emit.LOG2_E)
-_LEAST_RESULT = np.float32(2.0**-126)  # tiles take smaller numbers as zeros
+_MIN_RESULT = np.float32(2.0**-126)  # tiles take smaller numbers as zeros
 
 
 @simd.chosen
@@ -40,7 +40,7 @@ def least_result(q):
 
     Whether tiles have taken one as zero before its last step may depend on the other rows.
     """
-    least = _LEAST_RESULT if simd.is_tiled(q) else F32(0.0)
+    least = _MIN_RESULT if simd.is_tiled(q) else F32(0.0)
     return lambda q: least
 
 
@@ -147,7 +147,7 @@ def _pair_up(builder, chunks, some, width, is_few, out):
 def _accumulate(state, copies, rows, weights, weight_index, chunks, some, width, out):
     """Sums of weighted values; pairs of values follow the copies, which take half of the scratch memory."""
     (first, last), pairs = some, simd.shifted(copies, NUM_STREAMS * CHUNK * width)
-    _pair_up(chunks, some, width, np.int64(rows <= vectors.MOST_TOGETHER), pairs)
+    _pair_up(chunks, some, width, np.int64(rows <= vectors.MAX_TOGETHER), pairs)
     apart, steps = (2 * LANES, CHUNK * width, 2 * width), min(last + 1, NUM_STREAMS) - first
     x = simd.shifted(weights, weight_index + first * CHUNK)
     for d in range(0, width, _COLUMNS):

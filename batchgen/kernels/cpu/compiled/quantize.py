@@ -13,9 +13,9 @@ from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.compiled.entry import DTYPE, kernel
 from batchgen.kernels.cpu.compiled.int8 import integer_type
 from batchgen.kernels.cpu.compiled.simd import ANY, BYTES, F32, I64, emitted
-from batchgen.kernels.cpu.layout import DOT_GROUP, LANES, LEAST_QUANTIZED, ROWS_PER_ITEM, WEIGHT_DIVISOR
+from batchgen.kernels.cpu.layout import DOT_GROUP, LANES, MIN_QUANTIZED, ROWS_PER_ITEM, WEIGHT_DIVISOR
 
-_MOST = 127.0
+_MAX = 127.0
 _VECTORS = DOT_GROUP // LANES
 _BIT = ir.IntType(1)
 
@@ -60,8 +60,8 @@ def _emit_largest(builder, vectors):
 def _emit_integers(builder, vectors, out, to):
     """Write integers of rotated vectors from ``out[to]`` on, with zeros to the group's end; undivided scale, sum."""
     largest, is_nan = _emit_largest(builder, vectors)
-    is_zero = builder.fcmp_ordered("<", largest, _float(LEAST_QUANTIZED))
-    factor = builder.select(is_zero, _float(0.0), builder.fdiv(_float(_MOST), largest))
+    is_zero = builder.fcmp_ordered("<", largest, _float(MIN_QUANTIZED))
+    factor = builder.select(is_zero, _float(0.0), builder.fdiv(_float(_MAX), largest))
     by, kind = emit.splat(builder, factor), ir.VectorType(integer_type(), LANES)
     start = builder.gep(builder.bitcast(out, integer_type().as_pointer()), [to])
     total = None
@@ -91,7 +91,7 @@ def _quantize_group(builder, x, start, count, out, scales, shifts, place, shift)
             vectors = [emit.load(builder, x, at) for at in places]
         rotated = emit_hadamard(builder, vectors)
         largest, total = _emit_integers(builder, rotated, out, builder.mul(place, emit.number(DOT_GROUP)))
-        divisor = _float(_MOST * len(vectors) * LANES / WEIGHT_DIVISOR)
+        divisor = _float(_MAX * len(vectors) * LANES / WEIGHT_DIVISOR)
         builder.store(builder.fdiv(largest, divisor), builder.gep(scales, [place]))
         taken = builder.mul(total, builder.trunc(shift, emit.INT))
         builder.store(builder.neg(taken), builder.gep(shifts, [place]))

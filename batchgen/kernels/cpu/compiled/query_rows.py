@@ -11,19 +11,19 @@ import numpy as np
 
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER
+from batchgen.kernels.cpu.compiled.attention_tiles import MAX_TOGETHER
 from batchgen.kernels.cpu.compiled.simd import BYTES, F32
 
 GROUP = layout.NUM_STREAMS * layout.CHUNK  # positions whose values are added side by side
 # Of one worker: queries and sums [rows, width], scores and weights [SCORE_ROWS, SCORE_STRIDE], copied values
-# [NUM_STREAMS, CHUNK, width], scales [MOST_HEADS, 2, TILE], peak and total [rows], tiles in memory.
+# [NUM_STREAMS, CHUNK, width], scales [MAX_HEADS, 2, TILE], peak and total [rows], tiles in memory.
 Scratch = namedtuple("Scratch", "rows_q sums scores weights copies scales peak total state")
 
 
 @simd.jit
 def padded(num_rows):
     """The rows of the tile that takes up to ``MAX_QUERIES`` of them."""
-    return num_rows if num_rows <= MOST_TOGETHER else layout.MAX_QUERIES
+    return num_rows if num_rows <= MAX_TOGETHER else layout.MAX_QUERIES
 
 
 @simd.jit
@@ -59,7 +59,7 @@ def divide_scratch(rows_q, num_rows, width, values):
     weights = scores + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
     copies = weights + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
     scales = copies + 4 * layout.NUM_STREAMS * layout.CHUNK * width
-    peak = scales + 4 * layout.MOST_HEADS * 2 * layout.TILE
+    peak = scales + 4 * layout.MAX_HEADS * 2 * layout.TILE
     return Scratch(
         rows_q,
         simd.pointer(sums, F32),

@@ -16,7 +16,7 @@ from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.layout import BINS, LANES
 
 F64 = np.float64
-LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability counts as zero
+MIN = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability counts as zero
 
 
 @simd.jit
@@ -96,7 +96,7 @@ def sample(row, x, out, temperature, min_p, top_k, top_p, uniform, bins, width):
     if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
         out[row] = -1
         return
-    floor = max(np.int64(simd.bits_of_float(min_p[row])), LEAST)
+    floor = max(np.int64(simd.bits_of_float(min_p[row])), MIN)
     if 0 < top_k[row] < width:
         floor = max(floor, _threshold(bits, p, width, floor, F64(top_k[row]), False, bins))
     if top_p[row] < 1.0:

@@ -99,7 +99,7 @@ def run_all(args):
 
     If the program is still growing, it lets the other threads begin the added launches, and returns at once.
     """
-    pool, num_workers = pointer(args[layout.POOL], np.int64), args[layout.MOST_WORKERS]
+    pool, num_workers = pointer(args[layout.POOL], np.int64), args[layout.MAX_WORKERS]
     if not args[layout.IS_BEGUN]:
         pool[layout.BASE] = fetch(pool, layout.PROGRESS) >> layout.WORKER_BITS
         pool[layout.TABLE] = args[layout.LAUNCHES]
