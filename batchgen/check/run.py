@@ -128,7 +128,7 @@ def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list
     Raises UsageError if the input is unreadable, lacks a named column, has no rows, or has one that could not run.
     """
     with stdin_as_file(spec.input) as readable:
-        spec = replace(spec, sampling=params, fills_context=False)
+        spec = replace(spec, sampling=params, max_tokens_unset=False)
         job = OpenJob(info.resolved(spec), info, open_source(readable))
         job.check_columns()
         prompts = []

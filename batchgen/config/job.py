@@ -257,9 +257,11 @@ class JobSpec:
     cluster: ClusterSpec = ClusterSpec()
     embed: EmbedSpec = EmbedSpec()
     eval: EvalSpec = EvalSpec()
-    own_sampling: tuple[str, ...] | None = None  # keys given over the model's generation_config, until it is found
-    fills_context: bool = False  # OpenAI's requests may fill the context if neither they nor the job give max_tokens
-    template_place: str = field(default="input.chat_template", compare=False)  # of its text, as errors name it
+    explicit_sampling_keys: tuple[str, ...] | None = (
+        None  # keys given over the model's generation_config, until it is found
+    )
+    max_tokens_unset: bool = False  # OpenAI's requests may fill the context if neither they nor the job give max_tokens
+    chat_template_source: str = field(default="input.chat_template", compare=False)  # of its text, as errors name it
 
     def without(self, policies: Collection[str]) -> JobSpec:
         """The job with some of ``POLICIES`` switched off."""
@@ -288,7 +290,7 @@ class JobSpec:
         """Refuse keys that only apply to text in a job for vectors or labels. Raises ``UsageError``."""
         if self.generates:
             return
-        if self.embed.is_on and (self.sampling != SamplingParams() or self.own_sampling is not None):
+        if self.embed.is_on and (self.sampling != SamplingParams() or self.explicit_sampling_keys is not None):
             other = "classify" if self.sampling.labels else "sampling"
             raise UsageError(f"[{other}] and [embed] exclude each other: a job gives text, labels or embeddings")
         for name in ("messages", "system", "chat_template_kwargs"):
@@ -319,7 +321,7 @@ class JobSpec:
             for section, part in parts.items()
         }
         data["input"]["path"] = self.input.shown_path
-        if self.fills_context:
+        if self.max_tokens_unset:
             data["sampling"]["max_tokens"] = None
         return data
 

@@ -63,7 +63,7 @@ class RequestBuilder:
         tokenizer: without one, rows must bring ``prompt_token_ids``, below ``vocab_size``.
         max_model_len: the context. A prompt leaves room in it for a token to generate, or for the longest label; a
             row that does not generate may fill it.
-        fills_context: whether a request in OpenAI's form without ``max_tokens`` may fill it, as at OpenAI and in vLLM.
+        max_tokens_unset: whether a request in OpenAI's form without ``max_tokens`` may fill it, as at OpenAI and in vLLM.
         packs_logprobs: whether rows have the turns of a chat to score.
     """
 
@@ -76,12 +76,12 @@ class RequestBuilder:
         max_model_len: int,
         vocab_size: int,
         grammars: Grammars | None = None,
-        fills_context: bool = False,
+        max_tokens_unset: bool = False,
         packs_logprobs: bool = False,
     ) -> None:
         self._spec = spec
         self.packs_logprobs = packs_logprobs
-        self._fills_context = fills_context
+        self._fills_context = max_tokens_unset
         self._embedded = settings if isinstance(settings, Embedded) else None
         self.finder = ContentFinder(spec, tokenizer, vocab_size, self._embedded)
         self._sampling = sampling = _EMBEDDED if isinstance(settings, Embedded) else settings

@@ -83,22 +83,22 @@ class ModelInfo:
 
     def _with_recommended(self, spec: JobSpec) -> JobSpec:
         """The job with the values of the model, if it asks for them. Raises UsageError without any."""
-        if spec.own_sampling is None:
+        if spec.explicit_sampling_keys is None:
             return spec
         if self.recommended is None:
             why = "the model has no generation_config.json with values that are possible and supported"
             raise UsageError(f'sampling.generation_config = "auto": {why}')
-        values = {name: value for name, value in self.recommended.items() if name not in spec.own_sampling}
+        values = {name: value for name, value in self.recommended.items() if name not in spec.explicit_sampling_keys}
         try:
             sampling = merge_params(spec.sampling, values)
         except ParamError as error:
             raise UsageError(f"sampling.{error}") from None
-        return replace(spec, sampling=sampling, own_sampling=None)
+        return replace(spec, sampling=sampling, explicit_sampling_keys=None)
 
     def recommended_hint(self, spec: JobSpec) -> str | None:
         """A line if the model recommends sampling values and the job does not set any."""
         values = self.recommended or {}
-        if not values.get("temperature") or not spec.sampling.is_greedy or spec.own_sampling is not None:
+        if not values.get("temperature") or not spec.sampling.is_greedy or spec.explicit_sampling_keys is not None:
             return None
         text = ", ".join(f"{name} = {value:g}" for name, value in values.items())
         note = f"the model's generation_config.json recommends {text}; rows are greedy"
@@ -135,7 +135,7 @@ class ModelInfo:
             grammars=self.grammars,
             max_model_len=longest,
             vocab_size=self.config.vocab_size,
-            fills_context=spec.fills_context,
+            max_tokens_unset=spec.max_tokens_unset,
             packs_logprobs=spec.packs_logprobs,
         )
 
@@ -183,7 +183,7 @@ def _read_tokenizer(
     """The tokenizer of the folder ``other``, or the model's own. Raises UsageError if the job cannot use it."""
     tokenizer = None
     text = spec.input.chat_template
-    template = None if text in ("auto", "none") else (spec.template_place, {"default": text})
+    template = None if text in ("auto", "none") else (spec.chat_template_source, {"default": text})
     folder = other if other or model is None else tokenizer_folder(model)
     if folder is not None and (other or (folder / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(folder, now, vocab_size, template)
@@ -212,7 +212,7 @@ def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
     try:
         return recommended_values(folder)
     except ModelError:
-        if spec.own_sampling is not None:
+        if spec.explicit_sampling_keys is not None:
             raise
         return None
 

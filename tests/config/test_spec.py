@@ -345,12 +345,12 @@ def test_a_spec_edited_into_another_shape_is_refused(tmp_path: Path, section: st
 def test_what_stands_beside_the_models_values_or_comes_later_wins(tmp_path: Path) -> None:
     text = minimal('[sampling]\ngeneration_config = "auto"\ntop_k = 7\n')
     spec = from_text(tmp_path, text, {"sampling": {"min_p": 0.5}})
-    assert (spec.sampling, spec.own_sampling) == (SamplingParams(top_k=7, min_p=0.5), ("top_k", "min_p"))
+    assert (spec.sampling, spec.explicit_sampling_keys) == (SamplingParams(top_k=7, min_p=0.5), ("top_k", "min_p"))
     text = minimal("[sampling]\ntop_k = 7\n")
     spec = from_text(tmp_path, text, {"sampling": {"generation_config": "auto", "min_p": 0.5}})
-    assert (spec.sampling, spec.own_sampling) == (SamplingParams(top_k=7, min_p=0.5), ("min_p",))
+    assert (spec.sampling, spec.explicit_sampling_keys) == (SamplingParams(top_k=7, min_p=0.5), ("min_p",))
     none = {"sampling": {"generation_config": "none"}}
-    assert from_text(tmp_path, minimal('[sampling]\ngeneration_config = "auto"\n'), none).own_sampling is None
+    assert from_text(tmp_path, minimal('[sampling]\ngeneration_config = "auto"\n'), none).explicit_sampling_keys is None
 
 
 def test_engine_sizes_do_not_count_as_changing_outputs() -> None:

@@ -53,7 +53,7 @@ def test_rows_of_another_form_keep_the_default(job: JobMaker) -> None:
 @pytest.mark.parametrize("given", [None, 256])
 def test_a_job_read_back_knows_whether_max_tokens_was_given(job: JobMaker, given: int | None) -> None:
     spec = job.spec(input=NO_PROMPT, sampling={"max_tokens": given})
-    assert spec.fills_context == (given is None)
+    assert spec.max_tokens_unset == (given is None)
     assert job_from_dict(spec.to_dict()) == spec
 
 
