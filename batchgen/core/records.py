@@ -152,7 +152,7 @@ class Row(FastPickle):
 
     ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line (or row) in
     ``source``; ``after`` is where the next row starts. A row with an ``error`` cannot become a request; ``text`` is a
-    line without columns. ``params`` and ``prompt_token_ids`` (``Request.named_tokens``) are its request's. An earlier
+    line without columns. ``params`` and ``prompt_token_ids`` (``Request.identity_tokens``) are its request's. An earlier
     run generated ``output_token_ids``. ``answers`` are the assistant's tokens in a prompt, as ranges.
     """
 
@@ -215,7 +215,7 @@ class Request:
         return self.turn + 1 < self.num_turns
 
     @property
-    def named_tokens(self) -> tuple[int, ...]:
+    def identity_tokens(self) -> tuple[int, ...]:
         """The prompt's tokens, by which a result is found again; for several texts, also -1 and their lengths."""
         return (*self.prompt_token_ids, -1, *self.text_lengths) if self.text_lengths else self.prompt_token_ids
 

@@ -189,7 +189,7 @@ class Engine:
                 self.stats.num_forced_tokens += count - 1
             if generation.finish_reason is not None:
                 ended.append(sequence)
-            elif not generation.unwatched_until:
+            elif not generation.fast_path_until:
                 generation.mark_unwatched(sequence.max_state_tokens)
         self.stats.num_output_tokens += num_tokens
         ended += [s for s in schedule.sequences if not s.generates and not s.num_owed]

@@ -85,7 +85,7 @@ class Generation:
         token_ids: the sequence's own list: prompt and output, or prompt and label.
         generates: whether tokens are generated after the prompt; if not, given ones are scored.
         counts, thoughts: of ``observers``, the one that the sampler reads, and the one of a thinking budget.
-        unwatched_until: with fewer tokens, only ``end_ids`` (with -1) end it, and it only asks the sampler for draws;
+        fast_path_until: with fewer tokens, only ``end_ids`` (with -1) end it, and it only asks the sampler for draws;
             0 until that is known.
         logprobs, scores: log-probabilities of generated tokens, in parts, and of given ones, of which those from
             ``next_scored`` to ``end_scored`` (indexes into ``token_ids``) are left, from the position before each.
@@ -101,7 +101,7 @@ class Generation:
     rules: TokenRules | None = None
     eos_token_ids: frozenset[int] = frozenset()
     max_model_len: int = INT32_MAX
-    unwatched_until: int = 0
+    fast_path_until: int = 0
     end_ids: frozenset[int] = frozenset()
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -144,7 +144,7 @@ class Generation:
 
     def append(self, token_id: int, at: float) -> int:
         """Append a sampled token and those forced after it; returns their number. -1 ends the text without a token."""
-        if len(self.token_ids) < self.unwatched_until and token_id not in self.end_ids:
+        if len(self.token_ids) < self.fast_path_until and token_id not in self.end_ids:
             self.token_ids.append(token_id)
             return 1
         if token_id < 0:
@@ -242,11 +242,11 @@ class Generation:
         self.fail(f"{keys} leave no token to follow {place}, or the logits are not finite", RowErrorCode.BAD_PARAM)
 
     def mark_unwatched(self, until: int) -> None:
-        """Set ``unwatched_until`` if nothing watches the tokens and all given tokens are scored."""
+        """Set ``fast_path_until`` if nothing watches the tokens and all given tokens are scored."""
         params = self.request.params
         is_asking = self.needs_host or params.has_penalties or self.rules is not None or bool(self.observers)
         if not is_asking and self.num_output_tokens >= params.min_tokens:
-            self.unwatched_until = until
+            self.fast_path_until = until
             ends = frozenset() if params.ignore_eos else self.eos_token_ids
             self.end_ids = ends.union(params.stop_token_ids, (-1,))
 

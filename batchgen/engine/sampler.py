@@ -114,7 +114,7 @@ class Sampler:
         are ``kernels.argmax_or_none`` of the logits; drawn ids replace them. The host waits for the device only to book
         log-probabilities.
         """
-        asking = [(i, s) for i, s in enumerate(sequences) if not s.generation.unwatched_until]
+        asking = [(i, s) for i, s in enumerate(sequences) if not s.generation.fast_path_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
         if mask is not None:

@@ -49,7 +49,7 @@ class Schedule:
     @cached_property
     def watched(self) -> list[Sequence]:
         """The sequences that may ask for more than a draw, or be ended by more than an end token."""
-        return [s for s in self.entries if not s.generation.unwatched_until]
+        return [s for s in self.entries if not s.generation.fast_path_until]
 
     @cached_property
     def num_tokens(self) -> int:

@@ -278,7 +278,9 @@ class RequestBuilder:
         lengths = tuple(map(len, prompts)) if len(prompts) > 1 else ()
         rest = (tuple(labels), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index), num_unseen)
         request = Request(row.index, tuple(chain(*prompts)), draft.params, row.output_token_ids, *rest)
-        return replace(row, params=draft.params, prompt_token_ids=request.named_tokens, answers=draft.answers), request
+        return replace(
+            row, params=draft.params, prompt_token_ids=request.identity_tokens, answers=draft.answers
+        ), request
 
     def logprob_bytes(self, params: SamplingParams, num_prompt_tokens: int) -> int:
         """About the most bytes that log-probabilities of a row take in its record."""

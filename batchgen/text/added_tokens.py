@@ -37,13 +37,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if "added_tokens_decoder" not in own and (oldest := folder / ADDED).exists():
         settings[ADDED] = _ids(oldest)
     try:
-        _ = named_tokens(settings), _extra(settings)
+        _ = identity_tokens(settings), _extra(settings)
     except ModelError as error:
         raise ModelError(f"{folder / CONFIG}: {error}") from None
     return settings
 
 
-def named_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
+def identity_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
     """The tokens with a name, such as ``bos_token``: texts, or with marks of their own."""
     extra = settings.get("extra_special_tokens")
     of_model = extra if isinstance(extra, dict) else {}
@@ -58,7 +58,7 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_r
 
     A named token whose id is beyond the model's rows, such as one for padding, is left out: no text can use it.
     """
-    named, tokens = named_tokens(settings), _listed(settings)
+    named, tokens = identity_tokens(settings), _listed(settings)
     named_texts = {_text(token) for token in named.values()}
     for token in tokens:
         token.special = token.special or token.content in named_texts

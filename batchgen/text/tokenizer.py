@@ -19,7 +19,7 @@ import tokenizers
 from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import MORE_TEMPLATES, generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
-from batchgen.text.added_tokens import CONFIG, add_tokens, named_tokens, read_settings
+from batchgen.text.added_tokens import CONFIG, add_tokens, identity_tokens, read_settings
 from batchgen.text.answer_facts import AnswerFacts
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError, in_one
 from batchgen.text.special_tokens import SpecialTokens
@@ -232,7 +232,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """Texts of bos_token, eos_token and so on, which are strings or ``AddedToken`` objects."""
-    return {key: str(token) for key, token in named_tokens(read_settings(folder)).items()}
+    return {key: str(token) for key, token in identity_tokens(read_settings(folder)).items()}
 
 
 def _template_sources(folder: Path) -> Templates:
