@@ -17,7 +17,7 @@ from batchgen.core.keys import INT64_MAX
 from batchgen.core.records import FinishReason, SamplingParams
 
 
-def draw_of(row_id: str | int | None, index: int) -> int:
+def rng_key_of(row_id: str | int | None, index: int) -> int:
     """Key of a row's randomness: its id, or its index if the row lacks an id.
 
     Integers from 0 are their own key, so that an id column of row numbers draws the same as a job without ids; other
@@ -30,11 +30,11 @@ def draw_of(row_id: str | int | None, index: int) -> int:
     return int.from_bytes(blake2b(json.dumps(row_id).encode(), digest_size=8).digest()) >> 1
 
 
-def draw_of_turn(draw: int, number: int) -> int:
+def rng_key_of_turn(rng_key: int, number: int) -> int:
     """Key of the randomness of a row's turn, counted from 0: the first turn draws as a row with one answer does."""
     if not number:
-        return draw
-    return int.from_bytes(blake2b(b"%d turn %d" % (draw, number), digest_size=8).digest()) >> 1
+        return rng_key
+    return int.from_bytes(blake2b(b"%d turn %d" % (rng_key, number), digest_size=8).digest()) >> 1
 
 
 def limit_of(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
@@ -42,13 +42,15 @@ def limit_of(params: SamplingParams, num_prompt_tokens: int, max_model_len: int)
     return min(params.max_tokens, max(max_model_len - num_prompt_tokens, 0))
 
 
-def fingerprint(draw: int, params: SamplingParams, prompt_token_ids: Sequence[int], limit: int, facts: str = "") -> str:
+def fingerprint(
+    rng_key: int, params: SamplingParams, prompt_token_ids: Sequence[int], limit: int, facts: str = ""
+) -> str:
     """A digest, as 32 hex digits, of all that decides a row's result apart from the model and how it computes.
 
-    With one sample the limit is left out (``still_holds``); draw and seed count only if tokens are sampled. ``facts``:
-    the version of the library that masks tokens, and what the chat template says about the answer.
+    With one sample the limit is left out (``still_holds``); ``rng_key`` and seed count only if tokens are sampled.
+    ``facts``: the version of the library that masks tokens, and what the chat template says about the answer.
     """
-    drawn = b"%d" % draw if _is_drawn(params) else b""
+    drawn = b"%d" % rng_key if _is_drawn(params) else b""
     limited = b"%d" % limit if params.n > 1 else b""
     settings = b"\0".join((_params_name(params), drawn, limited, facts.encode(), b""))
     return blake2b(settings + array("i", prompt_token_ids).tobytes(), digest_size=16).hexdigest()

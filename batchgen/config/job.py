@@ -257,9 +257,7 @@ class JobSpec:
     cluster: ClusterSpec = ClusterSpec()
     embed: EmbedSpec = EmbedSpec()
     eval: EvalSpec = EvalSpec()
-    explicit_sampling_keys: tuple[str, ...] | None = (
-        None  # keys given over the model's generation_config, until it is found
-    )
+    explicit_sampling_keys: tuple[str, ...] | None = None  # over the model's generation_config
     max_tokens_unset: bool = False  # OpenAI's requests may fill the context if neither they nor the job give max_tokens
     chat_template_source: str = field(default="input.chat_template", compare=False)  # of its text, as errors name it
 

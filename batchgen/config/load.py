@@ -148,16 +148,16 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
                     merged[section].pop(key, None)
             merged[section] |= values
     sampling = SamplingParams()
-    explicit_sampling_keys: tuple[str, ...] | None = None
-    chat_template_source = "input.chat_template"
+    explicit: tuple[str, ...] | None = None
+    source = "input.chat_template"
     for origin in origins:
         if origin.base is not None and (file := origin.values.get("input", {}).get("chat_template")):
-            chat_template_source = f"{origin.place('input', 'chat_template')} = {file}"
+            source = f"{origin.place('input', 'chat_template')} = {file}"
         overrides = {**origin.values.get("sampling", {}), **origin.values.get("classify", {}), **origin.structured()}
         if overrides.pop("generation_config", None) is not None:
-            explicit_sampling_keys = () if origin.parsed("sampling", "generation_config") == "auto" else None
-        if explicit_sampling_keys is not None:
-            explicit_sampling_keys += tuple(name for name, value in overrides.items() if value is not None)
+            explicit = () if origin.parsed("sampling", "generation_config") == "auto" else None
+        if explicit is not None:
+            explicit += tuple(name for name, value in overrides.items() if value is not None)
         try:
             sampling = merge_params(sampling, overrides)
         except ParamError as error:
@@ -168,9 +168,9 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     is_open &= parts["input"].may_have_batch_lines
     return JobSpec(
         sampling=sampling,
-        explicit_sampling_keys=explicit_sampling_keys,
+        explicit_sampling_keys=explicit,
         max_tokens_unset=is_open,
-        chat_template_source=chat_template_source,
+        chat_template_source=source,
         **parts,
     )
 

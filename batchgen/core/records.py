@@ -152,8 +152,8 @@ class Row(FastPickle):
 
     ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line (or row) in
     ``source``; ``after`` is where the next row starts. A row with an ``error`` cannot become a request; ``text`` is a
-    line without columns. ``params`` and ``prompt_token_ids`` (``Request.identity_tokens``) are its request's. An earlier
-    run generated ``output_token_ids``. ``answers`` are the assistant's tokens in a prompt, as ranges.
+    line without columns. ``params`` and ``prompt_token_ids`` (``Request.identity_tokens``) are its request's. An
+    earlier run generated ``output_token_ids``. ``answers`` are the assistant's tokens in a prompt, as ranges.
     """
 
     index: int
@@ -190,7 +190,7 @@ class Request:
         num_row_chars: about the row's memory until its result.
         pooling: the tokens whose hidden states make up the vector (``POOLINGS``), or "".
         text_lengths: lengths of texts that get a vector each.
-        draw: key of the row's randomness (``config.identity``), if not ``key``.
+        rng_key: key of the row's randomness (``config.identity``), if not ``key``.
         num_unseen: last tokens of a text that no token attends to; they attend to the tokens before them.
         turn: its number, from 0, among the row's ``num_turns`` requests.
     """
@@ -204,7 +204,7 @@ class Request:
     num_row_chars: int = field(default=0, compare=False)
     pooling: str = ""
     text_lengths: tuple[int, ...] = ()
-    draw: int | None = None
+    rng_key: int | None = None
     num_unseen: int = 0
     turn: int = 0
     num_turns: int = 1

@@ -223,7 +223,7 @@ class Sampler:
         positions = np.array([len(s.token_ids) - s.num_prompt_tokens for s in sequences])
         drawn = uniforms(
             of_kinds((p.seed for p in kinds.values()), np.int64),
-            [s.request.key if s.request.draw is None else s.request.draw for s in sequences],
+            [s.request.key if s.request.rng_key is None else s.request.rng_key for s in sequences],
             [s.sample_index for s in sequences],
             positions,
         )

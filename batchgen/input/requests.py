@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
-from batchgen.config.identity import draw_of, limit_of
+from batchgen.config.identity import limit_of, rng_key_of
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
@@ -63,7 +63,7 @@ class RequestBuilder:
         tokenizer: without one, rows must bring ``prompt_token_ids``, below ``vocab_size``.
         max_model_len: the context. A prompt leaves room in it for a token to generate, or for the longest label; a
             row that does not generate may fill it.
-        max_tokens_unset: whether a request in OpenAI's form without ``max_tokens`` may fill it, as at OpenAI and in vLLM.
+        max_tokens_unset: whether a request in OpenAI's form without ``max_tokens`` may fill it, as at OpenAI.
         packs_logprobs: whether rows have the turns of a chat to score.
     """
 
@@ -276,7 +276,7 @@ class RequestBuilder:
         row, size = draft.row, num_chars(draft.row.columns)
         pooling = self._embedded.pooling if self._embedded else ""
         lengths = tuple(map(len, prompts)) if len(prompts) > 1 else ()
-        rest = (tuple(labels), tuple(bad_words), size, pooling, lengths, draw_of(row.id, row.index), num_unseen)
+        rest = (tuple(labels), tuple(bad_words), size, pooling, lengths, rng_key_of(row.id, row.index), num_unseen)
         request = Request(row.index, tuple(chain(*prompts)), draft.params, row.output_token_ids, *rest)
         return replace(
             row, params=draft.params, prompt_token_ids=request.identity_tokens, answers=draft.answers

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
 
-from batchgen.config.identity import draw_of_turn
+from batchgen.config.identity import rng_key_of_turn
 from batchgen.config.sampling import keys_beyond_turns
 from batchgen.core.chat_rows import ASSISTANT, ChatRow, Message, Turn
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
@@ -51,8 +51,8 @@ class TurnBuilder(RequestBuilder):
                 error = current.error and row.in_turn(number, current.error)
                 yield replace(row, error=error), None
                 continue
-            draw = draw_of_turn(request.draw or 0, number)
-            asking = replace(request, draw=draw, turn=number, num_turns=row.num_turns)
+            rng_key = rng_key_of_turn(request.rng_key or 0, number)
+            asking = replace(request, rng_key=rng_key, turn=number, num_turns=row.num_turns)
             yield replace(row, params=current.params, prompt_token_ids=current.prompt_token_ids), asking
 
     def after(self, row: Row, result: Result) -> tuple[ChatRow, Result | None]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any
 
-from batchgen.config.identity import draw_of, fingerprint, limit_of
+from batchgen.config.identity import fingerprint, limit_of, rng_key_of
 from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import VECTOR_KEYS, kept_columns, url_of
 from batchgen.core import structured
@@ -118,7 +118,7 @@ class RecordBuilder:
         facts = self._facts_of(row)
         if isinstance(row, ChatRow):  # whose prompts hold its answers
             facts, tokens = f"{facts} {row.digest} {row.params.max_tokens} {self.max_model_len}", ()
-        return fingerprint(draw_of(row.id, row.index), row.params, tokens, limit, facts)
+        return fingerprint(rng_key_of(row.id, row.index), row.params, tokens, limit, facts)
 
     def _facts_of(self, row: Row) -> str:
         """Facts that decide the result of a row in addition to its prompt, sampling values and the model's files."""

@@ -130,7 +130,7 @@ def rows() -> tuple[Request, ...]:
 
 @cache
 def alone() -> dict[int, Result]:
-    return {row.key: answer(row.params, row.prompt_token_ids, draw=row.key) for row in rows()}
+    return {row.key: answer(row.params, row.prompt_token_ids, rng_key=row.key) for row in rows()}
 
 
 @settings(max_examples=25, deadline=None)
@@ -160,7 +160,7 @@ def test_a_row_goes_on_from_any_of_its_tokens() -> None:
             whole = alone()[row.key]
             for count in range(len(whole.first.token_ids)):
                 given = whole.first.token_ids[:count]
-                assert answer(row.params, row.prompt_token_ids, draw=row.key, output_token_ids=given) == whole
+                assert answer(row.params, row.prompt_token_ids, rng_key=row.key, output_token_ids=given) == whole
 
 
 def test_steps_overlap_again_once_thoughts_are_over() -> None:

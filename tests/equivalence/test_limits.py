@@ -23,7 +23,7 @@ def pairs(rows: str) -> dict[int, tuple[Request, Request]]:
     for request in KINDS[rows].requests:
         if not request.labels and request.params.max_tokens:
             twice = replace(request.params, max_tokens=2 * request.params.max_tokens)
-            found[request.key] = request, replace(request, key=_LARGER + request.key, draw=request.key, params=twice)
+            found[request.key] = request, replace(request, key=_LARGER + request.key, rng_key=request.key, params=twice)
     return found
 
 

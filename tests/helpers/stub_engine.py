@@ -30,7 +30,7 @@ from batchgen.text.tokenizer import Tokenizer
 def stub_token(request: Request, position: int, vocab_size: int) -> int:
     """The token at a position, by the prompt and all values that decide tokens: greedy ones ignore seed and draw."""
     params = replace(request.params, max_tokens=0, n=1, logprobs=None, prompt_logprobs=None)
-    drawn = None if params.is_greedy else draw_of(request)
+    drawn = None if params.is_greedy else rng_key_of(request)
     keyed = replace(params, seed=0) if params.is_greedy else params
     return 8 + _digest(request.prompt_token_ids, keyed, drawn, position) % (vocab_size - 8)
 
@@ -40,9 +40,9 @@ def stub_length(request: Request) -> int:
     return max(1 + _digest(request.prompt_token_ids) % 24, request.params.min_tokens)
 
 
-def draw_of(request: Request) -> int:
+def rng_key_of(request: Request) -> int:
     """What the randomness of a request is keyed by."""
-    return request.key if request.draw is None else request.draw
+    return request.key if request.rng_key is None else request.rng_key
 
 
 def _digest(*parts: object) -> int:

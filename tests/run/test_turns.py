@@ -384,4 +384,4 @@ def test_each_turn_draws_for_itself(job: JobMaker, monkeypatch: pytest.MonkeyPat
     asked = submitted(monkeypatch)
     job.write([{"id": 7, "conversations": chat(1, 3)}])
     job.run(spec_of(job, sampling={"temperature": 1.0, "max_tokens": 30}))
-    assert asked[0].draw == 7 and len({request.draw for request in asked}) == 3
+    assert asked[0].rng_key == 7 and len({request.rng_key for request in asked}) == 3
