@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from batchgen.core.addresses import bare, masked, scheme_of
 from batchgen.core.errors import InputError, RemoteError, UsageError
-from batchgen.core.fingerprint import Digests, input_changed
+from batchgen.core.file_digests import Digests, input_changed
 from batchgen.core.remote import attempt, open_store, refusals_as_usage
 
 BUFFER_BYTES = 1 << 18

@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.config.job import InputSpec
 from batchgen.core.addresses import scheme_of
 from batchgen.core.errors import BatchgenError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.records import Cursor, Row
 from batchgen.core.remote import attempt, open_store, refusals_as_usage
 from batchgen.core.units import Shard

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import ModelError, UsageError
-from batchgen.core.fingerprint import Digests, FileState
+from batchgen.core.file_digests import Digests, FileState
 from batchgen.core.model_files import ADAPTER_FILES, TOKENIZER_FILES, WEIGHTS_FILES, model_files
 
 

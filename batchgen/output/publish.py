@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from batchgen.core.addresses import scheme_of
 from batchgen.core.errors import UsageError
-from batchgen.core.fingerprint import file_digest
+from batchgen.core.file_digests import file_digest
 from batchgen.core.remote import STILL_S, RemoteError, attempt, open_store
 from batchgen.core.storage import storage_errors
 from batchgen.core.version import __version__

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import InputError, LockedError, StorageError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.storage import (
     make_folder,
     read_regular,

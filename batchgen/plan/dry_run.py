@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import NOT_READ, GateFailed, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.logprobs import JSON_BYTES, PACKED_BYTES
 from batchgen.core.machine import available_bytes, processor_name
 from batchgen.core.units import WHOLE, Shard, counted, format_duration, labelled, shortened

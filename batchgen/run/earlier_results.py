@@ -15,7 +15,7 @@ from typing import Any
 from batchgen.config.identity import limit_of, may_go_on, still_holds
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import LockedError, StorageError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import Row
 from batchgen.output.earlier_rows import EarlierRows

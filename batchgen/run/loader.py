@@ -15,7 +15,7 @@ from typing import Any
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.config.sampling import ParamError, merge_params, recommended_values
 from batchgen.core.errors import ModelError, UsageError
-from batchgen.core.fingerprint import FileState
+from batchgen.core.file_digests import FileState
 from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import (
     ADAPTER_FILES,

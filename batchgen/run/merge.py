@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import LockedError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import Cursor

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import kept_columns
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.units import WHOLE, Shard, shown
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import RowValidator, UniqueIds, may_have_ids

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.numerics import Numerics
 from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator, may_have_ids

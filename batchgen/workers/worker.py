@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from batchgen.config.job import JobSpec
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.machine import memory_errors
 from batchgen.core.units import one_line
 from batchgen.core.version import __version__

@@ -210,7 +210,7 @@ def adapters(seed: int, good: Path) -> Iterator[tuple[str, str, Change]]:
 def use(folder: Path) -> None:
     """What a run does with a model, and with the adapter in its folder if there is one, up to two tokens."""
     from batchgen.config.load import load_job
-    from batchgen.core.fingerprint import Digests
+    from batchgen.core.file_digests import Digests
     from batchgen.core.records import Request, SamplingParams
     from batchgen.run.loader import load_engine, read_model
 

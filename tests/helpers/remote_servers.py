@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from input_helpers import source_of
 
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.input.source import Source
 
 

@@ -18,7 +18,6 @@ from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 
 from batchgen.config.job import JobSpec
-from batchgen.core import fingerprint
 from batchgen.core.errors import InputError, UsageError
 from batchgen.core.records import Row
 from batchgen.input import source

@@ -17,7 +17,7 @@ from input_helpers import FORMATS, codes, jsonl, read_bytes, sample_rows, source
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.fingerprint import Digests, file_digest
+from batchgen.core.file_digests import Digests, file_digest
 from batchgen.core.records import Cursor
 from batchgen.core.units import WHOLE
 from batchgen.input.formats import arrow, lines

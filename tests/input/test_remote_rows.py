@@ -16,7 +16,7 @@ from repeats import slow
 from batchgen.config.job import InputSpec
 from batchgen.core import remote
 from batchgen.core.errors import ExitCode, InputError, RemoteError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.records import Cursor
 from batchgen.input import input_bytes
 from batchgen.input.source import open_source

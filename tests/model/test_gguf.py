@@ -23,7 +23,7 @@ from tiny_model import CPU, DTYPES, prefix_logits, raw_config, write_checkpoint
 
 import batchgen
 from batchgen.core.errors import ExitCode, ModelError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.gguf import read_header
 from batchgen.core.machine import QUANTIZATIONS
 from batchgen.kernels.reference import ReferenceKernels

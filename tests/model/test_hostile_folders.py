@@ -18,7 +18,7 @@ from run_helpers import ENVIRONMENT
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, UsageError
-from batchgen.core.fingerprint import Digests, file_digest
+from batchgen.core.file_digests import Digests, file_digest
 from batchgen.core.model_files import check_files, read_object, resolve_model
 from batchgen.model.load import load_model
 from batchgen.run.loader import read_model

@@ -14,7 +14,7 @@ from records import dead_letter, record
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.output import OutputSpec
 from batchgen.core.errors import StorageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.storage import write_atomic

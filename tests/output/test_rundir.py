@@ -16,7 +16,7 @@ import pytest
 
 from batchgen.core import storage
 from batchgen.core.errors import LockedError, StorageError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.storage import staged_file, write_atomic
 from batchgen.core.units import Shard
 from batchgen.output.lock import Holder

@@ -18,7 +18,7 @@ from run_helpers import ENVIRONMENT
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.output import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.units import WHOLE, Shard

@@ -16,7 +16,6 @@ from run_helpers import MODEL, JobMaker, journal_of, quiet, rows_of, updating
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.manifest import Manifest
 from batchgen.run.invocation import RunOptions

@@ -17,7 +17,7 @@ from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.output import OutputSpec
 from batchgen.core.errors import BatchgenError, LockedError, StorageError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, SamplingParams
 from batchgen.core.units import WHOLE, Shard

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import NOT_READ, RowErrorCode, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import counted, shown
 from batchgen.input.formats import Rows, Wanted

@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchgen.config.job import InputSpec
 from batchgen.core.addresses import masked
 from batchgen.core.errors import BatchgenError, InputError, UsageError
-from batchgen.core.fingerprint import Digests
+from batchgen.core.file_digests import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
 from batchgen.input.formats import Rows, Wanted
