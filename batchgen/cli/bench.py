@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.bench.workload import NAMED, LengthRange, Shape, as_texts, from_file, hide_lengths
+from batchgen.cli.console import say, show
 from batchgen.cli.options import COUNT, GroupedCommand, Parsed, job_options, json_option, local_path, take_job_flags
-from batchgen.cli.say import say, show
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import require_address_space
 from batchgen.core.records import POOLINGS, Request, SamplingParams

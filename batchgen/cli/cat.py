@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
+from batchgen.cli.console import show
 from batchgen.cli.options import PATH
-from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.keys import resembling
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from batchgen.cli.console import say, show
 from batchgen.cli.options import GroupedCommand, job_options, json_option, take_job_flags
-from batchgen.cli.say import say, show
 from batchgen.config.job import KEYS
 from batchgen.core.errors import ExitCode, GateFailed
 from batchgen.core.machine import available_bytes, num_usable_cpus, require_address_space, total_bytes, visible_gpus

@@ -19,12 +19,12 @@ import click
 from batchgen.cli.bench import bench
 from batchgen.cli.cat import cat
 from batchgen.cli.check import check, env
+from batchgen.cli.console import is_of_stdout, say, settle, show
 from batchgen.cli.help import help_command
 from batchgen.cli.options import RunOption, usage_error
 from batchgen.cli.plan import plan, try_command
 from batchgen.cli.report import report
 from batchgen.cli.run import merge, run, status
-from batchgen.cli.say import is_of_stdout, say, settle, show
 from batchgen.core.addresses import masked_in
 from batchgen.core.errors import BatchgenError, ExitCode, UsageError
 from batchgen.core.machine import memory_errors

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchgen.cli.console import point_out_backslashes, say, say_next, show
 from batchgen.cli.options import (
     COUNT,
     DURATION,
@@ -18,7 +19,6 @@ from batchgen.cli.options import (
     run_option,
     take_job_flags,
 )
-from batchgen.cli.say import point_out_backslashes, say, say_next, show
 from batchgen.core.errors import ExitCode
 from batchgen.run.argument import load_spec
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchgen.cli.console import say, say_next, show
 from batchgen.cli.options import AMOUNT, PATH, POINTS, SHARE, json_option
-from batchgen.cli.say import say, say_next, show
 from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.units import printable
 

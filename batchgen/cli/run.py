@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchgen.cli.console import point_out_backslashes, say, say_next, show
 from batchgen.cli.options import (
     CLOCK,
     COUNT,
@@ -24,7 +25,6 @@ from batchgen.cli.options import (
     run_option,
     take_job_flags,
 )
-from batchgen.cli.say import point_out_backslashes, say, say_next, show
 from batchgen.config.job import POLICIES
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
