@@ -37,7 +37,7 @@ from batchgen.run.loader import EngineFactory
 from batchgen.run.outcome import Outcome
 from batchgen.run.stdin import in_temporary_folder, temporary_folder
 from batchgen.run.stop import Limits
-from batchgen.workers import backend
+from batchgen.workers import placement
 
 _LINES_FORMATS = ("auto", "jsonl", "openai-batch")
 _NOT_KEPT = "nothing is kept without an output folder"
@@ -180,7 +180,7 @@ def generate(
             stack.enter_context(in_temporary_folder())
             lost = _NOT_KEPT
         lines = None if is_path else json_lines(rows, spec.input.request_columns)
-        outcome = backend.run_job(spec, options, engine_factory=engine_factory, lines=lines)
+        outcome = placement.run_placed(spec, options, engine_factory=engine_factory, lines=lines)
         run = _finished(spec, outcome, lost, rows.index if hasattr(rows, "iloc") else None)
         if not is_kept:
             run.read()
@@ -204,7 +204,7 @@ def run_job(
     spec, shard = load_spec(name, flags, None if options.shard == WHOLE else options.shard)
     keeps_stdin = is_run_folder(name) and "path" not in flags.get("input", {})
     options = replace(options, shard=shard, keeps_stdin=keeps_stdin)
-    return _with_warning(_finished(spec, backend.run_job(spec, options, engine_factory=engine_factory), "", None))
+    return _with_warning(_finished(spec, placement.run_placed(spec, options, engine_factory=engine_factory), "", None))
 
 
 def plan_job(job: str | os.PathLike[str] | None = None, *, calibrates: bool = False, **keys: Any) -> dict[str, Any]:

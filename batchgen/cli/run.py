@@ -76,12 +76,12 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
     point_out_backslashes(flags)
     spec, values["shard"] = load_spec(job, flags, values["shard"])
     from batchgen.run.stop import Limits
-    from batchgen.workers.backend import run_job
+    from batchgen.workers.placement import run_placed
 
     limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"])
     keeps_stdin = is_run_folder(job) and "path" not in flags.get("input", {})
     options = replace(_run_options(values), limits=limits, keeps_stdin=keeps_stdin)
-    outcome = run_job(spec.without(values["without"]), options, engine_factory=engine_factory)
+    outcome = run_placed(spec.without(values["without"]), options, engine_factory=engine_factory)
     return _conclude(outcome, values, Path(spec.output.path))
 
 

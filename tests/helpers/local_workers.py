@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.run.loader import EngineFactory
-from batchgen.workers.backend import on_workers
 from batchgen.workers.handle import WorkerHandle
 from batchgen.workers.local import LocalLauncher, LocalWorker
 from batchgen.workers.messages import Assignment
+from batchgen.workers.placement import on_workers
 from batchgen.workers.slices import MachineSlice
 from batchgen.workers.worker import Start
 

@@ -13,8 +13,8 @@ from typing import Any
 from stub_engine import stub_factory
 
 from batchgen.run.loader import EngineFactory
-from batchgen.workers.backend import on_workers
 from batchgen.workers.handle import WorkerHandle, WorkerLauncher
+from batchgen.workers.placement import on_workers
 from batchgen.workers.slices import MachineSlice
 from batchgen.workers.worker import Start, Worker
 

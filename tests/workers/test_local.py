@@ -25,8 +25,8 @@ from batchgen.core.errors import BatchgenError, ExitCode, ModelError, OutOfMemor
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.loader import ModelInfo
-from batchgen.workers.backend import run_job
 from batchgen.workers.handle import WorkerHandle
+from batchgen.workers.placement import run_placed
 
 SAMPLED = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
 TWO = {"cluster": {"workers": 2}}
@@ -37,14 +37,14 @@ def test_a_run_begun_by_one_process_is_finished_by_workers(job: JobMaker) -> Non
     wanted, errors = job.elsewhere("alone", job.spec(**SAMPLED)), (job.folder / "alone" / "errors.jsonl").read_bytes()
     assert job.run(job.spec(**SAMPLED), quiet(max_total_tokens=2000)).exit_code == ExitCode.STOPPED
     spec = job.spec(**SAMPLED, **TWO)
-    assert run_job(spec, quiet(), engine_factory=stub_factory()).exit_code == ExitCode.ROWS_FAILED
+    assert run_placed(spec, quiet(), engine_factory=stub_factory()).exit_code == ExitCode.ROWS_FAILED
     assert job.outputs() == wanted
     assert (job.output / "errors.jsonl").read_bytes() == errors
 
 
 def test_rows_behind_bad_ones_at_the_beginning_go_to_workers_as_any_others(job: JobMaker) -> None:
     job.write(["{", "[]", "{", *rows_of(9)])  # read in chunks that double: the first good row has company
-    assert run_job(job.spec(**TWO), quiet(), engine_factory=stub_factory()).exit_code == ExitCode.ROWS_FAILED
+    assert run_placed(job.spec(**TWO), quiet(), engine_factory=stub_factory()).exit_code == ExitCode.ROWS_FAILED
     assert [error["code"] for error in job.errors()] == ["bad_json", "bad_type", "bad_json"]
     assert job.outputs() == job.elsewhere("alone")
 
@@ -169,7 +169,7 @@ def test_what_no_worker_can_begin_with_ends_the_job_as_in_one(job: JobMaker, err
     job.write(rows_of(3))
     wanted = type(error) if isinstance(error, BatchgenError) else OutOfMemory
     with pytest.raises(wanted, match=said):
-        run_job(job.spec(**TWO), quiet(), engine_factory=Failing(error))
+        run_placed(job.spec(**TWO), quiet(), engine_factory=Failing(error))
     assert not (job.output / "job.json").exists(), "nothing was written"
 
 
@@ -231,7 +231,7 @@ def test_workers_import_nothing_of_the_folder_they_start_in(job: JobMaker, monke
     job.write(rows_of(3))
     (job.folder / "json.py").write_text("raise SystemExit('executed')")  # as one beside a data set may be
     monkeypatch.chdir(job.folder)
-    assert run_job(job.spec(**TWO), quiet(), engine_factory=stub_factory()).exit_code == ExitCode.OK
+    assert run_placed(job.spec(**TWO), quiet(), engine_factory=stub_factory()).exit_code == ExitCode.OK
 
 
 def test_a_driver_of_workers_never_imports_torch(job: JobMaker) -> None:
@@ -269,7 +269,7 @@ def test_workers_take_the_steps_of_one_process_with_the_models_own_engine(job: J
     for workers in ("", "1", "2"):
         job.output = job.folder / f"on-{workers}"
         spec = job.spec(cluster={"workers": workers}, engine={"max_num_seqs": 64, "threads": 1})
-        report = run_job(spec, quiet()).report
+        report = run_placed(spec, quiet()).report
         assert report is not None
         steps[workers], found[workers] = report["engine"]["num_steps"], job.outputs()
     assert found["1"] == found["2"] == found[""]

@@ -35,7 +35,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
 from batchgen.run.backend import Backend
 from batchgen.run.loader import EngineFactory, ModelInfo
-from batchgen.workers.backend import on_workers
+from batchgen.workers.placement import on_workers
 from batchgen.workers.ray_launcher import RayLauncher
 from batchgen.workers.worker import Start
 

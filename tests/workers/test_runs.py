@@ -30,10 +30,10 @@ from batchgen.run.invocation import RunOptions
 from batchgen.run.loader import ModelInfo, load_engine
 from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status
-from batchgen.workers.backend import on_workers
 from batchgen.workers.driver import NoWorkers
 from batchgen.workers.handle import WorkerHandle
 from batchgen.workers.messages import Assignment
+from batchgen.workers.placement import on_workers
 from batchgen.workers.worker import Start
 
 

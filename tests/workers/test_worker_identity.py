@@ -18,11 +18,11 @@ from batchgen.core.version import __version__
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import RunContext
 from batchgen.run.loader import EngineFactory
-from batchgen.workers.backend import IdentityGate, on_workers
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.driver import WorkersEngine
 from batchgen.workers.handle import WorkerHandle
 from batchgen.workers.messages import Identity, WorkerReady
+from batchgen.workers.placement import IdentityGate, on_workers
 from batchgen.workers.worker import Start
 from batchgen.workers.worker_state import Liveness
 

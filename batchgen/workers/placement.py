@@ -26,7 +26,7 @@ from batchgen.workers.worker import Start
 from batchgen.workers.worker_state import Liveness
 
 
-def run_job(
+def run_placed(
     spec: JobSpec,
     options: RunOptions | None = None,
     *,
