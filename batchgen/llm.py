@@ -29,7 +29,7 @@ from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
 from batchgen.input.rows import RowProblem, parse_json, prepared, with_id
 from batchgen.output.formats.parquet import fixed_types, table_of
-from batchgen.run.backend import Backend
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import EngineFactory, load_engine, read_model
 from batchgen.run.results import entry_of, failed_entry
 
@@ -78,7 +78,7 @@ class LLM:
         self._spec = self._model.resolved(spec)
         self._factory = engine_factory or load_engine
         self._lock = threading.RLock()
-        self._backend: Backend | None = None
+        self._loaded: LoadedEngine | None = None
         self._is_closed = False
         self._ready()
 
@@ -255,19 +255,19 @@ class LLM:
                 raise
         return records
 
-    def _ready(self) -> Backend:
+    def _ready(self) -> LoadedEngine:
         """The loaded model. Raises UsageError once it is closed."""
         if self._is_closed:
             raise UsageError("LLM: it was closed: make a new one")
-        if self._backend is None:
-            self._backend = self._factory(self._spec, self._model)
-            self._backend.prepare()
-        return self._backend
+        if self._loaded is None:
+            self._loaded = self._factory(self._spec, self._model)
+            self._loaded.prepare()
+        return self._loaded
 
     def _drop(self) -> None:
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.close()
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.close()
 
 
 def _refuse_jobs(sections: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ PROMISE = {  # by room, the files that hold it; "*": all
     "kernels": "attention experts linear mask parallel quantize rope_conv rows sampling_kernel shared_prefixes",
     # No row lost, none twice.
     "output": "durability journal rundir writer",
-    "run": "backend crashes custom_ids histories identity kill_points merge resume run signals stdin stop update",
+    "run": "crashes custom_ids histories identity kill_points loaded_engine merge resume run signals stdin stop update",
     # The scheduler.
     "engine": "admission block_pool build_input duplicates engine penalties sampler scheduler scheduler_sharing "
     "sequence sizes",

@@ -65,10 +65,10 @@ def calibrate(
     If ``lengths`` is None, the lengths of the sampled rows are used. ``began`` is the monotonic time before this module
     was imported: loading torch is part of a run too. Raises ModelError.
     """
-    backend = load_engine(spec, info)
-    engine, requests = backend.engine, survey.sampled.items
+    loaded = load_engine(spec, info)
+    engine, requests = loaded.engine, survey.sampled.items
     assert isinstance(engine, Engine)
-    backend.prepare()
+    loaded.prepare()
     _warm_up(engine, requests[:2])
     before = engine.stats.counts()
     last_step = max(engine.stats.series.to_columns()["at"], default=0.0)
@@ -91,7 +91,7 @@ def calibrate(
     engine_s += rates.decode_s * max(num_tokens - rates.tail_tokens, 0.0)
     basis = f"{len(requests)} rows run for {measured_s:.1f} s, scaled by tokens; ± 25 %"
     estimate = Estimate(basis, (start - began) + survey.read_s + engine_s, engine_s)
-    return Forecast(lengths, estimate, backend.numerics, engine.config)
+    return Forecast(lengths, estimate, loaded.numerics, engine.config)
 
 
 def _observed(engine: Engine, requests: Sequence[Request], results: Sequence[Result]) -> ExpectedLengths | None:

@@ -77,13 +77,13 @@ def try_job(
     requests = [request for _, request in answers if request is not None]
     results: dict[int, Any] = {}
     if requests:  # else no weights are loaded
-        with closing((engine_factory or load_engine)(job.spec, job.model)) as backend:
-            backend.prepare()
+        with closing((engine_factory or load_engine)(job.spec, job.model)) as loaded:
+            loaded.prepare()
             pending = {row.key: row for row, request in answers if request is not None}
             turns = Turns(job.builder, pending)
-            ended = [*filter(None, map(turns.take, backend.engine.run(turns.requests(requests))))]
+            ended = [*filter(None, map(turns.take, loaded.engine.run(turns.requests(requests))))]
             results = {row.key: (row, result) for row, result in ended}
-            for line in backend.notes:
+            for line in loaded.notes:
                 note(line)
     for row, request in answers:
         if request is None:

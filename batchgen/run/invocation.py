@@ -21,8 +21,8 @@ from batchgen.input.source import RowRange
 from batchgen.output.manifest import Manifest
 from batchgen.output.publish import Bucket, Publication
 from batchgen.output.rundir import RunDir
-from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
+from batchgen.run.loaded_engine import LoadedEngine, RunContext
 from batchgen.run.loader import EngineFactory, load_engine
 from batchgen.run.opened import OpenJob
 from batchgen.run.outcome import Outcome
@@ -74,7 +74,7 @@ class Invocation:
         self._publish = publish
         self.options = options
         self.run_dir = run_dir
-        self.backend: Backend | None = None
+        self.loaded: LoadedEngine | None = None
         self._engine_factory = engine_factory or load_engine
         self._num_told = 0  # of its notes
         self.stopper = Stopper(options.limits, may_exit=options.may_exit)
@@ -82,23 +82,23 @@ class Invocation:
         self.progress = Progress(run_dir.path, display, self.stopper)
         self.note = display.note  # shows a line to the user
 
-    def load(self, job: OpenJob, manifest: Manifest) -> Backend:
+    def load(self, job: OpenJob, manifest: Manifest) -> LoadedEngine:
         """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
-        if self.backend is None:
+        if self.loaded is None:
             with self.progress.phase("loading the model", "load"):
                 context = self._context(job, manifest)
-                self.backend = self._engine_factory(job.spec, replace(job.model, context=context))
+                self.loaded = self._engine_factory(job.spec, replace(job.model, context=context))
                 job.model.files.check_unchanged(job.digests)
             with self.progress.phase("compiling kernels for this machine, once", "load"):
-                self.backend.prepare()
-            self._tell_notes(self.backend)
-        return self.backend
+                self.loaded.prepare()
+            self._tell_notes(self.loaded)
+        return self.loaded
 
-    def _tell_notes(self, backend: Backend) -> None:
+    def _tell_notes(self, loaded: LoadedEngine) -> None:
         """Show the engine's notes since the last call, such as a late fallback to slower kernels."""
-        for line in backend.notes[self._num_told :]:
+        for line in loaded.notes[self._num_told :]:
             self.note(line)
-        self._num_told = len(backend.notes)
+        self._num_told = len(loaded.notes)
 
     def _context(self, job: OpenJob, manifest: Manifest) -> RunContext:
         return RunContext(
@@ -133,14 +133,14 @@ class Invocation:
         with self.progress.phase("reading the input", "read"):
             first = next(tasks, None)
         if first is not None:
-            backend = self._agreed_backend(job, manifest)
-            engine = backend.engine
-            if backend.takes_rows:
+            loaded = self._agreed_engine(job, manifest)
+            engine = loaded.engine
+            if loaded.takes_rows:
                 stream.gives_rows = True
                 first = stream.pending[first.key]  # made a request before the engine was known; workers take the row
-            turns = Turns(None if backend.takes_rows else validator.builder, stream.pending, sink.save_turns)
+            turns = Turns(None if loaded.takes_rows else validator.builder, stream.pending, sink.save_turns)
             try:
-                with self.progress.generating(backend), self.stopper.drain_with(engine.stop):
+                with self.progress.generating(loaded), self.stopper.drain_with(engine.stop):
                     for result in engine.run(turns.requests(chain([first], tasks))):
                         if (ended := turns.take(result)) is not None:
                             sink.finish(*ended)
@@ -152,7 +152,7 @@ class Invocation:
                     journal.commit()
                 raise
             finally:
-                self._tell_notes(backend)
+                self._tell_notes(loaded)
                 sink.close()
             if stream.pending:
                 journal.save_partials(turns.unfinished(engine.unfinished()))
@@ -161,17 +161,17 @@ class Invocation:
         journal.commit()
         return stream.is_exhausted and not stream.pending
 
-    def _agreed_backend(self, job: OpenJob, manifest: Manifest) -> Backend:
+    def _agreed_engine(self, job: OpenJob, manifest: Manifest) -> LoadedEngine:
         """The engine, which computes as the run did so far. Raises OtherNumerics if rows would differ."""
-        backend = self.load(job, manifest)
-        now = Numerics.of(backend.numerics)
+        loaded = self.load(job, manifest)
+        now = Numerics.of(loaded.numerics)
         begun = manifest.numerics or now
         if why := begun.refusal(now, may_mix_kernels=self.options.allow_mixed_kernels):
             flags = begun.flags(now)
             remedy = f"continue with {flags}; " if flags else ""
             again = "--update computes all rows again, --overwrite drops them first"
             raise OtherNumerics(f"{self.run_dir.path} cannot be continued here: {why}; {remedy}{again}")
-        return backend
+        return loaded
 
     def claim(self, manifest: Manifest) -> None:
         """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""

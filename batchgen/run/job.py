@@ -84,8 +84,8 @@ class _Job:
                 except StopRequested:
                     outcome = self._stopped()
                 finally:
-                    if self.invocation.backend is not None:
-                        self.invocation.backend.close()
+                    if self.invocation.loaded is not None:
+                        self.invocation.loaded.close()
         return replace(outcome, stop_reason=self.stopper.reason)
 
     def _work(self) -> Outcome:
@@ -219,7 +219,7 @@ class _Job:
             self.invocation.count(self.opened.rows(self.options.shard))
         earlier_runs(self.spec)
         earlier = self.jobs.current
-        numerics = inherited_numerics(earlier, self.spec) if earlier and self.invocation.backend is None else None
+        numerics = inherited_numerics(earlier, self.spec) if earlier and self.invocation.loaded is None else None
         numerics = numerics or Numerics.of(self.invocation.load(self.opened, self.manifest).numerics)
         self.manifest = self.manifest.with_numerics(numerics)
         if earlier is None:
@@ -329,7 +329,7 @@ class _Job:
             )
         with self.progress.phase("writing the report", "write"):
             totals = journal_totals(journal, self.spec)
-            facts = job_facts(self.spec, self.manifest, self.invocation.backend)
+            facts = job_facts(self.spec, self.manifest, self.invocation.loaded)
             report = build_report(totals, self.progress.usage(), facts)
             write_report(self.run_dir.report, report)
             journal.close()

@@ -1,6 +1,6 @@
 """Loads the model of a job: first everything except its weights, then the engine with the weights.
 
-``read_model`` does not import torch; ``load_engine`` does, and may be replaced by another factory of a ``Backend``.
+``read_model`` does not import torch; ``load_engine`` does, and may be replaced by another factory of a ``LoadedEngine``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.vector_files import VectorFiles, read_vector_files
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import RunDir
-from batchgen.run.backend import Backend, RunContext, lasting_imports
+from batchgen.run.loaded_engine import LoadedEngine, RunContext, lasting_imports
 from batchgen.run.stop import signals_afterwards
 from batchgen.run.vectors import pooler, side_of, with_embedding
 from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
@@ -143,7 +143,7 @@ class ModelInfo:
         return RecordBuilder(spec, self.tokenizer, self.config.labels, self.max_model_len, self.eos_token_ids)
 
 
-EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
+EngineFactory = Callable[[JobSpec, ModelInfo], LoadedEngine]
 
 
 def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
@@ -217,7 +217,7 @@ def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
+def load_engine(spec: JobSpec, info: ModelInfo) -> LoadedEngine:
     """Load the weights and create the engine of a job; imports torch.
 
     Raises ModelError for unusable weights, UsageError for sizes or threads that this machine cannot provide,
@@ -268,7 +268,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     def facts() -> dict[str, Any]:
         return {"sizes": reported_sizes(engine.config, model)}
 
-    return Backend(engine, numerics, threads, facts, notes, prepare, num_launches=num_launches)
+    return LoadedEngine(engine, numerics, threads, facts, notes, prepare, num_launches=num_launches)
 
 
 def start_kernels(spec: JobSpec, config: ModelConfig) -> None:

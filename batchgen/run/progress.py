@@ -29,7 +29,7 @@ from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
 if TYPE_CHECKING:  # slow to import, and ``status`` needs neither
-    from batchgen.run.backend import Backend
+    from batchgen.run.loaded_engine import LoadedEngine
     from batchgen.run.results import ResultSink
 
 GENERATING, KEEPING = "generating", "keeping earlier results"
@@ -89,7 +89,7 @@ class Progress:
         self.rows_total: int | None = None
         self.sink: ResultSink | None = None
         self.state = "running"
-        self._backend: Backend | None = None
+        self._loaded: LoadedEngine | None = None
         self._keeps_file = self._is_idle = False
         self.num_reused, self._journal = 0, ""  # the folder of the job under way
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
@@ -151,9 +151,9 @@ class Progress:
         self._keeps_file, self._is_idle = keeps, is_idle
 
     @contextmanager
-    def generating(self, backend: Backend) -> Iterator[None]:
+    def generating(self, loaded: LoadedEngine) -> Iterator[None]:
         """Count the tokens of an engine, and show its workers, from now on; its time counts while inside."""
-        self._backend, self._saved_at = backend, float("-inf")  # saved at once, as a kill may come soon
+        self._loaded, self._saved_at = loaded, float("-inf")  # saved at once, as a kill may come soon
         with self.phase(GENERATING, "generate"):
             yield
 
@@ -177,9 +177,9 @@ class Progress:
 
     def usage(self) -> dict[str, Any]:
         """Time and counts of this and earlier invocations together; see ``report.build_report``."""
-        if self._backend is not None:
+        if self._loaded is not None:
             with suppress(RuntimeError):  # the main thread may add a kind of work while they are copied
-                counts = since(self._backend.engine.stats.to_dict(), self.clock.started_at)
+                counts = since(self._loaded.engine.stats.to_dict(), self.clock.started_at)
                 self._mean_workers = counts.pop("mean_workers", 1.0)
                 self._engine_counts = counts
         mine = {
@@ -203,7 +203,7 @@ class Progress:
     @property
     def computed_tokens(self) -> int:
         """Tokens that the engine has computed in this invocation, of prompts and of unfinished rows too."""
-        stats = self._backend.engine.stats if self._backend else None
+        stats = self._loaded.engine.stats if self._loaded else None
         return stats.num_prefill_tokens + stats.num_output_tokens if stats else 0
 
     def snapshot(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class Progress:
         }
 
     def _workers(self) -> Sequence[Mapping[str, Any]]:
-        return self._backend.workers() if self._backend else ()
+        return self._loaded.workers() if self._loaded else ()
 
     def _content(self, snapshot: dict[str, Any]) -> dict[str, Any]:
         """Content of ``progress.json``; a killed invocation's counts miss its last two seconds."""

@@ -27,7 +27,7 @@ from batchgen.report.facts import NUM_ANSWERS, NUM_ERRORS, Table, answers, chang
 from batchgen.report.rows import RowTotals
 
 if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
-    from batchgen.run.backend import Backend
+    from batchgen.run.loaded_engine import LoadedEngine
 
 
 _ANSWERS = ("text", "tool_calls", "label", "embedding", "embeddings")  # what of a record or sample is its answer
@@ -51,7 +51,7 @@ def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     return totals
 
 
-def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dict[str, Any]:
+def job_facts(spec: JobSpec, manifest: Manifest, loaded: LoadedEngine | None) -> dict[str, Any]:
     """The part of a report that describes the job: model, input, shard, numerics, threads, engine sizes."""
     return {
         **spec.model.named,
@@ -59,8 +59,8 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
         "shard": str(manifest.shard),
         "created_at": manifest.created_at,
         "numerics": manifest.fingerprints.get("numerics", {}),
-        "threads": backend.threads if backend else None,
-        **(backend.facts() if backend else {}),
+        "threads": loaded.threads if loaded else None,
+        **(loaded.facts() if loaded else {}),
     }
 
 

@@ -31,7 +31,7 @@ class Assignment:
 class Identity:
     """Identity of a worker, equal for all workers of a run, so that rows do not depend on the worker.
 
-    ``weights`` are the digests of ``ModelFiles.fingerprint``, for ``numerics`` see ``Backend``.
+    ``weights`` are the digests of ``ModelFiles.fingerprint``, for ``numerics`` see ``LoadedEngine``.
     """
 
     weights: Mapping[str, Any]

@@ -11,8 +11,8 @@ from batchgen.core.version import __version__
 from batchgen.input.rows import row_chars
 from batchgen.output.manifest import differences
 from batchgen.run import job
-from batchgen.run.backend import Backend, RunContext
 from batchgen.run.invocation import RunOptions
+from batchgen.run.loaded_engine import LoadedEngine, RunContext
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, start_kernels
 from batchgen.run.outcome import Outcome
 from batchgen.workers.dispatcher import RowDispatcher
@@ -43,7 +43,7 @@ def run_placed(
 def placed(engine_factory: EngineFactory) -> EngineFactory:
     """A factory of the engine that a job asks for, made by ``engine_factory`` here or in each worker."""
 
-    def load_placed(spec: JobSpec, model: ModelInfo) -> Backend:
+    def load_placed(spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         """See ``load_engine``; a cluster that cannot be reached raises UsageError, workers that all end NoWorkers."""
         if not spec.cluster.is_used:
             return engine_factory(spec, model)
@@ -69,7 +69,7 @@ def on_workers(
 ) -> EngineFactory:
     """An engine factory: ``make_launcher`` makes the launcher whose workers begin with a ``Start``."""
 
-    def load_workers(spec: JobSpec, model: ModelInfo) -> Backend:
+    def load_workers(spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         """Returns when the first worker is ready. Raises as ``WorkersEngine.begin``."""
         context, gate = model.context, IdentityGate(model.context)
         launcher = make_launcher(Start(spec, context.rendered_at, context.digests))
@@ -81,7 +81,7 @@ def on_workers(
         except BaseException:
             engine.close()
             raise
-        return Backend(
+        return LoadedEngine(
             engine,
             gate.numerics,
             first.threads,

@@ -75,19 +75,19 @@ class Worker:
         spec, digests = start.spec, Digests(start.digests)
         model = read_model(spec, start.rendered_at)
         weights = model.files.fingerprint(digests)
-        backend = start.engine_factory(spec, model)
+        loaded = start.engine_factory(spec, model)
         model.files.check_unchanged(digests)
-        backend.prepare()
-        engine = cast("Engine", backend.engine)
+        loaded.prepare()
+        engine = cast("Engine", loaded.engine)
         maker = RowMaker(model.builder(spec), model.record_builder(spec))
-        self._facts = backend.facts
-        self._loop = EngineLoop(engine, maker, num_launches=backend.num_launches)
+        self._facts = loaded.facts
+        self._loop = EngineLoop(engine, maker, num_launches=loaded.num_launches)
         return WorkerReady(
-            Identity(weights, backend.numerics, __version__),
+            Identity(weights, loaded.numerics, __version__),
             max_num_seqs=engine.max_num_seqs,
-            threads=backend.threads,
+            threads=loaded.threads,
             place=platform.node(),
-            notes=tuple(backend.notes),
+            notes=tuple(loaded.notes),
         )
 
 

@@ -22,7 +22,7 @@ from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.logprobs import Logprobs, TokenLogprob
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings
-from batchgen.run.backend import Backend
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import ModelInfo
 from batchgen.text.tokenizer import Tokenizer
 
@@ -226,16 +226,16 @@ class StubFactory:
 
     made: list[StubEngine] | None
     on_load: Callable[[], object]
-    backend: dict[str, Any]
+    loaded: dict[str, Any]
     options: dict[str, Any]
 
-    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         self.on_load()
         longest = spec.engine.max_model_len
         engine = StubEngine(vocab_size=model.config.vocab_size, max_model_len=longest, **self.options)
         if self.made is not None:
             self.made.append(engine)
-        return replace(Backend(engine, stub_numerics(spec).plain, 1), **self.backend)
+        return replace(LoadedEngine(engine, stub_numerics(spec).plain, 1), **self.loaded)
 
 
 def stub_factory(
@@ -243,10 +243,10 @@ def stub_factory(
 ) -> StubFactory:
     """A factory for ``run_job``; every engine it makes is added to ``made`` after a call of ``on_load``.
 
-    Options with the name of a field of ``Backend`` replace it, the others are the engine's.
+    Options with the name of a field of ``LoadedEngine`` replace it, the others are the engine's.
     """
-    backend = {name: options.pop(name) for name in [*options] if name in Backend.__dataclass_fields__}
-    return StubFactory(made, on_load, backend, options)
+    loaded = {name: options.pop(name) for name in [*options] if name in LoadedEngine.__dataclass_fields__}
+    return StubFactory(made, on_load, loaded, options)
 
 
 def load_slowly(seconds: float, until: str | None = None) -> None:

@@ -15,16 +15,16 @@ from batchgen.core.errors import UsageError
 from batchgen.core.units import Shard
 from batchgen.input.columns import HEAD_ROWS
 from batchgen.plan.dry_run import make_plan
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import ModelInfo
 
 NO_MAPPING = {"prompt": None, "id": None}
 Sections = Mapping[str, Mapping[str, Any]]
 
 
-def loading(spec: JobSpec, model: ModelInfo) -> Backend:
+def loading(spec: JobSpec, model: ModelInfo) -> LoadedEngine:
     pytest.fail("the weights were loaded")
 
 

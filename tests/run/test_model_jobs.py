@@ -19,8 +19,8 @@ from tiny_model import write_checkpoint
 from batchgen.cli.main import cli
 from batchgen.config.job import JobSpec
 from batchgen.core.records import FinishReason, Request, Result, Sample
-from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import ModelInfo
 
 VOCAB_SIZE = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
@@ -79,8 +79,8 @@ class ChoosingEngine(StubEngine):
             yield Result(request.key, 5, (best,), label_logprobs=scores, label_means=means)
 
 
-def choosing(spec: JobSpec, model: ModelInfo) -> Backend:
-    return Backend(ChoosingEngine(), {"dtype": "float32", "device": "stub"}, 1)
+def choosing(spec: JobSpec, model: ModelInfo) -> LoadedEngine:
+    return LoadedEngine(ChoosingEngine(), {"dtype": "float32", "device": "stub"}, 1)
 
 
 def test_the_labels_of_the_job_or_of_the_row_come_back_with_their_scores(job: JobMaker) -> None:

@@ -30,9 +30,9 @@ from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.output.journal import Journal
 from batchgen.run import invocation
 from batchgen.run import job as job_module
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.outcome import short
 from batchgen.run.reports import read_report
 from batchgen.run.results import ResultSink
@@ -369,7 +369,7 @@ def test_finished_rows_are_written_while_others_are_long_in_coming(job: JobMaker
                 seen.extend(index for index in range(Journal.read(journal_of(job.output)).counts.results))
             yield from results
 
-    run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Slow(), {}, 1))
+    run_job(job.spec(), quiet(), engine_factory=lambda spec, model: LoadedEngine(Slow(), {}, 1))
     assert len(seen) == 3
 
 
@@ -571,7 +571,7 @@ def test_a_result_for_a_row_nobody_asked_for_is_a_crash_not_a_row(job: JobMaker)
             return [dataclasses.replace(result, key=99) for result in super().step()]
 
     with pytest.raises((KeyError, BatchgenError)):
-        run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Confused(), {}, 1))
+        run_job(job.spec(), quiet(), engine_factory=lambda spec, model: LoadedEngine(Confused(), {}, 1))
     assert not (job.output / "outputs.jsonl").exists()
 
 

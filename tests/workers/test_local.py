@@ -22,8 +22,8 @@ from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import BatchgenError, ExitCode, ModelError, OutOfMemory
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import ModelInfo
 from batchgen.workers.handle import WorkerHandle
 from batchgen.workers.placement import run_placed
@@ -157,7 +157,7 @@ class Failing:
 
     error: Exception
 
-    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         raise self.error
 
 
@@ -181,7 +181,7 @@ class OutOfMemoryAt:
     folder: Path
     num_short: int
 
-    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         (self.folder / f"worker-{time.monotonic_ns()}").touch()
         is_short = len([*self.folder.glob("worker-*")]) <= self.num_short
         return stub_factory(before_step=self._check if is_short else None)(spec, model)
@@ -222,7 +222,7 @@ class Exiting:
 
     last_line: str
 
-    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         os.write(2, f"one\n{self.last_line}\n\n".encode())
         os._exit(3)
 

@@ -33,7 +33,7 @@ from batchgen.cli.main import call
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
-from batchgen.run.backend import Backend
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.workers.placement import on_workers
 from batchgen.workers.ray_launcher import RayLauncher
@@ -69,7 +69,7 @@ def workers(
     cluster = ClusterSpec(ray=machines.address, workers=bounds)
     launchers: list[RayLauncher] = []
 
-    def load(spec: JobSpec, model: ModelInfo) -> Backend:
+    def load(spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         def make_launcher(start: Start) -> RayLauncher:
             started = engine or stub_factory(**{"step_s": 0.002, **stub})
             made = replace(start, spec=replace(spec, cluster=cluster), engine_factory=started)

@@ -25,8 +25,8 @@ from batchgen.core.records import Cursor, Row
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.rundir import RunDir
 from batchgen.report.tables import render_report
-from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
+from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import ModelInfo, load_engine
 from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status
@@ -54,7 +54,7 @@ class Hanging:
         self._is_loading = loading
         self._made = 0
 
-    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> LoadedEngine:
         self._made += 1
         hangs = self._made <= self._number
         if hangs and self._is_loading:

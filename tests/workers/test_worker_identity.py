@@ -16,7 +16,7 @@ from thread_workers import ThreadLauncher
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.version import __version__
 from batchgen.output.rundir import RunDir
-from batchgen.run.backend import RunContext
+from batchgen.run.loaded_engine import RunContext
 from batchgen.run.loader import EngineFactory
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.driver import WorkersEngine

@@ -41,7 +41,7 @@ class EngineLike(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class LoadedEngine:
     """An engine with its weights; ``close`` releases resources outside this process.
 
     ``numerics`` must stay the same for a run: others give other tokens. ``facts`` are sizes for the report, after the
@@ -67,7 +67,7 @@ class RunContext:
     """Facts of a run at the time when its engine is loaded, so that workers elsewhere can load the same.
 
     ``rendered_at`` is the time that chat templates print. ``weights`` are the digests of ``ModelFiles.fingerprint``,
-    ``digests`` are ``Digests.to_plain``. ``numerics`` (see ``Backend``) produced the job's rows so far; ``num_rows``
+    ``digests`` are ``Digests.to_plain``. ``numerics`` (see ``LoadedEngine``) produced the job's rows so far; ``num_rows``
     are this shard's, if they were counted. ``may_mix_kernels``: rows may come from other kernels too.
     """
 

@@ -12,7 +12,7 @@ from stub_engine import StubEngine
 from tiny_model import engine_for, tiny_model, tokens_of
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.run.backend import EngineLike
+from batchgen.run.loaded_engine import EngineLike
 from batchgen.workers.dispatcher import RowDispatcher
 from batchgen.workers.driver import WorkersEngine
 from batchgen.workers.handle import WorkerHandle, WorkerLauncher
