@@ -190,7 +190,7 @@ class Engine:
             if generation.finish_reason is not None:
                 ended.append(sequence)
             elif not generation.fast_path_until:
-                generation.mark_unwatched(sequence.max_state_tokens)
+                generation.take_fast_path(sequence.max_state_tokens)
         self.stats.num_output_tokens += num_tokens
         ended += [s for s in schedule.sequences if not s.generates and not s.num_owed]
         for sequence in ended:

@@ -241,7 +241,7 @@ class Generation:
         keys = "allowed_token_ids, bad_words, min_tokens or structured_outputs"
         self.fail(f"{keys} leave no token to follow {place}, or the logits are not finite", RowErrorCode.BAD_PARAM)
 
-    def mark_unwatched(self, until: int) -> None:
+    def take_fast_path(self, until: int) -> None:
         """Set ``fast_path_until`` if nothing watches the tokens and all given tokens are scored."""
         params = self.request.params
         is_asking = self.needs_host or params.has_penalties or self.rules is not None or bool(self.observers)

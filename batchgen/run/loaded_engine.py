@@ -67,8 +67,8 @@ class RunContext:
     """Facts of a run at the time when its engine is loaded, so that workers elsewhere can load the same.
 
     ``rendered_at`` is the time that chat templates print. ``weights`` are the digests of ``ModelFiles.fingerprint``,
-    ``digests`` are ``Digests.to_plain``. ``numerics`` (see ``LoadedEngine``) produced the job's rows so far; ``num_rows``
-    are this shard's, if they were counted. ``may_mix_kernels``: rows may come from other kernels too.
+    ``digests`` are ``Digests.to_plain``. ``numerics`` (see ``LoadedEngine``) produced the job's rows so far;
+    ``num_rows`` are this shard's, if they were counted. ``may_mix_kernels``: rows may come from other kernels too.
     """
 
     rendered_at: datetime | None = None

@@ -1,6 +1,6 @@
 """Loads the model of a job: first everything except its weights, then the engine with the weights.
 
-``read_model`` does not import torch; ``load_engine`` does, and may be replaced by another factory of a ``LoadedEngine``.
+``read_model`` does not import torch; ``load_engine`` does, and may be replaced by another ``EngineFactory``.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_tokens_that_nothing_watches_end_a_row_where_judging_each_would(monkeypa
     num_judged = []
     for is_marked in (True, False):
         if not is_marked:
-            monkeypatch.setattr(Generation, "mark_unwatched", lambda *_: None)
+            monkeypatch.setattr(Generation, "take_fast_path", lambda *_: None)
         calls: list[Generation] = []
         engine = overlapping(Device())
         monkeypatch.setattr(Generation, "_judge", lambda g, calls=calls: (calls.append(g), judge(g)))

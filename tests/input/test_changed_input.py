@@ -18,6 +18,7 @@ from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 
 from batchgen.config.job import JobSpec
+from batchgen.core import file_digests
 from batchgen.core.errors import InputError, UsageError
 from batchgen.core.records import Row
 from batchgen.input import source
@@ -244,7 +245,7 @@ def test_no_row_is_taken_that_was_read_until_an_edit_was_undone(
 
 def test_a_file_that_changes_while_it_is_hashed_is_refused(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(3))
-    file_digest = fingerprint.file_digest
+    file_digest = file_digests.file_digest
 
     def changing(path: Path) -> str:
         digest = file_digest(path)
@@ -252,7 +253,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(job: JobMaker, monkey
             job.write(rows_of(4))
         return digest
 
-    monkeypatch.setattr(fingerprint, "file_digest", changing)
+    monkeypatch.setattr(file_digests, "file_digest", changing)
     with pytest.raises(UsageError, match=r"input\.jsonl changes while it is read; run again"):
         job.run()
     assert not job.output.exists()

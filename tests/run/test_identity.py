@@ -16,6 +16,7 @@ from run_helpers import MODEL, JobMaker, journal_of, quiet, rows_of, updating
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
+from batchgen.core import file_digests
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.manifest import Manifest
 from batchgen.run.invocation import RunOptions
@@ -28,20 +29,20 @@ from batchgen.text.tokenizer import Tokenizer
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from here on."""
     names: list[str] = []
-    digest = fingerprint.file_digest
+    digest = file_digests.file_digest
 
     def counted(path: Path) -> str:
         names.append(path.name)
         return digest(path)
 
-    monkeypatch.setattr(fingerprint, "file_digest", counted)
+    monkeypatch.setattr(file_digests, "file_digest", counted)
     return names
 
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as old enough as soon as they are written."""
-    monkeypatch.setattr(fingerprint, "_TICK_NS", 0)
+    monkeypatch.setattr(file_digests, "_TICK_NS", 0)
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_only_a_touched_file_is_hashed_again_and_only_once(job: JobMaker, hashed
 
 
 def test_a_file_too_fresh_is_hashed_again(job: JobMaker, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_TICK_NS", 3600 * 10**9)
+    monkeypatch.setattr(file_digests, "_TICK_NS", 3600 * 10**9)
     job.write(rows_of(20))
     job.run()
     hashed.clear()
