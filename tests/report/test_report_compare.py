@@ -221,7 +221,8 @@ def test_the_command_exits_4_on_a_regression_0_without_gate(job: JobMaker, shell
 def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, shell: Shell, flags: str) -> None:
     job.write(rows_of(1))
     job.run()
-    shell("report", job.output, *(job.output if flag == "." else flag for flag in flags.split()), code=2)
+    said = shell("report", job.output, *(job.output if flag == "." else flag for flag in flags.split()), code=2).err
+    assert "--max-regress-" in said
 
 
 def test_a_page_has_the_comparison_and_the_answers_that_changed(job: JobMaker, shell: Shell) -> None:
