@@ -87,9 +87,8 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
     Raises StorageError if they were edited, otherwise as ``journalled``.
     """
     path = run_dir.outputs(spec.output.format)
-    for index, kind, row in journalled(run_dir, spec.output.format):
-        if kind == "error":
-            return
+    results = ((index, row) for index, kind, row in journalled(run_dir, spec.output.format) if kind == "result")
+    for index, row in results:
         try:
             record = dict(json.loads(row))
             check_record(record)
@@ -101,11 +100,11 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
 def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
     """The rows of a finished run as they were journalled: index, kind and payload, the results first.
 
-    Raises StorageError for a bad line or a missing row, UsageError if the journal that holds the rows was removed.
+    Raises StorageError for a bad line or a missing row, of ``outputs.jsonl`` after its last row; UsageError if the
+    journal that holds the rows was removed.
     """
     if output_format == EXACT_FORMAT:
-        yield from ((index, "result", line) for index, line in read_lines(run_dir.outputs(EXACT_FORMAT)))
-        yield from ((index, "error", line) for index, line in read_errors(run_dir))
+        yield from _lines(run_dir)
         return
     remedy = f"read {run_dir.outputs(output_format).name} itself, or run with --overwrite"
     if (kept := run_dir.kept_job()) is None:
@@ -117,6 +116,25 @@ def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Liter
             raise StorageError(f"{kept.folder} is damaged: {lost}; {remedy}")
         yield from ((index, "result", journal.payload(index)) for index in journal.done.indexes(errors=False))
         yield from ((index, "error", journal.payload(index)) for index in journal.done.indexes(errors=True))
+
+
+def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
+    """The rows of a run that wrote JSON Lines, as ``journalled``; they may be edited, and ``errors.jsonl`` removed."""
+    last, path, num_read = run_dir.read_manifest(), run_dir.outputs(EXACT_FORMAT), 0
+    files = last.files if last is not None else {}
+    is_edited = path.name in files and path.is_file() and path.stat().st_size != files[path.name]["bytes"]
+    for index, line in read_lines(path):
+        num_read += 1
+        yield index, "result", line
+    for index, line in read_errors(run_dir):
+        num_read += 1
+        yield index, "error", line
+    if last is None or not is_edited or (run_dir.errors.name in files and not run_dir.errors.exists()):
+        return
+    num_rows = len(last.shard.rows(last.num_rows or 0))
+    if num_read < num_rows and not any(begun.has_all_rows for begun in run_dir.unfinished()):  # whose outputs it may be
+        lost = f"{num_read:,} of {num_rows:,} rows can be read"
+        raise StorageError(f"{path} is not as its run wrote it: {lost}; restore it, or run with --overwrite")
 
 
 def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Counts:

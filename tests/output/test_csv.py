@@ -182,6 +182,25 @@ def test_cat_shows_lines_of_any_length_whole_on_a_terminal(
     assert shell("cat", job.output, "--columns", "id,note").out == plain.replace("\r\n", "\n")
 
 
+def test_outputs_that_were_cut_at_a_line_are_an_error_and_edited_ones_are_read(job: JobMaker, shell: Shell) -> None:
+    job.write(ROWS)
+    job.run(fails=frozenset({1}))
+    before, path, errors = job.folder / "before", job.output / "outputs.jsonl", job.output / "errors.jsonl"
+    shutil.copytree(job.output, before)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex(b'{"id"')])
+    lost = f"{path} is not as its run wrote it: {len(ROWS) - 1} of {len(ROWS)} rows can be read; restore it, or run"
+    assert lost in shell("cat", job.output, code=1).err
+    for pair in ([before, job.output], [job.output, before]):
+        compared = shell("report", pair[0], "--compare", pair[1])
+        assert f"answers are not compared: {lost}" in compared.err
+        assert "equal answers" not in compared.out
+    path.write_bytes(whole.replace(b"stop", b"edited"))
+    assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1
+    errors.unlink()
+    assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1
+
+
 def test_records_that_were_lost_or_removed_are_an_error_with_its_remedy(job: JobMaker, shell: Shell) -> None:
     job.write(ROWS)
     job.run(job.spec(output={"format": "parquet"}))
