@@ -106,14 +106,15 @@ def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Liter
     if output_format == EXACT_FORMAT:
         yield from _lines(run_dir)
         return
-    remedy = f"read {run_dir.outputs(output_format).name} itself, or run with --overwrite"
+    remedy = f"read {run_dir.outputs(output_format).name} itself, or run with"
     if (kept := run_dir.kept_job()) is None:
-        raise UsageError(f"the records of {run_dir.path} were in {run_dir.journals}, which was removed: {remedy}")
+        where = f"the records of {run_dir.path} were in {run_dir.journals}"
+        raise UsageError(f"{where}, which was removed or lacks its job.json: {remedy} --overwrite")
     num_rows, shard = kept.manifest.num_rows or 0, kept.manifest.shard
     with closing(Journal.read(kept.folder, shard)) as journal:
         if not journal.done.covers(num_rows):
             lost = f"{len(journal.done):,} of {len(shard.rows(num_rows)):,} rows can be read"
-            raise StorageError(f"{kept.folder} is damaged: {lost}; {remedy}")
+            raise StorageError(f"{kept.folder} is damaged: {lost}; {remedy} --update, which computes the others")
         yield from ((index, "result", journal.payload(index)) for index in journal.done.indexes(errors=False))
         yield from ((index, "error", journal.payload(index)) for index in journal.done.indexes(errors=True))
 

@@ -97,7 +97,7 @@ class _Job:
             source = self._find_input()
             self._identify(source)
             mine = self.jobs.find(self.manifest, self.spec)
-            last, retries = self.jobs.last, self.options.update and self.jobs.has_failed
+            last, retries = self.jobs.last, self.options.update and (self.jobs.has_failed or self.jobs.has_lost_rows())
             if last and mine is None and not retries and self.jobs.is_done(self.manifest, self.spec, self.digests):
                 return self._already_done(last)
             if source is None:

@@ -6,6 +6,7 @@ A start without ``--update`` may only lose few results; a killed pass continues 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from batchgen.core.units import counted
 from batchgen.input.ids import RowValidator, may_have_ids
 from batchgen.input.rows import prepared
 from batchgen.input.source import RowRange
+from batchgen.output.journal import Journal
 from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import Begun, RunDir
 from batchgen.run.earlier_results import EarlierResults, is_between
@@ -89,6 +91,13 @@ class FolderJobs:
     def has_failed(self) -> bool:
         """Whether rows of the last finished job have failed."""
         return self.last is not None and self._run_dir.errors.name in self.last.files
+
+    def has_lost_rows(self) -> bool:
+        """Whether rows are missing from the journal that is kept with the outputs. Raises StorageError."""
+        if (kept := self._run_dir.kept_job()) is None:
+            return False
+        with closing(Journal.read(kept.folder, kept.manifest.shard)) as journal:
+            return not journal.done.covers(kept.manifest.num_rows or 0)
 
     def is_of_outputs(self, now: Manifest, spec: JobSpec) -> bool:
         """Whether the outputs, in whatever form, belong to this job."""

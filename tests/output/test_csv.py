@@ -208,14 +208,18 @@ def test_records_that_were_lost_or_removed_are_an_error_with_its_remedy(job: Job
     shutil.copytree(job.output, before)
     (segment,) = (job.output / "journal").glob("*/*.seg")
     segment.write_bytes(segment.read_bytes()[:-40])
-    lost = f"is damaged: {len(ROWS) - 1} of {len(ROWS)} rows can be read; read outputs.parquet itself, or run with --ov"
+    lost = f"is damaged: {len(ROWS) - 1} of {len(ROWS)} rows can be read; read outputs.parquet itself, or run with --up"
     assert lost in shell("cat", job.output, code=1).err
     compared = shell("report", before, "--compare", job.output)
     assert f"answers are not compared: {segment.parent} {lost}" in compared.err
     assert "equal answers" not in compared.out
+    assert job.run(job.spec(output={"format": "parquet"})).lines[0].startswith("already done")
+    job.run(job.spec(output={"format": "parquet"}), updating())
+    assert sum(engine.num_started for engine in job.engines) == 1
+    assert shell("cat", job.output).out
     shutil.rmtree(job.output / "journal")
     said = shell("cat", job.output, code=2).err
-    assert "which was removed: read outputs.parquet itself, or run with --overwrite" in said
+    assert "which was removed or lacks its job.json: read outputs.parquet itself, or run with --overwrite" in said
 
 
 def test_cat_prints_the_columns_of_a_table_as_its_file_names_them(job: JobMaker, shell: Shell) -> None:
