@@ -125,6 +125,12 @@ def _write_page(run_dir: RunDir, content: dict[str, Any], path: Path, tables: Se
     from batchgen.report.html import write_html
     from batchgen.run.reports import shown_rows
 
-    rows = [*tables, *shown_rows(run_dir, content)]
+    rows = [*tables]
+    try:
+        rows += shown_rows(run_dir, content)
+    except (StorageError, UsageError) as error:
+        say(f"the page shows no rows: {error}")
+    except (KeyError, TypeError) as error:
+        say(f"the page shows no rows: a file of {run_dir.path} is not as it was written ({error!r}); was it edited?")
     if missing := write_html(content, path, str(run_dir.path.absolute()), rows):
         say(missing)

@@ -84,23 +84,24 @@ def last_report(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
-    """Tables of a run: wrong answers, first rows, failed rows, and its job. Empty if its files cannot be read."""
-    with suppress(StorageError, UsageError, KeyError, TypeError):
-        if manifest := run_dir.read_manifest():
-            spec = manifest.spec(run_dir.manifest)
-            first = [record for _, record in islice(read_records(run_dir, spec), NUM_ANSWERS)]
-            wrong = _wrong(run_dir, spec, report)
-            errors = [json.loads(line) for _, line in islice(read_errors(run_dir), NUM_ERRORS)]
-            accuracy = report.get("accuracy") or {"total": 0, "correct": 0}
-            num_wrong = accuracy["total"] - accuracy["correct"]
-            more = f": the first {len(wrong)} of {num_wrong:,}" if len(wrong) < num_wrong else ""
-            listed = {f"Wrong answers{more}": wrong, "The first answers": first}
-            shown = [
-                answers(title, [(_prompt(spec, record), record) for record in records], _expected(spec))
-                for title, records in listed.items()
-            ]
-            return [*shown, failed(errors), _job(spec)]
-    return []
+    """Tables of a run: wrong answers, first rows, failed rows, and its job.
+
+    Raises as ``read_records``, KeyError or TypeError if ``errors.jsonl`` was edited.
+    """
+    spec = _spec(run_dir)
+    first = [record for _, record in islice(read_records(run_dir, spec), NUM_ANSWERS)]
+    wrong = _wrong(run_dir, spec, report)
+    lines = (json.loads(line) for _, line in islice(read_errors(run_dir), NUM_ERRORS))
+    errors = [{**line, "id": line.get("custom_id", line["id"]), **line.get("error", {})} for line in lines]
+    accuracy = report.get("accuracy") or {"total": 0, "correct": 0}
+    num_wrong = accuracy["total"] - accuracy["correct"]
+    more = f": the first {len(wrong)} of {num_wrong:,}" if len(wrong) < num_wrong else ""
+    listed = {f"Wrong answers{more}": wrong, "The first answers": first}
+    shown = [
+        answers(title, [(_prompt(spec, record), record) for record in records], _expected(spec))
+        for title, records in listed.items()
+    ]
+    return [*shown, failed(errors), _job(spec)]
 
 
 def _wrong(run_dir: RunDir, spec: JobSpec, report: Mapping[str, Any]) -> list[dict[str, Any]]:

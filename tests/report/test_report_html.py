@@ -119,9 +119,26 @@ def test_the_page_shows_the_run_its_prompts_answers_mistakes_failed_rows_and_job
     assert "exact match, 95% interval 0.0% to" in text
     assert "input.jsonl:8" in text and "empty_prompt: question, which" in text
     assert re.search(r"input\.prompt</td><td class=\"text\">Say: \{question\}", text)
-    (job.output / "outputs.jsonl").write_text("{}\n")
-    assert call(["report", str(job.output), "--html", str(page)]) == 0
+
+
+@pytest.mark.parametrize("name", ["outputs.jsonl", "errors.jsonl"])
+def test_a_page_without_rows_of_files_that_cannot_be_read_says_why(job: JobMaker, shell: Shell, name: str) -> None:
+    job.write([*rows_of(2), {"id": "bad", "question": ""}])
+    job.run()
+    page = job.folder / "report.html"
+    (job.output / name).write_text('{"index": 0}\n')
+    said = shell("report", job.output, "--html", page).err
+    assert "the page shows no rows: " in said and "is not as it was written" in said
     assert "The first answers" not in page.read_text(encoding="utf-8")
+
+
+def test_a_page_shows_the_failed_rows_of_an_openai_batch(job: JobMaker, shell: Shell) -> None:
+    job.write([{"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": ""}}])
+    keys = {"format": "openai-batch", "prompt": None, "id": None, "chat_template": None}
+    job.run(job.spec(input=keys, output={"format": "openai-batch"}))
+    page = job.folder / "report.html"
+    assert not shell("report", job.output, "--html", page).err
+    assert "empty_prompt: " in page.read_text(encoding="utf-8") and "<td>bad</td>" in page.read_text(encoding="utf-8")
 
 
 def test_prompts_are_made_of_the_columns_of_the_input_and_of_no_answer(job: JobMaker) -> None:
