@@ -16,7 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from batchgen.core.errors import InputError, LockedError, StorageError, UsageError
+from batchgen.core.errors import BatchgenError, StorageError, UsageError
 from batchgen.core.file_digests import Digests
 from batchgen.core.storage import (
     make_folder,
@@ -302,12 +302,12 @@ class RunDir:
 
 
 @contextmanager
-def tidy_on_refusal(folder: Path) -> Iterator[None]:
-    """Remove folders that were created for a run which is then refused, if they are empty."""
+def tidy_on_failure(folder: Path) -> Iterator[None]:
+    """Remove folders that were created for a run which then fails, if they are empty."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except (UsageError, InputError, LockedError):
+    except BatchgenError:
         with suppress(OSError):
             for path in made:
                 path.rmdir()

@@ -23,7 +23,7 @@ from batchgen.input.source import RowRange, Source, open_source
 from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
-from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
+from batchgen.output.rundir import Begun, RunDir, tidy_on_failure
 from batchgen.report.build import build_report, write_report
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, refuse_own_rows, rendered_at
 from batchgen.run.invocation import Invocation, OtherNumerics, RunOptions
@@ -73,7 +73,7 @@ class _Job:
     @memory_errors("running this job")
     def execute(self) -> Outcome:
         """Run what is left of the job under the lock, up to its end or a request to stop; see ``run_job``."""
-        with self.stopper.listening(), tidy_on_refusal(self.run_dir.path):
+        with self.stopper.listening(), tidy_on_failure(self.run_dir.path):
             self.run_dir.create()
             with self.run_dir.lock():
                 self.run_dir.sweep()

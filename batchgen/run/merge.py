@@ -22,7 +22,7 @@ from batchgen.core.units import WHOLE
 from batchgen.output.finalize import EXACT_FORMAT, finalize, journalled
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
-from batchgen.output.rundir import Begun, RunDir, tidy_on_refusal
+from batchgen.output.rundir import Begun, RunDir, tidy_on_failure
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
@@ -72,7 +72,7 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
     _refuse_inside(shards, target)
     manifest = _merged(shards, target)
     run_dir = RunDir(target)
-    with tidy_on_refusal(target):
+    with tidy_on_failure(target):
         run_dir.create()
         with run_dir.lock():
             run_dir.sweep()

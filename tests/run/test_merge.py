@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -254,12 +255,17 @@ def test_shards_that_have_changed_since_are_merged_again_in_place(
     assert merge(folders, tmp_path / "merged").counts is None
 
 
-def test_records_of_a_table_whose_journal_was_removed_cannot_be_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_records_of_a_table_whose_journal_was_lost_cannot_be_merged(tmp_path: Path, is_removed: bool) -> None:
     folders = shards(tmp_path, output_format="parquet")
-    shutil.rmtree(folders[1] / "journal")
-    with pytest.raises(UsageError, match=r"the records of .* were in .*journal, which was removed"):
-        merge(folders, tmp_path / "merged")
-    assert not (tmp_path / "merged" / "outputs.parquet").exists()
+    for segment in (folders[1] / "journal").glob("*/*.seg"):
+        os.truncate(segment, segment.stat().st_size - 1)
+    if is_removed:
+        shutil.rmtree(folders[1] / "journal")
+    words = r"in .*journal, which was removed" if is_removed else "is damaged: 4 of 5 rows .* or run with --update"
+    with pytest.raises(BatchgenError, match=words):
+        merge(folders, tmp_path / "merged" / "here")
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
