@@ -21,7 +21,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.sampler import Sampler, TokenMask
 from batchgen.engine.sequence import Sequence as Sequence_
 from batchgen.kernels.interface import Kernels, Router
-from batchgen.kernels.reference import TorchRouter, rank, weigh
+from batchgen.kernels.torch_kernels import TorchRouter, rank, weigh
 from batchgen.model.decoder import Decoder
 from batchgen.model.layers import ExpertFeedForward
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from batchgen.kernels import interface
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput, upload
-from batchgen.kernels.processor import processor_variant
-from batchgen.kernels.reference import ExpertLoop, ReferenceKernels, add_up
+from batchgen.kernels.torch_kernels import TorchKernels, add_up
 
 _MAX_TOKENS = 256  # of a piece: the scores of all its tokens are in memory at once
 _MAX_NUMBERS = {"cpu": 1 << 20}  # in the keys or scores of one product: what stays in a processor's cache
@@ -115,8 +114,8 @@ def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) ->
     return padded
 
 
-class PlainKernels(ReferenceKernels):
-    """``Kernels`` by torch, all sequences at once; arguments as for ``ReferenceKernels``.
+class PlainKernels(TorchKernels):
+    """``Kernels`` by torch, all sequences at once; arguments as for ``TorchKernels``.
 
     ``why`` tells the user why faster kernels cannot be used. With ``may_wait``, the default on the CPU, the host may
     ask the device for the positions of single tokens, to leave out more of what they do not see.
@@ -141,11 +140,6 @@ class PlainKernels(ReferenceKernels):
         self.notes = (note,) if why else ()
         self._layout: StepLayout | None = None
         self._taps: tuple[StepLayout, int, Tensor] | None = None
-
-    @property
-    def variant(self) -> str:
-        """The reference's variant with another name: products are the same, the rest adds up in another order."""
-        return super().variant.replace(processor_variant("plain"), processor_variant("padded"), 1)
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         return SortedExperts([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
@@ -263,8 +257,15 @@ def _keep_inputs(seen: Tensor, places: Tensor, state: ConvState, layout: StepLay
         state.blocks[blocks] = torch.where(is_end[:, None, None], seen[places], state.blocks[blocks])
 
 
-class SortedExperts(ExpertLoop):
-    """``ExpertLoop`` over rows that are sorted by expert, so that the host waits once for the counts of all."""
+class SortedExperts:
+    """``SparseFeedForward`` by the linears of each expert; rows are sorted by expert, so that the host waits once."""
+
+    def __init__(self, experts: list[tuple[interface.GatedLinear, interface.Linear]]) -> None:
+        self._experts = experts
+
+    @property
+    def linears(self) -> list[tuple[interface.Linear, interface.Linear]]:
+        return [(gated.linear, down) for gated, down in self._experts]
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
         order = ids.flatten().argsort(stable=True)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 SAMPLE = str(Path(__file__).parents[2] / "sample_data" / "tiny-lfm2")
 PLAIN = ["batched = solo", "chunked = whole", "cached = cold", "preempted = undisturbed", "decoded = prefilled"]
 INTEGERS = ("--quantization", "w8a8")
-FAST = "fast kernels ~ reference"
+FAST = "kernels ~ plain torch"
 
 
 @pytest.fixture

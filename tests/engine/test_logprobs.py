@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from reference_kernels import ReferenceKernels
 
 from batchgen.engine import sampler
 from batchgen.engine.sampler import likeliest, step_logprobs
-from batchgen.kernels.reference import ReferenceKernels
 
 WIDTHS = [1, 2, 9, 64, 640, 1001, 65_536]
 

@@ -17,6 +17,7 @@ import torch
 from families import raw_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_kernels import ReferenceKernels
 from safetensors.torch import load_file, save_file
 from tiny_model import spoil
 from vector_models import bidirectional_states, loaded, saved, vectors
@@ -27,7 +28,6 @@ from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.pooler import Pooler
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import RequestState
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
 from batchgen.model.vector_files import Dense

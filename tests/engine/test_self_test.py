@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import RAW, raw_config
 from late_device import Again
+from reference_kernels import ReferenceKernels
 from repeats import slow
 from tiny_model import CPU, random_state, tiny_model, tokens_of
 from torch import Tensor
@@ -29,7 +30,6 @@ from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.parallel import Kernel
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.plain import PlainKernels
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import state
 from batchgen.model.registry import dummy_config, parse_config

@@ -17,6 +17,7 @@ import torch
 from families import RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_kernels import ReferenceKernels
 from repeats import share_of
 from row_kinds import INTEGERS, KINDS, MODELS, SHAPES, TYPES, alone, engine_of, model_of, run
 from tiny_model import DTYPES, checked_run, prefix_logits, tiny_model, whole_input
@@ -25,7 +26,6 @@ from torch import Tensor
 from batchgen.core.records import FinishReason, Request, Timings
 from batchgen.engine import Engine
 from batchgen.engine.schedule import Schedule
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import KV_DTYPES, allocate
 

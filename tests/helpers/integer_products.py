@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from reference_kernels import ReferenceKernels
 from torch import Tensor
 
 from batchgen.kernels.cpu import build, compiler
 from batchgen.kernels.cpu.compiled import int8
 from batchgen.kernels.interface import Kernels
-from batchgen.kernels.reference import ReferenceKernels
 
 SHAPES = [(70, 576), (70, 130), (6, 40), (128, 256), (5, 2)]  # (out_features, in_features)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 19)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from reference_kernels import ReferenceKernels
 from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Heads, Kernels, SamplingRows
-from batchgen.kernels.reference import ReferenceKernels, to_int8
+from batchgen.kernels.torch_kernels import to_int8
 from batchgen.model.config import LANES
 
 EVERY_BACK_END: dict[str, Callable[[], Any]] = {**BACK_ENDS}  # of ``Kernels``, or of what is called like them

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from families import raw_config
+from reference_kernels import ReferenceKernels
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,7 +33,6 @@ from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Kernels, TableEmbedding
 from batchgen.kernels.plain import PlainKernels
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config

@@ -23,7 +23,6 @@ from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.kernel_specs import attention_kind
 from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.processor import processor_variant
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load as loading
 from batchgen.model.load import load_model
 
@@ -175,15 +174,14 @@ def test_the_variant_names_the_units_that_kernels_are_compiled_for(
     assert attention_kind("bfloat16", "auto", is_whole=False) == attention.replace("bf16_tiles", "bfloat16")
 
 
-def test_the_variant_of_the_reference_names_gpu_and_cublas_only_where_the_model_runs_there(
+def test_the_variant_of_plain_torch_names_gpu_and_cublas_only_where_the_model_runs_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    assert ReferenceKernels().variant == ReferenceKernels(torch.device("cpu")).variant == processor_variant("plain")
-    on_gpu = ReferenceKernels(torch.device("cuda", 0)).variant
-    assert on_gpu == f"{processor_variant('plain')}-cublas-NVIDIA-H100-80GB-HBM3"
-    assert PlainKernels(torch.device("cuda", 0)).variant == on_gpu.replace("plain", "padded")
+    assert PlainKernels().variant == PlainKernels(torch.device("cpu")).variant == processor_variant("padded")
+    on_gpu = PlainKernels(torch.device("cuda", 0)).variant
+    assert on_gpu == f"{processor_variant('padded')}-cublas-NVIDIA-H100-80GB-HBM3"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import rotary_table
+from reference_kernels import ReferenceKernels
 from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, random_state, raw_config, solo, tokens_of
 from torch import Tensor
 from triton_device import DEVICE, HAS_GPU, CudaKernels
@@ -22,7 +23,6 @@ from batchgen.engine import Engine
 from batchgen.engine.graphs import CaptureFailed, CudaGraphs, CudaRecorder, PaddingSlot, bucket
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Heads, Kernels
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
 from batchgen.model.state import StateCache

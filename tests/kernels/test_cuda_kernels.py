@@ -14,6 +14,7 @@ import torch
 from families import RAW
 from kernel_cases import INTERPRETED, Case, KvDtype, Shape, attend, dense, empty_cache, make_case, normal, rotary_table
 from launches import decode_launches
+from reference_kernels import ReferenceKernels
 from tiny_model import packed_keys, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 from torch.nn import functional
@@ -27,7 +28,6 @@ from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.tiles import SplitCounters
 from batchgen.kernels.interface import Heads, Kernels
 from batchgen.kernels.quantize import quantize_weight
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import load, state
 from batchgen.model.config import CONV

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import EVERY_BACK_END, EVERY_NAME, normal
+from reference_kernels import ExpertLoop, ReferenceKernels
 from tiny_model import DTYPES
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.experts import PackedExperts
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.interface import Kernels, Routing, SparseFeedForward
-from batchgen.kernels.reference import ExpertLoop, ReferenceKernels, choose
+from batchgen.kernels.torch_kernels import choose
 
 FORMS = {"auto": {}, "int8": {"weights": "int8"}, "integers": {"weights": "int8", "activations": "int8"}}
 Weights = list[tuple[Tensor, Tensor, Tensor]]

@@ -9,7 +9,7 @@ import torch
 from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.plain import PlainKernels
 from batchgen.kernels.select import select
 
 
@@ -17,7 +17,7 @@ def test_the_fast_back_end_is_chosen_where_it_runs() -> None:
     cpu = torch.device("cpu")
     assert isinstance(select(cpu, torch.bfloat16), CpuKernels)
     assert isinstance(select(cpu, torch.float32), CpuKernels)
-    assert isinstance(select(torch.device("meta"), torch.bfloat16), ReferenceKernels)
+    assert isinstance(select(torch.device("meta"), torch.bfloat16), PlainKernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)  # bfloat16 may run recorded steps

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases import normal
+from reference_kernels import ReferenceKernels
 from repeats import nightly, slow
 from torch import Tensor
 
 from batchgen.kernels.cpu.linear import PackedGatedLinear, PackedLinear
 from batchgen.kernels.interface import Linear
-from batchgen.kernels.reference import ReferenceKernels
 
 LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
     "panels": PackedLinear,

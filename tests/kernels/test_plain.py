@@ -15,6 +15,7 @@ import torch
 from families import RAW
 from kernel_cases import DTYPES, attend_over, conv_state, make_case, normal, poisoned_cache
 from late_device import Again
+from reference_kernels import ReferenceKernels
 from repeats import nightly, slow
 from tiny_model import (
     CPU,
@@ -33,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchgen.engine.graphs import CudaGraphs, PaddingSlot
 from batchgen.kernels import plain
 from batchgen.kernels.plain import PlainKernels
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import state
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config

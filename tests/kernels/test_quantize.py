@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from reference_kernels import ReferenceKernels
 from tiny_model import CPU, DTYPES
 from torch import Tensor
 
@@ -24,8 +25,8 @@ from batchgen.kernels.quantize import (
     quantize_weight,
     rotate,
 )
-from batchgen.kernels.reference import Int8Linear, ReferenceKernels
 from batchgen.kernels.select import select
+from batchgen.kernels.torch_kernels import Int8Linear
 
 F16_STEP, LEAST_F16 = 2.0**-10, 2.0**-24  # between neighbouring float16 numbers: relative at most, or the least
 

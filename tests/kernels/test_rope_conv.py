@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import EVERY_BACK_END, EVERY_NAME, INTERPRETED, Shape, conv_state, empty_cache, normal, rotary_table
+from reference_kernels import ReferenceKernels
 from tiny_model import BACK_ENDS, ragged_input
 from torch import Tensor
 from torch.nn import functional
@@ -17,7 +18,7 @@ from torch.nn import functional
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import KVCache, ModelInput
 from batchgen.kernels.interface import Heads, Kernels
-from batchgen.kernels.reference import ReferenceKernels, to_int8
+from batchgen.kernels.torch_kernels import to_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
 PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import EVERY_BACK_END, EVERY_NAME
+from reference_kernels import ReferenceKernels
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.reference import ReferenceKernels
 
 FAST, SLOW = CpuKernels(), ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import EVERY_BACK_END, EVERY_NAME, JUST_BELOW_ONE, draw, filtered, is_settled, logits_of, rows_of
+from reference_kernels import ReferenceKernels
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.interface import SamplingRows
-from batchgen.kernels.reference import ReferenceKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 2, 15, 16, 17, 100, 333]

@@ -11,6 +11,7 @@ import torch
 from kernel_cases import normal
 from numba import types
 from numpy.typing import NDArray
+from reference_kernels import ReferenceKernels
 from tiny_model import engine_for, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from batchgen.kernels.cpu.compiled.simd import ANY, BYTES, I64, emitted
 from batchgen.kernels.cpu.layout import TILE_ROW_BYTES, TILE_STATE
 from batchgen.kernels.cpu.linear import PackedLinear
 from batchgen.kernels.quantize import stored
-from batchgen.kernels.reference import ReferenceKernels
 
 needs_memory = pytest.mark.skipif(not tiles.IN_MEMORY, reason="tiles are registers here")
 Words = NDArray[Any]

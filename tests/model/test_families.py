@@ -18,6 +18,7 @@ import torch
 from families import RAW, raw_config, saved_by_transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_kernels import ReferenceKernels
 from repeats import slow
 from safetensors.torch import load_file, save_file
 from tiny_model import BACK_ENDS, CPU, DTYPES, prefix_logits
@@ -27,7 +28,6 @@ from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.interface import Linear, PlainLinear
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.config import NO_ROPE
 from batchgen.model.decoder import Decoder
 from batchgen.model.families import FAMILIES

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import gguf_name, rope_factors, write_gguf
+from reference_kernels import ReferenceKernels
 from repeats import slow
 from run_helpers import MODEL, JobMaker, rows_of, smollm2
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,6 @@ from batchgen.core.errors import ExitCode, ModelError
 from batchgen.core.file_digests import Digests
 from batchgen.core.gguf import read_header
 from batchgen.core.machine import QUANTIZATIONS
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.gguf.config import holds_float16
 from batchgen.model.gguf.tensors import GgufTensors

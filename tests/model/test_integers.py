@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import raw_config
+from reference_kernels import ReferenceKernels
 from safetensors.torch import save_file
 from tiny_model import CPU, DTYPES, prefix_logits, tiny_model, write_checkpoint
 
@@ -17,7 +18,6 @@ from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.cpu.linear import PackedLinear
 from batchgen.kernels.interface import TableEmbedding
 from batchgen.kernels.quantize import quantize_weight
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import load as loading
 from batchgen.model.load import load_model

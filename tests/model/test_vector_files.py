@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from families import raw_config
+from reference_kernels import ReferenceKernels
 from safetensors.torch import save_file
 from torch import Tensor
 from vector_models import CLS, LAST, MEAN, pooling_of, vector_settings
 
 from batchgen.core.errors import ModelError
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.registry import parse_config
 from batchgen.model.vector_files import Dense, VectorFiles, read_vector_files
 from batchgen.model.vectors import VectorHead, VectorSettings

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from reference_kernels import ReferenceKernels
 from safetensors.torch import save_file
 from tiny_model import CPU, RecordedTensors, prefix_logits, raw_config, tiny_model, write_checkpoint
 from torch import Tensor
 
 from batchgen.core.errors import ExitCode, ModelError
-from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import weights
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import resolve_device, resolve_dtype

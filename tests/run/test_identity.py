@@ -340,11 +340,11 @@ def test_the_version_of_torch_counts_where_its_products_are_taken() -> None:
     import torch
     from tiny_model import tiny_model
 
-    from batchgen.kernels.reference import ReferenceKernels
+    from batchgen.kernels.plain import PlainKernels
 
     version = f"torch{torch.__version__.partition('+')[0]}"
-    kernels = tiny_model(torch.float32, ReferenceKernels()).numerics["kernels"]
-    assert kernels.endswith(f"plain-{version}")
+    kernels = tiny_model(torch.float32, PlainKernels()).numerics["kernels"]
+    assert kernels.endswith(f"padded-{version}")
 
 
 def test_a_merged_job_is_no_job_that_was_begun(job: JobMaker) -> None:

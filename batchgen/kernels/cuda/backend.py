@@ -19,12 +19,12 @@ from batchgen.kernels.cuda.tiles import SplitCounters, num_tiles, power_of_two
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Heads, Linear, Router, Routing, SamplingRows, SparseFeedForward
 from batchgen.kernels.quantize import stored
-from batchgen.kernels.reference import ReferenceKernels, TorchRouter
+from batchgen.kernels.torch_kernels import TorchKernels, TorchRouter
 
 _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
 
 
-class CudaKernels(ReferenceKernels):
+class CudaKernels(TorchKernels):
     """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32; other operations come from the reference.
 
     With ``batch_invariant`` a token's bits depend on its sequence alone. Without it cuBLAS chooses a kernel by the

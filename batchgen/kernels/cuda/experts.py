@@ -18,13 +18,13 @@ from batchgen.kernels.cuda.tiles import num_tiles, tile_of
 from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N
 from batchgen.kernels.interface import Linear
 from batchgen.kernels.quantize import stored
-from batchgen.kernels.reference import ReferenceKernels, add_up
+from batchgen.kernels.torch_kernels import TorchKernels, add_up
 
 
 class StackedExperts:
     """``SparseFeedForward`` with the weights of all experts in one tensor each."""
 
-    def __init__(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]], kernels: ReferenceKernels) -> None:
+    def __init__(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]], kernels: TorchKernels) -> None:
         def laid_out(gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
             gate, up, down = (stored(weight, kernels.weights, weight.dtype) for weight in (gate, up, down))
             return torch.cat((gate, up)), down

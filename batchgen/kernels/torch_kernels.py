@@ -1,27 +1,18 @@
-"""Reference implementation of the kernels in plain torch, against which fast kernels are tested.
+"""Kernels in plain torch that treat each row alone, as ``plain`` and ``cuda`` share them.
 
-It is written to be read: sequences are treated one after the other. ``plain`` is for devices without other kernels.
+Attention, the short convolution and experts, which look at several rows, are left to these back ends.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels import interface
-from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.inputs import KVCache, ModelInput
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import Int8Weight, quantize_rotated, quantize_rows, stored
-
-
-def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
-    bounds = inputs.cu_seqlens.tolist()
-    for sequence, (start, end) in enumerate(pairwise(bounds)):
-        yield sequence, slice(start, end)
 
 
 class Int8Linear:
@@ -52,7 +43,7 @@ class Int8Linear:
 class TwoStepGatedLinear:
     """``GatedLinear`` of back ends that multiply first and gate after."""
 
-    def __init__(self, kernels: ReferenceKernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
+    def __init__(self, kernels: TorchKernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
         self.linear = kernels.linear(torch.cat((gate, up)))
         self._swiglu = kernels.swiglu
         self._is_gelu = is_gelu
@@ -96,25 +87,6 @@ def weigh(scores: Tensor, ids: Tensor, routing: interface.Routing) -> Tensor:
     return weights * routing.scale
 
 
-class ExpertLoop:
-    """``SparseFeedForward`` by the linears of one expert after the other; the host looks up the rows of each."""
-
-    def __init__(self, experts: list[tuple[interface.GatedLinear, interface.Linear]]) -> None:
-        self._experts = experts
-
-    @property
-    def linears(self) -> list[tuple[interface.Linear, interface.Linear]]:
-        return [(gated.linear, down) for gated, down in self._experts]
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
-        parts = x.new_empty(*ids.shape, x.shape[1])
-        for expert, (gated, down) in enumerate(self._experts):
-            row, place = (ids == expert).nonzero(as_tuple=True)
-            if len(row):
-                parts[row, place] = down(gated(x[row]))
-        return add_up(parts, weights, residual)
-
-
 def add_up(parts: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
     """``residual`` and the weighted parts [rows, num_active, width], added one after the other in float32."""
     total = torch.zeros_like(residual, dtype=torch.float32)
@@ -130,10 +102,9 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales[..., None]).nan_to_num(127.0).clamp(-127, 127).round().to(torch.int8), scales
 
 
-class ReferenceKernels(interface.Kernels):
+class TorchKernels(interface.Kernels):
     """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default; ``dtype`` as for ``CpuKernels``."""
 
-    name = "reference"
     batch_invariant = False
 
     def __init__(
@@ -152,10 +123,10 @@ class ReferenceKernels(interface.Kernels):
     def variant(self) -> str:
         """A GPU that the model runs on is named, since its libraries compute the products."""
         if self._device is None or self._device.type == "cpu":
-            return processor_variant("plain")
+            return processor_variant("padded")
         if self._device.type != "cuda":
-            return f"{processor_variant('plain')}-{self._device.type}"
-        return "-".join((processor_variant("plain"), "cublas", *torch.cuda.get_device_name(self._device).split()))
+            return f"{processor_variant('padded')}-{self._device.type}"
+        return "-".join((processor_variant("padded"), "cublas", *torch.cuda.get_device_name(self._device).split()))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:
         if self.activations == "int8":
@@ -170,9 +141,6 @@ class ReferenceKernels(interface.Kernels):
 
     def router(self, routing: interface.Routing) -> interface.Router:
         return TorchRouter(routing, interface.PlainLinear(routing.weight, None))
-
-    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
-        return ExpertLoop([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.index_select(0, rows).to(dtype or x.dtype)
@@ -217,58 +185,6 @@ class ReferenceKernels(interface.Kernels):
         cache.keys[block[:, None], :, dim // pack, offset[:, None], dim % pack] = keys
         cache.values[block, :, offset, :head_dim] = v.to(cache.values.dtype)
         return functional.pad(q * head_dim**-0.5, (0, cache.width - head_dim))
-
-    def attention(self, q: Tensor, qkv: Tensor, heads: interface.Heads, inputs: ModelInput, cache: KVCache) -> Tensor:
-        num_heads, head_dim, window = heads.num_heads, heads.head_dim, heads.window
-        group = num_heads // cache.keys.shape[1]
-        out = qkv.new_empty(len(q), num_heads, head_dim)
-        for sequence, tokens in _sequences(inputs):
-            positions = inputs.positions[tokens]
-            seen = inputs.num_seen[tokens]
-            context = int(seen.max())
-            first = max(int(positions[0]) + 1 - window, 0) if window else 0
-            blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
-            keys, values = cache.key_columns(blocks).float(), cache.values[blocks].float()
-            if cache.scales is not None:
-                key_scales, value_scales = cache.scales[blocks].unbind(2)
-                keys, values = keys * key_scales[:, :, None], values * value_scales[..., : cache.block_size, None]
-            keys = keys[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., first:context]
-            values = values.transpose(0, 1).flatten(1, 2)[:, first:context]
-            scores = q[tokens].transpose(0, 1) @ keys.repeat_interleave(group, 0)
-            keys_at = torch.arange(first, context, device=q.device)
-            visible = keys_at < seen[:, None]
-            if window:
-                visible &= (positions[:, None] - keys_at).abs() < window
-            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-            mixed = weights @ values.repeat_interleave(group, 0)
-            mixed = mixed.transpose(0, 1)[..., :head_dim]
-            if heads.is_gated:
-                mixed = mixed * qkv[tokens, -num_heads:, None].float().sigmoid()
-            out[tokens] = mixed.to(out.dtype)
-        return out.flatten(1)
-
-    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        b, c, x = bcx.chunk(3, -1)
-        gated = b * x
-        out = torch.empty_like(c)
-        for sequence, tokens in _sequences(inputs):
-            if not inputs.is_causal:
-                column = functional.pad(gated[tokens].float(), (0, 0, len(weight) // 2, len(weight) // 2))
-                mixed = (column.unfold(0, len(weight), 1) * weight.T).sum(-1) + bias
-                out[tokens] = c[tokens] * mixed.to(bcx.dtype)
-                continue
-            slot = state.slots[int(inputs.conv_slots[sequence])]
-            past = torch.zeros_like(slot) if inputs.positions[tokens][0] == 0 else slot
-            # A sequence shorter than the window has zeros before its start, whatever the slot held.
-            column = torch.cat((past, gated[tokens]))
-            windows = column.float().unfold(0, len(weight), 1)  # [tokens, width, taps]
-            mixed = (windows * weight.T).sum(-1) + bias
-            out[tokens] = c[tokens] * mixed.to(bcx.dtype)
-            ends = (inputs.positions[tokens] + 1) % state.block_size == 0  # of KV blocks
-            blocks = inputs.slot_mapping[tokens][ends] // state.block_size
-            state.blocks[blocks] = column[1:].unfold(0, len(past), 1).transpose(1, 2)[ends]
-            slot.copy_(column[len(column) - len(slot) :])
-        return out
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(-1).masked_fill_(logits.isnan().any(-1), -1)
