@@ -47,14 +47,3 @@ def test_what_is_no_report_or_job_is_refused(tmp_path: Path) -> None:
         batchgen.run_job(tmp_path / "job.toml")
     with pytest.raises(batchgen.UsageError, match="unknown argument 'max_new_tokens'"):
         batchgen.run_job(tmp_path / "job.toml", max_new_tokens=3)
-
-
-def test_a_notebook_shows_an_error_as_the_callers_line_and_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(batchgen.UsageError) as raised:
-        batchgen.plan_job("no.toml", max_new_tokens=3)
-    caller, message = raised.value._render_traceback_()
-    assert caller.endswith(': batchgen.plan_job("no.toml", max_new_tokens=3)')
-    assert message.startswith("UsageError: plan_job: unknown argument 'max_new_tokens'")
-    assert batchgen.UsageError("a")._render_traceback_() == ["UsageError: a"]
-    monkeypatch.setenv("BATCHGEN_DEBUG", "1")
-    assert "Traceback" in raised.value._render_traceback_()[0]

@@ -252,7 +252,6 @@ def test_dtype_is_the_models_though_embeddings_have_one_too() -> None:
         (lambda: llm(swap_space=4, gpu_memory_utilization=0.9), "arguments 'swap_space'.*'gpu_memory_utilization'"),
         (lambda: llm(tensor_parallel_size=2), r"workers, which batchgen\.generate takes"),
         (lambda: llm(model_path="x"), r"unknown argument 'model_path' \(here it is model\)"),
-        (lambda: batchgen.SamplingParams(guided_json={}), "unknown argument 'guided_json'.*structured_outputs"),
         (lambda: llm().generate("a", lora_request=1), "lora_request"),
         (lambda: batchgen.LLM("dummy:LFM2-350M"), "no tokenizer"),
     ],

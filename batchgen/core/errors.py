@@ -18,11 +18,8 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
 
 from __future__ import annotations
 
-import os
-import traceback
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from pathlib import Path
 from typing import Literal, Self
 
 from batchgen.core.addresses import masked_in
@@ -55,16 +52,6 @@ class BatchgenError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(masked_in(message))
-
-    def _render_traceback_(self) -> list[str]:
-        """Lines that IPython and Jupyter show: the caller's line and the message; the stack below it helps no user."""
-        if os.environ.get("BATCHGEN_DEBUG"):
-            return traceback.format_exception(self)
-        package = Path(__file__).parents[1]
-        frames = traceback.extract_tb(self.__traceback__)
-        num_others = next((i for i, one in enumerate(frames) if package in Path(one.filename).parents), len(frames))
-        caller = [f"line {one.lineno}: {one.line}" for one in frames[max(num_others - 1, 0) : num_others]]
-        return [*caller, f"{type(self).__name__}: {self}"]
 
 
 class OutOfMemory(BatchgenError):

@@ -5,14 +5,14 @@ Input, engine and output share only these types, so they need not import each ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
 from batchgen.core import keys
-from batchgen.core.errors import RowError, UsageError
-from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, nearest, number, one_of
+from batchgen.core.errors import RowError
+from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, number, one_of
 from batchgen.core.logprobs import Logprobs
 
 POOLINGS = ("cls", "last", "mean", "tokens")  # the first token, the last, the mean of all, or each of them
@@ -59,22 +59,8 @@ class Record(dict[str, Any]):
         raise AttributeError(f'{name}: a record is a dict: its text is record["text"], its keys are {", ".join(self)}')
 
 
-class _NamesUnknown(type):
-    """A metaclass of dataclasses: a call with unknown arguments raises UsageError, which names similar fields."""
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        try:
-            return super().__call__(*args, **values)
-        except TypeError:
-            names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # it is a dataclass by then
-            if not (unknown := sorted(values.keys() - {*names})):
-                raise
-            what = ", ".join(f"{name!r}{nearest(name, names)}" for name in unknown)
-            raise UsageError(f"{cls.__name__}: unknown argument{'s' * (len(unknown) > 1)} {what}") from None
-
-
 @dataclass(frozen=True, slots=True)
-class SamplingParams(metaclass=_NamesUnknown):
+class SamplingParams:
     """Settings for the choice of one request's tokens; names and meanings are vLLM's.
 
     ``temperature == 0`` is greedy. ``top_k == 0``, ``top_p == 1``, ``min_p == 0``, ``repetition_penalty == 1`` and the
@@ -88,8 +74,7 @@ class SamplingParams(metaclass=_NamesUnknown):
     penalties. Only ``allowed_token_ids``, if any, may come, and none that completes one of ``bad_words`` within the
     output. ``structured_outputs`` is the canonical text of ``core.structured``, "" for free text. ``labels`` are texts
     to be scored as continuations instead of generating; ``by`` "mean" takes the label with the best mean of
-    log-probabilities per token, not the best sum. ``config.sampling.merge_params`` checks values. Raises UsageError
-    naming unknown arguments.
+    log-probabilities per token, not the best sum. ``config.sampling.merge_params`` checks values.
     """
 
     max_tokens: int = key(integer(0, INT32_MAX), "Maximum number of tokens to generate", 256)

@@ -103,13 +103,10 @@ class JsonDisplay(LineDisplay):
 
 
 class BarDisplay(Display):
-    """A tqdm bar of rows, with time left from their tokens; in a notebook a widget, or text without ipywidgets."""
+    """A tqdm bar of rows, with time left from their tokens."""
 
     def __init__(self, file: TextIO) -> None:
-        if is_notebook():
-            from tqdm.auto import tqdm
-        else:
-            from tqdm import tqdm  # slow to import, and other displays do not need it
+        from tqdm import tqdm  # slow to import, and other displays do not need it
 
         self._tqdm: Any = tqdm
         self._tqdm.monitor_interval = 0  # the progress thread redraws the bar
@@ -124,13 +121,10 @@ class BarDisplay(Display):
         if self._bar is None or is_running != self._is_running:  # a new bar counts its time and rate from now
             self.close(snapshot)
             options = {"leave": False, "dynamic_ncols": True, "mininterval": 0}
-            options |= {"total": total or 1}  # a widget without one stays small
-            self._bar = self._tqdm(file=self._file, bar_format=layout, initial=finished, **options)
+            self._bar = self._tqdm(total=total, file=self._file, bar_format=layout, initial=finished, **options)
             self._is_running = is_running
         self._bar.bar_format = layout
         self._bar.total, self._bar.n = total, finished
-        if hasattr(self._bar, "container"):  # of a widget
-            self._bar.container.children[1].max = total or 1
         self._bar.set_description_str(describe_rows(rows) if is_running else snapshot["phase"], refresh=False)
         self._bar.set_postfix_str(", ".join(_figures(snapshot)) if is_running else "", refresh=False)
         self._bar.refresh()
@@ -140,7 +134,6 @@ class BarDisplay(Display):
 
     def close(self, snapshot: Snapshot) -> None:
         if self._bar is not None:
-            self._bar.total = self._bar.n  # rows that were not reached would leave a red widget
             self._bar.close()
 
 

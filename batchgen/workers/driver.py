@@ -30,9 +30,8 @@ _MAX_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
 _POISON = "the workers that ran this row died, each time; batchgen run --update runs it again"
 _MAX_FALSE_STARTS = 2  # in a row, of workers that did not say why
-# Workers lost in a row, without a row that was finished in between, after which no other is started: those that hung,
-# each of which took all of the time that it may, and any. A run of many workers takes twice as many as it has.
-_MAX_HUNG = 6
+# Workers lost in a row, without a row that was finished in between, after which no other is started: one that hung took
+# all of the time that it may, and counts twice. A run of many workers takes twice as many as it has.
 _MAX_IN_VAIN = 12
 
 
@@ -64,10 +63,9 @@ class WorkersEngine:
         self._handles: dict[str, WorkerHandle] = {}
         self._ready: dict[str, WorkerReady] = {}
         self._num_given_up = 0  # of the workers wanted
-        self._num_false_starts = self._num_in_vain = self._num_hung = 0
+        self._num_false_starts = self._num_in_vain = 0
         self._error: Exception | None = None
         self._false_start = ""  # why the last worker was lost before it was ready
-        self._num_untold = 0  # lost since for the same reason
         self._stopping = False
         self._enough_at = 0.0  # when as many workers as are wanted at least were ready for the last time
 
@@ -126,15 +124,13 @@ class WorkersEngine:
                 break
             self._handles[handle.name] = handle
         if not self._handles:
-            self._tell_losses()
             raise self._error or NoWorkers("all workers are lost and no new one can start; run again to resume")
 
     @property
     def _num_useful(self) -> int:
         """The number of workers beyond which more are useless."""
         most = self._launcher.num_wanted[1]
-        is_in_vain = self._num_in_vain > max(_MAX_IN_VAIN, 2 * most) or self._num_hung >= max(_MAX_HUNG, 2 * most + 2)
-        return 0 if is_in_vain else most - self._num_given_up
+        return 0 if self._num_in_vain > max(_MAX_IN_VAIN, 2 * most) else most - self._num_given_up
 
     def _require_enough(self) -> None:
         """Raises NoWorkers if fewer workers than wanted can start, or are ready within the time for loading."""
@@ -180,7 +176,7 @@ class WorkersEngine:
                 self.stats.tell(name, event.stats)
             self.facts = event.facts or self.facts
             if event.finished:
-                self._num_in_vain, self._num_hung, self._error = 0, 0, None
+                self._num_in_vain, self._error = 0, None
             yield from self._dispatcher.on_update(name, event)
             if event.stopped:
                 del self._ready[name]
@@ -195,8 +191,7 @@ class WorkersEngine:
             self._error = UsageError(f"no worker can be used: on {ready.place} {reason}")
             self._handles.pop(name).give_up(WorkerLost(reason, self._error))
             return
-        self._num_false_starts = 0
-        self._tell_losses()
+        self._num_false_starts, self._false_start = 0, ""
         self._ready[name] = ready
         self._dispatcher.join(name, ready.max_num_seqs)
         self.stats.join(self._dispatcher.workers[name], ready.place)
@@ -206,16 +201,12 @@ class WorkersEngine:
         del self._handles[name]
         ready = self._ready.pop(name, None)
         if ready:
-            self._num_in_vain += 1
-            self._num_hung += has_hung
+            self._num_in_vain += 2 if has_hung else 1
         self._num_given_up += self._is_given_up(lost, was_ready=ready is not None)
         if self._num_useful < self._launcher.num_wanted[1]:
             unknown = NoWorkers(f"no worker is left ({lost.reason}); run again to resume")
             self._error = lost.error or self._error or unknown
-        if ready is None and lost.reason == self._false_start:
-            self._num_untold += 1
-        elif not self._stopping:
-            self._tell_losses()
+        if not self._stopping and (ready is not None or lost.reason != self._false_start):  # said once
             self._false_start = "" if ready else lost.reason
             place = f" on {ready.place}" if ready else ""
             self._note(f"worker {name}{place} is lost: {lost.reason}; {len(self._ready):,} left")
@@ -224,12 +215,6 @@ class WorkersEngine:
         poison = self._dispatcher.on_lost(name)
         for task in poison:
             yield Result(task.key, 0, error=RowError(RowErrorCode.INTERNAL, _POISON))
-
-    def _tell_losses(self) -> None:
-        """Print one line with the number of workers that were lost for the same reason before they were ready."""
-        if self._num_untold and not self._stopping:
-            self._note(f"{counted(self._num_untold, 'more worker')} lost in the same way; {len(self._ready):,} left")
-        self._false_start, self._num_untold = "", 0
 
     def _is_given_up(self, lost: WorkerLost, *, was_ready: bool) -> bool:
         """Whether to stop replacing this worker; if memory is short, fewer workers may have enough."""

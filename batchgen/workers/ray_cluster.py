@@ -9,12 +9,10 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
@@ -173,7 +171,7 @@ def _connect(address: str) -> bool:
     if address != "auto":
         _require_reachable(address)
     try:
-        with _same_signal_handlers(), _no_stderr():
+        with _same_signal_handlers():
             ray.init(address=address, job_config=_job_config(), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
@@ -202,22 +200,6 @@ def _require_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise UsageError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from None
-
-
-@contextmanager
-def _no_stderr() -> Iterator[None]:
-    """Drop output to standard error: if a cluster refuses the connection, Ray warns there each second."""
-    if sys.__stderr__ is None:  # its number may belong to another file
-        yield
-        return
-    before = os.dup(2)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
 
 
 @contextmanager

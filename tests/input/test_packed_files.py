@@ -41,18 +41,10 @@ def test_skippable_frames_are_no_content_wherever_they_stand(name: str, content:
     assert [row.columns for row in found] == ROWS
 
 
-@pytest.mark.parametrize("zeros", [1, 511, 600_000])
-@pytest.mark.parametrize("members", [1, 2])
-def test_zeros_behind_a_gzip_file_are_no_damage(zeros: int, members: int, tmp_path: Path) -> None:
-    parts = [LINES] if members == 1 else [LINES[:777], LINES[777:]]
-    found = read_bytes(tmp_path, b"".join(map(gzip.compress, parts)) + bytes(zeros), "rows.jsonl.gz")
-    assert [row.columns for row in found] == ROWS
-
-
 @pytest.mark.parametrize(
     "behind",
-    [b"\0\0x", b"garbage", gzip.compress(LINES)[:-9], b"\0" * 9 + gzip.compress(LINES)[:40]],
-    ids=["zeros and a byte", "text", "a member cut short", "zeros and a member cut short"],
+    [bytes(511), b"garbage", gzip.compress(LINES)[:-9]],
+    ids=["zeros", "text", "a member cut short"],
 )
 def test_what_else_stands_behind_a_gzip_file_is_one_failed_row(behind: bytes, tmp_path: Path) -> None:
     found = read_bytes(tmp_path, gzip.compress(LINES) + behind, "rows.jsonl.gz")
@@ -137,7 +129,7 @@ def test_files_of_a_dataset_that_do_not_agree_are_refused_for_good_with_the_way_
         lines = "".join(json.dumps({"prompt": "a", "score": value}) + "\n" for _ in range(400))
         (folder / f"part{number}.jsonl").write_text(lines)
     source = source_of(f"hf:{folder}")
-    with pytest.raises(InputError, match=rf"must agree on the types.*name {folder}/\*\.jsonl$") as caught:
+    with pytest.raises(InputError, match=r"must agree on the types.*name its files in input\.path") as caught:
         list(source.read())
     assert caught.value.exit_code == ExitCode.USAGE and "run the same command again" not in str(caught.value)
 

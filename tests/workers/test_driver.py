@@ -124,7 +124,7 @@ def test_a_worker_that_joins_while_the_run_ends_does_not_hold_it_up() -> None:
     assert len(launcher.waits) < 4
 
 
-def test_workers_lost_for_one_reason_before_they_are_ready_are_counted_in_one_line() -> None:
+def test_workers_lost_for_one_reason_before_they_are_ready_are_told_once() -> None:
     notes: list[str] = []
     workers = [PlayedWorker(WorkerLost("no memory", MemoryError("no memory"))) for _ in range(5)]
     dispatcher = RowDispatcher()
@@ -132,4 +132,4 @@ def test_workers_lost_for_one_reason_before_they_are_ready_are_counted_in_one_li
     engine = WorkersEngine(launcher, dispatcher, Liveness(), lambda hello: "", notes.append)
     with pytest.raises(MemoryError):
         engine.begin()
-    assert notes == ["worker local-1 is lost: no memory; 0 left", "4 more workers lost in the same way; 0 left"]
+    assert notes == ["worker local-1 is lost: no memory; 0 left"]

@@ -396,9 +396,7 @@ def test_a_notebook_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     shell = types.SimpleNamespace(config={"IPKernelApp": {}})
     ipython = types.SimpleNamespace(get_ipython=lambda: shell, version_info=(9,))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tqdm's, that widgets are not installed
-        generated(ROWS, stub={"step_s": 0.03})
+    generated(ROWS, stub={"step_s": 0.03})
     assert "40 rows into" in (said := capsys.readouterr().err)
     assert re.search(r"\d+/40 rows +\d+%\|.*tok/s computed", said), "it counts rows"
 

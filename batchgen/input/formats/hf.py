@@ -6,10 +6,9 @@ Only data files are read, never code. The library is imported when first needed,
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -27,7 +26,6 @@ from batchgen.input.formats.arrow import TableFile, pieces
 PREFIX = "hf:"
 _OPTIONS = frozenset({"config", "split", "revision"})
 _BATCH_ROWS = 256
-_REVISION = re.compile(r"@[0-9a-f]{40}(?=/)")
 # The splits of an opened dataset, the data files of each where known, and the library's own digest of them.
 _Opened = tuple[Mapping[str, Any], Mapping[str, tuple[str, ...]], str]
 
@@ -83,16 +81,9 @@ class DatasetFile(TableFile):
         except Exception as error:  # as above
             what = f"cannot read on in {self._name}: {one_line(error)}"
             if _is_of_a_value(error):
-                way = f"files read by themselves give each row as it is: name {self._files_by_name()}"
-                raise InputError(f"{what}; all files of a dataset must agree on the types of columns: {way}") from error
+                why = "all files of a dataset must agree on the types of columns"
+                raise InputError(f"{what}; {why}: name its files in input.path to read each as it is") from error
             raise BatchgenError(f"{what}; run the same command again") from error
-
-    def _files_by_name(self) -> str:
-        """A pattern of ``input.path`` for the files of the split."""
-        name = _parse_name(self._name)[0]
-        first = str(self._files[0]) if self._files else f"{name if self.path else f'hf://datasets/{name}'}/FILE.jsonl"
-        folder, _, file = _REVISION.sub("", first).rpartition("/")
-        return f"{folder}/*{''.join(PurePosixPath(file).suffixes)}"
 
     def num_rows(self) -> int | None:
         """The length of a saved dataset; for others the number in the Hub's description, or None."""

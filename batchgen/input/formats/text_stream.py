@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import zlib
 from collections.abc import Generator
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -95,26 +94,6 @@ class Decompressed(io.RawIOBase):
                     if error.errno is not None:
                         raise
                     self.damage = one_line(error)
-        if self._codec == "gzip" and self._is_padded():
-            self.damage = None
-
-    def _is_padded(self) -> bool:
-        """Whether only zeros follow the last complete member of a gzip file, as tapes leave them."""
-        with self._content.open() as file:
-            left, member, is_begun = self._num_bytes, zlib.decompressobj(31), False
-            while piece := file.read(min(left, BUFFER_BYTES)):
-                left -= len(piece)
-                while piece:
-                    piece = piece if is_begun else piece.lstrip(b"\0")
-                    is_begun = bool(piece)
-                    try:
-                        member.decompress(piece, BUFFER_BYTES)
-                    except zlib.error:
-                        return False
-                    piece = member.unconsumed_tail
-                    if member.eof:
-                        piece, member, is_begun = member.unused_data, zlib.decompressobj(31), False
-        return not is_begun
 
     def _decompressed(self, file: BinaryIO) -> Any:
         return pa.CompressedInputStream(pa.PythonFile(file, "r").get_stream(0, self._num_bytes), self._codec)
