@@ -1,10 +1,13 @@
-"""Parts of an engine for tests of overlapping steps: a device that answers late, recordings, stop strings."""
+"""Parts of an engine for tests of steps: a device that answers late, recordings, stop strings, and what is launched."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.engine.replay import Fetched
 
@@ -55,3 +58,16 @@ class SomeTokens:
     def push(self, token_id: int) -> str | None:
         """See ``StopMatcher``."""
         return "any" if token_id % 8 == 5 else None
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations by name, each about a launch on a GPU; not those that compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.found[name] += not func.is_view and "empty" not in name
+        return func(*args, **(kwargs or {}))

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from batchgen.run.loader import EngineFactory
 from batchgen.workers.handle import WorkerHandle
@@ -61,30 +62,36 @@ def signalled(handle: WorkerHandle, number: int) -> None:
     handle.send = send_and_signal  # type: ignore[method-assign]
 
 
+class Process(NamedTuple):
+    """A process of this machine."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    command: str
+
+
+def processes() -> Iterator[Process]:
+    """All that run, or have ended and are not waited for yet (state "Z")."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it is gone
+            state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            command = (folder / "cmdline").read_text(errors="replace")
+            yield Process(int(folder.name), state, int(parent), int(group), command)
+
+
 def workers_of(driver: int) -> set[int]:
     """The process ids of a driver's workers."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == driver and b"batchgen.workers.worker" in (folder / "cmdline").read_bytes():
-                found.add(int(folder.name))
-    return found
+    return {found.pid for found in processes() if found.parent == driver and "batchgen.workers.worker" in found.command}
 
 
 def still_there(pids: Collection[int], within_s: float = 60.0) -> set[int]:
     """Those of the processes that have not ended after so long."""
     until = time.monotonic() + within_s
-    while (left := {pid for pid in pids if _runs(pid)}) and time.monotonic() < until:
+    while (left := {p.pid for p in processes() if p.pid in pids and p.state != "Z"}) and time.monotonic() < until:
         time.sleep(0.02)
     return left
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def kill(pids: Collection[int]) -> int:

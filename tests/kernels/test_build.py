@@ -11,13 +11,13 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from local_workers import processes
 from repeats import slow
 from run_helpers import ENVIRONMENT, MODEL, rows_of
 
@@ -72,13 +72,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 def group_of(leader: int) -> list[int]:
     """The running processes of a process group."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == leader and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+    return [found.pid for found in processes() if found.group == leader and found.state != "Z"]
 
 
 def wait_for(what: Any) -> None:

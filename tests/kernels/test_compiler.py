@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import kernel_bits
 import numpy as np
 import pytest
 import torch
 from numba.core.codegen import JITCodeLibrary
+from tiny_model import CPU, STD, engine_for, random_requests, raw_config
 
-from batchgen.kernels.cpu import backend, build, compiler, object_cache
+from batchgen.core.records import SamplingParams
+from batchgen.engine.invariants import LogitsRecorder, Trace
+from batchgen.kernels.cpu import backend, build, compiler, experts, linear, object_cache
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.kernel_specs import ARGMAX, ATTENTION, KernelSpec
 from batchgen.kernels.cpu.parallel import Kernel
+from batchgen.model.decoder import Decoder
+from batchgen.model.registry import parse_config
+from batchgen.model.weights import RandomTensors
 
 
 @kernel(out=np.float64)
@@ -43,27 +47,73 @@ def greatest(kernel: Kernel) -> list[int]:
     return out.tolist()
 
 
+PAIRED = backend._ATTENTION_KINDS[torch.bfloat16, torch.bfloat16, False]
+# dtype, dtype of the weights, kind of the attention, weights, activations, type of keys and values
+MODELS: list[tuple[torch.dtype, torch.dtype, str, str, str, str]] = [
+    (torch.float32, torch.float32, "float32", "auto", "auto", "auto"),
+    (torch.float32, torch.bfloat16, "float32", "int8", "auto", "bfloat16"),
+    (torch.float32, torch.bfloat16, "float32", "auto", "int8", "int8"),
+    (torch.float32, torch.bfloat16, "float32", "auto", "auto", "auto"),
+    (torch.bfloat16, torch.bfloat16, "bfloat16", "int8", "auto", "auto"),
+    (torch.bfloat16, torch.bfloat16, PAIRED, "auto", "int8", "int8"),
+    (torch.bfloat16, torch.bfloat16, PAIRED, "auto", "auto", "auto"),
+]
+PARAMS = (
+    SamplingParams(logprobs=2),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=1),
+    SamplingParams(temperature=0.3, min_p=0.1, repetition_penalty=1.05, seed=2),
+    SamplingParams(repetition_penalty=1.1),
+)
+
+
+def traced(dtype: torch.dtype, stored: torch.dtype, weights: str, activations: str, kv_cache_dtype: str) -> Trace:
+    """Tokens and logits of long and short prompts, whole and in chunks, and each way to choose a token."""
+    kernels = CpuKernels(dtype, weights=weights, activations=activations)
+    with torch.inference_mode():
+        model = Decoder(parse_config(raw_config(), "tiny"), RandomTensors(dtype, CPU, std=STD, saved=stored), kernels)
+    rows = random_requests(8, seed=1, prompt=(1, 40), output=(4, 8)) + random_requests(2, seed=2, prompt=(300, 400))
+    sizes = {"num_blocks": 200, "block_size": 32, "max_num_batched_tokens": 96, "kv_cache_dtype": kv_cache_dtype}
+    trace = Trace()
+    for number, params in enumerate(PARAMS):
+        chosen = [
+            replace(row, key=100 * number + key, params=replace(params, max_tokens=row.params.max_tokens))
+            for key, row in enumerate(rows)
+        ]
+        trace.add(engine_for(model, parts={"sampler": LogitsRecorder}, **sizes), chosen)
+    return trace
+
+
+@pytest.fixture
+def both_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Twice: with kernels that are compiled the short way, then with those that numba compiles by itself."""
+
+    def ways() -> Iterator[None]:
+        kernels = [value for room in (backend, experts, linear) for value in vars(room).values()]
+        for address in (build.address, compiler.compile_plainly):
+            monkeypatch.setattr(build, "address", address)
+            for each in (*kernels, *linear._TILED.values()):
+                if isinstance(each, Kernel):
+                    monkeypatch.setattr(each, "_addresses", {})
+            yield
+
+    return ways()
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", range(len(kernel_bits.MODELS)))
+@pytest.mark.parametrize("model", MODELS, ids=str)
 def test_the_short_way_gives_the_bits_of_numbas_own(
-    number: int, threads_as_before: None, monkeypatch: pytest.MonkeyPatch
+    model: tuple[Any, ...], both_ways: Iterator[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_ATTENTION_KINDS", {**backend._ATTENTION_KINDS})
-    command = [sys.executable, kernel_bits.__file__, str(number)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    plainly = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert plainly.stdout.strip() == kernel_bits.digest_of(number)
+    dtype, stored, attention, *forms = model
+    monkeypatch.setitem(backend._ATTENTION_KINDS, (dtype, dtype, False), attention)
+    short, plain = (traced(dtype, stored, *forms) for _ in both_ways)
+    assert (short.tokens, short.digest) == (plain.tokens, plain.digest)
 
 
 @pytest.mark.slow
-def test_the_short_way_gives_small_kernels_the_bits_of_numbas_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, found = torch.linspace(-3, 5, 900).sin().view(9, 100), []
-    for address in (build.address, compiler.compile_plainly):
-        monkeypatch.setattr(build, "address", address)
-        for name in ("_RMS_NORM", "_LOGSUMEXP", "_ARGMAX"):
-            monkeypatch.setattr(backend, name, Kernel(getattr(backend, name)._spec))
-        kernels = CpuKernels(torch.float32)
-        found.append([kernels.rms_norm(x, x[0], 1e-5), kernels.logsumexp(x), kernels.argmax(x)])
+def test_the_short_way_gives_small_kernels_the_bits_of_numbas_own(both_ways: Iterator[None]) -> None:
+    x, kernels = torch.linspace(-3, 5, 900).sin().view(9, 100), CpuKernels(torch.float32)
+    found = [[kernels.rms_norm(x, x[0], 1e-5), kernels.logsumexp(x), kernels.argmax(x)] for _ in both_ways]
     assert all(map(torch.equal, *found))
 
 
@@ -99,7 +149,7 @@ def test_a_kernel_that_needs_numba_to_run_is_not_kept(empty_cache: Path) -> None
     out = torch.zeros(1, dtype=torch.float64)
     Kernel(DRAW).launch("any", 1, out.data_ptr())
     assert 2.0 <= out.item() < 3.0
-    assert not list(empty_cache.rglob("*.o"))
+    assert not list(empty_cache.rglob("draw*.o"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
@@ -13,7 +14,7 @@ import pytest
 import torch
 from families import RAW
 from kernel_cases import INTERPRETED, Case, KvDtype, Shape, attend, dense, empty_cache, make_case, normal, rotary_table
-from launches import decode_launches
+from late_device import Operations
 from reference_kernels import ReferenceKernels
 from tiny_model import packed_keys, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
@@ -24,16 +25,20 @@ from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels import select as selection
 from batchgen.kernels.cuda import attention as attention_kernels
+from batchgen.kernels.cuda import rows as row_kernels
 from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.tiles import SplitCounters
 from batchgen.kernels.interface import Heads, Kernels
 from batchgen.kernels.quantize import quantize_weight
 from batchgen.kernels.select import select
 from batchgen.model import load, state
-from batchgen.model.config import CONV
+from batchgen.model.config import CONV, ModelConfig
+from batchgen.model.decoder import Decoder
 from batchgen.model.registry import dummy_config
+from batchgen.model.weights import RandomTensors
 
 REFERENCE = ReferenceKernels()
+META = torch.device("meta")
 DTYPES = [torch.float32, torch.bfloat16]
 KINDS = list(product(DTYPES, [None, torch.int8]))  # (what is computed, what is cached of it: None for the same)
 pytestmark = INTERPRETED
@@ -386,6 +391,34 @@ def test_a_model_generates_what_the_reference_generates(
     got = tokens_of(Engine(model, EngineConfig(kv_cache_dtype=kv_cache_dtype, **sizes)).run(requests))
     monkeypatch.undo()
     assert got == solo(tiny_model(kernels=REFERENCE, **shape), requests, kv_cache_dtype)
+
+
+class Shapes(RandomTensors):
+    """Weights without contents."""
+
+    def take(self, name: str, shape: tuple[int, ...], init: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=META)
+
+
+def decode_launches(config: ModelConfig, num_seqs: int, kernels: CudaKernels) -> Counter[str]:
+    """Launches of a step with one token for each of ``num_seqs`` sequences, when it is run a second time.
+
+    Kernels of Triton are counted instead of run; tensors have shapes and no contents.
+    """
+    with torch.inference_mode():
+        model = Decoder(config, Shapes(torch.bfloat16, META), kernels)
+    inputs, num_blocks = ragged_input([(70 + i, 1) for i in range(num_seqs)], 64)
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": 64, "num_slots": num_seqs}
+    caches = state.allocate(config, **sizes, dtype=torch.bfloat16, device=META)
+    model.rotary.upto(1024)
+    on_meta = inputs.to(META)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch, Operations() as counted:
+            found = counted.found
+            patch.setattr(type(row_kernels.rms_norm), "run", lambda self, *_, f=found, **__: f.update([self.__name__]))
+            logits = model.forward(on_meta, caches, 1000)
+    assert logits.shape == (num_seqs, config.vocab_size)
+    return found
 
 
 # A launch costs microseconds on a GPU, whatever it computes.

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import integer_products
 import pytest
 
 from batchgen.kernels.processor import cpu_features
@@ -15,6 +14,22 @@ from batchgen.kernels.processor import cpu_features
 AVX2 = "avx2,fma,f16c,bmi,bmi2"
 WIDE = f"{AVX2},avx512f,avx512bw,avx512vl,avx512dq,avx512cd"
 VNNI = f"{WIDE},avx512vnni"
+# With the argument "avxvnni" kernels take the instructions of AVX-VNNI, in the encoding that a processor with
+# AVX512-VNNI knows.
+PROGRAM = """
+import sys, pytest
+from batchgen.kernels.cpu.compiled import int8
+file, *instructions = sys.argv[1:]
+if instructions == ["avxvnni"]:
+    int8.cpu_features = lambda: frozenset({"avx2", "avxvnni"})
+sys.exit(pytest.main(["-p", "no:cacheprovider", "-k", "to_the_bit", file]))
+"""
+
+
+def assert_integers_are_multiplied_as_by_the_reference(*instructions: str, **settings: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).with_name("test_quantize.py")), *instructions]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 @pytest.mark.slow
@@ -35,14 +50,9 @@ def test_every_instruction_set_multiplies_integers_as_the_reference_does(
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
     flags = ",".join(f"+{name}" for name in features.split(","))
     settings = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": flags, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, integer_products.__file__, *instructions]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert_integers_are_multiplied_as_by_the_reference(*instructions, **settings)
 
 
 @pytest.mark.slow
 def test_tiles_in_memory_multiply_integers_as_the_reference_does(tmp_path: Path) -> None:
-    settings = {"BATCHGEN_TILES": "memory", "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, integer_products.__file__]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert_integers_are_multiplied_as_by_the_reference(BATCHGEN_TILES="memory", XDG_CACHE_HOME=str(tmp_path))

@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_workers import processes
 from loopback import is_inside
-from ray_machines import Machines
 from run_helpers import (
     ENVIRONMENT,
     MODEL,
@@ -40,6 +40,48 @@ from batchgen.workers.ray_launcher import RayLauncher
 from batchgen.workers.worker import Start
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly]  # the cluster alone takes 10 s to start
+
+
+class Machines:
+    """A cluster here: a head without CPUs, and machines of one CPU that come and go; ``address`` is of the head."""
+
+    def __init__(self) -> None:
+        os.environ["PYTHONPATH"] = ENVIRONMENT["PYTHONPATH"]  # of what Ray starts
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.address: str = self._cluster.address
+        for _ in range(2):
+            self.add()
+
+    def add(self, environment: Mapping[str, str] | None = None, resources: Mapping[str, float] | None = None) -> Any:
+        """Another machine, with some resources more, whose workers have some variables more."""
+        more = {"env_vars": dict(environment or {}), "resources": dict(resources or {})}
+        return self._cluster.add_node(num_cpus=1, **more)
+
+    def remove(self, node: Any) -> None:
+        """A machine is gone, from one moment to the next."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def settle(self) -> None:
+        """Wait until the head knows which machines there are."""
+        self._cluster.wait_for_nodes(timeout=60)
+
+    def workers(self) -> list[int]:
+        """The processes of actors on all machines."""
+        infos = [info for node in self._cluster.list_all_nodes() for info in node.all_processes.get("raylet", [])]
+        raylets = {info.process.pid for info in infos}
+        return [found.pid for found in processes() if found.parent in raylets and "Actor" in found.command]
+
+    def until_no_workers(self) -> None:
+        """Wait until all actors are gone."""
+        give_up_at = time.monotonic() + 60
+        while self.workers():
+            assert time.monotonic() < give_up_at
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
