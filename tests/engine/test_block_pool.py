@@ -137,43 +137,14 @@ TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def find(pool: BlockPool, text: str) -> list[int]:
-    return pool.find([text[: n + 1].encode() for n in range(len(text))])
-
-
-def use(pool: BlockPool, text: str) -> int:
-    """A sequence comes and leaves: how many blocks it found."""
-    found = find(pool, text)
-    pool.share(found)
-    table = found + pool.allocate(len(text) - len(found))
-    for n, block in enumerate(table):
-        pool.register(block, text[: n + 1].encode())
-    pool.free(table)
-    pool.check([])
-    return len(found)
-
-
-def test_no_content_is_given_up_while_there_is_an_empty_block() -> None:
-    pool = BlockPool(40)
-    prompts = [f"{chr(200 + number)}abc" for number in range(10)]
-    assert [use(pool, prompt) for prompt in (*prompts, *prompts)] == [0] * 10 + [4] * 10
-    use(pool, "stem")
-    assert len(find(pool, prompts[0])) == 0, "the one unused longest"
-    assert [len(find(pool, prompt)) for prompt in prompts[1:]] == [4] * 9
-
-
 TOKENS = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), max_size=30)
 
 
 def digests(token_ids: list[int], block_size: int) -> list[bytes]:
     found: list[bytes] = []
     extend_block_hashes(found, token_ids, block_size)
+    assert len(found) == len(token_ids) // block_size
     return found
-
-
-@given(TOKENS, st.integers(1, 8))
-def test_there_is_one_for_each_full_block(token_ids: list[int], block_size: int) -> None:
-    assert len(digests(token_ids, block_size)) == len(token_ids) // block_size
 
 
 @given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12), st.integers(1, 4))

@@ -198,48 +198,34 @@ def test_a_prompt_is_scored_though_the_text_is_all_forced(given: int) -> None:
 # ---------------------------------------------------------------- ends
 
 
-@pytest.mark.parametrize("limit", range(1, 10))
-def test_max_tokens_ends_a_row_inside_a_forced_run(limit: int) -> None:
-    allowed = [[60, 61], *RUN, [70, 71]]
-    whole = run(engine(), [request(allowed)])[0].first.token_ids
-    result = run(engine(), [request(allowed, max_tokens=limit)])[0]
-    assert result.first.token_ids == whole[:limit]
-    assert result.first.is_complete == (limit >= 8)
-    assert result.first.finish_reason == (FinishReason.STOP if limit >= 8 else FinishReason.LENGTH)
-
-
 @pytest.mark.parametrize("begins", [0, 1])
 @pytest.mark.parametrize("room", range(1, 10))
-def test_a_full_context_ends_a_row_inside_a_forced_run(room: int, begins: int) -> None:
+@pytest.mark.parametrize("what", ["max_tokens", "context"])
+def test_a_limit_ends_a_row_inside_a_forced_run(what: str, room: int, begins: int) -> None:
     allowed = [*[[60, 61]] * begins, *RUN, [70, 71]]
     whole = run(engine(), [request(allowed)])[0].first.token_ids
-    made = engine(max_model_len=len(PROMPT) + room)
-    result = run(made, [request(allowed)])[0]
+    params, sizes = ({"max_tokens": room}, {}) if what == "max_tokens" else ({}, {"max_model_len": len(PROMPT) + room})
+    result = run(engine(**sizes), [request(allowed, **params)])[0]
     assert result.first.token_ids == whole[:room]
     assert result.first.is_complete == (room >= len(allowed))
+    assert result.first.finish_reason == (FinishReason.STOP if room >= len(allowed) else FinishReason.LENGTH)
 
 
-def test_a_stop_string_ends_a_row_inside_a_forced_run() -> None:
-    """``SomeTokens`` takes tokens that leave 5 when divided by 8 for the end of one."""
-    result = run(engine(), [request([[60, 62], [40], [41], [45], [46]], stop=("any",))])[0]
-    assert result.first.token_ids[1:] == (40, 41, 45)
-    assert (result.first.finish_reason, result.first.stop, result.first.is_complete) == (
-        FinishReason.STOP,
-        "any",
-        False,
-    )
-
-
-def test_a_stop_string_that_comes_with_the_last_token_leaves_no_complete_text() -> None:
-    result = run(engine(), [request([[60, 62], [40], [45]], stop=("any",))])[0]
-    assert (result.first.token_ids[1:], result.first.stop, result.first.is_complete) == ((40, 45), "any", False)
-
-
-def test_a_stop_token_ends_a_row_inside_a_forced_run_and_at_its_end() -> None:
-    for stop, ends, is_complete in ((42, 4, False), (48, 7, True)):
-        result = run(engine(), [request([[60, 61], *RUN], stop_token_ids=(stop,))])[0]
-        assert (len(result.first.token_ids), result.first.token_ids[-1]) == (ends, stop)
-        assert (result.first.finish_reason, result.first.is_complete) == (FinishReason.STOP, is_complete)
+@pytest.mark.parametrize(
+    ("forced", "stops", "ends", "is_complete"),
+    [
+        ([40, 41, 45, 46], {"stop": ("any",)}, (40, 41, 45), False),  # ``SomeTokens`` stops at tokens of 5 modulo 8
+        ([40, 45], {"stop": ("any",)}, (40, 45), False),  # the stop string is not part of a text
+        ([40, 41, 42, 44], {"stop_token_ids": (42,)}, (40, 41, 42), False),
+        ([40, 41, 42], {"stop_token_ids": (42,)}, (40, 41, 42), True),
+    ],
+)
+def test_a_stop_ends_a_row_inside_a_forced_run_and_at_its_end(
+    forced: list[int], stops: dict[str, Any], ends: tuple[int, ...], is_complete: bool
+) -> None:
+    found = run(engine(), [request([[60, 62], *([token] for token in forced)], **stops)])[0].first
+    assert (found.token_ids[1:], found.finish_reason, found.is_complete) == (ends, FinishReason.STOP, is_complete)
+    assert found.stop == stops.get("stop", (None,))[0]
 
 
 def test_forced_tokens_count_where_others_do() -> None:
@@ -256,16 +242,6 @@ def test_forced_tokens_count_where_others_do() -> None:
         params["logit_bias"] = ((50, 100.0),)
         chosen = run(engine(), [request([*seen[:3], [50, 51], [70]], **params)])[0]
         assert (chosen.first.finish_reason, len(chosen.first.token_ids)) == (FinishReason.REPETITION, 4)
-
-
-# ---------------------------------------------------------------- samples and duplicates
-
-
-def test_rows_under_other_constraints_are_no_duplicates() -> None:
-    made = engine()
-    results = run(made, [request([[60, 61]] * 3), request([[62, 63]] * 3, 1), request([[60, 61]] * 3, 2)])
-    assert made.stats.num_shared_requests == 1
-    assert results[0].first.token_ids == results[2].first.token_ids != results[1].first.token_ids
 
 
 # ---------------------------------------------------------------- errors

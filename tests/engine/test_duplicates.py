@@ -77,10 +77,11 @@ SAMPLED = SamplingParams(max_tokens=5, temperature=0.5)
                 *({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}),
                 *({"stop": ("x",)}, {"stop_token_ids": (3,)}, {"ignore_eos": True}, {"max_repeats": 3}),
                 *({"logit_bias": ((3, 1.0),)}, {"allowed_token_ids": (3,)}, {"bad_words": ("x",)}),
-                {"by": "mean"},
+                *({"by": "mean"}, {"structured_outputs": "x"}),
             )
         ),
         replace(GREEDY, params=replace(GREEDY.params, labels=("a", "b")), labels=((1,), (2,))),
+        *(replace(GREEDY, prompt_token_ids=PROMPT[:n], labels=((11,),)) for n in (2, 3)),
         replace(GREEDY, bad_words=((1, 2),)),
     ],
     ids=str,
@@ -92,14 +93,6 @@ def test_whatever_can_change_an_answer_makes_a_request_another_one(other: Reques
     assert known.begin(RequestState(replace(other, key=1)))
     known.end(leader, result_of(GREEDY))
     assert known.answered(RequestState(replace(other, key=2))) is None
-
-
-def test_tokens_of_labels_and_prompt_are_not_taken_for_each_other() -> None:
-    params = SamplingParams(labels=("a", "b"))
-    known = Duplicates()
-    assert known.begin(RequestState(Request(0, (1, 2), params, labels=((3,), (4,)))))
-    assert known.begin(RequestState(Request(1, (1, 2), params, labels=((3,), (5,)))))
-    assert not known.begin(RequestState(Request(2, (1, 2), params, labels=((3,), (4,)))))
 
 
 def test_the_seed_and_earlier_tokens_make_no_difference_to_a_greedy_answer() -> None:
@@ -122,24 +115,25 @@ def test_sampled_requests_are_never_shared() -> None:
     "more", [{"logprobs": (object(),)}, {"prompt_logprobs": (object(),)}, {"samples": (Sample(), Sample())}]
 )
 def test_large_results_are_not_remembered(more: dict[str, Any]) -> None:
+    assert remembered([GREEDY], result_of(GREEDY, **more)) == []
+
+
+def remembered(requests: list[Request], *results: Result) -> list[int]:
+    """Which requests are answered from memory once each has had its result."""
     known = Duplicates()
-    leader = RequestState(GREEDY)
-    known.begin(leader)
-    known.end(leader, result_of(GREEDY, **more))
-    assert known.answered(RequestState(GREEDY)) is None
+    for request, result in zip(requests, results, strict=True):
+        group = RequestState(request)
+        known.begin(group)
+        known.end(group, result)
+    assert not known._under_way
+    return [request.key for request in requests if known.answered(RequestState(request))]
 
 
 def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "MAX_REMEMBERED_TOKENS", 1000)
-    known = Duplicates()
     requests = [Request(key, (9, key), SamplingParams()) for key in range(50)]
-    for request in requests:
-        group = RequestState(request)
-        known.begin(group)
-        known.end(group, result_of(request, (5,) * (50 if request.key < 49 else 450)))
-    remembered = [request.key for request in requests if known.answered(RequestState(request))]
-    assert remembered == [47, 48, 49]  # 50, 50 and 450 tokens, and what 150 take beside each of the three
-    assert not known._under_way
+    found = remembered(requests, *(result_of(r, (5,) * (50 if r.key < 49 else 450)) for r in requests))
+    assert found == [47, 48, 49]  # 50, 50 and 450 tokens, and what 150 take beside each of the three
 
 
 @pytest.mark.parametrize("more", [{"label_logprobs": (-1.0,) * 600}, {"vector": bytes(4 * 4800)}])
@@ -147,11 +141,8 @@ def test_scores_of_labels_and_vectors_count_towards_the_bound(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(duplicates, "MAX_REMEMBERED_TOKENS", 10_000)
-    known = Duplicates()
     requests = [Request(key, (9, key), SamplingParams(), labels=((3,), (4,))) for key in range(10)]
-    for request in requests:
-        group = RequestState(request)
-        known.begin(group)
-        known.end(group, result_of(request, (3,), **more))
-    kept = [request.key for request in requests if known.answered(RequestState(request))]
-    assert kept == [8, 9]  # 8 tokens a score and one a number, and 151 a row
+    assert remembered(requests, *(result_of(r, (3,), **more) for r in requests)) == [
+        8,
+        9,
+    ]  # 8 tokens a score, 1 a number

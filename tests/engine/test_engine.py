@@ -87,10 +87,6 @@ def test_what_the_pool_can_never_hold_is_an_error_row_before_it_starts() -> None
     assert len(results[1].first.token_ids) == 8
 
 
-def test_no_requests_make_no_results() -> None:
-    assert list(Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20)).run([])) == []
-
-
 def test_a_request_that_was_done_already_is_answered_at_once(undisturbed: tuple[int, ...]) -> None:
     engine = Engine(MODEL, EngineConfig(kv_cache_memory=1 << 20))
     done = engine.submit(Request(0, PROMPT, GREEDY, undisturbed))
@@ -161,20 +157,34 @@ def test_tokens_of_a_request_not_yet_readmitted_survive_a_second_stop() -> None:
     assert engine.unfinished()[1] == (50, 51)
 
 
-def test_requests_are_pulled_only_as_far_as_looked_ahead() -> None:
-    pulled, done = 0, 0
+class Pulled(list[Request]):
+    """Requests that are counted as they are taken."""
 
-    def source() -> Iterator[Request]:
-        nonlocal pulled
-        for request in random_requests(60, seed=0):
-            pulled += 1
+    count = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in super().__iter__():
+            self.count += 1
             yield request
 
-    engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=3, look_ahead=5)
-    for _ in engine.run(source()):
-        done += 1
-        assert pulled - done <= 5 + 3
-    assert done == 60
+
+LARGE = [Request(key, (key + 9, 10), GREEDY, num_row_chars=100 << 20) for key in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "max_num_seqs", "look_ahead", "most"),
+    [(random_requests(60, seed=0), 3, 5, 3 + 5), (LARGE, 9, 30, 9)],
+    ids=["any rows", "large rows"],
+)
+def test_requests_are_pulled_only_as_far_as_looked_ahead_and_as_their_memory_is_there(
+    requests: list[Request], max_num_seqs: int, look_ahead: int, most: int
+) -> None:
+    source = Pulled(requests)
+    engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=max_num_seqs, look_ahead=look_ahead)
+    for done, _ in enumerate(engine.run(source), 1):
+        assert source.count - done <= most
+    assert done == len(requests)
+    assert engine.stats.max_running == max_num_seqs
 
 
 def test_a_request_can_be_answered_from_within_the_source() -> None:
@@ -418,14 +428,7 @@ def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
 def test_identical_requests_do_not_pile_up_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that only wait for the result of another have a bound of their own."""
     monkeypatch.setattr(admission, "_MAX_FOLLOWERS", 9)
-    pulled = 0
-
-    def source() -> Iterator[Request]:
-        nonlocal pulled
-        for key in range(300):
-            pulled += 1
-            yield Request(key, PROMPT, GREEDY)
-
+    source = Pulled(Request(key, PROMPT, GREEDY) for key in range(300))
     engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=2, look_ahead=7)
     most, keys = 0, []
     step = engine.step
@@ -433,11 +436,11 @@ def test_identical_requests_do_not_pile_up_however_many_there_are(monkeypatch: p
     def watched() -> list[Result]:
         nonlocal most
         most = max(most, engine.duplicates.num_waiting)
-        assert pulled <= len(keys) + 9 + 2
+        assert source.count <= len(keys) + 9 + 2
         return step()
 
     engine.step = watched  # type: ignore[method-assign]
-    for result in engine.run(source()):
+    for result in engine.run(source):
         keys.append(result.key)
     assert sorted(keys) == list(range(300))
     assert 7 < most <= 9
@@ -452,23 +455,6 @@ def test_equal_requests_in_a_row_leave_those_behind_them_running_beside() -> Non
     assert len(list(engine.run([*long, *others]))) == 34
     assert engine.stats.max_running == 4
     assert engine.stats.num_steps < 60, "one after the other they take as long together"
-
-
-def test_large_rows_are_pulled_as_far_as_their_memory_is_there_and_run_beside_each_other() -> None:
-    pulled, done = 0, 0
-
-    def source() -> Iterator[Request]:
-        nonlocal pulled
-        for key in range(40):
-            pulled += 1
-            yield Request(key, (key + 9, 10), GREEDY, num_row_chars=100 << 20)
-
-    engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=9, look_ahead=30)
-    for _ in engine.run(source()):
-        done += 1
-        assert pulled - done <= 9
-    assert done == 40
-    assert engine.stats.max_running == 9
 
 
 def test_samples_begin_anew_whatever_tokens_a_request_brings() -> None:

@@ -69,20 +69,20 @@ def test_what_is_kept_is_what_others_depend_on(step: tuple[ModelInput, int, int]
 
 
 @st.composite
-def whole_texts(draw: st.DrawFn) -> tuple[ModelInput, int]:
-    """A step of texts that are seen whole, each asked for its first, its last or all tokens; how many blocks it has."""
+def whole_texts(draw: st.DrawFn) -> tuple[ModelInput, int, int]:
+    """As ``steps``, of texts that are seen whole, each asked for its first, its last or all tokens."""
     counts = draw(st.lists(st.sampled_from([1, 2, 3, 5, 17, 70]), min_size=1, max_size=4))
     inputs, num_blocks = ragged_input([(0, count) for count in counts], 8, is_causal=False)
     asked: list[int] = []
     for start, end in pairwise(inputs.cu_seqlens.tolist()):
         asked += draw(st.sampled_from([[start], [end - 1], range(start, end)]))
-    return replace(inputs, logits_indices=torch.tensor(asked)), num_blocks
+    return replace(inputs, logits_indices=torch.tensor(asked)), 8, num_blocks
 
 
 @settings(max_examples=80, deadline=None)
 @given(whole_texts(), st.sampled_from([3, 7]), st.integers(0, 3))
 def test_of_texts_seen_whole_neighbours_on_both_sides_are_kept(
-    step: tuple[ModelInput, int], taps: int, convolutions: int
+    step: tuple[ModelInput, int, int], taps: int, convolutions: int
 ) -> None:
     inputs, reach = step[0], convolutions * (taps // 2)
     expected: set[int] = set()
@@ -124,49 +124,28 @@ def check_inputs_of_the_rows(inputs: ModelInput, subset: LogitsSubset) -> None:
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layers", TAILS)
-def test_logits_and_states_are_those_of_computing_everything(layers: str, dtype: str, back_end: str) -> None:
-    model = tiny_model(DTYPES[dtype], BACK_ENDS[back_end](), **TAILS[layers])
-    reach = model.config.tail_reach
+@pytest.mark.parametrize(
+    ("layers", "is_causal"), [*((layers, True) for layers in TAILS), *((n, False) for n in ("none", "one", "two"))]
+)
+def test_logits_and_states_are_those_of_computing_everything(
+    layers: str, is_causal: bool, dtype: str, back_end: str
+) -> None:
+    kind = {} if is_causal else {"architectures": ["Lfm2BidirectionalModel"]}
+    model = tiny_model(DTYPES[dtype], BACK_ENDS[back_end](), **kind, **TAILS[layers])
     num_kept = []
 
     @settings(max_examples=15, deadline=None)
-    @given(steps())
+    @given(steps() if is_causal else whole_texts())
     def check(step: tuple[ModelInput, int, int]) -> None:
         inputs, block_size, num_blocks = step
         found = []
-        for subset in (None, build_subset(inputs, block_size, reach)):
+        for subset in (None, build_subset(inputs, block_size, model.config.tail_reach)):
             state = random_state(model, num_blocks=num_blocks, block_size=block_size, num_slots=inputs.num_seqs)
             logits = model.forward(replace(inputs, subset=subset), state, int(inputs.positions.max()))
-            found.append([logits, *state_tensors(state)])
+            found.append([logits, *(state_tensors(state) if is_causal else [])])
             num_kept.append(inputs.num_tokens if subset is None else len(subset.rows))
         for whole, narrowed in zip(*found, strict=True):
             torch.testing.assert_close(narrowed, whole, **EXACT if back_end == "cpu" else NEAR)
 
     check()
     assert sum(num_kept[1::2]) < sum(num_kept[::2]), "nothing was ever left out"
-
-
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layers", ["none", "one", "two"])
-def test_states_of_texts_seen_whole_are_those_of_computing_everything(layers: str, dtype: str, back_end: str) -> None:
-    kind = {"architectures": ["Lfm2BidirectionalModel"], **TAILS[layers]}
-    model = tiny_model(DTYPES[dtype], BACK_ENDS[back_end](), **kind)
-    reach = model.config.tail_reach
-
-    @settings(max_examples=15, deadline=None)
-    @given(whole_texts())
-    def check(step: tuple[ModelInput, int]) -> None:
-        inputs, num_blocks = step
-        whole, narrowed = (
-            model.forward(
-                replace(inputs, subset=subset),
-                random_state(model, num_blocks=num_blocks, block_size=8, num_slots=inputs.num_seqs),
-                int(inputs.positions.max()),
-            )
-            for subset in (None, build_subset(inputs, 8, reach))
-        )
-        torch.testing.assert_close(narrowed, whole, **EXACT if back_end == "cpu" else NEAR)
-
-    check()

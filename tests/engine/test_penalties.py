@@ -22,6 +22,7 @@ TOKENS = st.lists(st.integers(0, 30), max_size=40)
 def logits_of(rows: int, width: int, seed: int) -> Tensor:
     logits = 3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
     logits[:, :: max(width // 4, 1)] = 0.0  # neither side of the repetition penalty
+    logits[:, 1] = -torch.inf  # a token that is forbidden, and stays so
     return logits
 
 
@@ -69,22 +70,6 @@ def test_every_row_is_what_vllm_defines(cases: list[tuple[list[int], list[int], 
     got = penalized(logits, cases)
     for row, case, before in zip(got, cases, logits, strict=True):
         assert torch.equal(row, defined(before, *case))
-
-
-def test_a_forbidden_token_stays_forbidden() -> None:
-    logits = torch.full((1, 4), -torch.inf)
-    params = SamplingParams(repetition_penalty=0.5, presence_penalty=-2.0, frequency_penalty=-2.0)
-    assert torch.equal(penalized(logits, [([1], [1, 2], params)]), logits)
-
-
-def test_only_the_rows_named_are_touched() -> None:
-    logits = logits_of(4, 20, 0)
-    out = logits.clone()
-    params = SamplingParams(repetition_penalty=2.0)
-    penalize(out, [1, 3], [token_counts([2], []), token_counts([5, 6], [6])], [params, params])
-    changed = (out != logits).nonzero().tolist()
-    assert changed == [[i, j] for i, j in [[1, 2], [3, 5], [3, 6]] if logits[i, j]]
-    assert len(changed) >= 2
 
 
 @settings(max_examples=30, deadline=None)
