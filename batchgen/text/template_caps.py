@@ -75,7 +75,8 @@ class TemplateCaps:
         """The first form of a chat whose prompt shows all parts; the first of all if none does.
 
         A content is a list if the template takes lists, otherwise its parts are joined by newlines, as in vLLM, or each
-        text is a list of one part. A role of ``ALIASES`` is replaced by its alias if the template does not know it.
+        text is a list of one part, lastly joined texts too. A role of ``ALIASES`` is replaced by its alias if the
+        template does not know it.
         """
         return self._rendered(chat)[0]
 
@@ -93,7 +94,7 @@ class TemplateCaps:
     def _forms(self, chat: Variables) -> Iterator[Variables]:
         """The forms of a chat, in the order in which they are tried."""
         tried: list[list[Mapping[str, Any]]] = []
-        for change in (dict, _joined, _listed) if self._takes_parts else (_joined, _listed):
+        for change in (dict, _joined, _listed, _joined_part) if self._takes_parts else (_joined, _listed, _joined_part):
             for aliases in _ALIASES:
                 messages = [
                     change({**each, "role": aliases.get(each["role"], each["role"])}) for each in chat["messages"]
@@ -161,6 +162,10 @@ def _listed(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message with its text as a list of one part."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _joined_part(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _listed(_joined(message))
 
 
 def _shows_texts(chat: Variables, prompt: str) -> bool:

@@ -245,6 +245,8 @@ def test_texts_are_lists_of_one_part_if_the_template_takes_only_lists(write: str
     assert prompt == "system: S;user: a;assistant: In the old town.;"
     assert TemplateCaps(ChatTemplate(template, {})).table["system"]
     assert rendered(template, USER, CALLED).startswith(hidden("messages[1].tool_calls[0]"))
+    two = rendered(template, SYSTEM, {**USER, "content": parts("a", "b")})
+    assert two == ("system: S;user: a\nb;" if "[0]" in write else "system: S;user: ab;")
 
 
 # ---------------------------------------------------------------- the check itself
