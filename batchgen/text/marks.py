@@ -5,6 +5,7 @@ They are letters and digits, which templates leave unchanged; equal texts get eq
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 Variables = Mapping[str, Any]  # of a template, ``messages`` among them
 REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's thoughts; templates read the first two
-_MARK = re.compile(r"zq(\d+)qz")
+_HEAD = "zq"  # of a mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,16 @@ class MarkedChat:
     def __init__(self, chat: Variables) -> None:
         self._places: list[tuple[int, Place]] = []  # each with the number of its mark
         self._numbers: dict[tuple[str, object], int] = {}  # of marks, by key and text
+        text, self._head = json.dumps(chat, default=str).casefold(), _HEAD
+        while self._head in text:  # a mark is not among the words of the chat
+            self._head += _HEAD[-1]
         messages = [self._message(*item) for item in enumerate(chat["messages"])]
         tools = [_inside(tool, partial(self._tool, f"tools[{n}]")) for n, tool in enumerate(chat.get("tools") or ())]
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}
 
     def hidden(self, prompt: str) -> Sequence[Place]:
         """The parts that the template's prompt of this chat does not show, or shows as they are written."""
-        left, hidden = Counter(map(int, _MARK.findall(prompt.casefold()))), []
+        left, hidden = Counter(map(int, re.findall(rf"{self._head}(\d+)qz", prompt.casefold()))), []
         for number, place in reversed(self._places):  # of equal texts, the last ones are those that show
             left[number] -= 1
             if (left[number] >= 0) == place.is_unread:
@@ -93,7 +97,7 @@ class MarkedChat:
     def _mark(self, place: Place, text: str | None = None) -> str:
         number = self._numbers.setdefault((place.key, text or object()), len(self._numbers))
         self._places.append((number, place))
-        return f"zq{number}qz"
+        return f"{self._head}{number}qz"
 
 
 def _inside(item: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -273,6 +273,13 @@ def test_a_chat_whose_template_cannot_be_asked_with_other_words_is_refused() -> 
     assert rendered(exact, USER).startswith("messages: the model's chat template fails on them with other words")
 
 
+def test_words_of_a_chat_that_look_like_marks_of_the_check_are_no_marks() -> None:
+    text = "zq0qz zq1qz ZQQ0QZ"
+    assert rendered(SHOWS_PARTS, {"role": "user", "content": parts(text, text)}) == f"user: <{text}><{text}>;"
+    drops = each("{% if loop.last %}" + TURN + "{% endif %}")
+    assert rendered(drops, {"role": "user", "content": text}, USER).startswith(hidden("messages[0].content"))
+
+
 def test_a_plain_chat_whose_texts_are_long_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     template, numbers = ChatTemplate(BRANCHES, {}), []
     render = template.render
