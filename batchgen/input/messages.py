@@ -144,9 +144,11 @@ def _checked_part(where: str, part: object) -> dict[str, Any]:
         raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {type_name(part)}: only text parts are supported")
     part = {key: value for key, value in part.items() if value is not None}
     kind = part.pop("type", None)
-    text = part.pop(_TEXT_PARTS.get(kind, ""), None) if isinstance(kind, str) else None
-    if not isinstance(text, str):
+    name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if name is None:
         raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {shown(kind, 60)}: only text parts are supported")
+    if not isinstance(text := part.pop(name, None), str):
+        raise wrong_type(f"{where}.{name}", text, "a string")
     return {"type": "text", "text": text, **part}
 
 

@@ -161,14 +161,18 @@ def test_other_keys_of_a_part_stay() -> None:
     assert checked_messages("c", [{"role": "user", "content": [part]}])[0]["content"] == [part]
 
 
-@pytest.mark.parametrize(
-    "part", [{"type": "image_url", "image_url": {}}, {"text": "a"}, {"type": "text"}, 7, None, "a", {"type": []}]
-)
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {}}, {"text": "a"}, 7, None, "a", {"type": []}])
 def test_a_part_that_is_no_text_is_refused(part: Any) -> None:
     found = problem([{"role": "user", "content": [part]}])
     assert found.startswith("bad_type: messages[0].content[0] is ") and found.endswith(
         ": only text parts are supported"
     )
+
+
+@pytest.mark.parametrize(("value", "what"), [({}, "null"), ({"text": None}, "null"), ({"text": 7}, "a number")])
+def test_a_part_whose_text_is_no_string_is_named(value: Any, what: str) -> None:
+    found = problem([{"role": "user", "content": [{"type": "text", **value}]}])
+    assert found == f"bad_type: messages[0].content[0].text is {what}, not a string"
 
 
 def test_parts_without_any_text_are_an_empty_prompt() -> None:
