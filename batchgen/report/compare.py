@@ -54,7 +54,8 @@ def compare_reports(
         if was is not None or is_now is not None:
             verdict = None if name in unjudged else _is_worse(name, was, is_now, gates)
             figures.append({"name": name, "before": was, "now": is_now, "is_regression": verdict})
-    differences = [text for key in _JOB for text in _differences(key, before.get(key), now.get(key))]
+    keys = [key for key in _JOB if key != "threads" or None not in (before.get(key), now.get(key))]
+    differences = [text for key in keys for text in _differences(key, before.get(key), now.get(key))]
     return {"figures": figures, "answers": answers, "differences": differences, "unjudged": unjudged}
 
 

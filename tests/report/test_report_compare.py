@@ -183,6 +183,15 @@ def test_another_model_and_other_numerics_are_pointed_out() -> None:
     assert found["differences"][0] in render_comparison(found)
 
 
+@pytest.mark.parametrize(("threads", "differs"), [(None, False), (3, True)])
+def test_a_run_whose_last_invocation_loaded_no_model_does_not_differ_in_its_threads(
+    threads: int | None, differs: bool
+) -> None:
+    runs = report(threads=threads), report(threads=1)
+    for now, before in (runs, runs[::-1]):
+        assert bool(compare_reports(now, before)["differences"]) is differs
+
+
 def test_the_table_fits_80_columns_and_marks_what_regressed() -> None:
     text = render_comparison(compare_reports(report(rate=10, model="x" * 100), report(), SPEED))
     assert max(map(len, text.splitlines())) <= 80
