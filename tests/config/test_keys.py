@@ -35,7 +35,7 @@ BOUNDS = {
 }
 NONSENSE: list[Any] = [
     *(float("nan"), float("inf"), -float("inf"), 10**400, -(10**5000), 1e308, True, [], {}, {"a": []}),
-    *([[]], [{}], [None], [True], b"\xff", "nonsense", "\x00", "", "7"),
+    *([[]], [{}], [None], [True], b"\xff", "nonsense", "\x00", "", "7", "²", "٣", "\udcff", "1e400"),
 ]
 
 

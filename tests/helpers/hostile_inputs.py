@@ -1,4 +1,4 @@
-"""Inputs that no one should write: rows, files, job files, templates, flags and paths, drawn by a seed.
+"""Inputs that no one should write: rows, job files and paths, drawn by a seed.
 
 ``hostile_cases`` yields as many as asked for, of each kind in turn. A case says how many rows its input has, where that
 is known and the job must run: its first row is then a sound one.
@@ -6,19 +6,12 @@ is known and the job must run: its first row is then a sound one.
 
 from __future__ import annotations
 
-import datetime
-import decimal
-import gzip
-import io
 import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.config.job import KEYS
 from batchgen.config.sampling import ROW_KEYS
@@ -227,85 +220,6 @@ def batch_case(rng: random.Random) -> Case:
     return Case("openai-batch", job, {"in.jsonl": content}, num_rows=_num_lines(content))
 
 
-def text_case(rng: random.Random) -> Case:
-    """A text file of random bytes."""
-    pieces = [rng.choice([rng.randbytes(rng.randrange(60)), *_BYTES, b"\n", b"\r\n", b"word " * 20]) for _ in range(80)]
-    content = b"Once upon a time\n" + b"".join(pieces)
-    keys = 'format = "text"\nprompt = "text"'
-    return Case(
-        "text", job_text(rng, input_name="in.txt", keys=keys), {"in.txt": content}, num_rows=_num_lines(content)
-    )
-
-
-def compressed_case(rng: random.Random) -> Case:
-    """gzip and zstd: cut short, corrupt, concatenated, twice, empty, and far larger than they look."""
-    plain = b"\n".join([_sound_row(), *(_sound_row(id=i) for i in range(200))]) + b"\n"
-    codec = rng.choice(["gzip", "zstd"])
-
-    def pack(data: bytes) -> bytes:
-        return gzip.compress(data) if codec == "gzip" else pa.compress(data, codec="zstd", asbytes=True)
-
-    packed = pack(plain)
-    at = rng.randrange(len(packed))
-    bombs = [pack(b'{"question": "' + b"a" * (16 << 20) + b'"}\n'), pack(b" " * (64 << 20)), pack(b"\n" * (2 << 20))]
-    content = rng.choice(
-        [
-            packed[:at],
-            packed[:at] + bytes([packed[at] ^ 0xFF]) + packed[at + 1 :],
-            packed + packed,
-            packed + rng.randbytes(50),
-            pack(packed),
-            pack(b""),
-            packed[:4],
-            pack(_sound_row() + b"\n") + rng.choice(bombs),
-        ]
-    )
-    name = rng.choice(["in.jsonl.gz", "in.jsonl.zst", "in.jsonl"])
-    job = job_text(rng, input_name=name, keys='prompt = "question"')
-    return Case("compressed", job, {name: content})
-
-
-def parquet_case(rng: random.Random) -> Case:
-    """Parquet of odd types, or damaged."""
-    size = rng.choice([0, 1, 40])
-    moment = datetime.datetime(2026, 1, 31, tzinfo=datetime.UTC)
-    columns: dict[str, pa.Array] = {
-        "decimal": pa.array([decimal.Decimal("1.5")] * size),
-        "binary": pa.array([b"\xff\x00"] * size),
-        "map": pa.array([[("a", 1)]] * size, pa.map_(pa.string(), pa.int64())),
-        "dictionary": pa.array(["x"] * size).dictionary_encode(),
-        "nested": pa.array([[[1, None], []]] * size, pa.list_(pa.list_(pa.int64()))),
-        "struct": pa.array([{"a": {"b": None}}] * size, pa.struct({"a": pa.struct({"b": pa.string()})})),
-        "moment": pa.array([moment] * size, pa.timestamp("ns", "UTC")),
-        "early": pa.array([-(2**50)] * size, pa.timestamp("s")),
-        "duration": pa.array([5] * size, pa.duration("us")),
-        "day": pa.array([2**30] * size, pa.date32()),
-        "null": pa.nulls(size),
-        "nan": pa.array([float("nan")] * size, pa.float32()),
-        "large": pa.array([2**64 - 1] * size, pa.uint64()),
-        "half": pa.array([1.5] * size, pa.float32()).cast(pa.float16()),
-        "text": pa.array(["long " * 1000] * size, pa.large_string()),
-    }
-    kept = {name: columns[name] for name in rng.sample(sorted(columns), rng.randrange(len(columns)))}
-    for name in ("question", "id", "answer"):
-        kept[name] = rng.choice([pa.array([f"q{i}" for i in range(size)]), *columns.values()])
-    table = pa.Table.from_arrays(list(kept.values()), names=[*list(kept)[:-1], rng.choice(["answer", "question", ""])])
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression=rng.choice(["snappy", "zstd", "none", "gzip"]), store_schema=False)
-    content = sink.getvalue()
-    draw, at = rng.random(), rng.randrange(len(content))
-    if draw < 0.15:
-        content = content[:at]
-    elif draw < 0.35:
-        content = content[:at] + rng.randbytes(rng.randrange(1, 9)) + content[at + 8 :]
-    elif draw < 0.4:
-        content = content[:-8] + rng.randbytes(4) + b"PAR1"
-    elif draw < 0.45:
-        content = b"PAR1" + rng.randbytes(200) + b"PAR1"
-    keys = f'prompt = "question"\ncolumns = "*"\n{rng.choice(["id = " + json.dumps("id"), ""])}'
-    return Case("parquet", job_text(rng, input_name="in.parquet", keys=keys), {"in.parquet": content})
-
-
 _TOML_VALUES = (
     *(
         *('""', '"auto"', "0", "-1", "1", "1.5", "true", "false", "[]", "{}", "[[]]", "[{}]", '[""]', "nan", "inf"),
@@ -359,53 +273,6 @@ def job_case(rng: random.Random) -> Case:
     return Case("job files", job, {"in.jsonl": _sound_row() + b"\n"})
 
 
-def template_case(rng: random.Random) -> Case:
-    """A prompt template with odd fields."""
-    pieces = [
-        *("{", "}", "{{", "}}", "{question}", "{answer!r}", "{a.b}", "{a[0]}", "{0}", "{}", "{question:>99999999999}")
-    ]
-    pieces += [
-        *("{question.__class__}", "{question[__init__]}", "{:{question}}", "{ question }", "{é}", "text", "\\n"),
-        "{" * 500,
-    ]
-    template = "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 5)))
-    columns = {rng.choice(["a", "a.b", "a[0]", "0", "", "é", " question "]): rng.choice([1, "x", None, [1], {"b": 2}])}
-    content = b"".join(_sound_row(id=i, **columns) + b"\n" for i in range(5))
-    job = job_text(rng, keys=f"prompt = {json.dumps(template)}".replace("\\\\n", "\\n"))
-    return Case("templates", job, {"in.jsonl": content})
-
-
-_FLAG_VALUES = (
-    *("", " ", "-1", "0", "1e400", "nan", "inf", "9" * 30, "9" * 5000, "٣", "²", "auto", "\udcff", "\x1b[31m"),
-    "a\nb",
-)
-_FLAGS = (
-    *(
-        *("--limit", "--max-tokens", "--temperature", "--top-p", "--n", "--seed", "--logprobs", "--stop", "--shard"),
-        "--heartbeat",
-    ),
-    *(
-        *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-cache-memory", "--block-size"),
-        "--columns",
-    ),
-    *("--prompt", "--id", "--input-format", "--dtype", "--device", "--generation-config", "--revision"),
-    *("--tokenizer", "--chat-template-kwargs"),
-)
-
-
-def flag_case(rng: random.Random) -> Case:
-    """A flag with an odd value."""
-    own = {
-        "--shard": ["0/0", "1/0", "2/1", "1/99999999999", "a/b", "1/2/3"],
-        "--deadline": ["99:99", "24:00", "0000-01-01"],
-    }
-    own |= {"--max-error-rate": ["5", "-5%", "101%", "5%%"], "--max-runtime": ["5", "5 parsecs", "1e308h", "0s"]}
-    flag = rng.choice(_FLAGS)
-    value = rng.choice([*own.get(flag, []), *_FLAG_VALUES])
-    files = {"in.jsonl": _sound_row() + b"\n" + _sound_row(id="other") + b"\n"}
-    return Case("flags", job_text(rng), files, (f"{flag}={value}",))
-
-
 def path_case(rng: random.Random) -> Case:
     """Inputs that are no files, and files with odd names."""
     name = rng.choice(
@@ -434,11 +301,6 @@ _KINDS: dict[Callable[[random.Random], Case], int] = {
     chats_case: 1,
     sampling_case: 2,
     batch_case: 2,
-    text_case: 1,
-    compressed_case: 2,
-    parquet_case: 3,
     job_case: 5,
-    template_case: 2,
-    flag_case: 3,
     path_case: 2,
 }

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_DEGREES = {"type": "number", "minimum": -180, "maximum": 180}
-_POSITION = {"type": "array", "items": _DEGREES, "minItems": 2, "maxItems": 3}
 _SCALAR = {"type": ["string", "number", "boolean"], "maxLength": 5}
 _NAMES = {"type": "array", "items": {"$ref": "#/definitions/name"}}
-_PORT = {"type": "object", "properties": {"containerPort": {"type": "integer", "minimum": 1, "maximum": 65535}}}
-_LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 8}}
 
 SAMPLES: dict[str, Any] = {
     "pydantic, discriminated": {
@@ -71,58 +67,6 @@ SAMPLES: dict[str, Any] = {
                     },
                 },
             }
-        },
-    },
-    "Kubernetes": {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "type": "object",
-        "required": ["apiVersion", "kind", "metadata", "spec"],
-        "properties": {
-            "apiVersion": {"type": "string", "pattern": "^[a-z]+/v\\d$"},
-            "kind": {"const": "Deployment"},
-            "metadata": {"type": "object", "properties": {"labels": _LABELS, "name": {"type": ["string", "null"]}}},
-            "spec": {
-                "type": "object",
-                "properties": {
-                    "replicas": {"type": "integer", "minimum": 0, "maximum": 10},
-                    "ports": {"type": "array", "items": _PORT, "minItems": 1, "maxItems": 3},
-                    "paused": {"type": "boolean"},
-                },
-                "required": ["ports"],
-            },
-        },
-    },
-    "GeoJSON": {
-        "$id": "https://example.org/geo.json",
-        "$defs": {"position": _POSITION},
-        "type": "object",
-        "required": ["type", "geometry"],
-        "properties": {
-            "type": {"enum": ["Feature"]},
-            "bbox": {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4},
-            "geometry": {
-                "oneOf": [
-                    {"type": "null"},
-                    {
-                        "type": "object",
-                        "required": ["type", "coordinates"],
-                        "properties": {"type": {"const": "Point"}, "coordinates": {"$ref": "#/$defs/position"}},
-                    },
-                    {
-                        "type": "object",
-                        "required": ["type", "coordinates"],
-                        "properties": {
-                            "type": {"const": "LineString"},
-                            "coordinates": {
-                                "type": "array",
-                                "items": {"$ref": "#/$defs/position"},
-                                "minItems": 2,
-                                "maxItems": 4,
-                            },
-                        },
-                    },
-                ]
-            },
         },
     },
     "workflow": {

@@ -151,7 +151,7 @@ def test_a_damaged_parquet_file_has_all_its_rows_or_is_refused(
 
 
 SEED = 19
-NUM_CASES = share_of(550)
+NUM_CASES = share_of(320)
 
 
 def attack(folder: Path, count: int, seed: int) -> Counter[str]:

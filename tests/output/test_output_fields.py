@@ -249,6 +249,9 @@ def test_types_survive_a_resume(job: JobMaker) -> None:
         (pa.timestamp("us", tz="Mars/Phobos"), [None, None]),
         (pa.duration("s"), [None, None]),
         (pa.float32(), [0.5, float("nan")]),
+        (pa.float16(), [0.5, None]),
+        (pa.map_(pa.string(), pa.int64()), [[("a", 1)], None]),
+        (pa.struct([("a", pa.list_(pa.list_(pa.binary())))]), [{"a": [[b"\xff"], []]}, None]),
     ],
     ids=str,
 )
