@@ -46,22 +46,6 @@ def failing(*args: object, **kwargs: object) -> None:
     raise StorageError("killed here")
 
 
-def test_a_row_under_way_keeps_its_id_across_a_resume(job: JobMaker) -> None:
-    """The second row with an id is journalled as a duplicate while the first is still with the engine."""
-    first = max(range(8), key=lambda i: job_length(job, i))
-    job.write([*rows_of(8), rows_of(8)[first], *rows_of(80)[8:]])
-    interrupted(job, 60)
-    job.run()
-    assert codes(job) == [(8, "duplicate_id")]
-    assert len(job.outputs()) == 80
-
-
-def job_length(job: JobMaker, index: int) -> int:
-    """How many tokens the stub gives a row of ``rows_of``."""
-    job.write([rows_of(index + 1)[index]])
-    return int(job.elsewhere(f"alone-{index}")[0]["usage"]["completion_tokens"])
-
-
 def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(1200)
     job.write([*rows, *(rows[1] for _ in range(40))])  # row 1 is the other shard's, rows 1200, 1202, ... are ours
@@ -168,14 +152,6 @@ def test_a_folder_of_parquet_files_may_take_the_outputs_too(job: JobMaker) -> No
     assert job.run(spec).exit_code == 0
     assert "already done" in job.run(spec).lines[0]
     assert len(job.outputs()) == 5
-
-
-def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run()
-    spec = job.spec(input={"path": [str(job.input), str(job.output / "outputs.jsonl")]})
-    with pytest.raises(UsageError, match="would be overwritten by this run"):
-        job.run(spec)
 
 
 OF_0_1 = """

@@ -74,38 +74,6 @@ def length_of(row: dict[str, Any]) -> int:
     return int(found["usage"]["completion_tokens"])
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
-@pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 1.0, "seed": 3, "n": 3}, {"logprobs": 2, "prompt_logprobs": 1}],
-    ids=["greedy", "sampled", "scored"],
-)
-def test_exactly_the_changed_rows_are_computed(job: JobMaker, form: str, sampling: dict[str, Any]) -> None:
-    rows = rows_of(200)
-    sections: dict[str, Any] = {"sampling": sampling, "input": {"columns": ["answer"]}}
-    job.write(rows)
-    job.run(job.spec(output={"format": form, "token_ids": True}, **sections))
-    lengths = {row.get("custom_id", row["id"]): length_of(row) for row in outputs_of(job.output)}
-    rows, num_changed, limited = changed(rows, 200, random.Random(5))
-    num_changed += sum(lengths[name] > 15 or "n" in sampling for name in limited)
-    second(job, rows, output={"format": form, "token_ids": True}, **sections)
-    assert computed(job) == num_changed
-    assert_as_fresh(job, output={"format": form, "token_ids": True}, **sections)
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_of_labels_the_changed_rows_alone_are_scored_again(job: JobMaker, form: str) -> None:
-    """Which take no limit of tokens."""
-    rows = rows_of(200)
-    sections: dict[str, Any] = {"classify": {"labels": ["yes", "no"]}, "output": {"format": form}}
-    job.write(rows)
-    job.run(job.spec(**sections))
-    rows, num_changed, _ = changed(rows, 200, random.Random(5))
-    second(job, rows, **sections)
-    assert computed(job) == num_changed
-    assert_as_fresh(job, **sections)
-
-
 def test_three_thousand_rows(job: JobMaker) -> None:
     rows = rows_of(3_000)
     job.write(rows)
@@ -146,31 +114,6 @@ def test_many_rows_are_found_in_little_memory(job: JobMaker) -> None:
         assert tracemalloc.get_traced_memory()[1] < 25 << 20
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ({"token_ids": True}, {}),
-        ({}, {"token_ids": True}),
-        ({"parse": ["json"]}, {}),
-        ({}, {"parse": ["json"]}),
-        ({"format": "parquet"}, {"format": "jsonl"}),
-        ({"format": "openai-batch"}, {"format": "jsonl"}),
-        ({"format": "jsonl"}, {"format": "openai-batch"}),
-        ({"format": "parquet", "parse": ["json"]}, {"format": "parquet", "parse": ["json"]}),
-    ],
-)
-def test_a_record_that_lacks_what_is_asked_for_is_computed(
-    job: JobMaker, before: dict[str, Any], now: dict[str, Any]
-) -> None:
-    sections = {"sampling": {"structured_outputs": {"json_object": True}}}
-    job.write(rows_of(20))
-    job.run(job.spec(output=before, **sections))
-    second(job, rows_of(20), output=now, **sections)
-    lacking = any(now.get(name) and not before.get(name) for name in ("token_ids", "parse"))
-    assert computed(job) == (20 if lacking else 0)
-    assert_as_fresh(job, output=now, **sections)
 
 
 MANIFEST_CHANGES = {
@@ -229,17 +172,6 @@ def test_rows_come_from_unfinished_runs_and_from_several(job: JobMaker) -> None:
     assert_as_fresh(job)
     job.elsewhere("third", job.spec(output={"reuse": [str(job.folder / "second")]}))  # rows that were reused already
     assert computed(job) == 0
-
-
-def test_limit_and_duplicates(job: JobMaker) -> None:
-    job.write(rows_of(20))
-    job.run()
-    rows = [*rows_of(10), *({**row, "id": f"again-{i}"} for i, row in enumerate(rows_of(10))), rows_of(1)[0]]
-    second(job, rows, input={"limit": 22})
-    assert computed(job) == 0
-    records = outputs_of(job.folder / "second")
-    assert sorted(record["index"] for record in records) == [*range(20)]
-    assert (job.folder / "second" / "errors.jsonl").read_text().count("duplicate_id") == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
