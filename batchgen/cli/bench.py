@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,6 @@ from batchgen.core.records import POOLINGS, Request, SamplingParams
 if TYPE_CHECKING:
     from batchgen.text.tokenizer import Tokenizer
 
-_HEARTBEAT_S = 30.0
 _WORKLOADS = (
     "give --workload nano-vllm, or --workload FILE, whose rows --limit and --max-tokens are for, or --num-requests "
     "with --input-len and --output-len"
@@ -80,8 +77,7 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     from batchgen.bench import measure
     from batchgen.model.registry import load_config
 
-    where, note = spec.model, _note if sys.stderr.isatty() else _Heartbeat()
-    note("loading the model")
+    where = spec.model
     tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(where)
     config = load_config(where.path, where.revision)
     if not (config.has_head or pooling):
@@ -91,12 +87,13 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     requests = _requests(values, config.vocab_size, tokenizer)
     if pooling:
         requests = as_texts(requests, measure.pooling_of(where) if pooling == "auto" else pooling)
+    _note("loading the model")
     model = measure.load(where, spec.engine.threads, has_head=not pooling)
     is_forced = all(request.params.ignore_eos for request in requests)
     if lengths == "unknown" and is_forced:
         requests = hide_lengths(requests)
     ends = frozenset(model.config.eos_token_ids + (tokenizer.eos_token_ids if tokenizer else ()))
-    result = measure.benchmark(measure.Bench(model, spec.engine, ends, note), requests, repeats)
+    result = measure.benchmark(measure.Bench(model, spec.engine, ends, _note), requests, repeats)
     kind = "none" if pooling else "forced" if is_forced else "model"
     result = {**where.named, "lengths": lengths, "ends": kind, **result}
     show(json.dumps(result, indent=2) if as_json else measure.render(result))
@@ -105,18 +102,6 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
 
 def _note(text: str) -> None:
     say(f"{text} ...")
-
-
-class _Heartbeat:
-    """Prints at most one note per half minute, if standard error is not a terminal."""
-
-    def __init__(self) -> None:
-        self._noted_at = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if time.monotonic() - self._noted_at >= _HEARTBEAT_S:
-            self._noted_at = time.monotonic()
-            _note(text)
 
 
 def _requests(values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None) -> list[Request]:

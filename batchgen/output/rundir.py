@@ -5,12 +5,11 @@ An unfinished job has a folder of its own in ``journal/``: no stale or partial f
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -148,17 +147,8 @@ class RunDir:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
 
     def lock(self) -> AbstractContextManager[object]:
-        """Take the directory for this process. Raises LockedError naming the holder's pid and host.
-
-        A finished run on a read-only file system is not locked, since it is only read.
-        """
-        try:
-            return closing(RunLock(self.lock_file))
-        except StorageError as error:
-            cause = error.__cause__
-            if not (isinstance(cause, OSError) and cause.errno == errno.EROFS and self.is_complete()):
-                raise
-            return nullcontext()
+        """Take the directory for this process. Raises LockedError naming the holder's pid and host."""
+        return closing(RunLock(self.lock_file))
 
     def holder(self) -> Holder | None:
         """The process that holds the directory now, if any."""

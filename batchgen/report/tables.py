@@ -99,8 +99,8 @@ def render_report(report: Report) -> str:
     facts = [(label, text) for label, text in details(report).rows]
     lines = [*labelled([*joined(outcome(report)).items(), *advice, *facts])]
     matrix = confusions(report)
-    narrow = next((table for table in (matrix, _numbered(matrix)) if table.rows and _width(table) <= _WIDTH), None)
-    for table in (labels(report), narrow or mistakes(report)):
+    is_shown = matrix.rows and sum(_widths(matrix)) + 2 * len(matrix.head) - 2 <= _WIDTH
+    for table in (labels(report), matrix if is_shown else mistakes(report)):
         if table.rows:
             lines += ["", printable(table.title), *_grid(table)]
     table = latencies(report)
@@ -110,19 +110,8 @@ def render_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _numbered(table: Table) -> Table:
-    """A square table whose columns are named by the numbers of the rows."""
-    head = ("", *(str(number) for number, _ in enumerate(table.rows, 1)))
-    rows = [(f"{number} {name}", *cells) for number, (name, *cells) in enumerate(table.rows, 1)]
-    return table._replace(head=head, rows=rows)
-
-
 def _widths(table: Table) -> list[int]:
     return [max(map(len, column)) for column in zip(table.head, *table.rows, strict=True)]
-
-
-def _width(table: Table) -> int:
-    return sum(_widths(table)) + 2 * len(table.head) - 2
 
 
 def _grid(table: Table) -> Iterator[str]:

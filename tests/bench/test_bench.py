@@ -14,7 +14,6 @@ from tiny_model import tiny_model
 
 from batchgen.bench import measure as bench
 from batchgen.bench.workload import NAMED, EndAfter, LengthRange, Shape, from_file, hide_lengths
-from batchgen.cli import bench as bench_command
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig
@@ -225,14 +224,3 @@ def test_bench_text_fits_80_columns(shell: Shell) -> None:
 )
 def test_bench_refuses_what_names_no_workload(flags: list[str], shell: Shell) -> None:
     assert shell(*BENCH, *flags, code=2).err.startswith("batchgen: error: ")
-
-
-def test_where_no_person_watches_a_benchmark_says_every_half_minute_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter([0.0, 5.0, 29.0, 31.0, 31.0, 40.0, 62.0, 62.0])
-    monkeypatch.setattr(bench_command.time, "monotonic", lambda: next(clock))
-    note = bench_command._Heartbeat()
-    for text in ("a", "b", "c", "d", "e"):
-        note(text)
-    assert capsys.readouterr().err == "batchgen: c ...\nbatchgen: e ...\n"
