@@ -114,9 +114,7 @@ def read_settings(path: Path) -> RawSettings:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        twice = next((name for name, (section, _) in _SHORT.items() if name == section and _is_twice(name, text)), "")
-        hint = f"; where [{twice}] stands, {twice} = VALUE is written there as path = VALUE" if twice else ""
-        raise UsageError(f"{path}: not valid TOML: {error}{hint}") from error
+        raise UsageError(f"{path}: not valid TOML: {error}") from error
     except ValueError as error:  # tomllib leaves integers to int()
         raise UsageError(f"{path}: holds a number of too many digits") from error
     except RecursionError as error:
@@ -131,11 +129,6 @@ def read_settings(path: Path) -> RawSettings:
             except RecursionError as error:  # dotted keys nest without brackets
                 raise UsageError(f"{settings.place(section, key)}: nested too deeply for a job file") from error
     return settings
-
-
-def _is_twice(name: str, text: str) -> bool:
-    """Whether a job file has a section both as a table and as its path alone, which TOML forbids."""
-    return all(re.search(rf"(?m)^\s*{start}", text) for start in (rf"{name}\s*=", rf"\[{name}\]"))
 
 
 def _with_sections(table: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -46,7 +46,6 @@ KEYS = {
     "rows": "rows done, failed and in all (total)",
     "errors": "failed rows by code",
     "finish_reasons": "samples of done rows by finish_reason; a row has n of them",
-    "cut_by_job": "answers of rows with one sample that ended at the job's own max_tokens",
     "tokens": "of done rows: prompt, of them cached (found in the prefix cache, copies apart), completion (generated "
     "by all samples); total is prompt + completion",
     "duplicates": "rows that got a copy of an identical one's answer and were not computed",
@@ -104,7 +103,7 @@ KEYS = {
     "found, and both (correct), precision and recall; the 144 most frequent confusions; and num_labels",
 }
 _OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "perplexity", "reused", "structured", "workers"}
-_OPTIONAL_KEYS |= {"compared", "cut_by_job", "empty_fields"}  # reports of earlier versions may lack them
+_OPTIONAL_KEYS |= {"compared", "empty_fields"}  # reports of earlier versions may lack them
 _FULL_KV = 0.95
 _PREEMPTIONS_PER_ROW = 0.05
 _HALF = 0.5
@@ -302,10 +301,7 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     if generates and num_cut > _CUT_OFF_SHARE * num_answers:
         verb = "was" if num_cut == 1 else "were"
         cut = f"{num_cut:,} of {counted(num_answers, 'answer')} {verb} cut off by max_tokens or the context"
-        if report.get("cut_by_job", 0) < num_cut:  # by limits of rows, by the context, or one of several samples
-            yield f"{cut}: raise max_tokens where it is set, in the job or in rows; --update computes what that changes"
-        else:
-            yield f"{cut}: raise max_tokens in the job and run it with --update, which computes only these"
+        yield f"{cut}: raise max_tokens where it is set, in the job or in rows; --update computes what that changes"
 
 
 def _lacks_kv_cache_memory(report: Mapping[str, Any]) -> bool:

@@ -71,14 +71,13 @@ class Distribution:
 class RowTotals:
     """Totals of rows; for ``expected``, ``answer`` and ``has_labels`` see ``Accuracy``.
 
-    ``num_cut_by_job`` counts the answers, of rows with one sample, that ended at the job's ``max_tokens``. ``tokens``
-    has the report's kinds; ``num_copies`` copies have ``copied_tokens``, ``num_reused`` kept rows ``reused_tokens``.
+    ``tokens`` has the report's kinds; ``num_copies`` copies have ``copied_tokens``, ``num_reused`` kept rows
+    ``reused_tokens``.
     """
 
     expected: Finder | None = None
     answer: str | None = None
     has_labels: bool = False
-    max_tokens: int | None = None
     num_results: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
     num_copies: int = 0
@@ -89,7 +88,6 @@ class RowTotals:
     num_structured: int = 0
     completeness: Counter[bool] = field(default_factory=Counter)  # of samples with structured outputs
     finish_reasons: Counter[str] = field(default_factory=Counter)
-    num_cut_by_job: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     distributions: dict[str, Distribution] = field(
         default_factory=lambda: {name: Distribution() for name in (*_LENGTHS, *LATENCIES)}
@@ -132,10 +130,7 @@ class RowTotals:
             self.slowest = sorted([*self.slowest, row], key=itemgetter("total_s"), reverse=True)[:_NUM_SLOWEST]
         samples = record.get("samples") or [record]
         reasons = [sample["finish_reason"] for sample in samples if "finish_reason" in sample]
-        turns = record.get("finish_reasons")
-        self.finish_reasons.update(turns or reasons)
-        is_cut = samples == [record] and not turns and reasons == ["length"] and record.get("complete") is None
-        self.num_cut_by_job += is_cut and lengths["completion_tokens"] == self.max_tokens
+        self.finish_reasons.update(record.get("finish_reasons") or reasons)
         complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
         self.completeness.update(complete)
         self.num_structured += bool(complete)
@@ -162,7 +157,6 @@ class RowTotals:
             "copied_tokens": {name: self.copied_tokens[name] for name in ("prompt", "completion")},
             "errors": dict(sorted(self.errors.items())),
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
-            "cut_by_job": self.num_cut_by_job,
             "latency_s": {name: self.distributions[name].percentiles() for name in LATENCIES},
             "histograms": {name: self.distributions[name].histogram() for name in _HISTOGRAMS},
             "slowest": self.slowest,

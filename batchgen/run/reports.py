@@ -41,9 +41,8 @@ def _expected(spec: JobSpec) -> Finder | None:
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a journal. Raises StorageError if a row cannot be read back."""
-    limit = None if spec.max_tokens_unset else spec.sampling.max_tokens
-    choices = parsed(spec.sampling.structured_outputs)
-    totals = RowTotals(_expected(spec), spec.eval.extract, "choice" in choices, limit)
+    has_choices = "choice" in parsed(spec.sampling.structured_outputs)
+    totals = RowTotals(_expected(spec), spec.eval.extract, has_choices)
     for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
     for index in journal.done.indexes(errors=True):
