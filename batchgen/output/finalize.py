@@ -100,8 +100,8 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
 def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
     """The rows of a finished run as they were journalled: index, kind and payload, the results first.
 
-    Raises StorageError for a bad line or a missing row, of ``outputs.jsonl`` after its last row; UsageError if the
-    journal that holds the rows was removed.
+    Raises StorageError for a bad line or a missing row, of ``outputs.jsonl`` after its last row; UsageError if this
+    file, or the journal that holds the rows, was removed.
     """
     if output_format == EXACT_FORMAT:
         yield from _lines(run_dir)
@@ -123,7 +123,9 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
     """The rows of a run that wrote JSON Lines, as ``journalled``; they may be edited, and ``errors.jsonl`` removed."""
     last, path, num_read = run_dir.read_manifest(), run_dir.outputs(EXACT_FORMAT), 0
     files = last.files if last is not None else {}
-    is_edited = path.name in files and path.is_file() and path.stat().st_size != files[path.name]["bytes"]
+    if not path.is_file():
+        raise UsageError(f"{path} was removed: restore it, or run the job again, which computes all rows")
+    is_edited = path.name in files and path.stat().st_size != files[path.name]["bytes"]
     for index, line in read_lines(path):
         num_read += 1
         yield index, "result", line

@@ -78,9 +78,10 @@ class EarlierResults:
         last, kept = run_dir.read_manifest(), run_dir.kept_job()
         if last is not None and self._computes_alike(run_dir, last):
             if last.job["output"]["format"] != EXACT_FORMAT:
-                if kept is None:
-                    self.lines.append(f"no row of {run_dir.path} can be kept: {run_dir.journals} was removed")
-                yield self._add_files(segments(kept.folder) if kept else ()), last
+                paths = segments(kept.folder) if kept else []
+                if not paths and last.num_rows:
+                    self.lines.append(f"no row of {run_dir.path} can be kept: its rows in {run_dir.journals} are gone")
+                yield self._add_files(paths), last
             elif run_dir.outputs(EXACT_FORMAT).name not in run_dir.changed_files(last, digests):
                 yield self._add_files([run_dir.outputs(EXACT_FORMAT)]), last
             else:

@@ -86,10 +86,11 @@ def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str]) -> 
     line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite starts again"
     if not has_failed_rows(run_dir):
         return Outcome(ExitCode.OK, (line,))
-    num_failed = sum(1 for _ in read_errors(run_dir))  # none if errors.jsonl was taken away
-    rows = counted(num_failed, "row") if num_failed else "some rows"
-    failed = f"{rows} failed: see {short(run_dir.errors)}; correct them in the input and run again"
-    failure = f"{failed}; --update runs them again unchanged"
+    if num_failed := sum(1 for _ in read_errors(run_dir)):
+        failed = f"{counted(num_failed, 'row')} failed: see {short(run_dir.errors)}"
+    else:
+        failed = f"some rows failed, and {short(run_dir.errors)} was removed"
+    failure = f"{failed}; correct them in the input and run again; --update runs them again unchanged"
     return Outcome(ExitCode.ROWS_FAILED, (line, failure), (failure,))
 
 
