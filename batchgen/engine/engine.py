@@ -28,7 +28,6 @@ from batchgen.engine.sizes import SchedulerConfig, resolve, use_threads_beside
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
-from batchgen.text.tokenizer import Tokenizer
 
 # A step that ended midway may have moved states on without booking its tokens, or lost a result.
 _INTERRUPTED = "an earlier step was interrupted and the engine's state is undefined; create a new engine"
@@ -49,23 +48,21 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         eos_token_ids: Iterable[int] | None = None,
-        tokenizer: Tokenizer | None = None,
         text: TextTools | None = None,
         sampler: Callable[[Kernels, frozenset[int], int], Sampler] = Sampler,
         runner: Callable[[Decoder, SchedulerConfig], ModelRunner] = ModelRunner,
     ) -> None:
-        """Rows may have ``stop`` and ``structured_outputs`` if a ``tokenizer``, or ``text`` in its place, is given.
+        """Rows may have ``stop`` and ``structured_outputs`` if ``text`` is given.
 
-        ``eos_token_ids`` default to the model config's and the tokenizer's; ``sampler`` and ``runner`` make the
-        engine's own. Raises UsageError for a size that cannot work.
+        ``eos_token_ids`` default to the model config's; ``sampler`` and ``runner`` make the engine's own. Raises
+        UsageError for a size that cannot work.
         """
         config = config or EngineConfig()
         use_threads_beside(model, config.threads)
         self.config = resolve(config, model)
         self.look_ahead = config.look_ahead or 8 * self.config.max_num_seqs
-        ends = model.config.eos_token_ids + (tokenizer.eos_token_ids if tokenizer else ())
-        self.eos_token_ids = frozenset(ends if eos_token_ids is None else eos_token_ids)
-        self.text = text or TextTools.of(tokenizer, model.config.vocab_size, self.eos_token_ids)
+        self.eos_token_ids = frozenset(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.text = text or TextTools()
         self.scheduler = Scheduler(self.config)
         self.runner = runner(model, self.config)
         num_slots = self.config.max_num_seqs if self.runner.overlaps else 0

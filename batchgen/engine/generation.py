@@ -5,9 +5,8 @@ The scheduler does not need it. A new kind of watcher is an observer (see ``obse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
@@ -26,10 +25,7 @@ from batchgen.engine.observers import (
     TokenRules,
     rules_for,
 )
-from batchgen.text.grammar import Grammars
-from batchgen.text.reasoning import Reasoning, Thoughts
-from batchgen.text.stop_strings import StopStrings
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.reasoning import Thoughts
 
 
 class TextTools(NamedTuple):
@@ -38,14 +34,6 @@ class TextTools(NamedTuple):
     stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
     constraints: Constraints | None = None
     thoughts: Callable[[Sequence[int], int], Thoughts] | None = None
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]) -> TextTools:
-        """The makers for a tokenizer; all None without one."""
-        if tokenizer is None:
-            return cls()
-        grammars = Grammars(tokenizer, vocab_size, sorted(eos_token_ids))
-        return cls(partial(StopStrings, tokenizer), grammars, Reasoning(tokenizer).thoughts)
 
 
 def _observers_for(params: SamplingParams, text: TextTools) -> list[Observer]:

@@ -41,8 +41,6 @@ class EarlierResults:
     def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, mine: Path | None = None) -> None:
         self.lines: list[str] = []
         self._manifest, self._mine = manifest, mine
-        prints_date = job.model.prints_date and job.spec.input.is_templated
-        self._printed_at = manifest.rendered_at if prints_date else None
         self._builder = job.records
         self._rows = EarlierRows()
         self.sources = [*self._add(run_dir, job.digests)] if run_dir is not None else []
@@ -111,10 +109,6 @@ class EarlierResults:
     def _tell_changes(self, run_dir: RunDir, earlier: Manifest, added: Sequence[object]) -> None:
         if not added:
             return
-        if self._printed_at and earlier.rendered_at:
-            its, own = (f"{at:%Y-%m-%d}" for at in (earlier.rendered_at, self._printed_at))
-            more = f"as in {run_dir.path}" if its == own else f"and {its} in {run_dir.path}, whose chats differ"
-            self.lines.append(f"the chat template prints a date: {own}, {more}")
         others = differences({"": earlier.output_keys}, {"": self._manifest.output_keys})
         if others:
             self.lines.append(f"since {run_dir.path} the job has changed: {'; '.join(others)}")

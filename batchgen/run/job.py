@@ -140,9 +140,6 @@ class _Job:
         """The rows; None if they came on standard input once and are not given again. Raises UsageError."""
         if self.stdin is None:
             source = self._open_source()
-            for item in self.spec.input.path if self.jobs.current is None else ():
-                if item.startswith("hf:/"):
-                    self.note(f"the input {item} is a folder on this machine, not a dataset of the Hub")
             for path in source.paths:
                 if self.run_dir.owns(path):
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")

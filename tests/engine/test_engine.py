@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import structured
@@ -21,6 +22,7 @@ from batchgen.engine.schedule import Schedule
 from batchgen.kernels.inputs import StepOutput
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model
+from batchgen.text.stop_strings import StopStrings
 
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)
@@ -412,9 +414,10 @@ def test_a_text_that_fails_for_stop_strings_ends_its_row_only(num_resumed: int, 
     assert results[1].first.token_ids == undisturbed
 
 
-def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
+def test_an_engine_with_tools_for_text_looks_for_stop_strings() -> None:
     tokenizer = structured.tokenizer()
-    engine = Engine(load_model(str(structured.MODEL)), EngineConfig(kv_cache_memory=1 << 20), tokenizer=tokenizer)
+    text = TextTools(partial(StopStrings, tokenizer))
+    engine = Engine(load_model(str(structured.MODEL)), EngineConfig(kv_cache_memory=1 << 20), text=text)
     chat = [{"role": "user", "content": 'Write "silver" in capital letters.'}]
     (prompt,) = tokenizer.encode_batch([*tokenizer.render_chats([chat])], add_special_tokens=False)
     assert not isinstance(prompt, TokenizerError)
@@ -422,7 +425,6 @@ def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
     results = {r.key: r for r in engine.run(Request(key, tuple(prompt), params) for key, params in enumerate(asked))}
     assert tokenizer.decode(results[0].first.token_ids) == "SILVER"
     assert (results[1].first.finish_reason, results[1].first.stop) == (FinishReason.STOP, "LV")
-    assert engine.eos_token_ids >= {structured.EOS}
 
 
 def test_identical_requests_do_not_pile_up_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,19 +12,17 @@ from input_helpers import write_tokenizer
 from run_helpers import JobMaker, rows_of
 
 from batchgen.config.job import JobSpec
-from batchgen.plan.dry_run import make_plan
 from batchgen.run import job as job_module
 
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}:"
-PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}:"
 
 
 class Days:
     """Runs of one job on given days, each with the rows of those before reused."""
 
-    def __init__(self, job: JobMaker, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    def __init__(self, job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job, self.monkeypatch = job, monkeypatch
-        write_tokenizer(job.folder / "tokenizer", chat_template=template)
+        write_tokenizer(job.folder / "tokenizer", chat_template=DATED)
 
     def spec(self, day: int, *reuse: int) -> JobSpec:
         folders = [str(self.job.folder / f"day{other}") for other in reuse]
@@ -53,7 +51,7 @@ class Days:
 
 @pytest.fixture
 def days(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> Days:
-    return Days(job, monkeypatch, DATED)
+    return Days(job, monkeypatch)
 
 
 def test_rows_of_another_day_are_reused_and_new_ones_print_its_date(days: Days) -> None:
@@ -62,18 +60,6 @@ def test_rows_of_another_day_are_reused_and_new_ones_print_its_date(days: Days) 
     assert days.run(3, 2, num_rows=7) == 1
     assert [days.manifest(day)["rendered_at"][:10] for day in (1, 2, 3)] == ["2026-05-01"] * 3
     assert days.run(4, num_rows=7) == 7  # nothing is reused: today's date
-
-
-def test_a_line_names_the_date_and_the_runs_of_others(days: Days, job: JobMaker) -> None:
-    days.run(1, num_rows=4)
-    days.run(2, num_rows=4)
-    plan = make_plan(days.spec(3, 1, 2))
-    assert plan["rows"]["reused"] == 4
-    one, two = job.folder / "day1", job.folder / "day2"
-    assert plan["reuse"] == [
-        f"the chat template prints a date: 2026-05-02, and 2026-05-01 in {one}, whose chats differ",
-        f"the chat template prints a date: 2026-05-02, as in {two}",
-    ]
 
 
 def test_a_resume_prints_the_date_of_the_run_that_was_reused(days: Days) -> None:
@@ -85,10 +71,3 @@ def test_a_resume_prints_the_date_of_the_run_that_was_reused(days: Days) -> None
     assert days.job.run(days.spec(2, 1)).exit_code == 0
     assert days.job.outputs() == before
     assert days.manifest(2)["rendered_at"].startswith("2026-05-01")
-
-
-def test_a_template_without_a_date_says_nothing_of_it(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    days = Days(job, monkeypatch, PLAIN)
-    days.run(1, num_rows=4)
-    assert days.run(2, 1, num_rows=5) == 1
-    assert make_plan(days.spec(3, 1))["reuse"] == []
