@@ -201,7 +201,8 @@ class _Job:
         with suppress(StorageError):  # the disk may be full by now
             if states != last:
                 self.run_dir.write_manifest(states)
-        return self.invocation.published(already_done(self.run_dir, self.spec.output.format, edited), last)
+        form, has_failed = self.spec.output.format, self.jobs.has_failed
+        return self.invocation.published(already_done(self.run_dir, form, edited, has_failed=has_failed), last)
 
     def _begin(self) -> Begun:
         """Begin the job: check that it can run, and make its journal.

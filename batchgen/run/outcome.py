@@ -17,7 +17,6 @@ from batchgen.output.rundir import RunDir
 from batchgen.report.build import warnings
 from batchgen.report.facts import pace, samples_text
 from batchgen.run.progress import Progress
-from batchgen.run.reports import has_failed_rows
 
 _MAX_UNREAD = 3  # lines about rows that took others
 
@@ -80,11 +79,11 @@ def _unread(run_dir: RunDir) -> Iterator[str]:
     yield from islice((f"warning: {row['source']}, {text}" for row, text in rows if NOT_READ in text), _MAX_UNREAD)
 
 
-def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str]) -> Outcome:
-    """The outcome of a job that was finished before; the files named in ``edited`` have changed since."""
+def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str], *, has_failed: bool) -> Outcome:
+    """The outcome of a job that was finished before, with failed rows or not; the files ``edited`` changed since."""
     changed = f"{', '.join(edited)} was edited since; " if edited else ""
     line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite starts again"
-    if not has_failed_rows(run_dir):
+    if not has_failed:
         return Outcome(ExitCode.OK, (line,))
     if num_failed := sum(1 for _ in read_errors(run_dir)):
         failed = f"{counted(num_failed, 'row')} failed: see {short(run_dir.errors)}"

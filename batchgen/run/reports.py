@@ -169,13 +169,3 @@ def _answers(run_dir: RunDir) -> Iterator[tuple[str, str]]:
         answers = [unpacked(sample, packed_keys(spec)) for sample in samples]
         has_any = any(value for answer in answers for value in answer.values())
         yield str(record["id"]), encode_json(answers).decode() if has_any else ""
-
-
-def has_failed_rows(run_dir: RunDir) -> bool:
-    """Whether a finished run has failed rows, according to its report if ``errors.jsonl`` was taken away."""
-    if run_dir.errors.is_file():
-        return True
-    try:
-        return bool(read_report(run_dir)["rows"]["failed"])
-    except UsageError:
-        return False

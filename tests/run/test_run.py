@@ -188,6 +188,7 @@ def test_a_finished_job_counts_its_failed_rows_each_time(job: JobMaker) -> None:
     job.run()
     assert job.run().failures[0].startswith("2 rows failed: see ")
     (job.output / "errors.jsonl").unlink()
+    (job.output / "report.json").unlink()
     assert "errors.jsonl was removed; correct them in the input and run again" in job.run().failures[0]
 
 
