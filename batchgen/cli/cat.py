@@ -41,7 +41,7 @@ def cat(folder: Path, form: str | None, columns: str | None) -> int:
 
     run_dir = RunDir(folder)
     manifest = run_dir.read_manifest()
-    if manifest is None or not run_dir.has_outputs():
+    if manifest is None:
         began = "the run is not finished: see batchgen status" if run_dir.is_begun() else "not a run directory"
         raise UsageError(f"no outputs in {folder} ({began})")
     spec = manifest.spec(run_dir.manifest)

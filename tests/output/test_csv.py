@@ -201,7 +201,9 @@ def test_outputs_that_were_cut_at_a_line_are_an_error_and_edited_ones_are_read(j
     assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1
     path.unlink()
     compared = shell("report", before, "--compare", job.output)
-    assert f"not compared: {path} was removed: restore it, or run the job again" in compared.err
+    lost = f"{path} was removed: restore it, or run the job again"
+    assert f"not compared: {lost}" in compared.err
+    assert lost in shell("cat", job.output, code=2).err
 
 
 def test_records_that_were_lost_or_removed_are_an_error_with_its_remedy(job: JobMaker, shell: Shell) -> None:
