@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from repeats import slow
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, Shell, quiet, rows_of, start
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, Shell, rows_of, start
 from stub_engine import stub_factory
 
 import batchgen
@@ -301,16 +301,6 @@ def test_a_report_is_text_or_json(job: JobMaker, shell: Shell) -> None:
     for words in ("3 done, 0 failed", "exact match", "tokens/s", "p99"):
         assert words in out
     assert shell("report", job.output, "--json").json == json.loads((job.output / "report.json").read_bytes())
-
-
-def test_a_report_says_that_a_job_under_way_is_not_in_it(job: JobMaker, shell: Shell) -> None:
-    job.write(rows_of(3))
-    job.run()
-    job.write(rows_of(30))
-    assert job.run(options=quiet(max_total_tokens=50)).exit_code == 75
-    out, err = shell("report", job.output)
-    assert "3 done, 0 failed" in out
-    assert err.startswith(f"batchgen: {job.output} has an unfinished job")
 
 
 # ---------------------------------------------------------------- env

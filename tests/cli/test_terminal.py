@@ -251,6 +251,7 @@ os.execv(sys.executable, [sys.executable, "-m", "pytest", "-p", "no:cacheprovide
 SENSITIVE = ("a_signal_outside_interruptible_work", "the_commands_are_listed", "second_interrupt", "umask")
 
 
+@pytest.mark.breadth
 def test_signals_ignored_and_blocked_a_narrow_terminal_and_no_standard_input_change_no_result(tmp_path: Path) -> None:
     files = [f"tests/{name}.py" for name in ("run/test_stop", "cli/test_cli", "run/test_signals", "output/test_rundir")]
     command = [sys.executable, "-c", LAUNCHER, *files, "-k", " or ".join(SENSITIVE), "--basetemp", str(tmp_path / "t")]
@@ -300,6 +301,7 @@ def test_of_a_product_of_cases_those_that_show_every_value_once_are_not_slow(tmp
     assert len(product) == 3
 
 
+@pytest.mark.breadth
 def test_of_a_product_of_cases_those_that_show_every_pair_of_values_are_not_nightly(tmp_path: Path) -> None:
     found, every = (collected(tmp_path, marks) for marks in ("not nightly", ""))
     shown, possible = (

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from batchgen.config.job import KEYS, EngineConfig, JobSpec
 from batchgen.config.load import job_from_dict, load_job
 from batchgen.core.errors import UsageError
-from batchgen.core.records import SamplingParams
 from batchgen.core.units import (
     Shard,
     format_duration,
@@ -340,17 +339,6 @@ def test_a_spec_edited_into_another_shape_is_refused(tmp_path: Path, section: st
     data = from_text(tmp_path, minimal()).to_dict() | {section: value}
     with pytest.raises(UsageError, match=f"cannot read job.json: .*{words}"):
         job_from_dict(data)
-
-
-def test_what_stands_beside_the_models_values_or_comes_later_wins(tmp_path: Path) -> None:
-    text = minimal('[sampling]\ngeneration_config = "auto"\ntop_k = 7\n')
-    spec = from_text(tmp_path, text, {"sampling": {"min_p": 0.5}})
-    assert (spec.sampling, spec.explicit_sampling_keys) == (SamplingParams(top_k=7, min_p=0.5), ("top_k", "min_p"))
-    text = minimal("[sampling]\ntop_k = 7\n")
-    spec = from_text(tmp_path, text, {"sampling": {"generation_config": "auto", "min_p": 0.5}})
-    assert (spec.sampling, spec.explicit_sampling_keys) == (SamplingParams(top_k=7, min_p=0.5), ("min_p",))
-    none = {"sampling": {"generation_config": "none"}}
-    assert from_text(tmp_path, minimal('[sampling]\ngeneration_config = "auto"\n'), none).explicit_sampling_keys is None
 
 
 def test_engine_sizes_do_not_count_as_changing_outputs() -> None:

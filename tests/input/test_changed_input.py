@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from input_helpers import jsonl, zstd
 from repeats import slow
-from run_helpers import JobMaker, quiet, rows_of, without_timings
+from run_helpers import JobMaker, rows_of, without_timings
 
 from batchgen.config.job import JobSpec
 from batchgen.core import file_digests
@@ -24,7 +24,6 @@ from batchgen.core.records import Row
 from batchgen.input import source
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.input.source import RowRange
-from batchgen.run.status import read_status
 
 NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run
 Rows = list[dict[str, Any]]
@@ -158,32 +157,12 @@ def test_a_change_after_the_last_row_was_read_is_noticed_too(job: JobMaker) -> N
     assert not (job.output / "outputs.jsonl").exists()
 
 
-def test_an_input_that_stays_changed_is_taken_up_by_the_next_run(job: JobMaker) -> None:
-    changing = Changing(job, "jsonl")
-    expected = changing.undisturbed()
-    with pytest.raises(InputError):
-        changing.run(lambda: changing.file.write_bytes(edited(changing.content)))
-    assert changing.run() == 0
-    different = [row["index"] for row, was in zip(job.outputs(), expected, strict=True) if row != was]
-    assert len(different) == 1
-
-
 def test_a_change_noticed_while_rows_are_counted_names_the_file(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(60))
     pass_over = RowRange.pass_over
     monkeypatch.setattr(RowRange, "pass_over", lambda rows: (os.truncate(job.input, 10), pass_over(rows))[1])
     with pytest.raises(InputError, match=r"input\.jsonl"):
         job.run()
-
-
-def test_status_says_that_a_run_failed_whose_input_changed(job: JobMaker) -> None:
-    changing = Changing(job, "jsonl")
-    with pytest.raises(InputError):
-        changing.run(lambda: os.truncate(changing.file, 0))
-    status = read_status(job.output)
-    assert status["state"] == "failed"
-    assert status["rows"]["total"] == NUM_ROWS
-    assert 0 < status["rows"]["done"] < NUM_ROWS
 
 
 # ---------------------------------------------------------------- no change
@@ -197,7 +176,7 @@ def test_new_rights_of_a_file_are_no_change(job: JobMaker, form: str) -> None:
     assert job.outputs() == expected
 
 
-@every_format
+@main_formats
 @pytest.mark.parametrize("is_touched", [True, False])
 def test_a_file_that_is_touched_or_replaced_by_its_copy_stops_the_run_which_goes_on(
     job: JobMaker, form: str, is_touched: bool
@@ -257,12 +236,3 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(job: JobMaker, monkey
     with pytest.raises(UsageError, match=r"input\.jsonl changes while it is read; run again"):
         job.run()
     assert not job.output.exists()
-
-
-def test_an_interrupted_run_whose_input_was_touched_resumes(job: JobMaker) -> None:
-    changing = Changing(job, "jsonl")
-    expected = changing.undisturbed()
-    assert job.run(changing.spec(), quiet(max_total_tokens=3000)).exit_code == 75
-    os.utime(changing.file)
-    assert changing.run() == 0
-    assert job.outputs() == expected

@@ -101,20 +101,6 @@ def test_a_name_that_the_template_gives_itself_is_none_of_its_variables(tokenize
 # ---------------------------------------------------------------- tools
 
 
-@pytest.mark.parametrize("value", [TOOLS, json.dumps(TOOLS)], ids=["objects", "text"])
-def test_a_rows_tools_stand_in_its_prompt(tokenizer: Tokenizer, value: Any) -> None:
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in TOOLS)
-    lines_of_a_batch = openai_line(tools=value), openai_line(tools=value, tool_choice="auto")
-    for row in ({"messages": MESSAGES, "tools": value}, *lines_of_a_batch):
-        assert f"<tools>\n{lines}\n</tools>" in answer(tokenizer, row)
-
-
-@pytest.mark.parametrize("tools", [None, [], ""])
-def test_no_tools_are_none(tokenizer: Tokenizer, tools: Any) -> None:
-    for row in ({"messages": MESSAGES, "tools": tools}, openai_line(tools=tools or None)):
-        assert answer(tokenizer, row) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-
-
 @pytest.mark.parametrize("tools", [{}, 7, "x", "{}", ["weather"], [TOOLS], [*TOOLS, None], "[" * 100_000])
 def test_tools_of_another_kind_are_of_a_bad_type(tokenizer: Tokenizer, tools: Any) -> None:
     for row in ({"messages": MESSAGES, "tools": tools}, openai_line(tools=tools)):

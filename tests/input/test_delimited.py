@@ -6,15 +6,13 @@ import csv
 import gzip
 import io
 import random
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import input_helpers
 import pytest
 from input_helpers import codes, read_all_ways, read_bytes, source_of, zstd
-from run_helpers import MODEL, JobMaker, rows_of
+from run_helpers import MODEL, JobMaker
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
@@ -247,34 +245,3 @@ def test_the_header_says_the_columns_and_name_or_header_the_delimiter(name: str,
     content, keys, expected = HEADERS[name]
     rows = read_bytes(tmp_path, content, name, **keys)
     assert [row.columns for row in rows if row.error is None] == expected
-
-
-# ---------------------------------------------------------------- whole runs
-
-
-TABLE = input_helpers.table([{**row, "question": f'{row["question"]}\n"Why"?'} for row in rows_of(40)])
-WITH_BAD = TABLE + b'q-50,short\r\nq-51,"a\nb",1\r\n'
-
-
-def table_job(job: JobMaker, content: bytes, **sections: Any) -> tuple[JobMaker, Any]:
-    job.input = job.folder / "input.csv"
-    job.input.write_bytes(content)
-    keys = {"path": [str(job.input)], "columns": ["*"], **sections.pop("input", {})}
-    return job, job.spec(input=keys, eval={"expected": "answer"}, **sections)
-
-
-def test_a_failed_row_runs_once_it_is_mended_in_the_table(job: JobMaker) -> None:
-    _, spec = table_job(job, WITH_BAD)
-    job.run(spec)
-    assert job.errors()[0]["row"] == "q-50,short"
-    job.input.write_bytes(WITH_BAD.replace(b"q-50,short", b"q-50,short,3"))
-    assert job.run(spec).exit_code == ExitCode.OK
-    assert job.engines[0].num_started == 1
-    assert [record["index"] for record in job.outputs()] == [*range(42)]
-
-
-def test_standard_input_is_a_table_where_the_job_says_so(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, spec = table_job(job, TABLE, input={"path": ["-"], "format": "csv"})
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TABLE)))
-    job.run(spec)
-    assert [record["id"] for record in job.outputs()] == [row["id"] for row in rows_of(40)]

@@ -192,25 +192,6 @@ def with_grammars(tokenizer: Tokenizer, sampling: SamplingParams = FREE) -> Requ
     return builder_of(tokenizer, sampling, grammars=grammars)
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({}, CHOICE),
-        ({"structured_outputs": {"regex": "a"}}, '{"regex": "a"}'),
-        ({"structured_outputs": '{"regex": "a"}'}, '{"regex": "a"}'),
-        ({"response_format": {"type": "json_object"}}, '{"json_object": true}'),
-        ({"structured_outputs": {"json": {"type": "null"}}}, '{"json": {"type": "null"}}'),
-        ({"structured_outputs": {"regex": "a"}, "sampling": {"structured_outputs": {"regex": "b"}}}, '{"regex": "b"}'),
-        ({"sampling": {"structured_outputs": {}}}, ""),
-        ({"response_format": {"type": "text"}}, ""),
-        ({"structured_outputs": None, "response_format": None}, CHOICE),
-    ],
-)
-def test_a_sampling_object_replaces_the_job(tokenizer: Tokenizer, row: dict[str, Any], expected: str) -> None:
-    answer = one(with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE)), prompt="p", **row)
-    assert isinstance(answer, Request) and answer.params.structured_outputs == expected
-
-
 def test_what_cannot_be_compiled_is_a_bad_row_or_a_refused_job(tokenizer: Tokenizer) -> None:
     answer = one(with_grammars(tokenizer), prompt="p", structured_outputs=LOOKS_BACK)
     assert problem(answer).startswith("bad_param: structured_outputs: ") and "look" in problem(answer)

@@ -97,13 +97,6 @@ def test_every_bad_row_is_named_by_line_and_code(job: JobMaker) -> None:
     assert [(letter["line"], letter["code"]) for letter in job.errors()] == found, "those of the run itself"
 
 
-def test_rows_that_are_too_long_are_bad_rows(job: JobMaker) -> None:
-    job.write([*rows_of(3), {"id": "long", "question": long_text(200)}])
-    plan = plan_of(job, engine={"max_model_len": 64})
-    assert plan["errors"] == {"too_long": 1}
-    assert plan["bad_rows"][0]["id"] == "long"
-
-
 def test_prompt_tokens_are_those_the_run_counts(job: JobMaker) -> None:
     job.write(rows_of(40))
     plan = plan_of(job)
@@ -327,11 +320,6 @@ def test_an_input_of_bad_rows_only_is_planned_too(job: JobMaker) -> None:
     assert "no row is to be computed" in render_plan(plan)
 
 
-def test_json_on_stdout_is_one_object(job: JobMaker, shell: Shell) -> None:
-    job.write(rows_of(3))
-    assert shell("plan", job.toml(), "--json").json["rows"]["good"] == 3
-
-
 def test_a_plan_writes_nothing_and_loads_neither_torch_nor_numba(job: JobMaker) -> None:
     job.write(rows_of(3))
     program = (
@@ -372,48 +360,26 @@ def test_many_rows_take_little_more_memory_than_ten_thousand_and_every_bad_one_i
 # ---------------------------------------------------------------- structured outputs
 
 
-ASKED: dict[int, Any] = {
-    0: {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}}},
-    1: {"structured_outputs": {"regex": "[ab]+"}},
-    2: {"structured_outputs": {"regex": "[ab]+"}},
-    4: {"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
-    5: {"structured_outputs": {"json": {"$ref": "#/$defs/missing"}}},
-    7: {"structured_outputs": {"regex": "(?=a)b"}},
-    8: {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-}
-REFUSED = (4, 5, 7, 8)
-
-
-@pytest.fixture
-def rows(job: JobMaker) -> list[dict[str, Any]]:
-    rows = [{**row, "sampling": ASKED.get(index)} for index, row in enumerate(rows_of(10))]
+def test_a_plan_and_a_run_name_the_rows_whose_schema_is_refused(job: JobMaker) -> None:
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"json": {"type": "object", "properties": {"a": {"type": "string"}}}}, ""),
+        ({"regex": "[ab]+"}, ""),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"$ref": "#/$defs/missing"}}, "missing"),
+        ({"regex": "(?=a)b"}, "look"),
+        ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
+    ]
+    rows = [
+        row | {"sampling": {"structured_outputs": given}} for row, (given, _) in zip(rows_of(6), asked, strict=True)
+    ]
     job.write(rows)
-    return rows
-
-
-def test_a_plan_names_rows_whose_schema_is_refused(job: JobMaker, rows: list[dict[str, Any]]) -> None:
     plan = make_plan(job.spec())
-    bad = plan["bad_rows"]
-    assert [(row["line"], row["code"]) for row in bad] == [(index + 1, "bad_param") for index in REFUSED]
-    assert all(row["message"].startswith("structured_outputs") for row in bad)
-    reasons = ("uniqueItems", "missing", "look", "not regex and choice")
-    assert all(reason in row["message"] for reason, row in zip(reasons, bad, strict=True))
-    text = render_plan(plan)
-    assert "bad_param 4: line 5, 6, 8, 9" in text and max(map(len, text.splitlines())) <= 80
-
-
-def test_a_schema_of_the_job_that_is_refused_ends_the_plan(job: JobMaker) -> None:
-    job.write(rows_of(6))
-    with pytest.raises(UsageError, match=r"^sampling\.structured_outputs: .*uniqueItems"):
-        make_plan(job.spec(sampling={"structured_outputs": {"json": {"uniqueItems": True}}}))
-
-
-def test_the_plan_of_a_run_is_that_of_its_errors(job: JobMaker, rows: list[dict[str, Any]]) -> None:
-    plan = make_plan(job.spec())
+    assert [(row["line"], row["code"]) for row in plan["bad_rows"]] == [(line, "bad_param") for line in range(3, 7)]
+    messages = [row["message"] for row in plan["bad_rows"]]
+    assert all(reason in message for (_, reason), message in zip(asked[2:], messages, strict=True))
+    assert "bad_param 4: line 3, 4, 5, 6" in render_plan(plan)
     assert job.run().exit_code == 3
-    bad, errors = ([(row["line"], row["message"]) for row in found] for found in (plan["bad_rows"], job.errors()))
-    assert bad == errors
-    assert [row["row"] for row in job.errors()] == json.loads(json.dumps([rows[index] for index in REFUSED]))
+    assert [(letter["message"], letter["row"]) for letter in job.errors()] == [*zip(messages, rows[2:], strict=True)]
 
 
 # ---------------------------------------------------------------- streams in bounded memory

@@ -5,39 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, quiet, rows_of
+from run_helpers import JobMaker, rows_of
 
 from batchgen.config.job import JobSpec
 from batchgen.input.openai_batch import CHAT_URL
-from batchgen.run.job import run_job
+from batchgen.run.loader import load_engine
 
+MODEL, OUTPUT, ENGINE = {"dtype": "float32"}, {"token_ids": True}, {"threads": 1}
 IM_END = 7  # the sample model ends its answers with it, and goes on behind it where it may
 
 
 def spec_of(job: JobMaker, **sampling: Any) -> JobSpec:
     sampling = {"max_tokens": 40, "ignore_eos": True, **sampling}
-    output = {"path": str(job.output), "token_ids": True}
-    return job.spec(model={"dtype": "float32"}, output=output, sampling=sampling, engine={"threads": 1})
+    return job.spec(model=MODEL, output=OUTPUT, sampling=sampling, engine=ENGINE)
 
 
-def answered(job: JobMaker, spec: JobSpec) -> list[dict[str, Any]]:
-    assert run_job(spec, quiet()).exit_code == 0
-    return job.outputs()
+def answered(job: JobMaker, name: str, spec: JobSpec) -> list[dict[str, Any]]:
+    return job.elsewhere(name, spec, engine_factory=load_engine)
 
 
 @pytest.fixture
 def whole(job: JobMaker) -> list[dict[str, Any]]:
     """Answers that nothing but their length ends."""
     job.write(rows_of(4))
-    job.output = job.folder / "whole"
-    found = answered(job, spec_of(job))
+    found = answered(job, "whole", spec_of(job))
     assert all(IM_END in row["token_ids"] and row["finish_reason"] == "length" for row in found)
-    job.output = job.folder / "out"
     return found
 
 
 def test_a_stop_string_that_is_a_special_token_ends_an_answer(job: JobMaker, whole: list[dict[str, Any]]) -> None:
-    for row, before in zip(answered(job, spec_of(job, stop=["<|im_end|>"])), whole, strict=True):
+    for row, before in zip(answered(job, "ended", spec_of(job, stop=["<|im_end|>"])), whole, strict=True):
         ids = before["token_ids"]
         assert row["token_ids"] == ids[: ids.index(IM_END) + 1]
         assert row["finish_reason"] == "stop"
@@ -45,10 +42,9 @@ def test_a_stop_string_that_is_a_special_token_ends_an_answer(job: JobMaker, who
 
 
 def test_a_stop_string_may_hold_text_beside_a_special_token(job: JobMaker, whole: list[dict[str, Any]]) -> None:
-    ended = answered(job, spec_of(job, stop=["<|im_end|>"]))
-    job.output = job.folder / "beside"
+    ended = answered(job, "ended", spec_of(job, stop=["<|im_end|>"]))
     last = ended[0]["text"][-1]
-    [row, *_] = answered(job, spec_of(job, stop=[f"{last}<|im_end|>"]))
+    [row, *_] = answered(job, "beside", spec_of(job, stop=[f"{last}<|im_end|>"]))
     assert row["token_ids"] == ended[0]["token_ids"]
     assert (row["text"], row["finish_reason"]) == (ended[0]["text"][:-1], "stop")
     assert whole[0]["text"].startswith(row["text"])
@@ -57,16 +53,11 @@ def test_a_stop_string_may_hold_text_beside_a_special_token(job: JobMaker, whole
 def test_a_row_may_ask_for_it_in_each_format(job: JobMaker, whole: list[dict[str, Any]]) -> None:
     rows = rows_of(4)
     job.write(row | {"sampling": {"stop": ["<|im_end|>"]}} for row in rows)
-    expected = answered(job, spec_of(job))
+    expected = answered(job, "rows", spec_of(job))
     assert [row["token_ids"] for row in expected] != [row["token_ids"] for row in whole]
     body = {"max_tokens": 40, "ignore_eos": True, "stop": "<|im_end|>"}
     line = {"method": "POST", "url": CHAT_URL.replace("chat/", "")}
     job.write({"custom_id": row["id"], **line, "body": body | {"prompt": row["question"]}} for row in rows)
-    job.output = job.folder / "openai"
-    spec = job.spec(
-        model={"dtype": "float32"},
-        input={"id": None, "prompt": None, "format": "openai-batch", "chat_template": "none"},
-        output={"path": str(job.output), "token_ids": True},
-        engine={"threads": 1},
-    )
-    assert [row["token_ids"] for row in answered(job, spec)] == [row["token_ids"] for row in expected]
+    of_lines = {"id": None, "prompt": None, "format": "openai-batch", "chat_template": "none"}
+    found = answered(job, "lines", job.spec(model=MODEL, input=of_lines, output=OUTPUT, engine=ENGINE))
+    assert [row["token_ids"] for row in found] == [row["token_ids"] for row in expected]

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING
-from run_helpers import MODEL, quiet, read_lines, without_timings, write_lines
+from run_helpers import MODEL, JobMaker, quiet, without_timings
 
-from batchgen.config.job import JobSpec
-from batchgen.config.load import load_job
 from batchgen.core.errors import UsageError
 from batchgen.output.journal import Journal
 from batchgen.run.job import run_job
-from batchgen.run.loader import read_model
+from batchgen.run.loader import load_engine, read_model
 
 OPENED = THINKING.replace("{%- if enable_thinking is defined", "{{- '<think>\\n' }}{%- if enable_thinking is defined")
 MARKERS = {"<|fim_pre|>": "<think>", "<|fim_mid|>": "</think>"}  # tokens that the sample model has no use for
@@ -46,38 +44,34 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-class Maker:
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.model, self.folder = model, folder
+class Maker(JobMaker):
+    """Jobs of ``model``, which its own engine runs."""
 
-    def spec(self, out: str, rows: list[dict[str, Any]] | None = None, **sections: dict[str, Any]) -> JobSpec:
-        path = self.folder / "rows.jsonl"
-        if rows is not None:
-            write_lines(path, rows)
-        base: dict[str, dict[str, Any]] = {
-            "model": {"path": str(self.model), "dtype": "float32"},
-            "input": {"path": str(path), "prompt": "{question}", "columns": []},
+    def keys(self, **sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        base: dict[str, Mapping[str, Any]] = {
+            "model": {"path": str(self.folder / "model"), "dtype": "float32"},
+            "input": {"id": None, "columns": []},
             "sampling": {"max_tokens": 30, "thinking_token_budget": 6, "ignore_eos": True},
-            "output": {"path": str(self.folder / out), "format": "jsonl", "token_ids": True, "parse": ["reasoning"]},
+            "output": {"token_ids": True, "parse": ["reasoning"]},
         }
-        return load_job(None, {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
+        return super().keys(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
 
-    def run(self, out: str, rows: list[dict[str, Any]] | None = None, **sections: dict[str, Any]) -> list[Any]:
-        run_job(self.spec(out, rows, **sections), quiet())
-        return without_timings(next((self.folder / out).glob("outputs.*")))
+    def answers(self, name: str, rows: list[dict[str, Any]], **sections: dict[str, Any]) -> list[Any]:
+        self.write(rows)
+        return self.elsewhere(name, self.spec(**sections), engine_factory=load_engine)
 
 
 @pytest.fixture
-def maker(model: Path, tmp_path: Path) -> Maker:
-    return Maker(model, tmp_path)
+def maker(model: Path) -> Maker:
+    return Maker(model.parent)
 
 
 ROWS = [{"question": f"Write number {number}", "id": number} for number in range(12)]
 
 
 def test_thoughts_are_cut_exactly_and_the_answer_follows(maker: Maker) -> None:
-    free = maker.run("free", ROWS, sampling={"thinking_token_budget": None})
-    found = maker.run("cut", ROWS)
+    free = maker.answers("free", ROWS, sampling={"thinking_token_budget": None})
+    found = maker.answers("cut", ROWS)
     for row, unlimited in zip(found, free, strict=True):
         assert row["token_ids"][:7] == [*unlimited["token_ids"][:6], CLOSING]
         assert (len(row["token_ids"]), row["finish_reason"]) == (30, "length")
@@ -88,17 +82,17 @@ def test_thoughts_are_cut_exactly_and_the_answer_follows(maker: Maker) -> None:
 def test_every_format_says_how_many_tokens_were_thought(maker: Maker) -> None:
     rows = [*ROWS[:2], {"question": "a", "sampling": {"thinking_token_budget": -1}}]
     for form in ("jsonl", "parquet"):
-        found = maker.run(form, rows, output={"format": form}, sampling={"n": 2, "temperature": 1.0})
+        found = maker.answers(form, rows, output={"format": form}, sampling={"n": 2, "temperature": 1.0})
         assert [row["usage"].get("reasoning_tokens") for row in found] == [12, 12, None]
         assert all(sample["token_ids"][6] == CLOSING for row in found[:2] for sample in row["samples"])
-    found = maker.run("openai", rows, output={"format": "openai-batch"})
+    found = maker.answers("openai", rows, output={"format": "openai-batch"})
     usages = [row["response"]["body"]["usage"] for row in found]
     assert [usage.get("completion_tokens_details") for usage in usages] == [{"reasoning_tokens": 6}] * 2 + [None]
 
 
 def test_the_token_that_ends_an_answer_inside_of_its_thoughts_is_none_of_these(maker: Maker) -> None:
     sampling = {"ignore_eos": False, "logit_bias": {"7": 100}, "min_tokens": 3, "thinking_token_budget": 9}
-    [row] = maker.run("ended", ROWS[:1], sampling=sampling)
+    [row] = maker.answers("ended", ROWS[:1], sampling=sampling)
     assert (len(row["token_ids"]), row["token_ids"][-1], row["finish_reason"]) == (4, 7, "stop")
     assert row["usage"]["reasoning_tokens"] == 3
 
@@ -106,14 +100,14 @@ def test_the_token_that_ends_an_answer_inside_of_its_thoughts_is_none_of_these(m
 def test_a_request_in_openais_form_has_a_budget_of_its_own(maker: Maker) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "thinking_token_budget": 2}
     rows = [{"custom_id": "a", "url": "/v1/chat/completions", "body": body}]
-    [row] = maker.run("openai", rows, input={"prompt": None}, output={"format": "openai-batch"})
+    [row] = maker.answers("openai", rows, input={"prompt": None}, output={"format": "openai-batch"})
     [choice] = row["response"]["body"]["choices"]
     assert choice["token_ids"][2] == CLOSING and len(choice["token_ids"]) == 9
 
 
 def test_a_schema_holds_what_follows_the_marker(maker: Maker) -> None:
     sampling = {**STRUCTURED, "temperature": 1.0, "n": 2}
-    for row in maker.run("schema", ROWS, sampling=sampling, output={"parse": ["reasoning", "json"]}):
+    for row in maker.answers("schema", ROWS, sampling=sampling, output={"parse": ["reasoning", "json"]}):
         for sample in row["samples"]:
             assert sample["complete"] and sample["parsed"]["n"] in (1, 2)
             assert CLOSING in sample["token_ids"][:7]
@@ -133,9 +127,10 @@ def test_a_run_that_is_stopped_at_any_place_of_a_thought_goes_on_from_there(
     monkeypatch.setattr(Journal, "save_partials", noted)
     own = [{"max_tokens": 12 + 2 * place, "thinking_token_budget": 2 * place} for place in range(len(ROWS))]
     rows = [row | {"sampling": values} for row, values in zip(ROWS, own, strict=True)]
-    expected = maker.run("whole", rows, sampling=sampling)
+    expected = maker.answers("whole", rows, sampling=sampling)
     for limit in (1, 200, 300):
-        spec = maker.spec(f"stopped {limit}", sampling=sampling, engine={"max_num_seqs": 2})
+        output = {"path": str(maker.folder / f"stopped {limit}")}
+        spec = maker.spec(sampling=sampling, engine={"max_num_seqs": 2}, output=output)
         codes = [run_job(spec, quiet(max_total_tokens=limit)).exit_code]
         while codes[-1] == 75:
             codes.append(run_job(spec, quiet(max_total_tokens=limit)).exit_code)
@@ -145,12 +140,13 @@ def test_a_run_that_is_stopped_at_any_place_of_a_thought_goes_on_from_there(
 
 
 def test_a_model_that_does_not_think_is_refused_and_so_is_a_row(maker: Maker) -> None:
-    maker.model = MODEL
+    spec = maker.spec(model={"path": str(MODEL)})
     with pytest.raises(UsageError, match=r"^sampling\.thinking_token_budget = 6: this model does not think: neither"):
-        read_model(maker.spec("out", ROWS)).builder(maker.spec("out"))
+        read_model(spec).builder(spec)
     rows = [*ROWS[:1], {"question": "a", "sampling": {"thinking_token_budget": 0}}]
-    assert len(maker.run("out", rows, sampling={"thinking_token_budget": None})) == 1
-    [error] = read_lines(maker.folder / "out" / "errors.jsonl")
+    sections = {"model": {"path": str(MODEL)}, "sampling": {"thinking_token_budget": None}}
+    assert len(maker.answers("out", rows, **sections)) == 1
+    [error] = maker.errors()
     assert (error["code"], error["message"][:25]) == ("bad_param", "thinking_token_budget = 0")
 
 
@@ -161,4 +157,4 @@ def test_values_that_cannot_be_are_refused(maker: Maker) -> None:
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": False}, r'give its key after, such as "</think>"'),
     ):
         with pytest.raises(UsageError, match=message):
-            maker.spec("out", ROWS, sampling=sampling)
+            maker.spec(sampling=sampling)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from repeats import nightly
-from run_helpers import MODEL, REPOSITORY, JobMaker, quiet, without_timings
+from run_helpers import MODEL, REPOSITORY, JobMaker
 
 import batchgen
-from batchgen.run.job import run_job
+from batchgen.run.loader import load_engine
 
 MAX_TOKENS = 24  # cuts the longest answers
 
@@ -63,12 +63,10 @@ def records(job: JobMaker, name: str, count: int, **engine: int) -> list[dict[st
     spec = job.spec(
         model={"dtype": "float32"},
         input={"prompt": None, "messages": "chat", "regenerate": "assistant", "columns": []},
-        output={"path": str(job.folder / name)},
         sampling={"max_tokens": MAX_TOKENS},
         engine={"threads": 1, **engine},
     )
-    assert run_job(spec, quiet()).exit_code == 0
-    return without_timings(job.folder / name / "outputs.jsonl")
+    return job.elsewhere(name, spec, engine_factory=load_engine)
 
 
 @pytest.mark.parametrize("count", [5, nightly(40)])

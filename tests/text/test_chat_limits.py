@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Sequence
-from datetime import date, datetime, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 from input_helpers import write_tokenizer
 from repeats import slow
-from run_helpers import MODEL, JobMaker, finish, rows_of, start, until_delivered, until_phase
+from run_helpers import MODEL, JobMaker, finish, start, until_delivered, until_phase
 
 from batchgen.core.errors import ExitCode, ModelError
 from batchgen.text import chat
@@ -119,16 +119,6 @@ def test_a_template_that_cannot_be_compiled_is_one_line_that_names_the_file(sour
     assert "\n" not in str(caught.value)
 
 
-def test_a_row_whose_template_fails_is_an_error_row_and_the_others_are_done(job: JobMaker) -> None:
-    template = only_if("What is 3 times 3?", "{% for i in range(100) %}{{ 'a' * 10**6 }}{% endfor %}")
-    job.write(rows_of(6))
-    outcome = job.run(job.spec(model={"path": str(folder_with(template, job.folder / "model"))}))
-    assert outcome.exit_code == ExitCode.ROWS_FAILED
-    assert [row["index"] for row in job.outputs()] == [0, 1, 2, 4, 5]
-    [error] = job.errors()
-    assert (error["index"], error["code"]) == (3, "template_error") and "16,777,216 characters" in error["message"]
-
-
 @pytest.mark.parametrize(
     ("num_short", "signals"),
     [
@@ -149,12 +139,3 @@ def test_a_signal_ends_a_run_whose_template_hangs(
         until_delivered(process, number)
     code, said = finish(process)
     assert code == ExitCode.STOPPED, said
-
-
-def test_a_deadline_ends_a_run_whose_template_hangs(job: JobMaker) -> None:
-    folder = folder_with(HANGS, job.folder / "model")
-    job.write(rows_of(3))
-    deadline = (datetime.now() + timedelta(seconds=5)).isoformat(timespec="seconds")
-    process = start(["run", job.toml(model={"path": str(folder)}), "--deadline", deadline])
-    code, said = finish(process)
-    assert code == ExitCode.STOPPED and "deadline" in said, said

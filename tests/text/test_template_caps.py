@@ -218,15 +218,6 @@ def test_parts_go_to_a_template_that_takes_them_as_they_are() -> None:
     assert "ab<|im_end|>" in rendered(ALTERNATING, {"role": "user", "content": parts(" a ", "b")})
 
 
-@pytest.mark.parametrize(
-    "write", ["m.content", "m.content | tojson", "m.content | string", "'' + m.content", "m.content | trim"]
-)
-def test_parts_are_joined_by_newlines_where_the_template_takes_a_text(write: str) -> None:
-    template = PLAIN.replace("m.content", write)
-    expected = rendered(template, {"role": "user", "content": "a\nb"})
-    assert rendered(template, {"role": "user", "content": parts("a", "b")}) == expected
-
-
 def test_parts_are_joined_in_all_messages_if_the_template_does_not_show_those_of_one() -> None:
     mixed = SHOWS_PARTS.replace("m.content is string", "m.content is string or m.role == 'tool'")
     turns = [{"role": "user", "content": parts("a", "b")}, {"role": "tool", "content": parts("c", "d")}]
