@@ -23,7 +23,6 @@ from batchgen.config.record_fields import packed_keys
 from batchgen.core.errors import RunStopped, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.logprobs import unpacked
-from batchgen.core.records import Record
 from batchgen.core.units import WHOLE, Shard, counted, parse_clock, parse_count, parse_duration, parse_share, shown
 from batchgen.input.in_memory import json_lines
 from batchgen.output.finalize import read_errors, read_records
@@ -89,8 +88,8 @@ class Run:
     def rows(self) -> list[dict[str, Any]]:
         return [*map(self._record, self._records)]
 
-    def _record(self, record: Mapping[str, Any]) -> Record:
-        return Record(unpacked(record, packed_keys(self._spec)))
+    def _record(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return unpacked(record, packed_keys(self._spec))
 
     def read(self) -> None:
         """Read ``rows`` and ``errors`` now, before the run directory is removed with its copy of rows in memory."""
@@ -123,18 +122,6 @@ class Run:
                 stacklevel=2,
             )
         return self.to_arrow().to_pandas(use_threads=False).set_index("index")
-
-    def to_polars(self) -> Any:
-        """``to_arrow`` as a ``polars.DataFrame``."""
-        import polars  # type: ignore[import-not-found,unused-ignore]
-
-        return polars.from_arrow(self.to_arrow())
-
-    def to_dataset(self) -> Any:
-        """``to_arrow`` as a ``datasets.Dataset``."""
-        from datasets import Dataset
-
-        return Dataset(self.to_arrow())
 
 
 def generate(

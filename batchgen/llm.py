@@ -23,7 +23,7 @@ from batchgen.config.record_fields import kept_name
 from batchgen.config.sampling import ParamError, merge_params, values_of
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, Record, Request, Row, SamplingParams
+from batchgen.core.records import Cursor, Request, Row, SamplingParams
 from batchgen.core.units import counted, one_line
 from batchgen.input.formats.arrow import rows_at
 from batchgen.input.in_memory import json_lines
@@ -238,7 +238,7 @@ class LLM:
                 is_unkeyed = needs_id and row.id is None and not row.params.is_greedy
                 if request is None or is_unkeyed:
                     failed = row.failed(RowError(RowErrorCode.BAD_PARAM, _NEEDS_ID)) if request else row
-                    records[row.index] = Record(json.loads(failed_entry(failed, made).payload))
+                    records[row.index] = json.loads(failed_entry(failed, made).payload)
                 else:
                     pending[row.index] = row
                     yield request
@@ -248,7 +248,7 @@ class LLM:
             try:
                 for result in engine.run(requests()):
                     entry = entry_of(pending.pop(result.key), result, made)
-                    records[result.key] = Record(json.loads(entry.payload))
+                    records[result.key] = json.loads(entry.payload)
                     bar.update()
             except BaseException:  # the engine holds what the call has left
                 self._drop()

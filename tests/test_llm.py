@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import pickle
 import signal
 import subprocess
@@ -265,13 +264,6 @@ def test_what_cannot_work_is_refused_in_one_line(call: Any, said: str) -> None:
 def test_arguments_of_vllm_that_ask_for_what_happens_anyway_are_taken() -> None:
     flags = {"enforce_eager": True, "enable_prefix_caching": True, "trust_remote_code": False}
     assert len(llm(tensor_parallel_size=1, **flags).chat(iter([{"role": "user", "content": "Hi"}]))) == 1
-
-
-def test_a_record_says_where_its_text_is_to_code_that_expects_objects() -> None:
-    record = llm().generate("a")[0]
-    with pytest.raises(AttributeError, match=r'outputs: a record is a dict: its text is record\["text"\]'):
-        _ = record.outputs  # type: ignore[attr-defined]
-    assert json.loads(json.dumps(record)) == record == copy.deepcopy(record)
 
 
 def test_a_value_whose_text_raises_costs_its_row() -> None:

@@ -49,9 +49,6 @@ class ChatRow(Row):
     num_tokens: int = 0
     turns: tuple[Turn, ...] = ()
 
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), tuple(getattr(self, item.name) for item in fields(self))
-
     @property
     def num_turns(self) -> int:
         """The number of turns to be generated, including finished ones."""

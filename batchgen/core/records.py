@@ -26,20 +26,8 @@ class FinishReason(StrEnum):
     REPETITION = "repetition"  # caught in a loop, see SamplingParams.max_repeats
 
 
-class FastPickle:
-    """A base of frozen dataclasses with slots that go between processes in thousands per second.
-
-    They are pickled as a call of their class, which takes half the time of the pickling in ``dataclasses``.
-    """
-
-    __slots__: tuple[str, ...] = ()
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), tuple(getattr(self, name) for name in self.__slots__)
-
-
 @dataclass(frozen=True, slots=True)
-class Cursor(FastPickle):
+class Cursor:
     """A place between two input rows from which reading can continue; ``index`` is the position of the row there.
 
     ``file`` counts the input's files from 0; ``offset`` is what its format can seek to (a byte of the uncompressed
@@ -50,13 +38,6 @@ class Cursor(FastPickle):
     offset: int
     row: int
     index: int
-
-
-class Record(dict[str, Any]):
-    """An output record in Python: a dict, with an error for code that expects vLLM's objects."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f'{name}: a record is a dict: its text is record["text"], its keys are {", ".join(self)}')
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +113,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Row(FastPickle):
+class Row:
     """One input row, with what is known of it so far: first its columns, then its id, then its prompt.
 
     ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line (or row) in

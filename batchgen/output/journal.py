@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, FastPickle
+from batchgen.core.records import Cursor
 from batchgen.core.storage import make_folder, storage_errors, sync_file, sync_folder
 from batchgen.core.units import WHOLE, Shard
 from batchgen.output.segments import (
@@ -41,7 +41,7 @@ SYNC_COST_FACTOR = 100
 
 
 @dataclass(frozen=True, slots=True)
-class JournalEntry(FastPickle):
+class JournalEntry:
     """One finished row. ``payload`` is its output record ("result") or its line of ``errors.jsonl`` ("error"), as JSON.
 
     The token counts are for the run's progress; they are not written.

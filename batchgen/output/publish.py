@@ -117,7 +117,6 @@ class PublishManifest:
 
     created_at: str
     shard: str
-    num_results: int = 0
     complete: bool = False
     files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -135,9 +134,7 @@ class PublishManifest:
             data = json.loads(content)
             del data["batchgen"]
             manifest = cls(**data)
-            is_sound = manifest.num_results >= 0 and all(
-                {"bytes", "sha256", "version"} <= state.keys() for state in manifest.files.values()
-            )
+            is_sound = all({"bytes", "sha256", "version"} <= state.keys() for state in manifest.files.values())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         return manifest if is_sound else None
@@ -163,7 +160,7 @@ class Publication:
 
     def publish(self) -> list[str]:
         """Copy what is not there yet; what was done, in words. Raises UsageError for another run's destination."""
-        to, now = self._to, replace(self._own, num_results=_num_results(self._run_dir))
+        to, now = self._to, self._own
         before = self._replaceable(overwrite=False) or now
         paths = {path.name: path for path in self._run_dir.finished_files()}
         states = {name: _state(path) for name, path in paths.items()}
@@ -179,8 +176,7 @@ class Publication:
             entry = to.entry(name)
             state["version"] = entry.version if entry is not None else ""
         to.write(PUBLISHED, replace(now, files=states, complete=True).to_bytes())
-        more = f"warning: {before.num_results:,} results were there, and there are {now.num_results:,} now"
-        return [f"published to {to.address}", *([more] if before.num_results > now.num_results else [])]
+        return [f"published to {to.address}"]
 
     def _is_there(self, name: str, state: dict[str, Any], published: Mapping[str, Any] | None) -> bool:
         """Whether the destination has the file as it is here."""
@@ -208,15 +204,6 @@ class Publication:
                 "there, or start a new run with --overwrite"
             )
         return replace(self._own, files=dict.fromkeys(existing, _UNKNOWN))
-
-
-def _num_results(run_dir: RunDir) -> int:
-    """Rows done according to ``report.json``; 0 if unknown."""
-    try:
-        count = json.loads(run_dir.report.read_bytes())["rows"]["done"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return 0
-    return count if isinstance(count, int) else 0
 
 
 def _state(path: Path) -> dict[str, Any]:

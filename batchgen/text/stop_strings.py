@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.turns import common_length
 
 _BLANKS = 32  # tokens: more than a prompt has after a marker
 _UNDECODED = "\ufffd"  # decoded from bytes that form no character (yet)
@@ -53,7 +54,7 @@ class StopStrings:
         text = self._text_of(self._open)
         window, match = self._tail + text, None
         if any(stop in window for stop in self._stop):
-            match = _first_completed(window, self._stop, len(self._tail) + _num_common(self._open_text, text))
+            match = _first_completed(window, self._stop, len(self._tail) + common_length(self._open_text, text))
         self._open_text = text
         if not text.endswith(_UNDECODED):
             self._settle(len(self._open), text)
@@ -92,7 +93,7 @@ class StopStrings:
 def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
     """Generated text up to the stop string that the last token completed, not those that ``min_tokens`` let pass."""
     text, plain = decode(token_ids, shown_in=stop), decode(token_ids)
-    match = _first_completed(text, (stop,), _num_common(decode(token_ids[:-1], shown_in=stop), text))
+    match = _first_completed(text, (stop,), common_length(decode(token_ids[:-1], shown_in=stop), text))
     if match is None:
         return plain
     end, count, before = match[0], len(token_ids), text
@@ -108,12 +109,6 @@ def _first_completed(text: str, stop: Sequence[str], old: int) -> tuple[int, str
     """The position and text of the stop string that begins first, or the longest of those, ending after ``old``."""
     places = ((text.find(item, max(0, old - len(item) + 1)), item) for item in stop)
     return min(((at, item) for at, item in places if at >= 0), key=lambda m: (m[0], -len(m[1])), default=None)
-
-
-def _num_common(first: str, second: str) -> int:
-    """Number of characters that two texts have in common at their beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def ends_in(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], marker: str) -> bool:

@@ -53,8 +53,8 @@ class Turns:
                 others.append(_text_of(self._template, {**chat, "messages": changed}))
             if others[0] == others[1]:
                 raise ChatTemplateError("assistant_mask: the chat template does not show other answers in their place")
-            start = min(_common_length(prompt, other) for other in others)
-            same = min(_common_length(prompt[::-1], other[::-1]) for other in others)
+            start = min(common_length(prompt, other) for other in others)
+            same = min(common_length(prompt[::-1], other[::-1]) for other in others)
             end = max(start, len(prompt) - same)
             if self._end and prompt.startswith(self._end, end):
                 end += len(self._end)
@@ -81,7 +81,7 @@ def _text_of(template: ChatTemplate, chat: Mapping[str, Any]) -> str:
     return text
 
 
-def _common_length(first: str, second: str) -> int:
+def common_length(first: str, second: str) -> int:
     """The length of the common beginning of two texts."""
     low, high = 0, min(len(first), len(second))
     while low < high:

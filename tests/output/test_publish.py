@@ -221,15 +221,6 @@ def test_an_update_publishes_and_removes_errors_that_are_gone(
     assert content == local(job, "report.json", "outputs.jsonl")
 
 
-def test_an_update_that_holds_fewer_results_than_were_published_warns(
-    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
-) -> None:
-    job.run(published)
-    job.write(rows_of(2))
-    assert job.run(published).lines[-1] == "warning: 3 results were there, and there are 2 now"
-    assert store.content(bucket)["out/outputs.jsonl"] == (job.output / "outputs.jsonl").read_bytes()
-
-
 def test_shards_begun_at_one_moment_do_not_replace_each_other(
     job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
 ) -> None:

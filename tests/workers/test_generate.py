@@ -130,7 +130,6 @@ def test_tables_have_the_columns_of_the_parquet_output(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "run" / "outputs.parquet")
     assert run.to_arrow().equals(table)
     assert run.to_pandas().equals(table.to_pandas().set_index("index"))
-    assert run.to_dataset().to_list() == table.to_pylist()
 
 
 def test_failed_rows_are_told_of_and_listed() -> None:
