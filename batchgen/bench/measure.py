@@ -51,25 +51,25 @@ class Bench:
     note: Callable[[str], None] = lambda text: None
 
 
-def load_tokenizer(where: ModelSpec) -> Tokenizer | None:
+def load_tokenizer(model_spec: ModelSpec) -> Tokenizer | None:
     """The tokenizer of the model, if it has one. Raises ModelError."""
-    if is_dummy(where.path):
+    if is_dummy(model_spec.path):
         return None
-    folder = tokenizer_folder(resolve_model(where.path, where.revision, TOKENIZER_FILES))
+    folder = tokenizer_folder(resolve_model(model_spec.path, model_spec.revision, TOKENIZER_FILES))
     return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
 
 
-def pooling_of(where: ModelSpec) -> str:
+def pooling_of(model_spec: ModelSpec) -> str:
     """The pooling that the model's checkpoint names, or "mean". Raises ModelError."""
-    if is_dummy(where.path):
+    if is_dummy(model_spec.path):
         return "mean"
-    return read_vector_files(resolve_model(where.path, where.revision, ("*.json",))).pooling or "mean"
+    return read_vector_files(resolve_model(model_spec.path, model_spec.revision, ("*.json",))).pooling or "mean"
 
 
-def load(where: ModelSpec, threads: int | None, *, has_head: bool = True) -> Decoder:
+def load(model_spec: ModelSpec, threads: int | None, *, has_head: bool = True) -> Decoder:
     """The model; without a head it gives vectors."""
-    use_threads(threads, load_config(where.path, where.revision))
-    return load_weights(where, has_head=has_head)
+    use_threads(threads, load_config(model_spec.path, model_spec.revision))
+    return load_weights(model_spec, has_head=has_head)
 
 
 def benchmark(bench: Bench, requests: list[Request], times: int) -> dict[str, Any]:

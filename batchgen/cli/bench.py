@@ -77,25 +77,25 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
     from batchgen.bench import measure
     from batchgen.model.registry import load_config
 
-    where = spec.model
-    tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(where)
-    config = load_config(where.path, where.revision)
+    model_spec = spec.model
+    tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(model_spec)
+    config = load_config(model_spec.path, model_spec.revision)
     if not (config.has_head or pooling):
-        raise UsageError(f"{where.path} gives embeddings, not text: add --texts")
+        raise UsageError(f"{model_spec.path} gives embeddings, not text: add --texts")
     if pooling and values["num_requests"] is not None:
         values["output_len"] = values["output_len"] or "1"
     requests = _requests(values, config.vocab_size, tokenizer)
     if pooling:
-        requests = as_texts(requests, measure.pooling_of(where) if pooling == "auto" else pooling)
+        requests = as_texts(requests, measure.pooling_of(model_spec) if pooling == "auto" else pooling)
     _note("loading the model")
-    model = measure.load(where, spec.engine.threads, has_head=not pooling)
+    model = measure.load(model_spec, spec.engine.threads, has_head=not pooling)
     is_forced = all(request.params.ignore_eos for request in requests)
     if lengths == "unknown" and is_forced:
         requests = hide_lengths(requests)
     ends = frozenset(model.config.eos_token_ids + (tokenizer.eos_token_ids if tokenizer else ()))
     result = measure.benchmark(measure.Bench(model, spec.engine, ends, _note), requests, repeats)
     kind = "none" if pooling else "forced" if is_forced else "model"
-    result = {**where.named, "lengths": lengths, "ends": kind, **result}
+    result = {**model_spec.named, "lengths": lengths, "ends": kind, **result}
     show(json.dumps(result, indent=2) if as_json else measure.render(result))
     return ExitCode.OK
 

@@ -148,16 +148,16 @@ def _with_sections(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def check_names(settings: RawSettings) -> None:
     """Raises UsageError on unknown sections and keys."""
-    where = settings.file or "flags"
+    location = settings.file or "flags"
     for section, values in settings.values.items():
         if section not in KEYS:
             home = next((name for name, keys in KEYS.items() if section in keys), "")
             what = f"section [{section}]" if isinstance(values, Mapping) else f"key {section}"
             line = _line_of(settings.text, section)
             hint = f" (it belongs in [{home}])" if home else _hint_outside(section)
-            raise UsageError(f"{where}{f':{line}' if line else ''}: unknown {what}{hint}")
+            raise UsageError(f"{location}{f':{line}' if line else ''}: unknown {what}{hint}")
         if not isinstance(values, Mapping):
-            raise UsageError(f"{where}: {section} = {shown(values, 60)}: must be a section, [{section}]")
+            raise UsageError(f"{location}: {section} = {shown(values, 60)}: must be a section, [{section}]")
         for key in values:
             if key not in KEYS[section]:
                 elsewhere = [name for name, keys in KEYS.items() if key in keys]

@@ -173,12 +173,12 @@ def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
     return token_ids(generation_config(folder) or {}, "eos_token_id", str(folder / GENERATION_CONFIG))
 
 
-def token_ids(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
-    """The token ids under ``key``, which may be one id, a list of ids or absent. Raises ModelError naming ``where``."""
+def token_ids(values: Mapping[str, Any], key: str, location: str) -> tuple[int, ...]:
+    """The token ids under ``key``, which may be one id, a list of ids or absent. ModelError names ``location``."""
     value = values.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(is_token_id, ids)):
-        raise ModelError(f"{where}: {key} is neither a token id nor a list of them: {shown(value)}")
+        raise ModelError(f"{location}: {key} is neither a token id nor a list of them: {shown(value)}")
     return tuple(ids)
 
 

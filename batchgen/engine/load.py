@@ -13,7 +13,7 @@ from batchgen.model.load import load_model
 
 
 def load_weights(
-    where: ModelSpec, kernels: Kernels | None = None, *, has_head: bool = True, kv_cache_dtype: str = "auto"
+    model_spec: ModelSpec, kernels: Kernels | None = None, *, has_head: bool = True, kv_cache_dtype: str = "auto"
 ) -> Decoder:
     """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` before.
 
@@ -26,13 +26,13 @@ def load_weights(
         return self_tested(kernels, SmallModel(config, device, dtype, kv_cache_dtype))
 
     return load_model(
-        where.path,
-        where.revision,
-        dtype=where.dtype,
-        quantization=where.quantization,
-        adapter=where.adapter,
-        device=where.device,
-        batch_invariant=where.batch_invariant,
+        model_spec.path,
+        model_spec.revision,
+        dtype=model_spec.dtype,
+        quantization=model_spec.quantization,
+        adapter=model_spec.adapter,
+        device=model_spec.device,
+        batch_invariant=model_spec.batch_invariant,
         has_head=has_head,
         kernels=kernels,
         tested=tested,

@@ -137,11 +137,11 @@ def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
     if kernels.name not in ("cpu", "cuda") or not (why := _verdict(kernels, small)):
         return kernels
     plain = small.plain(kernels)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
     others = "torch, triton and the driver" if device.type == "cuda" else "numba and llvmlite"
     plain.notes = (
         *kernels.notes,
-        f"self-test: the kernels for {where} are wrong ({why}); plain torch computes instead, slower, and tokens may "
+        f"self-test: the kernels for {name} are wrong ({why}); plain torch computes instead, slower, and tokens may "
         f"depend on the batch; update {others}, or report it with the output of batchgen env",
     )
     return plain

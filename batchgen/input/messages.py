@@ -59,15 +59,15 @@ def _from_text(what: str, value: object, expected: str) -> list[Any]:
     return value
 
 
-def _object(where: str, value: object) -> dict[str, Any]:
+def _object(field: str, value: object) -> dict[str, Any]:
     """An object, or the JSON text of one, as pandas reads ``arrow.json``. Raises RowProblem bad_type."""
     if isinstance(value, str):
         try:
             value = parse_json(value)
         except RowProblem:
-            raise wrong_type(where, value, "an object") from None
+            raise wrong_type(field, value, "an object") from None
     if not isinstance(value, dict):
-        raise wrong_type(where, value, "an object")
+        raise wrong_type(field, value, "an object")
     return value
 
 
@@ -77,33 +77,33 @@ def has_text(content: str | list[dict[str, Any]]) -> bool:
     return any(text.strip() for text in texts)
 
 
-def _checked_message(where: str, message: object) -> Message:
-    message = {key: value for key, value in _object(where, message).items() if value is not None}
+def _checked_message(field: str, message: object) -> Message:
+    message = {key: value for key, value in _object(field, message).items() if value is not None}
     if message.keys() == _SHAREGPT_KEYS and isinstance(speaker := message["from"], str):
         message = {"role": _SHAREGPT_ROLES.get(speaker, speaker), "content": message["value"]}
     role = message.get("role")
     if not isinstance(role, str):
-        raise wrong_type(f"{where}.role", role, "a string")
+        raise wrong_type(f"{field}.role", role, "a string")
     if media := [name for name in _MEDIA if message.get(name)]:
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where}.{media[0]}: only text is supported")
-    calls = _checked_calls(where, message)
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{field}.{media[0]}: only text is supported")
+    calls = _checked_calls(field, message)
     message.pop("tool_calls", None)
-    content = _checked_content(f"{where}.content", role, message, bool(calls))
-    message = _with_reasoning(where, message)
+    content = _checked_content(f"{field}.content", role, message, bool(calls))
+    message = _with_reasoning(field, message)
     return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _with_reasoning(where: str, message: Message) -> Message:
+def _with_reasoning(field: str, message: Message) -> Message:
     """A message with its reasoning, if it has any, under all names that templates read."""
     texts = {name: message[name] for name in REASONING if message.get(name)}
     for name, value in texts.items():
         if not isinstance(value, str):
-            raise wrong_type(f"{where}.{name}", value, "a string")
+            raise wrong_type(f"{field}.{name}", value, "a string")
         if value != (first := next(iter(texts.values()))):
-            what = f"{where} has other text in {name} than in {next(iter(texts))}: a template shows one of them at most"
+            what = f"{field} has other text in {name} than in {next(iter(texts))}: a template shows one of them at most"
             raise RowProblem(RowErrorCode.BAD_TYPE, what)
     if lists := [name for name in _REASONING_LISTS if message.get(name) and not texts]:
-        what = f"{where}.{lists[0]}: give the reasoning as a text, in reasoning_content"
+        what = f"{field}.{lists[0]}: give the reasoning as a text, in reasoning_content"
         raise RowProblem(RowErrorCode.BAD_TYPE, what)
     if not texts and "" not in map(message.get, REASONING):
         return {key: value for key, value in message.items() if key not in REASONING}
@@ -116,69 +116,69 @@ def _with_reasoning(where: str, message: Message) -> Message:
     }
 
 
-def _checked_content(where: str, role: str, message: Message, has_calls: bool) -> str | list[dict[str, Any]]:
+def _checked_content(field: str, role: str, message: Message, has_calls: bool) -> str | list[dict[str, Any]]:
     content = message.get("content")
     if not content and isinstance(message.get("refusal"), str):
         return str(message.pop("refusal"))
     if isinstance(content, list):
-        return [_checked_part(f"{where}[{number}]", part) for number, part in enumerate(content)] or ""
+        return [_checked_part(f"{field}[{number}]", part) for number, part in enumerate(content)] or ""
     if content is None and (role == "assistant" or has_calls):
         if not has_calls and not any(name in message for name in REASONING):
-            _check_said(where, "turn", message, _ABOUT)
+            _check_said(field, "turn", message, _ABOUT)
         return ""
     if not isinstance(content, str):
-        raise wrong_type(where, content, "a string")
+        raise wrong_type(field, content, "a string")
     return content
 
 
-def _check_said(where: str, what: str, value: Mapping[str, Any], about: Collection[str]) -> None:
-    """Refuse a message that is empty under the name ``where`` but has text under a name that templates do not read."""
+def _check_said(field: str, what: str, value: Mapping[str, Any], about: Collection[str]) -> None:
+    """Refuse a message that is empty under the name ``field`` but has text under a name that templates do not read."""
     if others := [key for key, item in value.items() if key not in about and item and isinstance(item, _SAYS)]:
         why = f"is missing, and the {what} has {shown(others[0], 60)}, which no template reads"
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} {why}")
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{field} {why}")
 
 
-def _checked_part(where: str, part: object) -> dict[str, Any]:
+def _checked_part(field: str, part: object) -> dict[str, Any]:
     """A part of a content as a part of type "text"."""
     if not isinstance(part, dict):
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {type_name(part)}: only text parts are supported")
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{field} is {type_name(part)}: only text parts are supported")
     part = {key: value for key, value in part.items() if value is not None}
     kind = part.pop("type", None)
     name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if name is None:
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {shown(kind, 60)}: only text parts are supported")
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{field} is {shown(kind, 60)}: only text parts are supported")
     if not isinstance(text := part.pop(name, None), str):
-        raise wrong_type(f"{where}.{name}", text, "a string")
+        raise wrong_type(f"{field}.{name}", text, "a string")
     return {"type": "text", "text": text, **part}
 
 
-def _checked_calls(where: str, message: Message) -> list[dict[str, Any]]:
-    calls = _from_text(f"{where}.tool_calls", message.get("tool_calls", []) or [], "a list of objects")
+def _checked_calls(field: str, message: Message) -> list[dict[str, Any]]:
+    calls = _from_text(f"{field}.tool_calls", message.get("tool_calls", []) or [], "a list of objects")
     older = message.pop("function_call", None)
     if older and calls:
-        what = f"{where} has both tool_calls and function_call, the older form of one call: give one of them"
+        what = f"{field} has both tool_calls and function_call, the older form of one call: give one of them"
         raise RowProblem(RowErrorCode.BAD_TYPE, what)
     if older:
         calls = [{"type": "function", "function": older}]
-    return [_checked_call(f"{where}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
+    return [_checked_call(f"{field}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
 
 
-def _checked_call(where: str, call: object) -> dict[str, Any]:
+def _checked_call(field: str, call: object) -> dict[str, Any]:
     """A call with its arguments as an object; without ``function``, the call itself is the function."""
-    call = _object(where, call)
+    call = _object(field, call)
     is_flat = call.get("function") is None and "name" in call
-    function = call if is_flat else _object(f"{where}.function", call.get("function"))
+    function = call if is_flat else _object(f"{field}.function", call.get("function"))
     if not isinstance(function.get("name"), str):
-        raise wrong_type(f"{where}.function.name", function.get("name"), "a string")
-    made = _with_arguments(where if is_flat else f"{where}.function", function)
+        raise wrong_type(f"{field}.function.name", function.get("name"), "a string")
+    made = _with_arguments(field if is_flat else f"{field}.function", function)
     return made if is_flat else {**call, "function": made}
 
 
-def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
+def _with_arguments(field: str, function: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     text = arguments.strip() if isinstance(arguments, str) else arguments
     if text in _NO_ARGUMENTS:
-        _check_said(f"{where}.arguments", "call", function, _ABOUT_CALLS)
+        _check_said(f"{field}.arguments", "call", function, _ABOUT_CALLS)
         return {**function, "arguments": {}}
     try:
         parsed = parse_json(text) if isinstance(text, str) else arguments
@@ -197,24 +197,24 @@ def checked_tools(value: object) -> list[dict[str, Any]]:
     return [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(objects)]
 
 
-def _checked_tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
+def _checked_tool(field: str, tool: dict[str, Any]) -> dict[str, Any]:
     """A tool with its function, schema and properties, if given, as objects; they may be JSON text."""
     if tool.get("function") is None:
-        return _with_objects(where, tool)
-    where = f"{where}.function"
-    return {**tool, "function": _with_objects(where, _object(where, tool["function"]))}
+        return _with_objects(field, tool)
+    field = f"{field}.function"
+    return {**tool, "function": _with_objects(field, _object(field, tool["function"]))}
 
 
-def _with_objects(where: str, function: dict[str, Any]) -> dict[str, Any]:
+def _with_objects(field: str, function: dict[str, Any]) -> dict[str, Any]:
     if function.get("parameters") is None:
         return function
-    where = f"{where}.parameters"
-    schema = _object(where, function["parameters"])
+    field = f"{field}.parameters"
+    schema = _object(field, function["parameters"])
     if schema.get("properties") is None:
         return {**function, "parameters": schema}
-    properties = _object(f"{where}.properties", schema["properties"])
+    properties = _object(f"{field}.properties", schema["properties"])
     parsed = {
-        name: _object(f"{where}.properties[{name!r}]", item) if isinstance(item, str) else item
+        name: _object(f"{field}.properties[{name!r}]", item) if isinstance(item, str) else item
         for name, item in properties.items()
     }
     return {**function, "parameters": {**schema, "properties": parsed}}

@@ -143,27 +143,27 @@ def _check_tools(body: Mapping[str, Any]) -> None:
         _check_tool(f"tools[{number}]", tool, is_free=is_free)
 
 
-def _check_tool(where: str, tool: Any, *, is_free: bool) -> None:
+def _check_tool(field: str, tool: Any, *, is_free: bool) -> None:
     """Refuse all but ``{"type": "function", "function": {...}}``, and strict functions that the chat may call."""
     if not isinstance(tool, dict):
         return
     if tool.get("type", "function") != "function":
-        message = f"body field '{where}' is of the type {shown(tool['type'], 60)}: only functions are supported"
+        message = f"body field '{field}' is of the type {shown(tool['type'], 60)}: only functions are supported"
         raise RowProblem(RowErrorCode.BAD_PARAM, message)
-    _check_inside(where, tool, ("type", "function"))
-    _check_inside(f"{where}.function", tool.get("function"), _OF_FUNCTIONS)
+    _check_inside(field, tool, ("type", "function"))
+    _check_inside(f"{field}.function", tool.get("function"), _OF_FUNCTIONS)
     if is_free and (tool.get("function") or {}).get("strict"):
         why = "arguments are not held to a schema: leave it out"
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field '{where}.function.strict' is true: {why}")
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field '{field}.function.strict' is true: {why}")
 
 
-def _check_inside(where: str, value: Any, names: Collection[str]) -> None:
+def _check_inside(field: str, value: Any, names: Collection[str]) -> None:
     """Refuse unknown fields of an object in the body."""
     if value is not None and not isinstance(value, dict):
-        raise wrong_type(f"body field '{where}'", value, "an object")
+        raise wrong_type(f"body field '{field}'", value, "an object")
     for name, item in (value or {}).items():
         if item is not None and name not in names:
-            raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in body field '{where}'")
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in body field '{field}'")
 
 
 def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:

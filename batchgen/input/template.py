@@ -40,8 +40,8 @@ class Template:
             elif match["column"]:
                 parts.append((match["column"], *_STEP.findall(match["steps"])))
             elif len(token) == 1:
-                where = f"lone {token!r} at character {match.start() + 1}"
-                raise UsageError(f"input.prompt: {where}; write {token * 2!r} for a brace that names no column")
+                brace = f"lone {token!r} at character {match.start() + 1}"
+                raise UsageError(f"input.prompt: {brace}; write {token * 2!r} for a brace that names no column")
             else:
                 named = "write {column} or {column[key][0]}; other braces, as of JSON, are doubled: {{ and }}"
                 raise UsageError(f"input.prompt: cannot read the field {token}; {named}")

@@ -23,14 +23,14 @@ _MAX_FLOAT = 3.4e38  # the limit of float32
 
 
 class ConfigValues:
-    """The values of one ``config.json``; ``where`` names it in errors. Each method raises ModelError."""
+    """The values of one ``config.json``; ``location`` names it in errors. Each method raises ModelError."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], location: str) -> None:
         self.raw = raw
-        self.where = where
+        self.location = location
 
     def error(self, message: str) -> ModelError:
-        return ModelError(f"{self.where}: {message}")
+        return ModelError(f"{self.location}: {message}")
 
     def get(self, *names: str, default: Any = ...) -> Any:
         for name in names:
@@ -163,7 +163,7 @@ class ConfigValues:
         empty: dict[str, Any] = {}
         if is_needed:
             self.get(name)
-        return ConfigValues(self._typed("an object", (name,), empty), f"{self.where}: {shown(name)[1:-1]}")
+        return ConfigValues(self._typed("an object", (name,), empty), f"{self.location}: {shown(name)[1:-1]}")
 
     def expect(self, name: str, value: object, why: str) -> None:
         """Refuse any value except the supported one, which is the default; ``why`` says so."""
@@ -220,7 +220,7 @@ class ConfigValues:
             ),
             tie_embedding=self.flag("tie_embedding", "tie_word_embeddings", default=is_tied),
             bos_token_id=self._bos_token_id(),
-            eos_token_ids=token_ids(self.raw, "eos_token_id", self.where),
+            eos_token_ids=token_ids(self.raw, "eos_token_id", self.location),
             dtype=self.text("dtype", "torch_dtype", default="bfloat16"),
             tensor_names=tensor_names,
             **more,

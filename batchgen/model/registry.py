@@ -48,18 +48,18 @@ _FUNCTIONS = {
 _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 
 
-def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors.
+def parse_config(raw: Mapping[str, Any], location: str) -> ModelConfig:
+    """The shape that a parsed ``config.json`` describes; ``location`` names it in errors.
 
     Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
     """
-    values = ConfigValues(raw, where)
+    values = ConfigValues(raw, location)
     stated = raw.get("model_type")
     outer = stated if isinstance(stated, str) else ""
     if outer in _TEXT_PARTS:
         text = {**_TEXT_PARTS[outer], **values.section("text_config").raw}
         shared = {key: raw[key] for key in _OF_BOTH_PARTS if raw.get(key) is not None}
-        return replace(parse_config({**text, **shared}, f"{where}: text_config"), unread_parts=_VISION)
+        return replace(parse_config({**text, **shared}, f"{location}: text_config"), unread_parts=_VISION)
     family = FAMILIES.get(_TRUNKS.get(outer, outer))
     if family is None:
         families = ", ".join(f"{name!r} ({family.title})" for name, family in FAMILIES.items())

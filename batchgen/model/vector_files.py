@@ -63,7 +63,7 @@ def read_vector_files(folder: Path) -> VectorFiles:
     settings: dict[str, Any] = {}
     last, mask = 0, None
     for module in _modules(path) if path.exists() else ():
-        kind, where = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
+        kind, module_folder = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
         kind = "Transformer" if kind == "ColBERT" else kind
         if kind not in _ORDER:
             raise ModelError(
@@ -73,11 +73,11 @@ def read_vector_files(folder: Path) -> VectorFiles:
             raise ModelError(f"{path}: {kind} after {_ORDER[last]} is not supported (in order: {', '.join(_ORDER)})")
         last = _ORDER.index(kind)
         if kind == "Pooling":
-            settings["pooling"] = _pooling(where / "config.json")
+            settings["pooling"] = _pooling(module_folder / "config.json")
         elif kind == "Dense":
-            settings["dense"] = (*settings.get("dense", ()), _dense(where))
+            settings["dense"] = (*settings.get("dense", ()), _dense(module_folder))
         elif kind == "MultiVectorMask":
-            mask = where
+            mask = module_folder
         elif kind == "Normalize":
             settings["normalize"] = True
     if settings.get("dense") and "pooling" not in settings:

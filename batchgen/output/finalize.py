@@ -108,8 +108,8 @@ def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Liter
         return
     remedy = f"read {run_dir.outputs(output_format).name} itself, or run with"
     if (kept := run_dir.kept_job()) is None:
-        where = f"the records of {run_dir.path} were in {run_dir.journals}"
-        raise UsageError(f"{where}, which was removed or lacks its job.json: {remedy} --overwrite")
+        problem = f"the records of {run_dir.path} were in {run_dir.journals}"
+        raise UsageError(f"{problem}, which was removed or lacks its job.json: {remedy} --overwrite")
     num_rows, shard = kept.manifest.num_rows or 0, kept.manifest.shard
     with closing(Journal.read(kept.folder, shard)) as journal:
         if not journal.done.covers(num_rows):

@@ -65,8 +65,8 @@ def encode_line(kind: bytes, index: int, cursor: Cursor | None, payload: bytes) 
     CRC-32 in hex digits is of all bytes after it; the cursor, ``file:offset:row:index`` or ``-``, is where reading can
     continue after the row.
     """
-    where = b"-" if cursor is None else b"%d:%d:%d:%d" % (cursor.file, cursor.offset, cursor.row, cursor.index)
-    body = b" %b %d %b %b\n" % (kind, index, where, payload)
+    position = b"-" if cursor is None else b"%d:%d:%d:%d" % (cursor.file, cursor.offset, cursor.row, cursor.index)
+    body = b" %b %d %b %b\n" % (kind, index, position, payload)
     return b"%08x" % crc32(body) + body
 
 

@@ -39,11 +39,11 @@ class Tried:
 
     def text(self) -> str:
         """The row as text: its prompt, then the answer."""
-        where = f"row {self.record['index']} (line {self.line})"
+        location = f"row {self.record['index']} (line {self.line})"
         if "code" in self.record:
-            return f"{where}: {self.record['code']}: {self.record['message']}"
+            return f"{location}: {self.record['code']}: {self.record['message']}"
         turns = f", turn {len(self.record['finish_reasons'])}" if "finish_reasons" in self.record else ""
-        sent = f"{where}{turns}, {counted(self.num_prompt_tokens, 'prompt token')}:\n{_indented(self.prompt)}"
+        sent = f"{location}{turns}, {counted(self.num_prompt_tokens, 'prompt token')}:\n{_indented(self.prompt)}"
         num_tokens = counted(self.record["usage"].get("completion_tokens", 0), "token")
         if samples := self.record.get("samples"):
             answers = [

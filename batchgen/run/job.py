@@ -153,9 +153,9 @@ class _Job:
 
     def _open_source(self, path: Path | None = None) -> Source:
         """The rows that the job names, or the copy of them at ``path``."""
-        where = self.spec.input if path is None else replace(self.spec.input, path=(str(path),))
+        input_spec = self.spec.input if path is None else replace(self.spec.input, path=(str(path),))
         with self.progress.phase("opening the input", "read"):
-            return open_source(where, self.run_dir.owns)
+            return open_source(input_spec, self.run_dir.owns)
 
     def _reopen(self) -> None:
         """Open the rows at their new place: standard input is kept once the job has been accepted."""

@@ -114,7 +114,7 @@ class ModelInfo:
 
     def builder(self, spec: JobSpec) -> RequestBuilder:
         """The builder of requests of a ``resolved`` job. Raises UsageError if [input] does not fit the model."""
-        embed, where, longest = spec.embed, spec.input, self.max_model_len
+        embed, input_spec, longest = spec.embed, spec.input, self.max_model_len
         settings: SamplingParams | Embedded = spec.sampling
         if embed.is_on:
             widths = [self.config.hidden_size, *(layer.outputs for layer in self.vectors.dense)]
@@ -126,10 +126,10 @@ class ModelInfo:
             prefix = side.prefix if side else embed.prompt or ""
             ids = side_of(embed, self.vectors, self.tokenizer, longest)
             settings = Embedded(embed.pooling or "", prefix, embed.truncate, kept, takes_lists, ids)
-            where = replace(where, chat_template="none")
-        make = partial(TurnBuilder, parse=spec.output.parse) if where.regenerate else RequestBuilder
+            input_spec = replace(input_spec, chat_template="none")
+        make = partial(TurnBuilder, parse=spec.output.parse) if input_spec.regenerate else RequestBuilder
         return make(
-            where,
+            input_spec,
             settings,
             self.tokenizer,
             grammars=self.grammars,

@@ -144,8 +144,8 @@ def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:
     """Raises UsageError for a target that is a shard or is inside one."""
     for shard in shards:
         if target.resolve().is_relative_to(shard.run_dir.path.resolve()):
-            where = "is" if target.resolve() == shard.run_dir.path.resolve() else "lies in"
-            raise UsageError(f"{target} {where} {shard}, which holds a run already; merge into a new folder")
+            verb = "is" if target.resolve() == shard.run_dir.path.resolve() else "lies in"
+            raise UsageError(f"{target} {verb} {shard}, which holds a run already; merge into a new folder")
 
 
 def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:

@@ -68,9 +68,9 @@ def open_job(spec: JobSpec, run_dir: RunDir, now: datetime | None = None) -> Ite
 
     Raises UsageError if the model or the input cannot be used, ModelError, and as ``stage_stdin`` does.
     """
-    with stdin_as_file(spec.input, run_dir.spool) as where:
+    with stdin_as_file(spec.input, run_dir.spool) as input_spec:
         model = read_model(spec, now)
-        spec, source = model.resolved(spec), open_source(where, run_dir.owns)
+        spec, source = model.resolved(spec), open_source(input_spec, run_dir.owns)
         if spec.output.format == "auto":
             spec = replace(spec, output=replace(spec.output, format=source.output_format))
         yield OpenJob(spec, model, source)

@@ -102,8 +102,8 @@ def stopped(run_dir: RunDir, progress: Progress) -> Outcome:
         return Outcome(ExitCode.STOPPED, lines, is_finished=False)
     if stopper.exit_code == ExitCode.ROWS_FAILED:
         is_first = not run_dir.manifest.exists()
-        where = f"see {short(run_dir.errors)}" if is_first else "the files are still from the previous job"
-        lines = (f"stopped: {reason}", f"{where}; {advice}")
+        files = f"see {short(run_dir.errors)}" if is_first else "the files are still from the previous job"
+        lines = (f"stopped: {reason}", f"{files}; {advice}")
         return Outcome(ExitCode.ROWS_FAILED, lines, lines, is_finished=False)
     total = "" if progress.rows_total is None else f" of {progress.rows_total:,}"
     rows = f"{sink.num_done + sink.num_failed:,}{total} rows finished"

@@ -99,8 +99,8 @@ def in_temporary_folder() -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        what, where = str(error).partition("; ")[0], tempfile.gettempdir()
-        advice = f"nothing is kept there: free some space in {where}, or name another folder in TMPDIR"
+        what, folder = str(error).partition("; ")[0], tempfile.gettempdir()
+        advice = f"nothing is kept there: free some space in {folder}, or name another folder in TMPDIR"
         raise StorageError(f"{what}; {advice}") from error
 
 

@@ -51,13 +51,13 @@ class HiddenError(ChatTemplateError):
         """The problem in words; ``messages`` names the row's messages, which follow ``num_added`` of the job."""
         place = self._place
         if place.message is None:
-            where = place.key
+            field = place.key
         elif place.message < num_added:
-            where = "input.system"
+            field = "input.system"
         else:
-            where = f"{messages}[{place.message - num_added}].{place.key}"
+            field = f"{messages}[{place.message - num_added}].{place.key}"
         role = f" (role {place.role[:40]!r})" if place.role and place.role not in _ROLES else ""
-        return f"{where}{role}: {self._why}"
+        return f"{field}{role}: {self._why}"
 
 
 class TemplateCaps:

@@ -121,9 +121,9 @@ class Cluster:
         """
         import ray
 
-        where = {_NODE_ID: f"!in({','.join(sorted(excluded))})"} if excluded else None
+        label_selector = {_NODE_ID: f"!in({','.join(sorted(excluded))})"} if excluded else None
         made: Any = ray.remote(cls)
-        return made.options(**needs.options, label_selector=where, max_restarts=0, max_task_retries=0).remote()
+        return made.options(**needs.options, label_selector=label_selector, max_restarts=0, max_task_retries=0).remote()
 
     @staticmethod
     def end(actor: Any) -> None:

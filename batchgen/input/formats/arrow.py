@@ -38,10 +38,10 @@ class Unreadable:
     message: str
 
 
-def check_names(names: Sequence[str], where: str) -> None:
+def check_names(names: Sequence[str], location: str) -> None:
     """Raises UsageError if two columns have the same name, since a row has one value per name."""
     if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise UsageError(f"{where}: two columns are named {shown(repeated[0])}: give each a name of its own")
+        raise UsageError(f"{location}: two columns are named {shown(repeated[0])}: give each a name of its own")
 
 
 def is_lost_in_json(kind: pa.DataType) -> bool:

@@ -49,7 +49,7 @@ class Lora:
     is_rank_stabilized: bool
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """The file of these settings, for errors."""
         return str(self.folder / ADAPTER_CONFIG)
 
@@ -61,7 +61,7 @@ class Lora:
         """The model with this adapter. Raises ModelError for a GGUF file."""
         if config.is_gguf:
             raise ModelError(
-                f"{self.where}: an adapter is not added to a .gguf file; give the safetensors of the model"
+                f"{self.location}: an adapter is not added to a .gguf file; give the safetensors of the model"
             )
         return replace(config, has_adapter=True)
 

@@ -91,10 +91,10 @@ def _rope(values: ConfigValues, kind: str) -> Rope:
     if ropes.raw:
         if values.section("rope_scaling", is_needed=False).raw:
             raise values.error("rope_parameters and rope_scaling are both given; keep only one of them")
-        return ConfigValues({"rope_parameters": ropes.section(kind).raw}, f"{values.where}: {kind}").rope(default)
+        return ConfigValues({"rope_parameters": ropes.section(kind).raw}, f"{values.location}: {kind}").rope(default)
     scaling = {} if kind == _SLIDING else values.section("rope_scaling", is_needed=False).raw
     part = {"rope_theta": values.number(base, default=default), "rope_scaling": scaling}
-    return ConfigValues(part, f"{values.where}: {kind}").rope(default)
+    return ConfigValues(part, f"{values.location}: {kind}").rope(default)
 
 
 GEMMA3 = Family(

@@ -77,7 +77,7 @@ def _read_granite4(values: ConfigValues) -> ModelConfig:
     if position not in ("rope", "nope"):
         raise values.error(f"position_embedding_type is {shown(position)}; known are 'rope' and 'nope'")
     listed = {"layer_types": [ATTENTION] * len(kinds), "intermediate_size": values.integer("shared_intermediate_size")}
-    dense = _read_granite(ConfigValues({**values.raw, **listed}, values.where))
+    dense = _read_granite(ConfigValues({**values.raw, **listed}, values.location))
     if position == "nope":
         scale = dense.ropes[0].scale
         dense = replace(dense, layers=tuple(replace(layer, rope=NO_ROPE.scaled(scale)) for layer in dense.layers))

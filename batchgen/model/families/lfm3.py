@@ -61,10 +61,10 @@ def _rope(values: ConfigValues, kind: str) -> Rope:
     which is not how the model was trained.
     """
     ropes = values.section("rope_parameters", is_needed=False)
-    part = dict(ConfigValues(ropes.raw or _ROPES, ropes.where).section(kind).raw)
+    part = dict(ConfigValues(ropes.raw or _ROPES, ropes.location).section(kind).raw)
     if part.get("partial_rotary_factor") is not None and part.get("rope_type", "default") == "default":
         part["rope_type"] = "proportional"
-    return ConfigValues({"rope_parameters": part}, f"{values.where}: {kind}").rope(_ROPES[kind]["rope_theta"])
+    return ConfigValues({"rope_parameters": part}, f"{values.location}: {kind}").rope(_ROPES[kind]["rope_theta"])
 
 
 LFM3 = Family(
