@@ -1,7 +1,7 @@
-"""What is shared between requests changes nothing about any of them: cached = cold, to the bit.
+"""Samples of one prompt and scores of labels are what single requests of these tokens get, to the bit.
 
-Prefixes taken over from the cache, identical requests, samples of one prompt and scores of labels, held against each
-request run by itself in an engine that has seen nothing.
+That a prefix from the cache or an identical request changes nothing is shown by the rows of ``test_equivalence`` that
+share them.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from families import RAW
-from repeats import slow
-from row_kinds import KINDS, TYPES, alone, engine_of, run
+from row_kinds import engine_of, run
 from tiny_model import DTYPES
 
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
 
 PROMPT = tuple(range(20, 60))
-# The preempted and batched rows of ``test_equivalence`` take over what they share in every family.
-every_family = pytest.mark.parametrize("family", [f if f in ("lfm2", "lfm3", "qwen3_moe") else slow(f) for f in RAW])
 
 
 def roomy(dtype: str = "float32", **sizes: Any) -> Engine:
@@ -29,32 +25,6 @@ def roomy(dtype: str = "float32", **sizes: Any) -> Engine:
 
 def result_of(engine: Engine, prompt: tuple[int, ...], **params: Any) -> Result:
     return run(engine, [Request(3, prompt, SamplingParams(**params))])[3]
-
-
-@every_family
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), TYPES)
-def test_cached_equals_cold(family: str, block_size: int, dtype: str, kv_cache_dtype: str) -> None:
-    sizes: dict[str, Any] = {"block_size": block_size, "max_num_seqs": 6, "kv_cache_dtype": kv_cache_dtype}
-    engine = engine_of("sharing", family, dtype, room=19, **sizes)
-    assert run(engine, KINDS["sharing"].requests) == alone("sharing", family, dtype, kv_cache_dtype)
-    assert engine.stats.num_cached_tokens > 300
-    assert engine.stats.num_shared_requests > 0
-    assert engine.stats.num_preemptions == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_family
-def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_undisturbed(dtype: str, family: str) -> None:
-    sizes: dict[str, Any] = {"block_size": 4, "room": 1.34, "max_num_seqs": 8, "max_num_batched_tokens": 13}
-    engine, cold = (
-        engine_of("sharing", family, dtype, prefix_caching=is_cached, **sizes) for is_cached in (True, False)
-    )
-    for each in (engine, cold):
-        assert run(each, KINDS["sharing"].requests) == alone("sharing", family, dtype)
-        assert each.stats.num_preemptions > 0
-    assert cold.stats.num_recomputed_tokens > engine.stats.num_recomputed_tokens
-    assert cold.stats.num_cached_tokens == 0
 
 
 def test_the_first_of_several_samples_is_the_only_one_of_a_single_request() -> None:

@@ -57,21 +57,6 @@ def test_a_row_of_which_no_token_is_left_is_an_error_row_and_the_others_go_on(te
     assert engine.scheduler.pool.num_free == engine.config.num_blocks
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        Request(0, (9,), SamplingParams(allowed_token_ids=(9, 128))),
-        Request(0, (9,), SamplingParams(logit_bias=((9, 1.0), (128, 1.0)))),
-        Request(0, (9,), bad_words=((9, 128),)),
-    ],
-    ids=["allowed", "bias", "word"],
-)
-def test_a_token_that_the_model_does_not_have_is_an_error_row(request_: Request) -> None:
-    (result,) = roomy().run([request_])
-    assert result.error is not None and result.error.code is RowErrorCode.BAD_PARAM
-    assert result.error.message == "token id 128 is not among the model's 128"
-
-
 def test_steps_overlap_unless_a_bad_word_depends_on_the_text() -> None:
     """What ``needs_host`` says is held against tokens in ``tests.engine.test_overlap``."""
     engine = roomy()
@@ -116,17 +101,3 @@ def test_log_probabilities_are_those_of_scoring_the_text_and_change_no_token(nam
         scores = run(roomy("structured", dtype), [text])[0].prompt_logprobs
         assert scores is not None
         assert [*told.first.logprobs] == [*scores][len(PROMPT) - 1 :]
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_a_resumed_row_forces_what_is_left_of_a_run_and_counts_it_once(name: str) -> None:
-    request = Request(0, PROMPT, SamplingParams(max_tokens=40, structured_outputs=grammar(name)))
-    whole = roomy("structured")
-    expected = run(whole, [request])[0]
-    for num_given in range(len(expected.first.token_ids)):
-        engine = roomy("structured")
-        assert run(engine, [replace(request, output_token_ids=expected.first.token_ids[:num_given])]) == {0: expected}
-        assert engine.stats.num_output_tokens == len(expected.first.token_ids) - num_given
-        assert engine.stats.num_forced_tokens <= whole.stats.num_forced_tokens
-        sampled = engine.stats.num_output_tokens - engine.stats.num_forced_tokens
-        assert engine.stats.num_logits == sampled <= whole.stats.num_logits
