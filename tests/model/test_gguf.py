@@ -414,32 +414,29 @@ def test_a_header_of_texts_is_read_no_further_than_its_limit(tmp_path: Path, cou
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("shape", [(2**63, 2**63), (64, 2**40), (64,), (), (64, 128, 2)], ids=str)
-def test_shapes_are_compared_before_anything_is_read(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", *shape[::-1])))
-    with pytest.raises(ModelError, match=r"tensor 'x' has shape \["):
-        GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (64, 128))
+ROWS = 2**40  # of numbers, 4 TB
+BAD_TENSORS: list[tuple[bytes, tuple[int, int], str]] = [
+    *(
+        (entry(b"x", *shape[::-1]), (64, 128), r"tensor 'x' has shape \[")
+        for shape in ((2**63, 2**63), (64, 2**40), (64,), (), (64, 128, 2))
+    ),
+    *(
+        (entry(b"x", width, ROWS, kind=kind, offset=offset), (ROWS, width), "lies beyond the end of the file")
+        for kind, width in ((0, 1), (8, 32), (12, 256))
+        for offset in (1, 2**40, HUGE)
+    ),
+    (entry(b"x", 48, 2, kind=8), (2, 48), "rows of 48 values, Q8_0 blocks of 32"),
+    (entry(b"x", 32, 2, kind=4), (2, 32), "has type 4, which the installed gguf package does not know"),
+]
 
 
-@pytest.mark.parametrize("offset", [1, 2**40, HUGE])
-def test_data_beyond_the_end_is_refused_before_it_is_allocated(tmp_path: Path, offset: int) -> None:
-    rows = 2**40  # as numbers, 4 TB
-    for kind, width in ((0, 1), (8, 32), (12, 256)):
-        (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", width, rows, kind=kind, offset=offset)) + bytes(99))
-        with pytest.raises(ModelError, match="lies beyond the end of the file"):
-            GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (rows, width))
-
-
-def test_rows_of_no_whole_number_of_blocks_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", 48, 2, kind=8)) + bytes(999))
-    with pytest.raises(ModelError, match="rows of 48 values, Q8_0 blocks of 32"):
-        GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (2, 48))
-
-
-def test_a_type_of_no_name_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", 32, 2, kind=4)) + bytes(999))
-    with pytest.raises(ModelError, match="has type 4, which the installed gguf package does not know"):
-        GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (2, 32))
+@pytest.mark.parametrize(("content", "shape", "words"), BAD_TENSORS, ids=str)
+def test_a_tensor_that_cannot_be_read_is_refused_before_it_is_allocated(
+    tmp_path: Path, content: bytes, shape: tuple[int, int], words: str
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(header(1, 0, content) + bytes(999))
+    with pytest.raises(ModelError, match=words):
+        GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", shape)
 
 
 @pytest.mark.parametrize("seed", [5, *map(slow, range(6, 15))])  # 500 files in all

@@ -90,7 +90,7 @@ def test_a_gpu_refuses_integer_activations_before_it_loads(tmp_path: Path, monke
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_bytes_of_a_model_are_its_panels_and_each_form_of_its_table(
+def test_the_bytes_of_a_model_and_of_a_weight_are_those_of_its_panels_and_each_form_of_its_table(
     dtype: str, settings: dict[str, str], is_tied: bool
 ) -> None:
     shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "tie_embedding": is_tied}
@@ -99,20 +99,9 @@ def test_the_bytes_of_a_model_are_its_panels_and_each_form_of_its_table(
     if not all(isinstance(linear, PackedLinear) for linear in linears):
         pytest.skip("a library computes the products of this machine")
     table = model.embedding.table.nbytes if isinstance(model.embedding, TableEmbedding) else 0
-    kept = sum(linear.packed.strips.nbytes for linear in linears) + table
-    kernels = model.kernels
-    assert model.config.model_bytes(dtype, kernels.weights, kernels.activations, is_cpu=True) == kept
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
-def test_the_bytes_of_a_weight_are_those_of_its_panels(dtype: str, settings: dict[str, str]) -> None:
-    kernels = select(CPU, DTYPES[dtype], **settings)
-    shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "torch_dtype": dtype}
-    model = tiny_model(DTYPES[dtype], kernels, **shape)
-    linears = [linear for layer in model.layers for linear, _ in layer.linears] + [model.lm_head]
-    params = model.config.linear_params_per_token + model.config.logits_params_per_token
-    assert params * weight_bytes(model) == sum(linear.packed.strips.nbytes for linear in linears)
+    panels, kernels, config = sum(linear.packed.strips.nbytes for linear in linears), model.kernels, model.config
+    assert config.model_bytes(dtype, kernels.weights, kernels.activations, is_cpu=True) == panels + table
+    assert (config.linear_params_per_token + config.logits_params_per_token) * weight_bytes(model) == panels
 
 
 def test_memory_is_that_of_the_form_in_which_weights_are_kept() -> None:

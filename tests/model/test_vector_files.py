@@ -90,26 +90,22 @@ def test_modules_in_another_order_are_refused(tmp_path: Path) -> None:
         read_vector_files(tmp_path)
 
 
-def test_texts_that_were_lowered_in_training_are_refused(tmp_path: Path) -> None:
-    vector_settings(tmp_path, pooling_of(CLS))
-    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}', encoding="utf-8")
-    with pytest.raises(ModelError, match="do_lower_case"):
-        read_vector_files(tmp_path)
+BROKEN = ["{}", "[1]", "[", "[" * 100_000, '[{"type": "x.Pooling", "path": "../../etc"}]', '[{"path": "/etc"}]']
+PROMPTS = ['{"prompts": 3}', '{"prompts": {"q": 1}}', '{"default_prompt_name": "x"}']
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[1]", "[", "[" * 100_000, '[{"type": "x.Pooling", "path": "../../etc"}]', '[{"path": "/etc"}]']
+    ("name", "text", "told"),
+    [
+        ("sentence_bert_config.json", '{"do_lower_case": true}', "do_lower_case"),
+        *(("modules.json", text, "modules.json") for text in BROKEN),
+        *(("config_sentence_transformers.json", text, "prompt") for text in PROMPTS),
+    ],
 )
-def test_hostile_lists_of_modules_are_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "modules.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ModelError):
-        read_vector_files(tmp_path)
-
-
-@pytest.mark.parametrize("value", [{"prompts": 3}, {"prompts": {"q": 1}}, {"default_prompt_name": "x"}])
-def test_hostile_prompts_are_refused(value: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(value), encoding="utf-8")
-    with pytest.raises(ModelError):
+def test_a_hostile_file_and_one_of_lowered_texts_are_refused(name: str, text: str, told: str, tmp_path: Path) -> None:
+    vector_settings(tmp_path, pooling_of(CLS))
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError, match=told):
         read_vector_files(tmp_path)
 
 

@@ -153,14 +153,6 @@ def test_a_head_that_cannot_be_used_is_refused_under_a_config_that_says_tied(
     assert said in message
 
 
-def test_rotary_frequencies_that_old_checkpoints_hold_are_not_needed(tmp_path: Path) -> None:
-    tensors = write_checkpoint(tmp_path)
-    expected = prefix_logits(load_folder(tmp_path), PROMPT)
-    more = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    save_file({**tensors, **more}, tmp_path / "model.safetensors")
-    assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
-
-
 def test_one_file_of_weights_comes_before_the_index_of_others_as_in_transformers(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "one", conv_bias=True)
     expected = prefix_logits(load_folder(tmp_path / "one"), PROMPT)
@@ -230,21 +222,23 @@ def test_a_truncated_or_foreign_file_is_named(tmp_path: Path, share: float, head
     assert "model.safetensors" in message and "download it again" in message
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.pth", "model.ckpt"])
-def test_pickles_are_not_looked_at(tmp_path: Path, name: str) -> None:
+PICKLES = ["pytorch_model.bin", "model.pt", "consolidated.pth", "model.ckpt"]
+
+
+@pytest.mark.parametrize("name", [*PICKLES, "adapter_model.safetensors", "rotary frequencies, as old checkpoints have"])
+def test_what_is_not_a_tensor_of_the_model_is_not_looked_at(tmp_path: Path, name: str) -> None:
     tensors = write_checkpoint(tmp_path)
     expected = prefix_logits(load_folder(tmp_path), PROMPT)
-    torch.save({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, tmp_path / name)
+    if name in PICKLES:
+        torch.save({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, tmp_path / name)
+    elif name == "adapter_model.safetensors":
+        (tmp_path / name).write_bytes(b"junk")
+    else:
+        more = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+        save_file({**tensors, **more}, tmp_path / "model.safetensors")
     assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
     (tmp_path / "model.safetensors").unlink()
-    assert "only safetensors" in refusal(tmp_path)
-
-
-def test_a_file_beside_the_named_one_is_not_looked_at(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    expected = prefix_logits(load_folder(tmp_path), PROMPT)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"junk")
-    assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
+    assert name not in PICKLES or "only safetensors" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(("most_mapped", "times"), [(1 << 30, 2), (0, 8)])
