@@ -107,15 +107,6 @@ def test_a_mask_is_made_while_the_forward_pass_runs() -> None:
     assert order == ["forward", "mask"] * 4
 
 
-def test_a_step_with_constrained_rows_runs_by_itself() -> None:
-    """A mask needs the token before on the host; the steps of free rows alone overlap again."""
-    device = Device()
-    made = engine(overlaps=True, fetch=device, prefix_caching=False)
-    asked = [Request(9, PROMPT, SamplingParams(max_tokens=20, ignore_eos=True)), request([[50, 51]] * 5)]
-    assert untimed(run(made, asked)) == untimed(run(engine(), asked))
-    assert (made.stats.num_steps, device.num_waits, device.num_ahead) == (20, 20, 14)
-
-
 def test_a_mask_without_any_token_is_an_error_row() -> None:
     for params in ({}, {"temperature": 1.0}):
         results = run(engine(), [request([[50, 51], []], **params), request([[50, 51]] * 2, 1)])

@@ -27,6 +27,7 @@ from batchgen.text.stop_strings import StopStrings
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+NO_TOKEN = "token id 128 is not among the model's 128"
 
 
 def run_one(request: Request, model: Decoder = MODEL, **config: int) -> Result:
@@ -58,6 +59,14 @@ def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None
         (Request(1, (), GREEDY), RowErrorCode.EMPTY_PROMPT, []),
         *((Request(1, (9, token), GREEDY), RowErrorCode.BAD_PARAM, [str(token)]) for token in (-1, 128, 2**40)),
         *((Request(1, (9,), GREEDY, (token,)), RowErrorCode.BAD_PARAM, [str(token)]) for token in (-1, 128)),
+        *(
+            (replace(Request(1, (9,), GREEDY), **given), RowErrorCode.BAD_PARAM, [NO_TOKEN])
+            for given in (
+                {"params": replace(GREEDY, allowed_token_ids=(9, 128))},
+                {"params": replace(GREEDY, logit_bias=((9, 1.0), (128, 1.0)))},
+                {"bad_words": ((9, 128),)},
+            )
+        ),
         (Request(1, (9,), replace(GREEDY, stop=("x",))), RowErrorCode.BAD_PARAM, ["tokenizer"]),
         (
             Request(1, (9,), SamplingParams(labels=("a", ""), by="mean"), labels=((9,), ())),

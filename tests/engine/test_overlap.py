@@ -12,16 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import Device, SomeTokens
-from tiny_model import checked_run, engine_for, random_requests, sequence_at, spoil, tiny_model, tokens_of
+from tiny_model import checked_run, engine_for, random_requests, spoil, tiny_model, tokens_of
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.generation import Generation, TextTools
 from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.overlap import Launched
-from batchgen.engine.schedule import Schedule
-from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import PendingTokens
 from batchgen.model.decoder import Decoder
 
@@ -130,26 +127,6 @@ def test_tokens_that_nothing_watches_end_a_row_where_judging_each_would(monkeypa
     assert few < all_of_them == num_tokens == num_judged[1][1]
 
 
-def test_a_sequence_preempted_with_its_last_token_pending_ends_where_it_waits() -> None:
-    """Tight pools make it happen; nothing may be left of it in the queue."""
-    params = replace(PLAIN, stop_token_ids=tuple(range(60)))
-    requests = random_requests(30, seed=6, prompt=(1, 30), output=(4, 16), params=params)
-    plain = tokens_of(engine_for(MODEL, num_blocks=400, block_size=4).run(requests))
-    ended = 0
-    for num_blocks in range(LONGEST, LONGEST + 20):
-        engine = overlapping(Device(), num_blocks=num_blocks, block_size=1, max_num_seqs=9)
-        drop = engine.scheduler.waiting.drop_preempted
-
-        def counted(sequence: Sequence, drop: Any = drop) -> None:
-            nonlocal ended
-            ended += 1
-            drop(sequence)
-
-        engine.scheduler.waiting.drop_preempted = counted  # type: ignore[method-assign]
-        assert tokens_of(checked_run(engine, requests)) == plain
-    assert ended > 0
-
-
 def test_a_step_is_waited_for_once_and_while_the_next_one_runs() -> None:
     device = Device()
     engine = overlapping(device, max_num_batched_tokens=8)
@@ -217,20 +194,11 @@ def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
     assert 1 < len(errors) < len(results)
 
 
-def test_pending_tokens_come_from_the_rows_that_sampled_them() -> None:
-    decoding = [sequence_at(range(10, 14), 3, [0], slot) for slot in range(3)]
-    before = Launched(Schedule(dict.fromkeys(decoding, 1)), torch.tensor([50, 51, -1]), list)
-    assert before.schedule.completing == decoding
-    schedule = Schedule({decoding[2]: 1, sequence_at((9, 9, 9), 0, [1], 3): 2, decoding[0]: 1})
-    pending = before.pending(schedule)
-    assert pending is not None
-    token_ids = torch.tensor([0, 9, 9, 0])
-    pending.into(token_ids)
-    assert token_ids.tolist() == [0, 9, 9, 50], "the -1 of a row gone wrong becomes any token there is"
-    assert before.pending(Schedule(dict([*schedule.entries.items()][1:2]))) is None
-
-
-def test_pending_tokens_leave_the_ids_they_are_made_of_alone() -> None:
-    ids = torch.tensor([-1, 8])
-    PendingTokens(ids, torch.tensor([0, 1]), torch.tensor([1, 0])).into(torch.zeros(2, dtype=torch.int64))
-    assert ids.tolist() == [-1, 8]
+@pytest.mark.parametrize(("order", "wanted"), [(None, [0, 8]), ([1, 0], [8, 0])])
+def test_pending_tokens_leave_their_ids_alone_and_give_any_token_for_a_row_gone_wrong(
+    order: list[int] | None, wanted: list[int]
+) -> None:
+    ids, token_ids = torch.tensor([-1, 8]), torch.zeros(2, dtype=torch.int64)
+    rows, places = (None, None) if order is None else (torch.tensor([0, 1]), torch.tensor(order))
+    PendingTokens(ids, rows, places).into(token_ids)
+    assert (ids.tolist(), token_ids.tolist()) == ([-1, 8], wanted)

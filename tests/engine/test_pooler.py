@@ -137,34 +137,37 @@ def test_vectors_in_bfloat16_and_integers_point_the_same_way(kind: str) -> None:
         assert min(cosines) >= least, (form, min(cosines))
 
 
-@pytest.mark.parametrize("form", [{}, {"dtype": "bfloat16"}, {"quantization": "w8a16"}], ids=str)
-@pytest.mark.parametrize("pooling", POOLED)
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3"])
-def test_no_bit_depends_on_the_batch(kind: str, pooling: str, form: dict[str, str]) -> None:
-    decoder = loaded(checkpoint(kind)[1], **form)
-    alone = {key: vectors(decoder, {key: text}, pooling)[key] for key, text in texts().items()}
-    backwards = dict(reversed(texts().items()))
-    for sizes in ({}, {"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 40, "block_size": 16}):
-        assert vectors(decoder, backwards, pooling, **sizes) == alone
-    torch.set_num_threads(2)
-    assert vectors(decoder, texts(), pooling, threads=2) == alone
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12),
-    budget=st.integers(1, 128),
+    lengths=st.lists(st.integers(1, 90) | st.sampled_from([1, 255, 256, 257, 300]), min_size=1, max_size=12),
+    budget=st.integers(1, 128) | st.just(4096),
     block_size=st.sampled_from([1, 5, 16, 32]),
+    max_num_seqs=st.sampled_from([1, 2, 7]),
     pooling=st.sampled_from([*POOLED]),
     kind=st.sampled_from(["lfm2", "qwen3"]),
+    form=st.sampled_from([{}, {"dtype": "bfloat16"}, {"quantization": "w8a16"}]),
+    threads=st.sampled_from([1, 2]),
 )
-def test_no_bit_depends_on_sizes(lengths: list[int], budget: int, block_size: int, pooling: str, kind: str) -> None:
+def test_no_bit_depends_on_the_batch_or_on_sizes(
+    lengths: list[int],
+    pooling: str,
+    kind: str,
+    form: tuple[tuple[str, str], ...],
+    threads: int,
+    budget: int,
+    **sizes: int,
+) -> None:
     rng = random.Random(sum(lengths))
-    prefix = [rng.randrange(8, 128) for _ in range(40)]  # so that causal models find cached blocks
-    some = {key: (prefix + [rng.randrange(8, 128) for _ in range(n)])[-n - 20 :] for key, n in enumerate(lengths)}
-    plain = vectors(model(kind), some, pooling, max_num_seqs=1, prefix_caching=False)
-    sizes = {"max_num_batched_tokens": budget, "block_size": block_size, "max_num_seqs": 7}
-    assert vectors(model(kind), some, pooling, **sizes) == plain
+    stem = [rng.randrange(8, 128) for _ in range(40)]  # so that causal models find cached blocks
+    some = {
+        key: (stem * (n > 20) + [rng.randrange(8, 128) for _ in range(n)])[-n - 20 :] for key, n in enumerate(lengths)
+    }
+    decoder = model(kind, **dict(form))
+    torch.set_num_threads(1)
+    alone = {key: vectors(decoder, {key: text}, pooling, prefix_caching=False)[key] for key, text in some.items()}
+    torch.set_num_threads(threads)
+    assert vectors(decoder, some, pooling, threads=threads, max_num_batched_tokens=budget, **sizes) == alone
+    torch.set_num_threads(1)
 
 
 def test_equal_texts_that_are_pooled_otherwise_share_nothing() -> None:
@@ -174,13 +177,6 @@ def test_equal_texts_that_are_pooled_otherwise_share_nothing() -> None:
     requests = [Request(key, (9, 10, 11), params, pooling=key) for key in ("last", "mean")]
     for result in engine.run(requests):
         assert result.vector == vectors(model("qwen3"), {0: [9, 10, 11]}, result.key, VectorSettings())[0]
-
-
-def test_single_tokens_are_texts_of_their_own_in_step_after_step() -> None:
-    lone = {key: [9 + key] for key in range(9)}
-    alone = {key: vectors(model("lfm2"), {key: text}, "mean")[key] for key, text in lone.items()}
-    assert vectors(model("lfm2"), lone, "mean", max_num_seqs=1) == alone
-    assert vectors(model("lfm2"), lone, "mean", max_num_seqs=2) == alone
 
 
 def test_a_long_text_is_computed_in_one_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,6 @@ def check(model: Decoder, requests: list[Request], **sizes: int) -> Counted:
     return counted
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(ignore_eos=True), SamplingParams(temperature=1.0, seed=3, ignore_eos=True)]
-)
-def test_tokens_are_those_of_steps_launched_one_by_one(model: Decoder, params: SamplingParams) -> None:
-    requests = random_requests(14, seed=4, output=(1, 40), params=params)
-    counted = check(model, requests, num_blocks=60, block_size=8, max_num_seqs=5, max_num_batched_tokens=24)
-    assert tokens_of(counted.engine.run([])) == {}
-    assert solo(model, requests) == tokens_of(engine_for(model, num_blocks=60, block_size=8).run(requests))
-
-
 def test_those_that_share_blocks_change_from_replay_to_replay(model: Decoder) -> None:
     stems = [tuple(range(8 + i, 108 + i)) * 3 for i in (0, 13)]
     requests = [
@@ -116,14 +106,6 @@ def test_prompts_are_launched_and_decode_steps_recorded(model: Decoder) -> None:
     tokens_of(counted.engine.run(requests))
     assert [size.num_seqs for size in counted.replays.recorded] == [2]
     assert (counted.num_launched, counted.num_replayed) == (2, counted.engine.stats.num_steps - 2)
-
-
-def test_a_step_without_logits_runs_beside_its_launches(model: Decoder) -> None:
-    counted = Counted(engine_for(model, num_blocks=40, block_size=8, max_num_seqs=2, max_num_batched_tokens=8))
-    request = Request(0, tuple(range(9, 29)), SamplingParams(max_tokens=3, ignore_eos=True))
-    counted.engine.submit(request)
-    assert not counted.engine.step() and counted.num_launched == 1
-    assert tokens_of(counted.engine.run([])) == solo(model, [request])
 
 
 @pytest.mark.usefixtures("threads_as_before")

@@ -84,25 +84,6 @@ def test_uniforms_are_as_defined_whatever_other_rows_there_are(rows: list[tuple[
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
-def test_tokens_do_not_depend_on_who_else_is_in_the_batch(name: str) -> None:
-    sampler = Sampler(BACK_ENDS[name](), EOS)
-    kinds = [
-        SAMPLED,
-        SamplingParams(),
-        replace(SAMPLED, temperature=0.4, top_k=9),
-        replace(SAMPLED, top_p=0.7, min_p=0.03, seed=-(2**63)),
-        replace(SAMPLED, min_tokens=9, stop_token_ids=(11, 12)),
-    ]
-    sequences = [sequence(key, output=key % 3, params=kinds[key % 5]) for key in range(40)]
-    logits = logits_of(40)
-    together = sampler.sample(logits.clone(), sequences).tolist()
-    assert together == [sampler.sample(logits[i : i + 1].clone(), [s]).tolist()[0] for i, s in enumerate(sequences)]
-    assert together[::-1] == sampler.sample(logits.flip(0).clone(), sequences[::-1]).tolist()
-    greedy = [i for i, s in enumerate(sequences) if s.request.params.is_greedy]
-    assert [together[i] for i in greedy] == logits[greedy].argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("name", BACK_ENDS)
 def test_a_draw_is_keyed_by_seed_request_and_output_position(name: str) -> None:
     logits = logits_of(1, width=300).expand(90, -1).contiguous()
     sequences = [

@@ -101,13 +101,6 @@ def place(scheduler: Scheduler, key: int, prompt: int, computed: int) -> None:
     sequence.block_table.extend(scheduler.pool.allocate(-(-computed // scheduler.config.block_size)))
 
 
-def test_decode_comes_first_whoever_was_admitted_first() -> None:
-    scheduler = make(budget=8)
-    place(scheduler, 0, prompt=20, computed=3)
-    place(scheduler, 1, prompt=7, computed=6)
-    assert step(scheduler) == [(1, 1), (0, 7)]
-
-
 def test_tokens_given_to_a_sequence_preempted_later_in_the_step_go_back_to_the_budget() -> None:
     scheduler = make(budget=8, block_size=1, num_blocks=25)
     place(scheduler, 0, prompt=16, computed=14)

@@ -124,25 +124,6 @@ def test_a_promise_ends_with_a_sequence_that_is_let_go() -> None:
     assert step(scheduler) == {1: 5}  # the first block was there, the second is its own to compute
 
 
-def test_a_promise_ends_with_a_preempted_sequence_and_nobody_waits_for_ever() -> None:
-    scheduler = make(budget=6, num_seqs=4, num_blocks=20)
-    first = add(scheduler, 0, tuple(range(9)), max_tokens=20)
-    step(scheduler)
-    step(scheduler)
-    owner = add(scheduler, 1, (*STEM, 50), max_tokens=3)
-    twin = add(scheduler, 2, (*STEM, 51), max_tokens=2)
-    step(scheduler)
-    assert scheduler._being_computed.keys() >= {owner.block_hashes[2]}
-    scheduler._preempt(owner)
-    scheduler.check()
-    steps = 0
-    while scheduler.has_work:
-        step(scheduler)
-        steps += 1
-        assert steps < 200, "somebody waits for a promise that nobody keeps"
-    assert [s.num_output_tokens for s in (first, owner, twin)] == [20, 3, 2]
-
-
 def test_a_preempted_sequence_takes_up_its_own_blocks_again() -> None:
     scheduler = make()
     sequence = add(scheduler, 0, (*STEM, 50), max_tokens=9)

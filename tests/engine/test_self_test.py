@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -293,20 +294,30 @@ SOURCES: dict[str, tuple[Any, str, str, str, str]] = {
 }
 
 
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str, str], str]:
+    """Writes a copy of a kernel's source with something in place of something; its module, named by what is wrong."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, right: str, wrong: str) -> str:
+        source = (COMPILED / f"{name}.py").read_text()
+        assert right in source
+        module = f"faulty_{name}_{zlib.crc32(wrong.encode())}"
+        (tmp_path / f"{module}.py").write_text(source.replace(right, wrong))
+        return module
+
+    return write
+
+
 @pytest.mark.parametrize("fault", SOURCES)
 def test_a_fault_in_the_source_of_a_kernel_is_found(
-    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fault: str, monkeypatch: pytest.MonkeyPatch, faulty: Callable[[str, str, str], str]
 ) -> None:
     room, attribute, family, right, wrong = SOURCES[fault]
     spec = getattr(room, attribute)._spec
-    source = (COMPILED / f"{spec.module.rpartition('.')[2]}.py").read_text()
-    assert right in source
-    module = f"faulty_{list(SOURCES).index(fault)}"
-    (tmp_path / f"{module}.py").write_text(source.replace(right, wrong))
-    monkeypatch.syspath_prepend(tmp_path)
+    module = faulty(spec.module.rpartition(".")[2], right, wrong)
     monkeypatch.setattr(room, attribute, Kernel(replace(spec, module=module)))
-    small = small_model(family)
-    assert find_fault(CpuKernels(torch.float32), small)
+    assert find_fault(CpuKernels(torch.float32), small_model(family))
 
 
 # What is written in place of what in the source of attention's products.
@@ -326,21 +337,13 @@ PRODUCTS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("fault", [fault if number == 0 else slow(fault) for number, fault in enumerate(PRODUCTS)])
 def test_a_fault_in_the_source_of_attention_by_tiles_is_found(
-    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fault: str, monkeypatch: pytest.MonkeyPatch, faulty: Callable[[str, str, str], str]
 ) -> None:
     by_tiles(monkeypatch)
-    number, (right, wrong) = list(PRODUCTS).index(fault), PRODUCTS[fault]
-    source, user = ((COMPILED / f"{name}.py").read_text() for name in ("matrix_attention", "attention"))
+    products = faulty("matrix_attention", *PRODUCTS[fault])
     named = "from batchgen.kernels.cpu.compiled import matrix_attention as products"
-    assert right in source and named in user
-    (tmp_path / f"faulty_products_{number}.py").write_text(source.replace(right, wrong))
-    (tmp_path / f"faulty_attention_{number}.py").write_text(
-        user.replace(named, f"import faulty_products_{number} as products")
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(
-        backend, "_ATTENTION", Kernel(replace(backend._ATTENTION._spec, module=f"faulty_attention_{number}"))
-    )
+    module = faulty("attention", named, f"import {products} as products")
+    monkeypatch.setattr(backend, "_ATTENTION", Kernel(replace(backend._ATTENTION._spec, module=module)))
     small = small_model("lfm2", "bfloat16", hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     assert find_fault(CpuKernels(torch.bfloat16), small)
 

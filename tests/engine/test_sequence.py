@@ -71,27 +71,26 @@ def test_what_a_sequence_owes_is_derived_from_what_is_computed() -> None:
     assert (resumed.num_owed, resumed.num_output_tokens, resumed.max_new_tokens) == (6, 2, 1)
 
 
-def test_times_add_up() -> None:
-    done = sequence()
+@pytest.mark.parametrize(
+    ("given", "ended_at", "times"),
+    [
+        (0, (102.0, 103.0, 104.0), {"prefill_s": 0.5, "decode_s": 2.0, "ttft_s": 2.0, "tpot_s": 1.0, "total_s": 4.0}),
+        (100, (102.0, 103.0, 104.0), {"prefill_s": 0.5, "decode_s": 2.0, "ttft_s": 2.0, "tpot_s": 1.0, "total_s": 4.0}),
+        (0, (102.0,), {"prefill_s": 0.5, "ttft_s": 2.0, "total_s": 2.0}),
+    ],
+    ids=["three tokens", "three after those of another run", "one token, without time per further token"],
+)
+def test_times_add_up(given: int, ended_at: tuple[float, ...], times: dict[str, float]) -> None:
+    done = sequence((50,) * given, max_tokens=given + 3)
     done.first_scheduled_at = 101.5
-    for at in (102.0, 103.0, 104.0):
+    for at in ended_at:
         done.generation.append(60, at)
     done.num_preemptions = 2
-    done.generation.end(104.0)
+    done.generation.end(ended_at[-1])
     done.state.submitted_at = 100.0
     result = done.state.result()
-    assert (result.key, result.num_prompt_tokens, result.first.token_ids) == (3, 4, (60, 60, 60))
-    assert result.timings == Timings(
-        queue_s=1.5, prefill_s=0.5, decode_s=2.0, ttft_s=2.0, tpot_s=1.0, total_s=4.0, preemptions=2
-    )
-
-
-def test_one_token_takes_no_time_per_further_token() -> None:
-    done = sequence()
-    done.first_scheduled_at = 101.0
-    done.generation.append(60, 101.0)
-    done.generation.end(101.0)
-    assert done.state.result().timings.tpot_s == 0.0
+    assert (result.key, result.num_prompt_tokens, result.first.token_ids[given:]) == (3, 4, (60,) * len(ended_at))
+    assert result.timings == Timings(queue_s=1.5, preemptions=2, **times)
 
 
 def test_a_refused_request_has_no_times() -> None:
@@ -102,15 +101,6 @@ def test_a_refused_request_has_no_times() -> None:
     assert result.error is error
     assert result.timings == Timings()
     assert result.samples == ()
-
-
-def test_time_per_token_counts_the_tokens_of_this_run_only() -> None:
-    resumed = sequence((50,) * 100, max_tokens=103)
-    resumed.first_scheduled_at = 101.0
-    for at in (102.0, 103.0, 104.0):
-        resumed.generation.append(60, at)
-    resumed.generation.end(104.0)
-    assert resumed.state.result().timings.tpot_s == 1.0
 
 
 # ---------------------------------------------------------------- observers

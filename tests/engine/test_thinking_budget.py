@@ -1,19 +1,15 @@
 """Budgets of thoughts: where the marker comes, whatever else is asked for, and that no way to run a row moves it.
 
-That nothing of it depends on the batch is shown in ``tests/equivalence`` too, with rows of every other kind.
+That nothing of it depends on the batch, or on where a row goes on, is shown in ``tests/equivalence``.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from late_device import Device
 from structured import EOS, VOCAB_SIZE, ids_of, parts
 from tiny_model import checked_run, engine_for, tiny_model
@@ -106,61 +102,6 @@ def test_the_marker_comes_whatever_rules_say_and_its_log_probabilities_change_no
     told = answer(replace(params, logprobs=1), bad_words=words)
     assert replace(told, samples=(replace(told.first, logprobs=None),)) == found
     assert told.first.logprobs is not None and [one.token_id for one in told.first.logprobs] == [*found.first.token_ids]
-
-
-@cache
-def rows() -> tuple[Request, ...]:
-    rng, made = random.Random(3), []
-    for key in range(12):
-        prompt = (1, 6, *(rng.randrange(20, VOCAB_SIZE) for _ in range(rng.randint(1, 14))), *ids_of("<think>"))
-        params = SamplingParams(
-            max_tokens=rng.choice([9, 24, 40]),
-            thinking_token_budget=rng.choice([0, 1, 3, 11]),
-            temperature=rng.choice([0.0, 1.0]),
-            n=rng.choice([1, 1, 2]),
-            logprobs=rng.choice([None, None, 1]),
-            prompt_logprobs=rng.choice([None, None, 1]),
-            repetition_penalty=rng.choice([1.0, 1.3]),
-            ignore_eos=key % 3 > 0,
-            structured_outputs="" if key % 3 else AFTER,
-        )
-        made.append(Request(key, prompt, params))
-    return tuple(made)
-
-
-@cache
-def alone() -> dict[int, Result]:
-    return {row.key: answer(row.params, row.prompt_token_ids, rng_key=row.key) for row in rows()}
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    order=st.permutations(range(12)),
-    block_size=st.integers(1, 9),
-    budget=st.integers(1, 60),
-    max_num_seqs=st.integers(1, 12),
-    room=st.integers(0, 40),
-    overlaps=st.booleans(),
-    prefix_caching=st.booleans(),
-)
-def test_tokens_are_those_of_each_row_alone(
-    order: list[int], block_size: int, budget: int, max_num_seqs: int, room: int, overlaps: bool, prefix_caching: bool
-) -> None:
-    """At any batch, order, chunk and pool, with preemptions, shared beginnings, and steps launched ahead."""
-    sizes = {"block_size": block_size, "num_blocks": -(-64 // block_size) + room, "prefix_caching": prefix_caching}
-    device = {"overlaps": True, "fetch": Device()} if overlaps else {}
-    made = engine(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, **sizes, **device)
-    found = run(made, [rows()[place] for place in order])
-    assert {key: replace(result, key=0) for key, result in found.items()} == alone()
-
-
-def test_a_row_goes_on_from_any_of_its_tokens() -> None:
-    for row in rows():
-        if row.params.n == 1:
-            whole = alone()[row.key]
-            for count in range(len(whole.first.token_ids)):
-                given = whole.first.token_ids[:count]
-                assert answer(row.params, row.prompt_token_ids, rng_key=row.key, output_token_ids=given) == whole
 
 
 def test_steps_overlap_again_once_thoughts_are_over() -> None:

@@ -22,6 +22,7 @@ from batchgen.kernels.interface import Heads, Kernels
 
 # (positions cached before, tokens of this step): single tokens first, as a step has them, and one behind prompts.
 PIECES = [(0, 1), (5, 1), (31, 1), (254, 1), (255, 1), (256, 1), (700, 1), (15, 17), (0, 40), (3, 1)]
+ALIKE = [(288 + 9 * i % 40, 1) for i in range(18)] + [(300, 5)]  # whose first 288 positions may be shared
 GUARD, UNTOUCHED = 64, 7.0  # float32 on either side of a worker's scratch memory, and what they are
 
 
@@ -112,9 +113,8 @@ def test_attend_gives_the_bits_of_its_parts(
 def test_attend_gives_the_bits_of_its_parts_where_sequences_share_blocks(
     heads: Shape, dtype: torch.dtype, kv_cache_dtype: torch.dtype | None
 ) -> None:
-    pieces = [(288 + 9 * i % 40, 1) for i in range(18)] + [(300, 5)]
-    assert_equal_to_parts(heads, dtype, kv_cache_dtype, 24, pieces, num_shared=12)
-    assert_equal_to_parts(heads, dtype, kv_cache_dtype, 32, pieces, num_shared=9, is_gated=True, narrows=True)
+    assert_equal_to_parts(heads, dtype, kv_cache_dtype, 24, ALIKE, num_shared=12)
+    assert_equal_to_parts(heads, dtype, kv_cache_dtype, 32, ALIKE, num_shared=9, is_gated=True, narrows=True)
 
 
 @pytest.mark.usefixtures("attention_by_tiles")
@@ -123,12 +123,7 @@ def test_attend_gives_the_bits_of_its_parts_where_sequences_share_blocks(
 def test_attend_by_tiles_gives_the_bits_of_its_parts(heads: Shape, block_size: int) -> None:
     assert_equal_to_parts(heads, torch.bfloat16, None, block_size, PIECES, is_normed=True)
     assert_equal_to_parts(heads, torch.bfloat16, None, block_size, PIECES[:6], window=40, is_gated=True)
-
-
-@pytest.mark.usefixtures("attention_by_tiles")
-def test_attend_by_tiles_gives_the_bits_of_its_parts_where_sequences_share_blocks() -> None:
-    pieces = [(288 + 9 * i % 40, 1) for i in range(18)] + [(300, 5)]
-    assert_equal_to_parts((9, 3, 64), torch.bfloat16, None, 24, pieces, num_shared=12)
+    assert_equal_to_parts(heads, torch.bfloat16, None, 24, ALIKE, num_shared=12)
 
 
 @every_dtype

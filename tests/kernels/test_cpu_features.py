@@ -122,6 +122,14 @@ def test_a_system_whose_cpu_llvm_cannot_tell_has_no_features(monkeypatch: pytest
     assert processor_variant()
 
 
+def printed(code: str, **settings: str) -> str:
+    """The words that a program prints under such settings."""
+    command, environment = [sys.executable, "-c", code], {**os.environ, **settings}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    return " ".join(done.stdout.split())
+
+
 AS_NUMBA = """
 from batchgen.kernels.processor import target
 ours = target()
@@ -145,10 +153,7 @@ assert ours == (codegen._get_host_cpu_name(), codegen._get_host_cpu_features()),
     ],
 )
 def test_kernels_are_compiled_for_what_numba_would_compile_for(settings: dict[str, str]) -> None:
-    environment = {**os.environ, **settings}
-    command = [sys.executable, "-c", AS_NUMBA]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-1000:]
+    assert printed(AS_NUMBA, **settings) == ""
 
 
 @pytest.mark.parametrize(
@@ -193,18 +198,13 @@ def test_the_variant_of_plain_torch_names_gpu_and_cublas_only_where_the_model_ru
     ],
 )
 def test_kernels_loader_and_plan_agree_on_the_cpu(settings: dict[str, str], found: str) -> None:
-    environment = {**os.environ, **settings}
-    done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
-    assert " ".join(done.stdout.split()) == found
+    assert printed(ASK, **settings) == found
 
 
 @pytest.mark.parametrize("setting", ["NUMBA_CPU_FEATURES=+avx2,+fma", slow("NUMBA_ENABLE_AVX=0")])
 def test_kernels_compile_for_less_than_the_cpu_can_do(setting: str, tmp_path: Path) -> None:
     name, _, value = setting.partition("=")
-    environment = {**os.environ, name: value, "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", MULTIPLY, "bfloat16"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr[-1000:]
+    assert printed(MULTIPLY, **{name: value}, XDG_CACHE_HOME=str(tmp_path)) == "8.0"
 
 
 @pytest.mark.parametrize(

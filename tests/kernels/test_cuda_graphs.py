@@ -15,7 +15,6 @@ import torch
 from late_device import Again
 from tiny_model import (
     CPU,
-    checked_run,
     engine_for,
     ragged_input,
     random_requests,
@@ -30,7 +29,7 @@ from torch import Tensor
 from batchgen.engine import graphs as graphs_module
 from batchgen.engine import replay
 from batchgen.engine.graphs import CaptureFailed, CudaGraphs, PaddingSlot, StaticInput, StepSize, bucket
-from batchgen.kernels.inputs import ModelInput, PendingTokens
+from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
@@ -79,19 +78,6 @@ def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_st
         for got, untouched in zip(state_tensors(state), state_tensors(plain), strict=True):
             rows = slice(0, spare.slot if len(got) == spare.slot + 1 else spare.block)
             assert torch.equal(got[rows], untouched[rows])
-
-
-def test_tokens_fed_on_the_device_give_the_logits_of_those_known_to_the_host() -> None:
-    model = tiny_model()
-    state, spare = state_for(model, 40 * MAX_SEQS)
-    twin = copied(state)
-    known, feeding = graphs_for(model, state, spare)[0], graphs_for(model, twin, spare)[0]
-    for step in range(2):  # recorded, then replayed
-        inputs, _ = decode_input(5, seed=step)
-        ids = inputs.token_ids
-        pending = PendingTokens(torch.stack((ids[4], ids[1])), torch.tensor([1, 0]), torch.tensor([1, 4]))
-        blanked = replace(inputs, token_ids=ids * torch.tensor([1, 0, 1, 1, 0]))
-        assert torch.equal(feeding.run(replace(blanked, pending=pending)).logits, known.run(inputs).logits)
 
 
 def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_before() -> None:
@@ -153,22 +139,6 @@ def test_the_step_behind_one_that_runs_is_uploaded_without_a_wait_for_it(monkeyp
     static.fill(None)
     static.fill(None)
     assert waited, "memory is not written again before it was read"
-
-
-def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = random_requests(9, seed=0, prompt=(1, 20), output=(1, 24))
-    model = tiny_model()
-    sizes = {"num_blocks": 30, "block_size": BLOCK_SIZE, "max_num_seqs": 5, "max_num_batched_tokens": 16}
-    plain = engine_for(model, **sizes)
-    expected = tokens_of(checked_run(plain, requests))
-    recorder = Again()
-    monkeypatch.setattr(replay, "has_graphs", lambda _: True)
-    monkeypatch.setattr(replay, "CudaRecorder", lambda _: recorder)
-    engine = engine_for(model, **sizes)
-    assert recorder.num_recorded == 4, "5, 4, 2, 1"
-    assert tokens_of(checked_run(engine, requests)) == expected
-    assert recorder.num_recorded == 4, "none is left for the run"
-    assert engine.stats.num_preemptions == plain.stats.num_preemptions > 0
 
 
 def test_all_sizes_are_recorded_at_once_the_largest_first_and_only_long_contexts_later(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import EVERY_BACK_END, EVERY_NAME
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, rows_of
 from reference_kernels import ReferenceKernels
 from torch import Tensor
 
@@ -120,17 +121,27 @@ def test_a_gate_is_finite_at_the_ends_of_the_range(dtype: torch.dtype, is_gelu: 
     torch.testing.assert_close(found, gates.clamp(min=0)[None], rtol=0, atol=1e-20)
 
 
+DRAWS = {"temperature": 0.8, "min_p": 0.01, "top_k": 40, "top_p": 0.95}
+BY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: FAST.rms_norm(x, random(x.shape[1], dtype=x.dtype), 1e-5),
+    "logsumexp": FAST.logsumexp,
+    "sample": lambda x: FAST.sample(x, rows_of([0.37] * len(x), **DRAWS)),
+}
+
+
 @every_dtype
-@pytest.mark.parametrize("width", [16, 33, 100])
-def test_a_row_has_the_same_bits_in_any_batch(width: int, dtype: torch.dtype) -> None:
-    weight = random(width, dtype=dtype)
-    x = random(40, width, dtype=dtype)
+@pytest.mark.parametrize("width", [16, 33, 100, 777])
+@pytest.mark.parametrize("operation", BY_ROW)
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    operation: str, width: int, dtype: torch.dtype
+) -> None:
+    x, compute = random(40, width, dtype=dtype, scale=3), BY_ROW[operation]
     torch.set_num_threads(1)
-    normed = FAST.rms_norm(x, weight, 1e-5)
+    together = compute(x)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for first, end in ((0, 1), (0, 8), (3, 20), (39, 40), (1, 40)):
-            assert torch.equal(FAST.rms_norm(x[first:end].contiguous(), weight, 1e-5), normed[first:end])
+            assert torch.equal(compute(x[first:end].contiguous()), together[first:end])
 
 
 @every_dtype

@@ -17,7 +17,6 @@ from reference_kernels import ReferenceKernels
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
-from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.interface import SamplingRows
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -141,20 +140,6 @@ def test_sample_equals_the_reference_with_the_same_uniforms(name: str, dtype: to
         assert torch.equal(fast[settled], slow[settled]), width
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_draw_does_not_depend_on_the_other_rows_or_the_threads(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(60, 777, generator=generator)).to(dtype)
-    uniforms = torch.rand(60, generator=generator, dtype=torch.float64).tolist()
-    params = {"temperature": 0.8, "min_p": 0.01, "top_k": 40, "top_p": 0.95}
-    torch.set_num_threads(1)
-    together = CpuKernels().sample(logits, rows_of(uniforms, **params))
-    torch.set_num_threads(2)
-    assert torch.equal(CpuKernels().sample(logits, rows_of(uniforms, **params)), together)
-    alone = [CpuKernels().sample(logits[i : i + 1], rows_of([u], **params)) for i, u in enumerate(uniforms)]
-    assert torch.equal(torch.cat(alone), together)
-
-
 @pytest.mark.parametrize("name", EVERY_NAME)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logsumexp_is_that_of_torch_and_forbidden_tokens_add_nothing(dtype: torch.dtype, name: str) -> None:
@@ -174,14 +159,3 @@ def test_logsumexp_of_a_row_that_is_not_finite_is_not_finite_and_the_others_are(
     logits[1, 3], logits[2, 19], logits[3], logits[4] = torch.nan, torch.inf, torch.nan, -torch.inf
     got = EVERY_BACK_END[name]().logsumexp(logits)
     assert got.isfinite().tolist() == [True, False, False, False, False, True]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logsumexp_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
-    logits = (5 * torch.randn(40, 777, generator=torch.Generator().manual_seed(0))).to(dtype)
-    torch.set_num_threads(1)
-    together = CpuKernels().logsumexp(logits)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for first, end in ((0, 1), (0, 8), (3, 20), (39, 40), (0, 40)):
-            assert torch.equal(CpuKernels().logsumexp(logits[first:end].contiguous()), together[first:end])

@@ -311,16 +311,3 @@ def test_a_worker_that_was_told_to_stop_and_does_not_is_silent_without_rows_too(
         clock.now += 4
     assert [*liveness.unresponsive(dispatcher.workers.values())] == ["a"]
     assert dispatcher.on_lost("a") == [] and not dispatcher.workers
-
-
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_few_rows_are_shared_out_evenly(has_ended: bool) -> None:
-    """Else the workers that come last find that the first have begun them all."""
-    dispatcher = RowDispatcher(clock=Clock())
-    for name in "abcd":
-        dispatcher.join(name, 100)
-    put(dispatcher, rows(*range(100)))
-    if has_ended:
-        dispatcher.end_of_source()
-    assert [len(assignment.tasks) for assignment in dispatcher.assignments().values()] == [25] * 4
-    dispatcher.check()
