@@ -74,8 +74,8 @@ def nano_vllm(vocab_size: int) -> list[Request]:
         prompts.append(tuple(rng.randint(0, 10_000) % vocab_size for _ in range(num_tokens)))
     limits = [rng.randint(lengths.low, lengths.high) for _ in prompts]
     return [
-        Request(key, prompt, SamplingParams(temperature=0.6, max_tokens=most, ignore_eos=True))
-        for key, (prompt, most) in enumerate(zip(prompts, limits, strict=True))
+        Request(key, prompt, SamplingParams(temperature=0.6, max_tokens=max_tokens, ignore_eos=True))
+        for key, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True))
     ]
 
 
@@ -103,8 +103,8 @@ def from_file(
 
 def _limited(row: Row) -> Row:
     """The row whose ``max_tokens`` is a sampling value."""
-    most = row.columns.get("max_tokens")
-    return row if most is None else replace(row, columns={**row.columns, "sampling": {"max_tokens": most}})
+    max_tokens = row.columns.get("max_tokens")
+    return row if max_tokens is None else replace(row, columns={**row.columns, "sampling": {"max_tokens": max_tokens}})
 
 
 def as_texts(requests: list[Request], pooling: str) -> list[Request]:
@@ -118,11 +118,11 @@ def hide_lengths(requests: list[Request]) -> list[Request]:
     The length is passed as the request's stop string, which the engine does not read, so that neither admission nor the
     memory forecast knows it.
     """
-    most = max(request.params.max_tokens for request in requests)
+    max_tokens = max(request.params.max_tokens for request in requests)
     hidden = []
     for request in requests:
         length = request.params.max_tokens
-        params = replace(request.params, max_tokens=most, stop=(str(length),)) if length > 0 else request.params
+        params = replace(request.params, max_tokens=max_tokens, stop=(str(length),)) if length > 0 else request.params
         hidden.append(replace(request, params=params))
     return hidden
 

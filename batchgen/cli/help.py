@@ -275,7 +275,7 @@ def printed(topic: str, texts: Iterable[tuple[str, str]] | None = None) -> Messa
     wanted = _folded(topic)
     if wanted.count(" ") + 1 < _MIN_WORDS:
         return None
-    best, most = None, 0
+    best, best_size = None, 0
     for name, text in literals() if texts is None else texts:
         parts = [part for part in map(_folded, text.split("…")) if part]
         common = [part for part in parts if f" {part} " in f" {wanted} "]
@@ -284,8 +284,8 @@ def printed(topic: str, texts: Iterable[tuple[str, str]] | None = None) -> Messa
             size = len(wanted) + 1
         elif 2 * size < sum(map(len, parts)) or not any(" " in part for part in common):
             continue
-        if size > most:
-            best, most = Message(text, page_of(name)), size
+        if size > best_size:
+            best, best_size = Message(text, page_of(name)), size
     return best
 
 

@@ -19,9 +19,9 @@ def _workers(value: object) -> str:
     text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else "?"
     if text in ("", "auto"):
         return text
-    least, colon, most = text.partition(":")
-    bounds = [int(part) if re.fullmatch(r"\d{1,6}", part, re.ASCII) else 0 for part in (least, most or least)]
-    if not 1 <= bounds[0] <= bounds[1] <= _MAX_WORKERS or (colon and not most):
+    minimum, colon, maximum = text.partition(":")
+    bounds = [int(part) if re.fullmatch(r"\d{1,6}", part, re.ASCII) else 0 for part in (minimum, maximum or minimum)]
+    if not 1 <= bounds[0] <= bounds[1] <= _MAX_WORKERS or (colon and not maximum):
         raise ValueError(f"must be a number of workers up to {_MAX_WORKERS}, MIN:MAX or auto")
     return text
 
@@ -91,8 +91,8 @@ class ClusterSpec:
         """
         if self.workers in ("", "auto"):
             return None
-        least, colon, most = self.workers.partition(":")
-        return (int(least), int(most)) if colon else (1, int(least))
+        minimum, colon, maximum = self.workers.partition(":")
+        return (int(minimum), int(maximum)) if colon else (1, int(minimum))
 
     @property
     def step_timeout_s(self) -> float:

@@ -131,15 +131,15 @@ def integer_or_auto(low: int, high: int = INT64_MAX) -> Kind:
 
 def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Kind:
     """Finite numbers from ``low`` to ``high``; with ``above_low`` greater than ``low``."""
-    least = "above" if above_low else "of at least"
-    most = f" and at most {high:g}" if high < math.inf else ""
+    lower = "above" if above_low else "of at least"
+    upper = f" and at most {high:g}" if high < math.inf else ""
 
     def parse(value: object) -> float:
         if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300:
             number = float(value) + 0.0  # never -0.0, whose bits read as a huge integer
             if low <= number <= high and not (above_low and number == low):
                 return number
-        raise ValueError(f"must be a finite number {least} {low:g}{most}")
+        raise ValueError(f"must be a finite number {lower} {low:g}{upper}")
 
     return Kind(parse, "NUMBER", _number_in)
 

@@ -86,9 +86,9 @@ def check_files(model: Path, patterns: Iterable[str]) -> None:
     Raises ModelError if one is not a regular file (or a link to one), too large for its name, or a pointer of Git LFS.
     """
     for path in model_files(model, patterns):
-        size, most = file_bytes(path), _MAX_WEIGHTS_BYTES if path.suffix in _WEIGHT_SUFFIXES else _MAX_DATA_BYTES
-        if size > most:
-            raise ModelError(f"{path}: has {size:,} bytes, more than the {most:,} that a model's files have")
+        size, limit = file_bytes(path), _MAX_WEIGHTS_BYTES if path.suffix in _WEIGHT_SUFFIXES else _MAX_DATA_BYTES
+        if size > limit:
+            raise ModelError(f"{path}: has {size:,} bytes, more than the {limit:,} that a model's files have")
         if size <= _MAX_POINTER_BYTES and _is_pointer(path):
             raise ModelError(f"{path}: is a pointer of Git LFS and not the file; fetch it with git lfs pull")
 

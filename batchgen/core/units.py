@@ -95,8 +95,8 @@ def counted(number: int, noun: str) -> str:
 
 def format_share(share: float, digits: int) -> str:
     """A share in percent; only exactly 0 and 1 are shown as 0% and 100%, however close others are."""
-    least = 0.01 / 10**digits
-    return f"{min(max(share, least), 1 - least) if 0 < share < 1 else share:.{digits}%}"
+    smallest = 0.01 / 10**digits
+    return f"{min(max(share, smallest), 1 - smallest) if 0 < share < 1 else share:.{digits}%}"
 
 
 def printable(text: str) -> str:

@@ -157,7 +157,7 @@ def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:
         what = "the prompt has" if sequence.generates else "prompt and label have"
         message = f"{what} {length} tokens; with max_model_len {limit} at most {limit - sequence.generates} fit"
         return RowError(RowErrorCode.TOO_LONG, message)
-    needed = most_tokens(sequence, limit)
+    needed = max_state_tokens(sequence, limit)
     if needed > config.max_num_tokens:
         message = (
             f"prompt and max_tokens need KV memory for {needed} tokens; "
@@ -167,7 +167,7 @@ def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:
     return None
 
 
-def most_tokens(sequence: Sequence, max_model_len: int) -> int:
+def max_state_tokens(sequence: Sequence, max_model_len: int) -> int:
     """Most tokens whose state the sequence will ever hold: the last one is never computed, unless given."""
     if not sequence.generates:
         return sequence.num_tokens

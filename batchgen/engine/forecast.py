@@ -37,13 +37,13 @@ class OutputLengths:
 
     def expected_more(self, sequence: Sequence) -> int:
         """Tokens the sequence will probably still generate: the mean over the remembered lengths beyond its own."""
-        most, output = max(sequence.max_new_tokens, 0), sequence.num_output_tokens
+        limit, output = max(sequence.max_new_tokens, 0), sequence.num_output_tokens
         if sequence.request.params.has_fixed_length:
-            return most
+            return limit
         place = bisect_right(self._sorted, output)
         if place == len(self._sorted) or len(self._sorted) < _ENOUGH:
-            return min(most, max(output, _UNKNOWN - output))
-        return min(most, int(self._expected()[place]) - output)
+            return min(limit, max(output, _UNKNOWN - output))
+        return min(limit, int(self._expected()[place]) - output)
 
     def expected_ends(self, num_tokens: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
         """The expected final ``num_tokens`` of sequences that only end by their own end tokens, int64."""
@@ -92,8 +92,8 @@ class MemoryForecast:
     def add(self, newcomer: Sequence, prefix: list[int]) -> None:
         """Take in an admitted sequence, the last one in ``running``, which begins with the cached blocks ``prefix``."""
         slot, params = newcomer.conv_slot, newcomer.request.params
-        most = newcomer.num_prompt_tokens + params.max_tokens if newcomer.generates else 0
-        self._bounds[:, slot] = most, _HUGE if params.has_fixed_length else newcomer.num_prompt_tokens
+        max_tokens = newcomer.num_prompt_tokens + params.max_tokens if newcomer.generates else 0
+        self._bounds[:, slot] = max_tokens, _HUGE if params.has_fixed_length else newcomer.num_prompt_tokens
         if self._rows is None:
             return
         holders = [self._pool.num_holders[block] for block in prefix]
@@ -126,8 +126,8 @@ class MemoryForecast:
                 is_shared = np.frombuffer(self._pool.num_holders, dtype=np.int32)[_blocks(running)] > 1
                 held -= np.diff(is_shared.cumsum()[np.cumsum(widths) - 1], prepend=0) * size
                 self._num_shared = self._pool.num_blocks - self._pool.num_free - int((~is_shared).sum())
-            most, num_prompt_tokens = self._bounds[:, slots]
-            ends = np.minimum(most, self._lengths.expected_ends(num_tokens, num_prompt_tokens))
+            max_tokens, num_prompt_tokens = self._bounds[:, slots]
+            ends = np.minimum(max_tokens, self._lengths.expected_ends(num_tokens, num_prompt_tokens))
             rows = np.stack((np.minimum(num_tokens - ends, 0), held, slots))
             self._rows = rows[:, rows[0].argsort()]
         return self._rows

@@ -91,15 +91,15 @@ def _destroy(device: torch.device, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs.clear()
 
 
-def bucket(num_seqs: int, most: int) -> int:
-    """The rows that ``num_seqs`` are padded to, at most ``most``.
+def bucket(num_seqs: int, max_num_seqs: int) -> int:
+    """The rows that ``num_seqs`` are padded to, at most ``max_num_seqs``.
 
     Up to 16 rows it is a power of two, then a multiple of 16, and from 128 rows on one of at most four steps to a power
     of two. A small number of rows may be padded much, since its time goes to reading the weights.
     """
     power = 1 << (num_seqs - 1).bit_length()
     step = max(16, power >> 3)
-    return min(power if num_seqs <= 16 else -(-num_seqs // step) * step, most)
+    return min(power if num_seqs <= 16 else -(-num_seqs // step) * step, max_num_seqs)
 
 
 class CudaGraphs:
@@ -125,8 +125,8 @@ class CudaGraphs:
         Raises CaptureFailed as ``CudaRecorder``, or if the largest or smallest, replayed once, differs from a launched
         step.
         """
-        most = self.padding.slot
-        sizes = sorted({bucket(n + 1, most) for n in range(most)}, reverse=True)
+        max_num_seqs = self.padding.slot
+        sizes = sorted({bucket(n + 1, max_num_seqs) for n in range(max_num_seqs)}, reverse=True)
         for num_seqs in sizes:
             self._record(StepSize(num_seqs, self._width(1)))
         for num_seqs in {sizes[0], sizes[-1]}:

@@ -67,11 +67,11 @@ def step_logprobs(kernels: Kernels, logits: Tensor, token_ids: Sequence_[int], n
 
     The id -1 says that a row is not finite. Apart from the result, memory does not grow with the rows.
     """
-    most = max(1, _MAX_LOGITS // logits.shape[1])
+    max_rows = max(1, _MAX_LOGITS // logits.shape[1])
     parts = []
-    for start in range(0, len(logits), most):
-        rows = logits[start : start + most]
-        columns = torch.tensor(token_ids[start : start + most], device=logits.device).clamp(min=0)
+    for start in range(0, len(logits), max_rows):
+        rows = logits[start : start + max_rows]
+        columns = torch.tensor(token_ids[start : start + max_rows], device=logits.device).clamp(min=0)
         norm = kernels.logsumexp(rows)[:, None]
         own = rows.gather(1, columns[:, None]).float() - norm
         ids, top = likeliest(rows, num_top)
@@ -189,7 +189,7 @@ class Sampler:
         places = [
             (row, token_id)
             for row, sequence in free
-            if (least := sequence.request.params.min_tokens) and sequence.num_output_tokens < least
+            if (min_tokens := sequence.request.params.min_tokens) and sequence.num_output_tokens < min_tokens
             for token_id in self.eos_token_ids.union(sequence.request.params.stop_token_ids)
             if 0 <= token_id < logits.shape[1]
         ]

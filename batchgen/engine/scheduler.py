@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable
 
 from batchgen.core.errors import RowError
-from batchgen.engine.admission import WaitingQueue, most_tokens, too_long
+from batchgen.engine.admission import WaitingQueue, max_state_tokens, too_long
 from batchgen.engine.block_pool import BlockPool, extend_block_hashes
 from batchgen.engine.forecast import MemoryForecast, OutputLengths
 from batchgen.engine.schedule import Schedule
@@ -41,7 +41,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._admission_blocked = False  # admission last ended for want of slots or memory
         self._num_finished_since = 0  # sequences that have finished since admission last ended
-        self._most_blocks_running = 0  # if every running sequence were at its longest and shared nothing
+        self._max_blocks_running = 0  # if every running sequence were at its longest and shared nothing
         self._being_computed: dict[bytes, Sequence] = {}  # blocks of prompts that a running sequence is computing
 
     @property
@@ -151,13 +151,13 @@ class Scheduler:
         room = pool.num_free - pool.num_unused(prefix)
         if missing > room - len(self.running):
             return False
-        most = self._most_blocks_running + self._most_blocks(sequence)
-        if not self.config.forecast_memory or most <= self.config.num_blocks:
+        max_blocks = self._max_blocks_running + self._max_blocks(sequence)
+        if not self.config.forecast_memory or max_blocks <= self.config.num_blocks:
             return True
         return _CAUTION * self._forecast.peak_blocks(sequence, prefix) <= self.config.num_blocks
 
-    def _most_blocks(self, sequence: Sequence) -> int:
-        return self._blocks_needed(most_tokens(sequence, self.config.max_model_len))
+    def _max_blocks(self, sequence: Sequence) -> int:
+        return self._blocks_needed(max_state_tokens(sequence, self.config.max_model_len))
 
     def _blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
@@ -166,8 +166,8 @@ class Scheduler:
         """Give a sequence a slot and the cached blocks it begins with."""
         self.pool.share(prefix)
         sequence.block_table = array("i", prefix)
-        self._most_blocks_running += self._most_blocks(sequence)
-        sequence.max_state_tokens = most_tokens(sequence, self.config.max_model_len)
+        self._max_blocks_running += self._max_blocks(sequence)
+        sequence.max_state_tokens = max_state_tokens(sequence, self.config.max_model_len)
         sequence.num_computed_tokens = len(prefix) * self.config.block_size
         if sequence.num_preemptions:
             self.num_recomputed_tokens += max(0, sequence.max_computed_tokens - sequence.num_computed_tokens)
@@ -216,7 +216,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.free(sequence.block_table)
         sequence.block_table = array("i")
-        self._most_blocks_running -= self._most_blocks(sequence)
+        self._max_blocks_running -= self._max_blocks(sequence)
         for block_hash in sequence.block_hashes:
             if self._being_computed.get(block_hash) is sequence:
                 del self._being_computed[block_hash]
@@ -276,7 +276,7 @@ class Scheduler:
         taken = [slot for slot in slots if slot is not None]
         assert sorted([*self._free_slots, *taken]) == list(range(self.config.max_num_seqs)), "a conv slot is lost"
         assert all(s in self.running for s in self._being_computed.values()), "computed by none that runs"
-        assert self._most_blocks_running == sum(map(self._most_blocks, self.running))
+        assert self._max_blocks_running == sum(map(self._max_blocks, self.running))
         for s in self.running:
             assert 0 <= s.num_computed_tokens < s.num_tokens, "a running sequence owes nothing"
             assert len(s.block_table) == -(-s.num_computed_tokens // self.config.block_size), "blocks do not fit tokens"

@@ -100,9 +100,9 @@ class SmallModel:
 
     def requests(self) -> list[Request]:
         """Prompts of random tokens, answered in every way of choosing tokens; without a head, texts."""
-        vocab_size, most = self.shape.vocab_size, self.config.max_position_embeddings - _MAX_TOKENS
+        vocab_size, max_tokens = self.shape.vocab_size, self.config.max_position_embeddings - _MAX_TOKENS
         alone, short, prefix, suffixes = _ON_GPU if self.device.type == "cuda" else _ON_CPU
-        prompts = made_up_prompts(vocab_size, most, (*alone, *short), prefix, suffixes)
+        prompts = made_up_prompts(vocab_size, max_tokens, (*alone, *short), prefix, suffixes)
         if not self.config.is_causal:
             return texts_for(prompts)
         first = min(8, vocab_size - 1)

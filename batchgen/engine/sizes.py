@@ -98,8 +98,8 @@ def sizes_for(
     share = _CUDA_MEMORY_SHARE if is_cuda else _MEMORY_SHARE
     memory = config.kv_cache_memory or max(0, int(share * free_bytes) - kept)
     # Memory for every sequence at full length is all that can ever be used.
-    most = max_num_seqs * -(-max_model_len // block_size)
-    num_blocks = min(memory // block_bytes if block_bytes else most, most, _MAX_NUM_BLOCKS)
+    max_blocks = max_num_seqs * -(-max_model_len // block_size)
+    num_blocks = min(memory // block_bytes if block_bytes else max_blocks, max_blocks, _MAX_NUM_BLOCKS)
     if num_blocks < 1:
         raise UsageError(
             f"kv_cache_memory {memory} bytes holds no block of {block_bytes} bytes; raise it, or give fewer --workers"
@@ -203,9 +203,9 @@ def use_threads(threads: int | None, config: ModelConfig) -> int:
     import torch
 
     num_cpus = os.cpu_count() or 1
-    most = max(_ALWAYS_ALLOWED_THREADS, _MAX_THREADS_PER_CPU * num_cpus)
-    if threads is not None and threads > most:
-        raise UsageError(f"threads {shown(threads)}: at most {most} on this machine, which has {num_cpus} CPUs")
+    max_threads = max(_ALWAYS_ALLOWED_THREADS, _MAX_THREADS_PER_CPU * num_cpus)
+    if threads is not None and threads > max_threads:
+        raise UsageError(f"threads {shown(threads)}: at most {max_threads} on this machine, which has {num_cpus} CPUs")
     if threads is None:
         is_large = config.linear_params_per_token >= _SHARED_PARAMS
         threads = min(torch.get_num_threads(), num_usable_cpus()) if is_large else 1

@@ -215,9 +215,9 @@ def inputs_of(value: Any, embedded: Embedded) -> dict[str, Any]:
     """The texts, or lists of token ids, of a request for vectors, by place in the body. May raise RowProblem."""
     if not isinstance(value, list) or not value or isinstance(value[0], int):
         return {"body.input": value}
-    most = _MAX_INPUTS if embedded.takes_lists else 1
-    if len(value) > most:
-        remedy = f"at most {most:,} are taken" if most > 1 else "give each its own line"
+    max_inputs = _MAX_INPUTS if embedded.takes_lists else 1
+    if len(value) > max_inputs:
+        remedy = f"at most {max_inputs:,} are taken" if max_inputs > 1 else "give each its own line"
         raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'input' holds {len(value):,} texts: {remedy}")
     return {f"body.input[{number}]": item for number, item in enumerate(value)}
 

@@ -186,11 +186,11 @@ class RequestBuilder:
 
     def _cut(self, token_ids: tuple[int, ...], embedded: Embedded, *, is_text: bool) -> tuple[int, ...]:
         """At most as many tokens as the model takes; the tokens that the tokenizer adds after a text stay."""
-        most = self._max_model_len - (embedded.num_markers if is_text else 0)
-        if len(token_ids) <= most or not embedded.truncates:
+        max_tokens = self._max_model_len - (embedded.num_markers if is_text else 0)
+        if len(token_ids) <= max_tokens or not embedded.truncates:
             return token_ids
-        behind = min(self._num_behind, most - 1) if is_text else 0
-        return token_ids[: most - behind] + token_ids[len(token_ids) - behind :]
+        behind = min(self._num_behind, max_tokens - 1) if is_text else 0
+        return token_ids[: max_tokens - behind] + token_ids[len(token_ids) - behind :]
 
     @cached_property
     def _num_behind(self) -> int:
@@ -284,9 +284,9 @@ class RequestBuilder:
 
     def logprob_bytes(self, params: SamplingParams, num_prompt_tokens: int) -> int:
         """About the most bytes that log-probabilities of a row take in its record."""
-        most = params.n * limit_of(params, num_prompt_tokens, self._max_model_len)
+        max_tokens = params.n * limit_of(params, num_prompt_tokens, self._max_model_len)
         nums_top = params.prompt_logprobs, params.logprobs
-        return record_bytes(nums_top, (num_prompt_tokens, most), is_packed=self.packs_logprobs)
+        return record_bytes(nums_top, (num_prompt_tokens, max_tokens), is_packed=self.packs_logprobs)
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """Raises RowProblem for more than ``ALWAYS_TOP`` log-probabilities that take more memory than a record may."""

@@ -23,7 +23,7 @@ from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.json_line import MAX_DEPTH, encode_json, is_too_deep
 from batchgen.core.records import Request, Row
 
-_Item = TypeVar("_Item")
+_T = TypeVar("_T")
 _decode = json.JSONDecoder().decode
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 CHUNK_ROWS = 256
@@ -124,9 +124,9 @@ def with_id(row: Row, spec: InputSpec) -> Row:
     return replace(row, id=value)
 
 
-def chunked(rows: Iterable[Row], most: Callable[[], int] = lambda: CHUNK_ROWS) -> Iterator[list[Row]]:
-    """Rows in lists of at most ``most()`` rows, shorter if the rows hold much text."""
-    return bounded(rows, row_chars, CHUNK_CHARS, most)
+def chunked(rows: Iterable[Row], max_rows: Callable[[], int] = lambda: CHUNK_ROWS) -> Iterator[list[Row]]:
+    """Rows in lists of at most ``max_rows()`` rows, shorter if the rows hold much text."""
+    return bounded(rows, row_chars, CHUNK_CHARS, max_rows)
 
 
 def next_size(size: int, took_s: float) -> int:
@@ -150,15 +150,15 @@ def prepared(rows: Iterable[Row], build: Callable[[list[Row]], Iterator[Prepared
 
 
 def bounded(
-    items: Iterable[_Item], chars: Callable[[_Item], int], max_chars: int, most: Callable[[], int] = lambda: sys.maxsize
-) -> Iterator[list[_Item]]:
-    """``items`` in lists that end once they hold ``most()`` items, or ``max_chars`` characters in all."""
-    batch: list[_Item] = []
+    items: Iterable[_T], chars: Callable[[_T], int], max_chars: int, max_items: Callable[[], int] = lambda: sys.maxsize
+) -> Iterator[list[_T]]:
+    """``items`` in lists that end once they hold ``max_items()`` items, or ``max_chars`` characters in all."""
+    batch: list[_T] = []
     size = 0
     for item in items:
         batch.append(item)
         size += chars(item)
-        if len(batch) >= most() or size >= max_chars:
+        if len(batch) >= max_items() or size >= max_chars:
             yield batch
             batch, size = [], 0
     if batch:

@@ -187,11 +187,11 @@ def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, si
     groups: list[list[int]] = [[int(ordered[0])]]
     shared, counts = [0], blocks[:, 2].tolist()
     for row, reach in zip(ordered[1:].tolist(), common.tolist(), strict=True):
-        group, least = groups[-1], min(shared[-1] or reach, reach)
-        is_worth_it = least >= MIN_SHARED and max(shared[-1], reach) <= 2 * least
+        group, num_common = groups[-1], min(shared[-1] or reach, reach)
+        is_worth_it = num_common >= MIN_SHARED and max(shared[-1], reach) <= 2 * num_common
         if is_worth_it and sum(counts[member] for member in (*group, row)) <= QUERY_BLOCK:
             group.append(row)
-            shared[-1] = least
+            shared[-1] = num_common
         else:
             groups.append([row])
             shared.append(0)

@@ -26,8 +26,8 @@ class PaddedRows(NamedTuple):
     """Pieces of about one size, each of tokens of one sequence, padded to the longest.
 
     Attributes:
-        tokens: int64 [rows, most], which tokens of the step they are; padding repeats the first of its row.
-        targets: int64 [rows, most], where their results go; results of padding go after all others.
+        tokens: int64 [rows, longest], which tokens of the step they are; padding repeats the first of its row.
+        targets: int64 [rows, longest], where their results go; results of padding go after all others.
         sequences: int64 [rows].
         num_blocks: the most KV blocks that a token of a row attends to.
     """
@@ -37,10 +37,10 @@ class PaddedRows(NamedTuple):
     sequences: Tensor
     num_blocks: int
 
-    def in_parts(self, most: int) -> Iterator[PaddedRows]:
-        """The same, at most ``most`` rows at a time, but at least one."""
-        for start in range(0, len(self.tokens), max(most, 1)):
-            part = slice(start, start + max(most, 1))
+    def in_parts(self, max_rows: int) -> Iterator[PaddedRows]:
+        """The same, at most ``max_rows`` rows at a time, but at least one."""
+        for start in range(0, len(self.tokens), max(max_rows, 1)):
+            part = slice(start, start + max(max_rows, 1))
             yield PaddedRows(self.tokens[part], self.targets[part], self.sequences[part], self.num_blocks)
 
 
@@ -77,8 +77,8 @@ class StepLayout:
         rows_on_host = _padded_rows(starts, needed, len(positions))
         moved = [upload(torch.from_numpy(columns), reach.device) for columns, _ in rows_on_host]
         by_size = [
-            PaddedRows(columns[0], columns[1], columns[2, :, 0], most)
-            for columns, (_, most) in zip(moved, rows_on_host, strict=True)
+            PaddedRows(columns[0], columns[1], columns[2, :, 0], num_blocks)
+            for columns, (_, num_blocks) in zip(moved, rows_on_host, strict=True)
         ]
         ends = torch.from_numpy(np.flatnonzero((positions + 1) % block_size == 0))
         num_seen = None if inputs.unseen is None else inputs.num_seen
@@ -92,7 +92,7 @@ def _on_host(*tensors: Tensor) -> list[np.ndarray]:
 
 
 def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) -> list[tuple[np.ndarray, int]]:
-    """Tokens, targets and sequences of ``PaddedRows``, int64 [3, rows, most], and their ``num_blocks``."""
+    """Tokens, targets and sequences of ``PaddedRows``, int64 [3, rows, longest], and their ``num_blocks``."""
     by_size: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), num_blocks.tolist(), strict=True)
     for sequence, (start, end, blocks) in enumerate(bounds):
@@ -151,8 +151,8 @@ class PlainKernels(TorchKernels):
         for rows in layout.rows:
             num_positions = rows.num_blocks * cache.block_size
             each = num_positions * max(cache.values.shape[1] * cache.width, num_heads * rows.tokens.shape[1])
-            most = _MAX_NUMBERS.get(q.device.type, _MAX_NUMBERS_ELSEWHERE)
-            for part in rows.in_parts(most // each):
+            max_numbers = _MAX_NUMBERS.get(q.device.type, _MAX_NUMBERS_ELSEWHERE)
+            for part in rows.in_parts(max_numbers // each):
                 mixed = _attended(q, cache, layout, part, heads.window)[..., : heads.head_dim]
                 if heads.is_gated:
                     mixed = mixed * qkv[part.tokens, -num_heads:, None].float().sigmoid()

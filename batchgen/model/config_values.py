@@ -49,13 +49,13 @@ class ConfigValues:
                 raise self.error(f"{first} is {shown(value)} and {name} {shown(other)}; keep the one that is meant")
         return value
 
-    def integer(self, *names: str, default: Any = ..., least: int = 1, most: int = _MAX_INT) -> int:
+    def integer(self, *names: str, default: Any = ..., minimum: int = 1, maximum: int = _MAX_INT) -> int:
         value = self._agreed(names, default)
-        if type(value) is not int or value < least:
-            kind = "a positive integer" if least == 1 else f"an integer from {least} up"
+        if type(value) is not int or value < minimum:
+            kind = "a positive integer" if minimum == 1 else f"an integer from {minimum} up"
             raise self.error(f"{self._name(names)} must be {kind}, not {shown(value)}")
-        if value > most:
-            raise self.error(f"{self._name(names)} must be at most {most}, not {shown(value)}")
+        if value > maximum:
+            raise self.error(f"{self._name(names)} must be at most {maximum}, not {shown(value)}")
         return value
 
     def number(self, *names: str, default: Any = ...) -> float:
@@ -106,7 +106,7 @@ class ConfigValues:
         for part in (self, new, old) if kind != "proportional" else ():
             if (share := part.number("partial_rotary_factor", default=1.0)) != 1:
                 raise part.error(f"partial_rotary_factor {share:g} is not supported with rope_type {kind!r}")
-        positions = self.integer("original_max_position_embeddings", default=0, least=0)
+        positions = self.integer("original_max_position_embeddings", default=0, minimum=0)
         return values._scaled(theta, kind, positions)
 
     def _scaled(self, theta: float, kind: str, positions: int) -> Rope:
@@ -146,14 +146,14 @@ class ConfigValues:
         for name in ("num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"):
             self.expect(name, 0, "experts that every token meets are not supported")
         num_experts = self.integer("num_experts", "num_local_experts")
-        num_active = self.integer("num_experts_per_tok", most=num_experts)
+        num_active = self.integer("num_experts_per_tok", maximum=num_experts)
         is_normalized = self.flag("norm_topk_prob", default=is_normalized)
         ff_dim = self.integer("moe_intermediate_size")
         return Experts(num_experts, num_active, ff_dim, scores, is_normalized=is_normalized, **more)
 
     def layer_types(self, *kinds: str) -> tuple[str, ...]:
         """The kind of each layer, as ``layer_types`` lists them."""
-        num_layers, listed = self.integer("num_hidden_layers", most=MAX_LAYERS), self.get("layer_types")
+        num_layers, listed = self.integer("num_hidden_layers", maximum=MAX_LAYERS), self.get("layer_types")
         if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in kinds for kind in listed):
             raise self.error(f"layer_types must name {num_layers} layers as {' or '.join(map(repr, kinds))}")
         return tuple(listed)

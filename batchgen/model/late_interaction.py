@@ -55,7 +55,7 @@ def read_sides(folder: Path, mask: Path | None) -> Mapping[str, Side]:
 
 def _pylate(folder: Path, name: str, values: ConfigValues) -> Side:
     prompts, default = values.section("prompts", is_needed=False), values.text("default_prompt_name", default="")
-    max_tokens = values.integer(f"{name}_length", default=_LENGTHS[name], least=3)
+    max_tokens = values.integer(f"{name}_length", default=_LENGTHS[name], minimum=3)
     side = Side(
         prefix=prompts.text(default, default=""),
         strips=True,
@@ -82,7 +82,7 @@ def _sentence_transformers(folder: Path, mask: Path, values: ConfigValues) -> Ma
     prefixes["document"] = prompts.text("document", "passage", "corpus", default="")
     sides = {}
     for name in SIDES:
-        longest = lengths.integer(f"{name}_length", default=0, least=0) or None
+        longest = lengths.integer(f"{name}_length", default=0, minimum=0) or None
         sides[name] = Side(prefixes[name], max_tokens=longest, skipped=words if name in tasks else ())
     if (expansion := lengths.section("query_expansion", is_needed=False)).raw:
         sides["query"] = _expanded(folder, sides["query"], expansion)

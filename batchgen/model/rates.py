@@ -66,12 +66,12 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device, confi
     return amount / min(_times_s(work, device, config.repeats, 0.0))
 
 
-def _times_s(work: Callable[[], object], device: torch.device, repeats: int, least_s: float) -> list[float]:
-    """Durations of at least ``repeats`` calls, which take at least ``least_s`` together, after a warm-up call."""
+def _times_s(work: Callable[[], object], device: torch.device, repeats: int, min_s: float) -> list[float]:
+    """Durations of at least ``repeats`` calls, which take at least ``min_s`` together, after a warm-up call."""
     work()
     time_once = _device_s if device.type == "cuda" else partial(_host_s, device)
     times: list[float] = []
-    while len(times) < repeats or sum(times) < least_s:
+    while len(times) < repeats or sum(times) < min_s:
         times.append(time_once(work))
     return times
 

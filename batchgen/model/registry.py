@@ -116,7 +116,7 @@ def _labels(values: ConfigValues) -> tuple[str, ...]:
     """The names of a classifier's labels, in the order of its scores. Raises ModelError."""
     named = values.get("id2label", default=None)
     if named is None:
-        return tuple(f"LABEL_{i}" for i in range(values.integer("num_labels", default=2, most=_MAX_LABELS)))
+        return tuple(f"LABEL_{i}" for i in range(values.integer("num_labels", default=2, maximum=_MAX_LABELS)))
     places = [str(i) for i in range(len(named))] if isinstance(named, dict) else []
     if not places or len(places) > _MAX_LABELS or not all(isinstance(named.get(place), str) for place in places):
         raise values.error(f"id2label must name labels by their numbers from 0 on, not {shown(named)}")

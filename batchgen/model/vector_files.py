@@ -146,5 +146,5 @@ def _max_tokens(folder: Path) -> int | None:
         values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))
         values.refuse("do_lower_case")
         if values.get(key, default=None) is not None:
-            return values.integer(key, most=_ENDLESS)
+            return values.integer(key, maximum=_ENDLESS)
     return None

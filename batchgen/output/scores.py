@@ -51,8 +51,8 @@ def rounded(logprob: float) -> float:
 
 def softmax(scores: Sequence[float]) -> list[float]:
     """Probabilities that add up to 1."""
-    most = max(scores)
-    weights = [math.exp(score - most) for score in scores]
+    largest = max(scores)
+    weights = [math.exp(score - largest) for score in scores]
     return [weight / math.fsum(weights) for weight in weights]
 
 

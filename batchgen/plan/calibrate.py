@@ -36,8 +36,8 @@ class _Rates:
         first = sum(at <= began_at for at in series["at"])
         names = ("span_s", "tokens", "prefill_tokens", "sequences")
         steps = list(zip(*(series[name][first:] for name in names), strict=True))
-        most = max((sequences for *_, sequences in steps), default=0)
-        num_full = max((number for number, step in enumerate(steps, 1) if step[3] >= most / 2), default=0)
+        max_seqs = max((sequences for *_, sequences in steps), default=0)
+        num_full = max((number for number, step in enumerate(steps, 1) if step[3] >= max_seqs / 2), default=0)
         full, tail = steps[:num_full], steps[num_full:]
         prefill_s = sum(span_s * prefill / tokens for span_s, tokens, prefill, _ in full)
         decode_s = sum(span_s for span_s, *_ in full) - prefill_s

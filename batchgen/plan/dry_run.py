@@ -258,9 +258,9 @@ def _tokens(plan: Plan) -> Lines:
         yield "turns", f"{turns['total']:,} to generate, {turns['max']:,} at most in a chat"
     spread = f"p50 {prompts['p50']:,}, p90 {prompts['p90']:,}, p99 {prompts['p99']:,}, max {prompts['max']:,} a row"
     yield "tokens in", f"{prompts['total']:,}; {spread}"
-    most = max(bucket["rows"] for bucket in prompts["histogram"])
+    max_rows = max(bucket["rows"] for bucket in prompts["histogram"])
     for bucket in prompts["histogram"]:
-        bar = "█" * max(1, round(_BAR_WIDTH * bucket["rows"] / most))
+        bar = "█" * max(1, round(_BAR_WIDTH * bucket["rows"] / max_rows))
         yield "", f"{bucket['from']:>7,}+ {bar} {bucket['rows']:,}"
     if not outputs["at_most"]:
         yield "tokens out", "none"
@@ -269,8 +269,8 @@ def _tokens(plan: Plan) -> Lines:
     else:
         yield "tokens out", f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
     if logprobs := plan["logprobs"]:
-        mean, most, total, running = (_size(logprobs[f"{name}_bytes"]) for name in _LOGPROBS)
-        yield "logprobs", f"{mean} a row, {most} the longest, {total} in all, at most and not compressed"
+        mean, longest, total, running = (_size(logprobs[f"{name}_bytes"]) for name in _LOGPROBS)
+        yield "logprobs", f"{mean} a row, {longest} the longest, {total} in all, at most and not compressed"
         advice = "" if logprobs["fits"] else ", too much for this machine: lower max_num_seqs"
         yield "", f"{running} in memory for the rows that run at once{advice}"
     yield from _kv(plan["kv"])

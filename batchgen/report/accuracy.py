@@ -40,7 +40,7 @@ class Accuracy:
     total: int = 0
     without_answer: int = 0
     wrong: list[dict[str, Any]] = field(default_factory=list)  # the wrong rows of smallest index
-    most_samples: int = 1
+    max_samples: int = 1
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("mean", "majority", "best"), 0.0))
     pairs: Counter[tuple[str, str]] | None = field(default_factory=Counter)  # label expected, found; None: no labels
     digest: int = 0  # of ids and expected answers, in any order of the rows
@@ -72,7 +72,7 @@ class Accuracy:
     def _add_samples(self, record: Mapping[str, Any], expected: Any, *, right: bool) -> None:
         """Count how good the samples of a row are: each by itself, the answer that most agree on, the best of them."""
         verdicts = [self._verdict(sample, expected) for sample in record.get("samples") or ()] or [("", right)]
-        self.most_samples = max(self.most_samples, len(verdicts))
+        self.max_samples = max(self.max_samples, len(verdicts))
         ballots = [normal(text) if self.answer else text.strip() for text, _ in verdicts if text is not None]
         ((winner, _),) = Counter(ballots).most_common(1) or ((None, 0),)
         rights = [is_one for text, is_one in verdicts if text is not None]
@@ -105,8 +105,8 @@ class Accuracy:
         section |= {"interval": interval(self.correct, total) if total else None, "wrong": self.wrong}
         if self.answer:
             section["without_answer"] = self.without_answer
-        if self.most_samples > 1:
-            section["samples"] = {"n": self.most_samples}
+        if self.max_samples > 1:
+            section["samples"] = {"n": self.max_samples}
             section["samples"] |= {name: round(count / total, 6) for name, count in self.sums.items()}
         if self.pairs:
             section |= self._labels(self.pairs)

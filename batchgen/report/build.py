@@ -252,9 +252,9 @@ def bound_by(report: Mapping[str, Any]) -> str:
     spent: Counter[str] = Counter()
     for account, words in _WORK.items():
         spent[words] += seconds.get(account, 0.0)
-    most, _ = spent.most_common(1)[0]
-    if most != _WORK["prefill"]:
-        return most
+    dominant, _ = spent.most_common(1)[0]
+    if dominant != _WORK["prefill"]:
+        return dominant
     if _lacks_kv_cache_memory(report):
         return "KV memory"
     occupancy = report["occupancy"] or dict.fromkeys(_BATCH_LIMITS, 0.0)
@@ -264,7 +264,7 @@ def bound_by(report: Mapping[str, Any]) -> str:
     if report["occupancy"] and share < _HALF:
         return f"too few rows at a time: {filled}"
     larger = max(("prefill", "decode"), key=lambda name: seconds.get(name, 0.0))
-    return f"{most}, most of it {larger}" + (f"; {filled}" if report["occupancy"] else "")
+    return f"{dominant}, most of it {larger}" + (f"; {filled}" if report["occupancy"] else "")
 
 
 def advice(report: Mapping[str, Any]) -> list[str]:

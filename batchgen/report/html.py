@@ -155,11 +155,11 @@ def _throughput(axes: Any, report: Report) -> None:
 def _occupancy(axes: Any, report: Report) -> None:
     series = _series(report)
     edges, unit = _steps(series, "sequences")
-    most, most_tokens = (report["occupancy"][f"max_num_{name}"] or 1 for name in ("seqs", "batched_tokens"))
+    limit, max_tokens = (report["occupancy"][f"max_num_{name}"] or 1 for name in ("seqs", "batched_tokens"))
     counts = zip(series["tokens"], series["steps"], strict=True)  # a second in which workers wait is without a step
-    tokens = [100 * count / max(steps, 1) / most_tokens for count, steps in counts]
+    tokens = [100 * count / max(steps, 1) / max_tokens for count, steps in counts]
     axes.stairs(tokens, edges, baseline=None, color=_PREFILL, label="tokens of a step")
-    axes.stairs([100 * n / most for n in series["sequences"]], edges, baseline=None, color=_DECODE, label="sequences")
+    axes.stairs([100 * n / limit for n in series["sequences"]], edges, baseline=None, color=_DECODE, label="sequences")
     axes.stairs([100 * use for use in series["kv_use"]], edges, baseline=None, color=_MEMORY, label="KV memory")
     axes.set_ylim(0, 105)
     _finish(axes, unit, "% of the limit")
@@ -222,7 +222,7 @@ def _steps(series: Mapping[str, list[float]], column: str) -> tuple[list[float],
 def _time_unit(longest_s: float) -> tuple[str, float]:
     """A readable unit for times of up to ``longest_s``, and its seconds."""
     units = (("milliseconds", 1e-3, 1.0), ("seconds", 1.0, 300.0), ("minutes", 60.0, 18_000.0))
-    return next(((name, unit_s) for name, unit_s, most_s in units if longest_s < most_s), ("hours", 3600.0))
+    return next(((name, unit_s) for name, unit_s, max_s in units if longest_s < max_s), ("hours", 3600.0))
 
 
 def _upper(values: list[float]) -> float:

@@ -235,9 +235,9 @@ def _spell_out(schema: dict[str, Any]) -> None:
         raise ValueError("required must be a list of names next to properties; true inside a property has no effect")
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
-    least = schema.get("minProperties")
-    if isinstance(least, int) and least > 1 + len(set(_texts(schema.get("required")))):
-        raise ValueError(f"minProperties {least} cannot be enforced: a further property may repeat its name")
+    minimum = schema.get("minProperties")
+    if isinstance(minimum, int) and minimum > 1 + len(set(_texts(schema.get("required")))):
+        raise ValueError(f"minProperties {minimum} cannot be enforced: a further property may repeat its name")
 
 
 def _demand(schema: dict[str, Any], part: Mapping[str, Any]) -> None:

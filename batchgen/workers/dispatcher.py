@@ -102,7 +102,7 @@ class RowDispatcher:
     def join(self, name: str, max_num_seqs: int) -> None:
         """Begin to give rows to a worker; names are used once."""
         now = self._clock()
-        self.workers[name] = WorkerState(name, max_num_seqs, now, now, round_at=now, most_in_a_round=max_num_seqs / 6)
+        self.workers[name] = WorkerState(name, max_num_seqs, now, now, round_at=now, max_round_rows=max_num_seqs / 6)
 
     def drain(self, name: str) -> None:
         """Stop a worker; its rows continue elsewhere once it has confirmed, or is lost."""

@@ -129,20 +129,20 @@ class WorkersEngine:
     @property
     def _num_useful(self) -> int:
         """The number of workers beyond which more are useless."""
-        most = self._launcher.num_wanted[1]
-        return 0 if self._num_in_vain > max(_MAX_IN_VAIN, 2 * most) else most - self._num_given_up
+        max_workers = self._launcher.num_wanted[1]
+        return 0 if self._num_in_vain > max(_MAX_IN_VAIN, 2 * max_workers) else max_workers - self._num_given_up
 
     def _require_enough(self) -> None:
         """Raises NoWorkers if fewer workers than wanted can start, or are ready within the time for loading."""
-        least = self._launcher.num_wanted[0]
-        if len(self._ready) >= least or self._dispatcher.is_winding_up:
+        min_workers = self._launcher.num_wanted[0]
+        if len(self._ready) >= min_workers or self._dispatcher.is_winding_up:
             self._enough_at = time.monotonic()
         too_long = time.monotonic() - self._enough_at > self._liveness.load_timeout_s
-        if least > 1 and (too_long or self._num_useful < least):
+        if min_workers > 1 and (too_long or self._num_useful < min_workers):
             why = f" ({self._error})" if self._error else ""
             raise NoWorkers(
-                f"{counted(len(self._ready), 'worker')} left of at least {least}{why}; run again to resume, or with "
-                "fewer --workers"
+                f"{counted(len(self._ready), 'worker')} left of at least {min_workers}{why}; run again to resume, or "
+                "with fewer --workers"
             )
 
     def _let_go(self) -> None:

@@ -84,7 +84,7 @@ class WorkerResources:
         """The same as options of an actor or a task."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources) or None}
 
-    def most_on(self, node: Node) -> int:
+    def capacity(self, node: Node) -> int:
         """Number of workers that a machine has room for."""
         return min(int(node.resources.get(name, 0) / amount) for name, amount in self.all.items())
 

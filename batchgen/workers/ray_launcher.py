@@ -92,7 +92,7 @@ class RayLauncher(WorkerLauncher):
         try:
             nodes = self._cluster.nodes
             self._resources = WorkerResources.of(cluster, spec.model.device, nodes)
-            places = sum(map(self._resources.most_on, nodes))
+            places = sum(map(self._resources.capacity, nodes))
             auto = useful_workers(places, spec, num_rows, is_cuda=bool(self._resources.gpus))
             super().__init__(cluster.bounds or (1, auto))
         except BaseException:
@@ -121,7 +121,7 @@ class RayLauncher(WorkerLauncher):
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:
         self._losses.pop("", None)
-        neighbours = [self._resources.most_on(node) for node in self._cluster.nodes if node.node_id == handle.place]
+        neighbours = [self._resources.capacity(node) for node in self._cluster.nodes if node.node_id == handle.place]
         return handle.remote.call("begin_in", self._folder, self._start, max([1, *neighbours]))
 
     def reason_of(self, error: Exception) -> str:
@@ -149,7 +149,7 @@ class RayLauncher(WorkerLauncher):
 
     def _fitting(self, nodes: Iterable[Node]) -> set[str]:
         """The ids of the machines that have room for a worker."""
-        return {node.node_id for node in nodes if self._resources.most_on(node)}
+        return {node.node_id for node in nodes if self._resources.capacity(node)}
 
     def _find_no_place(self) -> WorkerLost | None:
         if self._losses[""] >= _MAX_UNPLACED:

@@ -32,7 +32,7 @@ class WorkerState:
     num_rows: int = 0
     round_at: float = 0.0
     round_rows: int = 0
-    most_in_a_round: float = 0.0
+    max_round_rows: float = 0.0
     num_given_back: int = 0
     num_tokens_taken_over: int = 0
     ended_at: float | None = None
@@ -49,14 +49,14 @@ class WorkerState:
         An engine fills its steps best from many rows, and the last ones of few workers are quickly run once more.
         """
         shared = _SHARED_AHEAD * self.max_num_seqs // num_workers
-        return max(round(2 * self.most_in_a_round), self.max_num_seqs // 8, shared, 1)
+        return max(round(2 * self.max_round_rows), self.max_num_seqs // 8, shared, 1)
 
     def count(self, num_finished: int, now: float) -> None:
         """Book answered rows, and how many come between two heartbeats at most; an old peak fades."""
         self.num_rows += num_finished
         self.round_rows += num_finished
         if now - self.round_at >= HEARTBEAT_S:
-            self.most_in_a_round = max(self.round_rows, 0.98 * self.most_in_a_round)
+            self.max_round_rows = max(self.round_rows, 0.98 * self.max_round_rows)
             self.round_rows, self.round_at = 0, now
 
 

@@ -132,16 +132,16 @@ def test_by_default_there_are_as_many_workers_as_machines_of_the_smallest_size(b
     assert bench.launcher.num_wanted == (1, 2)
     nodes = [Node("a", {"CPU": 4.0}), Node("b", {"CPU": 16.0}), Node("head", {})]
     needs = WorkerResources.of(ClusterSpec(), "auto", nodes)
-    assert (str(needs), [needs.most_on(node) for node in nodes]) == ("4 CPU", [1, 4, 0])
+    assert (str(needs), [needs.capacity(node) for node in nodes]) == ("4 CPU", [1, 4, 0])
 
 
 def test_a_worker_has_one_gpu_where_there_are_any() -> None:
     nodes = [Node("a", {"CPU": 4.0, "GPU": 8.0}), Node("b", {"CPU": 16.0})]
     needs = WorkerResources.of(ClusterSpec(), "auto", nodes)
-    assert (needs.all, [needs.most_on(node) for node in nodes]) == ({"CPU": 1, "GPU": 1}, [4, 0])
+    assert (needs.all, [needs.capacity(node) for node in nodes]) == ({"CPU": 1, "GPU": 1}, [4, 0])
     assert WorkerResources.of(ClusterSpec(), "cpu", nodes).all == {"CPU": 4}
-    assert WorkerResources.of(ClusterSpec(gpus_per_worker=2, cpus_per_worker=1), "auto", nodes).most_on(nodes[0]) == 4
-    assert WorkerResources.of(ClusterSpec(resources={"spot": 0.01}), "cpu", nodes).most_on(nodes[0]) == 0
+    assert WorkerResources.of(ClusterSpec(gpus_per_worker=2, cpus_per_worker=1), "auto", nodes).capacity(nodes[0]) == 4
+    assert WorkerResources.of(ClusterSpec(resources={"spot": 0.01}), "cpu", nodes).capacity(nodes[0]) == 0
 
 
 def test_a_worker_has_one_call_under_way_which_carries_all_grants(bench: Bench) -> None:

@@ -189,7 +189,7 @@ class PackedLinear:
         # Asked of a tensor each time, these cost a launch microseconds.
         self._num_panels, self.weight_at = self.packed.num_panels, self.packed.strips.data_ptr()
         self._sizes = self.packed.strip_size, self.packed.panel_bytes
-        self._most_shares = self._num_panels if self.packed.panel_bytes <= _MAX_SHARED_BYTES else 1
+        self._max_shares = self._num_panels if self.packed.panel_bytes <= _MAX_SHARED_BYTES else 1
 
     def move_to(self, strips: Tensor) -> None:
         """Read the panels from ``strips``, to which they have been copied."""
@@ -228,7 +228,7 @@ class PackedLinear:
         rows, inputs, kind, x_type = len(x), self.inputs, self.packed.kind, x.dtype
         threads = torch.get_num_threads()
         tile_rows = TILE_ROWS if self.by_tiles else MAX_ROWS
-        shares = max(1, min(-(-rows // tile_rows) // _FEWEST_TILES, threads, self._most_shares))
+        shares = max(1, min(-(-rows // tile_rows) // _FEWEST_TILES, threads, self._max_shares))
         unpacks = kind == "int8" and (self.by_tiles or rows > 2 or experts is not None)
         if unpacks or experts is not None:
             shares = 1

@@ -56,7 +56,7 @@ def read_dense(
     if values.get("layer_types", default=None) is not None:
         values.layer_types(ATTENTION)
     layer = LayerShape(ATTENTION, values.integer("intermediate_size"), values.rope(default_theta))
-    layers = (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS)
+    layers = (layer,) * values.integer("num_hidden_layers", maximum=MAX_LAYERS)
     if values.flag("attention_bias", default=False):
         more = {"biases": (*QKV, "attention_out"), **more}
     return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=is_tied, has_qk_norm=has_qk_norm, **more)

@@ -80,7 +80,7 @@ def _kinds(values: ConfigValues) -> tuple[str, ...]:
     if values.get("layer_types", default=None) is not None:
         return values.layer_types(_SLIDING, ATTENTION)
     pattern = values.integer("sliding_window_pattern", default=6)
-    num_layers = values.integer("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = values.integer("num_hidden_layers", maximum=MAX_LAYERS)
     return tuple(_SLIDING if (i + 1) % pattern else ATTENTION for i in range(num_layers))
 
 

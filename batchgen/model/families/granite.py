@@ -71,7 +71,7 @@ def _read_granite4(values: ConfigValues) -> ModelConfig:
     kinds = values.get("layer_types", default=["mamba"])  # as transformers has it for a file that lists none
     if not isinstance(kinds, list) or any(kind not in (_LISTED, ATTENTION) for kind in kinds):
         raise values.error("layers of Mamba are not computed here; granite-4.0-350m, -1b and -micro have none")
-    if values.integer("num_local_experts", default=8, least=0):
+    if values.integer("num_local_experts", default=8, minimum=0):
         raise values.error("num_local_experts is not 0; experts next to a feed-forward are not computed here")
     position = values.get("position_embedding_type", default="nope")
     if position not in ("rope", "nope"):

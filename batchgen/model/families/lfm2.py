@@ -74,13 +74,13 @@ def _read(values: ConfigValues, ff_dim: int) -> ModelConfig:
         TENSOR_NAMES,
         norm_eps=1e-5,
         is_tied=True,
-        conv_l_cache=values.integer("conv_L_cache", least=2),
+        conv_l_cache=values.integer("conv_L_cache", minimum=2),
         biases=CONV_BIASES if values.flag("conv_bias", default=False) else (),
     )
 
 
 def _mixers(values: ConfigValues) -> tuple[str, ...]:
-    num_layers = values.integer("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = values.integer("num_hidden_layers", maximum=MAX_LAYERS)
     if values.get("layer_types", default=None) is None:
         attention = values.get("full_attn_idxs")
         if not isinstance(attention, list) or not all(type(i) is int and 0 <= i < num_layers for i in attention):
@@ -110,7 +110,7 @@ def _read_moe(values: ConfigValues) -> ModelConfig:
         has_bias=values.flag("use_expert_bias", default=True),
         scale=values.number("routed_scaling_factor", default=1.0),
     )
-    first = values.integer("num_dense_layers", default=2, least=0)
+    first = values.integer("num_dense_layers", default=2, minimum=0)
     sparse = [replace(layer, ff_dim=0, experts=experts) for layer in dense.layers[first:]]
     return replace(dense, layers=(*dense.layers[:first], *sparse), tensor_names=_MOE_NAMES)
 

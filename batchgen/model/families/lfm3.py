@@ -42,7 +42,7 @@ def _read(values: ConfigValues) -> ModelConfig:
         module_names={"self_attn.g_proj": "self_attn.gate_proj"},
         has_attention_gate=values.flag("use_attention_gate", default=True),
         has_post_norms=values.flag("use_sandwich_norm", default=True),
-        conv_l_cache=values.integer("conv_L_cache", default=7, least=2),
+        conv_l_cache=values.integer("conv_L_cache", default=7, minimum=2),
         biases=lfm2.CONV_BIASES if values.flag("conv_bias", default=False) else (),
     )
 
