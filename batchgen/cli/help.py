@@ -285,13 +285,8 @@ def printed(topic: str, texts: Iterable[tuple[str, str]] | None = None) -> Messa
         elif 2 * size < sum(map(len, parts)) or not any(" " in part for part in common):
             continue
         if size > best_size:
-            best, best_size = Message(text, page_of(name)), size
+            best, best_size = Message(text, PAGES[max(filter(name.startswith, PAGES), key=len)]), size
     return best
-
-
-def page_of(module: str) -> str:
-    """The page for messages of a module such as ``run/merge``."""
-    return PAGES[max((name for name in PAGES if module.startswith(name)), key=len)]
 
 
 def literals() -> Iterator[tuple[str, str]]:

@@ -277,10 +277,6 @@ class KVCache:
     def width(self) -> int:
         return self.values.shape[3]
 
-    def key_columns(self, blocks: Tensor) -> Tensor:
-        """Keys of some blocks, unpacked: [len(blocks), num_kv_heads, width, lanes]."""
-        return self.keys[blocks].transpose(3, 4).flatten(2, 3)
-
 
 @dataclass(frozen=True, slots=True)
 class ConvState:

@@ -86,7 +86,15 @@ class Invocation:
         """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
         if self.loaded is None:
             with self.progress.phase("loading the model", "load"):
-                context = self._context(job, manifest)
+                context = RunContext(
+                    manifest.rendered_at,
+                    manifest.fingerprints["model"],
+                    job.digests.to_plain(),
+                    manifest.fingerprints.get("numerics"),
+                    self.progress.rows_total,
+                    self.note,
+                    self.options.allow_mixed_kernels,
+                )
                 self.loaded = self._engine_factory(job.spec, replace(job.model, context=context))
                 job.model.files.check_unchanged(job.digests)
             with self.progress.phase("compiling kernels for this machine, once", "load"):
@@ -99,17 +107,6 @@ class Invocation:
         for line in loaded.notes[self._num_told :]:
             self.note(line)
         self._num_told = len(loaded.notes)
-
-    def _context(self, job: OpenJob, manifest: Manifest) -> RunContext:
-        return RunContext(
-            manifest.rendered_at,
-            manifest.fingerprints["model"],
-            job.digests.to_plain(),
-            manifest.fingerprints.get("numerics"),
-            self.progress.rows_total,
-            self.note,
-            self.options.allow_mixed_kernels,
-        )
 
     def count(self, rows: RowRange) -> None:
         """Count the rows of this shard, if they are not counted yet."""

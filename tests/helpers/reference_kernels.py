@@ -21,6 +21,11 @@ def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
         yield sequence, slice(start, end)
 
 
+def key_columns(cache: KVCache, blocks: Tensor) -> Tensor:
+    """Keys of some blocks, unpacked: [len(blocks), num_kv_heads, width, lanes]."""
+    return cache.keys[blocks].transpose(3, 4).flatten(2, 3)
+
+
 class ExpertLoop(SortedExperts):
     """One expert after the other; the host looks up the rows of each."""
 
@@ -51,7 +56,7 @@ class ReferenceKernels(TorchKernels):
             context = int(seen.max())
             first = max(int(positions[0]) + 1 - window, 0) if window else 0
             blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
-            keys, values = cache.key_columns(blocks).float(), cache.values[blocks].float()
+            keys, values = key_columns(cache, blocks).float(), cache.values[blocks].float()
             if cache.scales is not None:
                 key_scales, value_scales = cache.scales[blocks].unbind(2)
                 keys, values = keys * key_scales[:, :, None], values * value_scales[..., : cache.block_size, None]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference_kernels import key_columns
 from torch import Tensor
 
 HAS_GPU = torch.cuda.is_available()
@@ -131,7 +132,7 @@ class OnDevice:
     @staticmethod
     def _moved(cache: KVCache) -> KVCache:
         """The cache as this device lays it out."""
-        keys = cache.key_columns(torch.arange(len(cache.keys))).transpose(2, 3)[:, :, None].contiguous().to(DEVICE)
+        keys = key_columns(cache, torch.arange(len(cache.keys))).transpose(2, 3)[:, :, None].contiguous().to(DEVICE)
         scales = None if cache.scales is None else cache.scales.to(DEVICE)
         return replace(cache, keys=keys, values=cache.values.to(DEVICE), scales=scales)
 

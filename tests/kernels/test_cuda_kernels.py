@@ -15,7 +15,7 @@ import torch
 from families import RAW
 from kernel_cases import INTERPRETED, Case, KvDtype, Shape, attend, dense, empty_cache, make_case, normal, rotary_table
 from late_device import Operations
-from reference_kernels import ReferenceKernels
+from reference_kernels import ReferenceKernels, key_columns
 from tiny_model import packed_keys, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 from torch.nn import functional
@@ -113,11 +113,11 @@ def test_the_reference_keeps_keys_as_a_gpu_does_too() -> None:
     inputs, num_blocks = ragged_input([(0, 5), (31, 3)], 16)
     qkv, weight = normal(inputs.num_tokens, 4 * 24, seed=1), 1 + normal(24, seed=2)
     narrow = empty_cache(inputs, num_blocks, 16, 1, 24, torch.float32)
-    wide = replace(narrow, keys=packed_keys(narrow.key_columns(torch.arange(num_blocks + 1)), pack=32))
+    wide = replace(narrow, keys=packed_keys(key_columns(narrow, torch.arange(num_blocks + 1)), pack=32))
     assert wide.keys.shape == (num_blocks + 1, 1, 1, 16, 32)
     for cache in (narrow, wide):
         REFERENCE.rope_and_cache(qkv, Heads(2, 24, weight, weight, 1e-5), rotary_table(40, 24), inputs, cache)
-    assert torch.equal(*(cache.key_columns(torch.arange(num_blocks + 1)) for cache in (narrow, wide)))
+    assert torch.equal(*(key_columns(cache, torch.arange(num_blocks + 1)) for cache in (narrow, wide)))
 
 
 # Single tokens and chunks; in the first span of a context, across its end, and on a later one.

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import EVERY_BACK_END, EVERY_NAME, INTERPRETED, Shape, conv_state, empty_cache, normal, rotary_table
-from reference_kernels import ReferenceKernels
+from reference_kernels import ReferenceKernels, key_columns
 from tiny_model import BACK_ENDS, ragged_input
 from torch import Tensor
 from torch.nn import functional
@@ -67,7 +67,7 @@ def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.
         cache = empty_cache(inputs, 3, 16, kv, dim, dtype)
         q = CpuKernels().rope_and_cache(x, shape, rotary, inputs, cache)
         keys = (
-            cache.key_columns(inputs.block_tables[0].long()).permute(0, 3, 1, 2).flatten(0, 1)
+            key_columns(cache, inputs.block_tables[0].long()).permute(0, 3, 1, 2).flatten(0, 1)
         )  # [positions, kv, width]
         return q, keys[:positions]
 
@@ -84,7 +84,7 @@ def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.
 def cached_heads(cache: KVCache, inputs: ModelInput, head_dim: int) -> list[Tensor]:
     """A step's keys and values as the cache has them, [num_tokens, num_kv_heads, head_dim], then scales if any."""
     block, offset = inputs.slot_mapping // cache.block_size, inputs.slot_mapping % cache.block_size
-    keys = cache.key_columns(block)[torch.arange(len(block)), :, :head_dim, offset]
+    keys = key_columns(cache, block)[torch.arange(len(block)), :, :head_dim, offset]
     found = [keys, cache.values[block, :, offset, :head_dim]]
     return found if cache.scales is None else [*found, *cache.scales[block, :, :, offset].unbind(2)]
 
