@@ -53,7 +53,7 @@ settings.load_profile("suite")
 PROMISE = {  # by room, the files that hold it; "*": all
     # The same tokens: batched as alone, chunked as whole, resumed as uninterrupted, and those of transformers.
     "equivalence": "*",
-    "model": "families lfm3 mixtures",
+    "model": "families mixtures",
     "kernels": "attention experts linear mask parallel quantize rope_conv rows sampling_kernel shared_prefixes",
     # No row lost, none twice.
     "output": "durability journal rundir writer",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_model import checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
+from tiny_model import DTYPES, checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
@@ -121,3 +122,22 @@ def test_another_number_of_threads_makes_recordings_anew(model: Decoder) -> None
             found += counted.engine.step()
     assert tokens_of(found) == expected
     assert len(counted.replays.recorded) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)  # bfloat16 may run recorded steps
+def test_engines_in_two_threads_do_not_disturb_each_other(dtype: str) -> None:
+    model, requests = tiny_model(DTYPES[dtype]), random_requests(8, seed=2)
+    expected = solo(model, requests)
+    found: list[dict[int, tuple[int, ...]]] = []
+
+    def run() -> None:
+        for _ in range(3):
+            engine = engine_for(model, num_blocks=60, block_size=8, max_num_batched_tokens=24)
+            found.append(tokens_of(engine.run(requests)))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 6

@@ -51,6 +51,13 @@ def test_the_marker_follows_exactly_so_many_tokens_of_thought_and_then_the_answe
     assert answer(replace(FREE, thinking_token_budget=30)).first.token_ids == free
 
 
+def test_markers_of_rows_side_by_side_are_their_own() -> None:
+    """Each at another of its tokens; with log-probabilities, for which they are sampled."""
+    budgets = [replace(FREE, thinking_token_budget=budget, logprobs=1) for budget in range(4)]
+    found = run(engine(), [Request(key, PROMPT, params) for key, params in enumerate(budgets)])
+    assert [replace(found[key], key=0) for key in range(4)] == [*map(answer, budgets)]
+
+
 def test_max_tokens_cuts_the_marker_too() -> None:
     whole = answer(replace(FREE, thinking_token_budget=5))
     for limit in range(1, 30):

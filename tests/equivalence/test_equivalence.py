@@ -131,16 +131,6 @@ def test_preempted_before_every_step_equals_undisturbed(rows: str, dtype: str, k
     assert owing > 5 or rows != "structured", "some owed forced tokens"
 
 
-@pytest.mark.parametrize("seed", range(4))
-@every_short_kind
-@every_dtype
-def test_any_order_of_arrival_gives_the_same(rows: str, seed: int, dtype: str) -> None:
-    requests = list(KINDS[rows].requests)
-    random.Random(seed).shuffle(requests)
-    sizes = {"max_num_batched_tokens": 13, "max_num_seqs": 6, "look_ahead": 1 + seed}
-    assert run(engine_of(rows, "lfm2", dtype, block_size=5, room=3, **sizes), requests) == alone(rows, "lfm2", dtype)
-
-
 @pytest.mark.parametrize("overlaps", [False, True], ids=["single", "overlapping"])
 @pytest.mark.parametrize("records", [False, True], ids=["launched", "recorded"])
 @every_short_kind

@@ -6,6 +6,7 @@ That is what lets a row whose ``max_tokens`` has changed keep its result (``core
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ def pairs(rows: str) -> dict[int, tuple[Request, Request]]:
     return found
 
 
+@cache
+def results_of(rows: str) -> dict[int, Result]:
+    """What all of ``pairs`` get, in one engine."""
+    return run(engine_of(rows, "trained", room=30), [request for pair in pairs(rows).values() for request in pair])
+
+
 def as_record(result: Result) -> dict[str, Any]:
     """What a record says of how an answer ended."""
     usage = {"completion_tokens": result.num_generated_tokens}
@@ -35,8 +42,7 @@ def as_record(result: Result) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rows", ["greedy", "drawn", "rules", "sharing", "structured"])
 def test_a_larger_limit_goes_on_where_a_smaller_one_cut_off(rows: str) -> None:
-    found = pairs(rows)
-    results = run(engine_of(rows, "trained", room=30), [request for pair in found.values() for request in pair])
+    found, results = pairs(rows), results_of(rows)
     num_cut = 0
     for key, (small, large) in found.items():
         less, more = results[key], replace(results[_LARGER + key], key=key)
@@ -55,8 +61,7 @@ def test_a_larger_limit_goes_on_where_a_smaller_one_cut_off(rows: str) -> None:
 
 @pytest.mark.parametrize("rows", ["greedy", "drawn", "rules", "structured"])
 def test_a_row_that_was_cut_off_goes_on_behind_the_tokens_of_its_record(rows: str) -> None:
-    found = pairs(rows)
-    first = run(engine_of(rows, "trained", room=30), [request for pair in found.values() for request in pair])
+    found, first = pairs(rows), results_of(rows)
     asked = []
     for key, (_, large) in found.items():
         tokens = may_go_on(as_record(first[key]), large.params, large.params.max_tokens)

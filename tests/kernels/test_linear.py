@@ -39,12 +39,9 @@ def rows_that_differ(
 
     ``counts`` are the numbers of rows to try, by number of threads.
     """
-    generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
-    weight = torch.randn(shape, generator=generator).to(dtype)
-    bias = torch.randn(shape[0], generator=generator).to(dtype) if shape[0] % 2 else None
-    linear = make(kind, weight, bias)
-    x = torch.randn(max(counts[1]), shape[1], generator=generator).to(dtype)
-    residual = torch.randn(max(counts[1]), shape[0], generator=generator).to(dtype)
+    bias = normal(shape[0], seed=1, dtype=dtype) if shape[0] % 2 else None
+    linear = make(kind, normal(*shape, seed=0, dtype=dtype), bias)
+    x, residual = (normal(max(counts[1]), width, seed=width, dtype=dtype) for width in shape[::-1])
     torch.set_num_threads(1)
     whole, added = linear(x), linear(x, residual)
     bad = []
@@ -85,10 +82,8 @@ def test_float32_is_as_exact_for_many_inputs_as_for_few(inputs: int, rows: int) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LINEARS)
 def test_a_row_has_the_same_bits_wherever_it_stands(kind: str, dtype: str, place: int) -> None:
-    generator = torch.Generator().manual_seed(place)
-    linear = make(kind, torch.randn(96, 64, generator=generator).to(DTYPES[dtype]), None)
-    row = torch.randn(1, 64, generator=generator).to(DTYPES[dtype])
-    others = 1e3 * torch.randn(40, 64, generator=generator).to(DTYPES[dtype])
+    weight, row, others = (normal(n, 64, seed=place + n, dtype=DTYPES[dtype]) for n in (96, 1, 40))
+    linear, others = make(kind, weight, None), 1e3 * others
     others[place] = row
     assert torch.equal(linear(others)[place], linear(row)[0])
 
@@ -96,9 +91,8 @@ def test_a_row_has_the_same_bits_wherever_it_stands(kind: str, dtype: str, place
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LINEARS)
 def test_a_row_of_nan_stays_alone(kind: str, dtype: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    linear = make(kind, torch.randn(96, 64, generator=generator).to(DTYPES[dtype]), None)
-    x = torch.randn(5, 64, generator=generator).to(DTYPES[dtype])
+    weight, x = (normal(n, 64, seed=n, dtype=DTYPES[dtype]) for n in (96, 5))
+    linear = make(kind, weight, None)
     clean = linear(x)
     x[2] = torch.nan
     dirty = linear(x)
@@ -110,12 +104,8 @@ def test_a_row_of_nan_stays_alone(kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LINEARS)
 def test_linear_equals_the_reference(kind: str, dtype: str, rows: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(DTYPES[dtype])
-
-    weight, bias, x, residual = random(50, 36), random(50), random(rows, 36), random(rows, 50)
+    shapes = (50, 36), (50,), (rows, 36), (rows, 50)
+    weight, bias, x, residual = (normal(*shape, seed=i, dtype=DTYPES[dtype]) for i, shape in enumerate(shapes))
     tolerance = {"rtol": 2**-6, "atol": 2**-5} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
     for b in (None, bias):
         activations = "int8" if kind == "integers" else "auto"

@@ -32,7 +32,9 @@ from torch import Tensor
 
 from batchgen.engine.graphs import CudaGraphs, PaddingSlot
 from batchgen.kernels import plain
+from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.plain import PlainKernels
+from batchgen.kernels.select import select
 from batchgen.model import state
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
@@ -186,3 +188,9 @@ def test_a_recorded_step_equals_a_launched_one() -> None:
         torch.testing.assert_close(graphs.run(inputs).logits, expected)
         for got, wanted in zip(state_tensors(recorded), state_tensors(launched), strict=True):
             torch.testing.assert_close(got[:5], wanted[:5], rtol=1e-4, atol=1e-4)
+
+
+def test_the_fast_back_end_is_chosen_where_it_runs() -> None:
+    assert isinstance(select(CPU, torch.bfloat16), CpuKernels)
+    assert isinstance(select(CPU, torch.float32), CpuKernels)
+    assert isinstance(select(torch.device("meta"), torch.bfloat16), PlainKernels)
