@@ -25,7 +25,7 @@ from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.journal import Counts, Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.record_builder import check_record
-from batchgen.output.rundir import Begun, RunDir
+from batchgen.output.rundir import JournalledJob, RunDir
 
 IndexedRow = tuple[int, bytes]
 EXACT_FORMAT = "jsonl"  # the outputs are the journal's records
@@ -41,7 +41,7 @@ class Rows:
         return (row for _, row in self._read())
 
 
-def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, num_rows: int) -> Begun:
+def finalize(run_dir: RunDir, job: JournalledJob, spec: JobSpec, journal: Journal, *, num_rows: int) -> JournalledJob:
     """Write the outputs and failed rows of a job whose rows are all in its journal.
 
     ``num_rows`` counts the input's rows over all shards and is stored in the journal's ``job.json``, which is returned.
@@ -55,10 +55,10 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
             f"{run_dir.path}: the input has {num_rows} rows, but the journal holds {len(journal.done)} and the first "
             f"unfinished one is row {journal.done.first_gap}; nothing was written"
         )
-    if begun.manifest.num_rows != num_rows:
-        begun = begun._replace(manifest=replace(begun.manifest, num_rows=num_rows))
-        run_dir.write_begun(begun)
-    form, output = output_format(spec, begun.manifest), spec.output
+    if job.manifest.num_rows != num_rows:
+        job = job._replace(manifest=replace(job.manifest, num_rows=num_rows))
+        run_dir.write_job(job)
+    form, output = output_format(spec, job.manifest), spec.output
     names = frozenset[str]() if output.format == "parquet" else packed_keys(spec)
     with staged_file(run_dir.outputs(output.format)) as file:
         form.write(file, Rows(lambda: _results(journal, form, names)))
@@ -67,12 +67,12 @@ def finalize(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal, *, 
     (commit_staged if counts.errors else remove_file)(run_dir.errors)
     commit_staged(run_dir.outputs(output.format))
     run_dir.remove_other_outputs(output.format)
-    return begun
+    return job
 
 
-def write_errors(run_dir: RunDir, begun: Begun, spec: JobSpec, journal: Journal) -> None:
+def write_errors(run_dir: RunDir, job: JournalledJob, spec: JobSpec, journal: Journal) -> None:
     """Write ``errors.jsonl`` of an unfinished run: the rows that have failed so far. Raises StorageError."""
-    _stage_errors(run_dir, output_format(spec, begun.manifest), journal)
+    _stage_errors(run_dir, output_format(spec, job.manifest), journal)
     commit_staged(run_dir.errors)
 
 
@@ -135,7 +135,7 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
     if last is None or not is_edited or (run_dir.errors.name in files and not run_dir.errors.exists()):
         return
     num_rows = len(last.shard.rows(last.num_rows or 0))
-    if num_read < num_rows and not any(begun.has_all_rows for begun in run_dir.unfinished()):  # whose outputs it may be
+    if num_read < num_rows and not any(job.has_all_rows for job in run_dir.unfinished()):  # whose outputs it may be
         lost = f"{num_read:,} of {num_rows:,} rows can be read"
         raise StorageError(f"{path} is not as its run wrote it: {lost}; restore it, or run with --overwrite")
 

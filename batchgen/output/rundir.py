@@ -43,8 +43,8 @@ OUTPUT_NAMES = {
 }
 
 
-class Begun(NamedTuple):
-    """A job that was begun in a run directory: its folder below ``journal/``, and its ``job.json``."""
+class JournalledJob(NamedTuple):
+    """A job of a run directory: its folder below ``journal/``, and its ``job.json``."""
 
     folder: Path
     manifest: Manifest
@@ -91,8 +91,8 @@ class RunDir:
         """Whether writing this run could replace or remove ``path``; an input must not be such a file."""
         root, target = self.path.resolve(), path.resolve()
         files, folder = self._files, self.journals
-        mine = [*files, *map(temporary_name, files), self.lock_file, folder, trash_name(folder)]
-        return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in mine}
+        owned = [*files, *map(temporary_name, files), self.lock_file, folder, trash_name(folder)]
+        return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in owned}
 
     def create(self) -> None:
         """Make the folder and its parents, durably; a folder that another process holds is left to ``lock`` to refuse.
@@ -116,7 +116,7 @@ class RunDir:
 
     def refuse_foreign_files(self) -> None:
         """Raises UsageError if the folder holds files of a run but no ``job.json``: another program wrote them."""
-        if (foreign := self._foreign_files()) and not self.manifest.exists() and not self.begun_jobs():
+        if (foreign := self._foreign_files()) and not self.manifest.exists() and not self.journalled():
             raise UsageError(
                 f"{self.path} holds {foreign[0].relative_to(self.path)} but no job.json: batchgen did not write it; "
                 "choose another output.path"
@@ -137,12 +137,12 @@ class RunDir:
     def _foreign_files(self) -> list[Path]:
         """The files of a run except ``job.json``, and except files that a run killed at its beginning may leave."""
         try:
-            mine = [path for path in (*self._outputs, self.errors, self.report) if path.exists()]
+            files = [path for path in (*self._outputs, self.errors, self.report) if path.exists()]
             if self._progress.exists() and not _is_progress(self._progress):
-                mine.append(self._progress)
+                files.append(self._progress)
             if self.journals.exists() and not self.journals.is_dir():
-                mine.append(self.journals)
-            return mine + [path for path in sorted(self.journals.glob("*")) if not _number(path)]
+                files.append(self.journals)
+            return files + [path for path in sorted(self.journals.glob("*")) if not _number(path)]
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
 
@@ -164,52 +164,52 @@ class RunDir:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"cannot read {self.manifest}: {why}; batchgen run --overwrite starts again") from error
 
-    def begun_jobs(self) -> list[Begun]:
+    def journalled(self) -> list[JournalledJob]:
         """The jobs that have a folder in ``journal/``, the earliest first. Raises as ``read_manifest``."""
         paths = [path for path in self.journals.glob("*") if _number(path) and path.is_dir()]
         read = [(path, RunDir(path).read_manifest()) for path in sorted(paths, key=lambda path: (_number(path), path))]
-        return [Begun(path, manifest) for path, manifest in read if manifest is not None]
+        return [JournalledJob(path, manifest) for path, manifest in read if manifest is not None]
 
     def is_begun(self) -> bool:
         """Whether a run has written here, if only its progress. Raises as ``read_manifest``."""
-        return self.manifest.exists() or bool(self.begun_jobs()) or _is_progress(self._progress)
+        return self.manifest.exists() or bool(self.journalled()) or _is_progress(self._progress)
 
-    def unfinished(self) -> list[Begun]:
+    def unfinished(self) -> list[JournalledJob]:
         """The jobs that were begun since the outputs appeared, the earliest first. Raises as ``read_manifest``."""
-        return [begun for begun in self.begun_jobs() if _number(begun.folder) > self._num_finished()]
+        return [job for job in self.journalled() if _number(job.folder) > self._num_finished()]
 
     def job(self) -> Manifest:
         """The job of the folder: the last unfinished one, or else the job of its outputs.
 
         Its output path is this folder, even if the folder has been moved. Raises UsageError for a folder without a job.
         """
-        manifests = [*filter(None, [self.read_manifest()]), *(begun.manifest for begun in self.unfinished())]
+        manifests = [*filter(None, [self.read_manifest()]), *(job.manifest for job in self.unfinished())]
         if not manifests:
             raise UsageError(f"{self.path} is not a run directory: it has no job.json")
         job = manifests[-1].job
         return replace(manifests[-1], job={**job, "output": {**job["output"], "path": str(self.path)}})
 
-    def kept_job(self) -> Begun | None:
+    def kept_job(self) -> JournalledJob | None:
         """The job of the outputs with its rows, which are kept if the outputs are not JSON Lines."""
         last = self.read_manifest()
-        return next((begun for begun in self.begun_jobs() if last and begun.folder.name == last.journal), None)
+        return next((job for job in self.journalled() if last and job.folder.name == last.journal), None)
 
-    def begin(self, manifest: Manifest) -> Begun:
+    def begin(self, manifest: Manifest) -> JournalledJob:
         """Make the folder of a new job, with its ``job.json``. Raises StorageError."""
         number = 1 + max([self._num_finished(), *map(_number, self.journals.glob("*"))])
-        begun = Begun(self.journals / f"{number:04d}-{token_hex(4)}", manifest)
-        with storage_errors("begin a journal in", begun.folder):
-            make_folder(begun.folder)
-        self.write_begun(begun)
-        return begun
+        job = JournalledJob(self.journals / f"{number:04d}-{token_hex(4)}", manifest)
+        with storage_errors("begin a journal in", job.folder):
+            make_folder(job.folder)
+        self.write_job(job)
+        return job
 
-    def write_begun(self, begun: Begun) -> None:
+    def write_job(self, job: JournalledJob) -> None:
         """Replace the ``job.json`` of a job that is not finished."""
-        write_atomic(begun.folder / self.manifest.name, begun.manifest.to_bytes())
+        write_atomic(job.folder / self.manifest.name, job.manifest.to_bytes())
 
-    def remove_begun(self, begun: Begun) -> None:
+    def remove_job(self, job: JournalledJob) -> None:
         """Remove the folder of a job, as if it had never begun."""
-        remove_folder(begun.folder)
+        remove_folder(job.folder)
         with suppress(OSError):
             self.journals.rmdir()
 
@@ -224,19 +224,19 @@ class RunDir:
             if manifest.files.get(path.name) != (_named(path, digests) if path.is_file() else None)
         ]
 
-    def finish(self, begun: Begun, digests: Digests, *, keeps_rows: bool) -> Manifest:
+    def finish(self, job: JournalledJob, digests: Digests, *, keeps_rows: bool) -> Manifest:
         """Write the ``job.json`` of a finished job, which names its outputs, and delete the folders of all jobs.
 
         Its own folder stays if it ``keeps_rows``. Jobs that were begun after it were given up for it: they go first,
         since after a crash they would count as newer than the outputs. Raises UsageError, StorageError.
         """
-        for other in self.begun_jobs():
-            if _number(other.folder) > _number(begun.folder):
+        for other in self.journalled():
+            if _number(other.folder) > _number(job.folder):
                 remove_folder(other.folder)
         fresh = Digests()  # the earlier digests may be of files that these have replaced
         files = {path.name: _named(path, fresh) for path in (*self._outputs, self.errors) if path.is_file()}
         states = digests.to_plain() | fresh.to_plain()
-        finished = replace(begun.manifest, files=files, journal=begun.folder.name, file_states=states)
+        finished = replace(job.manifest, files=files, journal=job.folder.name, file_states=states)
         self.write_manifest(finished)
         self._remove_finished(keeps_rows=keeps_rows)
         return finished

@@ -32,15 +32,15 @@ _FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
 class EarlierResults:
     """The earlier results that the job of ``manifest`` can take its rows from. Close it.
 
-    ``run_dir`` is the job's own folder, whose journal ``mine`` is not read. ``lines`` describes how each source
+    ``run_dir`` is the job's own folder, whose journal ``skip`` is not read. ``lines`` describes how each source
     differs; one that computes in another way, if the manifest has numerics, is not used. ``sources`` lists the folder's
     own: how many results each has, and its job. Raises UsageError as ``earlier_runs``, and for files that cannot be
     read.
     """
 
-    def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, mine: Path | None = None) -> None:
+    def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, skip: Path | None = None) -> None:
         self.lines: list[str] = []
-        self._manifest, self._mine = manifest, mine
+        self._manifest, self._skip = manifest, skip
         self._builder = job.records
         self._rows = EarlierRows()
         self.sources = [*self._add(run_dir, job.digests)] if run_dir is not None else []
@@ -86,9 +86,9 @@ class EarlierResults:
                 self.lines.append(
                     f"no row of {run_dir.outputs(EXACT_FORMAT)} can be kept: it is not as its run wrote it"
                 )
-        for begun in run_dir.unfinished():
-            if begun.folder != self._mine and self._computes_alike(run_dir, begun.manifest):
-                yield self._add_files(segments(begun.folder)), begun.manifest
+        for job in run_dir.unfinished():
+            if job.folder != self._skip and self._computes_alike(run_dir, job.manifest):
+                yield self._add_files(segments(job.folder)), job.manifest
 
     def _add_files(self, paths: Iterable[Path]) -> int:
         before = len(self._rows)
@@ -147,7 +147,7 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest]]:
 
 def is_between(run_dir: RunDir, last: Manifest, digests: Digests) -> bool:
     """Whether another job has begun to replace the outputs of the last finished one."""
-    is_begun = any(begun.has_all_rows for begun in run_dir.unfinished())
+    is_begun = any(job.has_all_rows for job in run_dir.unfinished())
     return is_begun and bool(run_dir.changed_files(last, digests))
 
 

@@ -23,7 +23,7 @@ from batchgen.input.source import RowRange, Source, open_source
 from batchgen.output.finalize import EXACT_FORMAT, finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
-from batchgen.output.rundir import Begun, RunDir, tidy_on_failure
+from batchgen.output.rundir import JournalledJob, RunDir, tidy_on_failure
 from batchgen.report.build import build_report, write_report
 from batchgen.run.earlier_results import EarlierResults, earlier_runs, refuse_own_rows, rendered_at
 from batchgen.run.invocation import Invocation, OtherNumerics, RunOptions
@@ -96,35 +96,35 @@ class _Job:
                 stack.callback(self.stdin.drop)
             source = self._find_input()
             self._identify(source)
-            mine = self.jobs.find(self.manifest, self.spec)
-            last, retries = self.jobs.last, self.options.update and (self.jobs.has_failed or self.jobs.has_lost_rows())
-            if last and mine is None and not retries and self.jobs.is_done(self.manifest, self.spec, self.digests):
-                return self._already_done(last)
+            resumable, done = self.jobs.find(self.manifest, self.spec), self.jobs.finished
+            retries = self.options.update and (self.jobs.has_failed or self.jobs.has_lost_rows())
+            if done and resumable is None and not retries and self.jobs.is_done(self.manifest, self.spec, self.digests):
+                return self._already_done(done)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} is gone; pipe the same rows in again, or --overwrite")
-            if mine is None and not self.options.update:
+            if resumable is None and not self.options.update:
                 self.jobs.refuse_unasked(self.manifest, self.digests)
             self.invocation.claim(self.manifest)
             try:
-                return self._run(source, mine)
+                return self._run(source, resumable)
             except OtherNumerics:
-                if mine is None:
-                    self.run_dir.remove_begun(self.begun)
+                if resumable is None:
+                    self.run_dir.remove_job(self.begun)
                     self.progress.keep_file(False)
                 if not self.options.update:
                     raise
             return self._run(source, None)  # as the engine computes that is loaded now
 
-    def _run(self, source: Source, mine: Begun | None) -> Outcome:
+    def _run(self, source: Source, resumable: JournalledJob | None) -> Outcome:
         """Begin the job, or continue it from its journal, up to its outputs."""
         self.opened = OpenJob(self.spec, self.model, source, self.digests)
-        self.begun = self._begin() if mine is None else self._continue(mine)
+        self.begun = self._begin() if resumable is None else self._continue(resumable)
         earlier = None if self.begun.manifest.taken else self._earlier_results()
         opened = closing(earlier) if earlier is not None else ExitStack()
         with opened, closing(Journal.open(self.begun.folder, self.options.shard)) as journal:
             for line in journal.recovery:
                 self.note(line)
-            return self._run_rows(journal, earlier, is_resumed=mine is not None)
+            return self._run_rows(journal, earlier, is_resumed=resumable is not None)
 
     def _find_jobs(self) -> None:
         """Find the jobs of the run directory, unless this one overwrites them. Raises UsageError."""
@@ -193,18 +193,18 @@ class _Job:
             file_states=self.digests.to_plain(),
         )
 
-    def _already_done(self, last: Manifest) -> Outcome:
+    def _already_done(self, done: Manifest) -> Outcome:
         """Complete the steps that a kill just after the outputs appeared has left undone."""
         edited = self.jobs.edited(self.digests)
         self.progress.keep_file(bool(self.run_dir.unfinished()), is_idle=True)
-        states = replace(last, file_states=self.digests.to_plain())  # so that the next start need not read the files
+        states = replace(done, file_states=self.digests.to_plain())  # so that the next start need not read the files
         with suppress(StorageError):  # the disk may be full by now
-            if states != last:
+            if states != done:
                 self.run_dir.write_manifest(states)
         form, has_failed = self.spec.output.format, self.jobs.has_failed
-        return self.invocation.published(already_done(self.run_dir, form, edited, has_failed=has_failed), last)
+        return self.invocation.published(already_done(self.run_dir, form, edited, has_failed=has_failed), done)
 
-    def _begin(self) -> Begun:
+    def _begin(self) -> JournalledJob:
         """Begin the job: check that it can run, and make its journal.
 
         In a new folder the weights are loaded before anything is written, so that unusable weights do not leave a
@@ -234,9 +234,9 @@ class _Job:
             self.note(_SHARDS_DATE)
         return begun
 
-    def _continue(self, mine: Begun) -> Begun:
+    def _continue(self, resumable: JournalledJob) -> JournalledJob:
         """Continue the unfinished job. Print a note for each difference that does not affect the output."""
-        before = mine.manifest
+        before = resumable.manifest
         if before.numerics is not None:
             self.manifest = self.manifest.with_numerics(before.numerics)
         has_more = self.spec.output.reuse != tuple(before.job["output"]["reuse"])
@@ -248,16 +248,16 @@ class _Job:
             num_good=before.num_good,
             taken=before.taken and not (has_more and self.spec.output.reuse),
         )
-        for line in () if mine.has_all_rows else compare(before, self.manifest).allowed:
+        for line in () if resumable.has_all_rows else compare(before, self.manifest).allowed:
             self.note(f"resuming with {line}")
-        self.progress.go_on(mine.folder.name)
-        return Begun(mine.folder, self.manifest)
+        self.progress.go_on(resumable.folder.name)
+        return JournalledJob(resumable.folder, self.manifest)
 
     def _earlier_results(self) -> EarlierResults:
         """The results that rows can be taken from, without the results of a folder that is overwritten."""
         own = self.run_dir if self.jobs.current else None
         with self.progress.phase("reading earlier results", "read"):
-            earlier = EarlierResults(self.opened, self.manifest, own, mine=self.begun.folder)
+            earlier = EarlierResults(self.opened, self.manifest, own, skip=self.begun.folder)
         for line in earlier.lines:
             self.note(line)
         return earlier
@@ -278,7 +278,7 @@ class _Job:
                 with progress.phase("reading ids again", "read"):
                     rebuild_ids(rows.source.read(), max(journal.done), validator)
             if is_resumed:
-                self._write_begun(self.manifest)
+                self._write_job(self.manifest)
             if earlier is not None:
                 self._take_over(earlier, rows, validator, sink)
                 if self.stopper.requested:
@@ -290,7 +290,7 @@ class _Job:
             self.invocation.count(rows)
             self.note(announcement(self.run_dir, self.options.shard, progress.rows_total, len(journal.done)))
             if not self.invocation.generate(self.opened, self.manifest, rows.read(), validator, sink):
-                if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.last is None:
+                if self.stopper.exit_code == ExitCode.ROWS_FAILED and self.jobs.finished is None:
                     write_errors(self.run_dir, self.begun, self.spec, journal)
                 return self._stopped()
         self.opened.check_read(self.note)
@@ -306,24 +306,24 @@ class _Job:
                 return
             if not self.options.update and (why := self.jobs.losses(counts, earlier.sources, self.manifest, self.spec)):
                 sink.journal.close()
-                self.run_dir.remove_begun(self.begun)
+                self.run_dir.remove_job(self.begun)
                 self.progress.keep_file(False)
                 raise UsageError(f"{self.run_dir.path}: {why}: fix the input, or continue with --update")
             rest = f"{counted(counts.num_kept, 'row')} kept, {counts.num_new:,} to compute"
             self.note(f"{self.jobs.what_changed(self.manifest, self.spec)}{rest}")
-        self._write_begun(replace(self.manifest, taken=True, num_good=counts.num_good if counts else None))
+        self._write_job(replace(self.manifest, taken=True, num_good=counts.num_good if counts else None))
 
-    def _write_begun(self, manifest: Manifest) -> None:
+    def _write_job(self, manifest: Manifest) -> None:
         """Make ``manifest`` the manifest of the job under way, and store it with its journal."""
         self.manifest = manifest
-        self.begun = Begun(self.begun.folder, manifest)
-        self.run_dir.write_begun(self.begun)
+        self.begun = JournalledJob(self.begun.folder, manifest)
+        self.run_dir.write_job(self.begun)
 
     def _finish(self, journal: Journal, num_rows: int) -> Outcome:
         """Write the outputs and the report; then the folder's ``job.json`` names them, and the journals go."""
         with self.progress.phase("writing the outputs", "write"):
             self.begun = finalize(
-                self.run_dir, Begun(self.begun.folder, self.manifest), self.spec, journal, num_rows=num_rows
+                self.run_dir, JournalledJob(self.begun.folder, self.manifest), self.spec, journal, num_rows=num_rows
             )
         with self.progress.phase("writing the report", "write"):
             totals = journal_totals(journal, self.spec)

@@ -22,7 +22,7 @@ from batchgen.core.units import WHOLE
 from batchgen.output.finalize import EXACT_FORMAT, finalize, journalled
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
-from batchgen.output.rundir import Begun, RunDir, tidy_on_failure
+from batchgen.output.rundir import JournalledJob, RunDir, tidy_on_failure
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
@@ -88,7 +88,7 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
             return _write(shards, run_dir, manifest, begun)
 
 
-def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlier: Sequence[Begun]) -> Merged:
+def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlier: Sequence[JournalledJob]) -> Merged:
     """Copy the records of all shards into a journal, and write the joined files from it.
 
     The journals of ``earlier`` killed merges are removed once the new journal exists: until then they show whose the
@@ -96,7 +96,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlie
     """
     begun = run_dir.begin(manifest)
     for other in earlier:
-        run_dir.remove_begun(other)
+        run_dir.remove_job(other)
     job = manifest.spec(run_dir.manifest)
     with closing(Journal.open(begun.folder)) as journal:
         try:
@@ -108,7 +108,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlie
         except BaseException:
             journal.close()
             if run_dir.manifest.exists() or not run_dir.outputs(job.output.format).exists():
-                run_dir.remove_begun(begun)  # it may be large
+                run_dir.remove_job(begun)  # it may be large
             raise
         begun = finalize(run_dir, begun, job, journal, num_rows=shards[0].num_rows)
         counts = journal.counts

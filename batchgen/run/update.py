@@ -20,7 +20,7 @@ from batchgen.input.rows import prepared
 from batchgen.input.source import RowRange
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
-from batchgen.output.rundir import Begun, RunDir
+from batchgen.output.rundir import JournalledJob, RunDir
 from batchgen.run.earlier_results import EarlierResults, is_between
 from batchgen.run.progress import KEEPING, Progress
 from batchgen.run.results import ResultSink
@@ -61,15 +61,14 @@ class Counts:
 
 
 class FolderJobs:
-    """The jobs of a run directory: the job of its outputs (``last``), and the unfinished jobs since then."""
+    """The jobs of a run directory: the job of its outputs (``finished``), and the unfinished jobs since then."""
 
     def __init__(self, run_dir: RunDir, *, starts_anew: bool = False) -> None:
         """Raises UsageError for a ``job.json`` that cannot be read; with ``starts_anew`` none is read."""
         self._run_dir = run_dir
-        self.last = None if starts_anew else run_dir.read_manifest()
-        self._begun = [] if starts_anew else run_dir.unfinished()
-        newest = [begun.manifest for begun in reversed(self._begun)]
-        self.manifests = [*([self.last] if self.last else []), *newest]
+        self.finished = None if starts_anew else run_dir.read_manifest()
+        self._unfinished = [] if starts_anew else run_dir.unfinished()
+        self.manifests = [*filter(None, [self.finished]), *(job.manifest for job in reversed(self._unfinished))]
 
     @property
     def current(self) -> Manifest | None:
@@ -83,14 +82,14 @@ class FolderJobs:
             states |= manifest.file_states
         return Digests(states)
 
-    def find(self, now: Manifest, spec: JobSpec) -> Begun | None:
+    def find(self, now: Manifest, spec: JobSpec) -> JournalledJob | None:
         """The newest journal of this job, if it is unfinished."""
-        return next((begun for begun in reversed(self._begun) if is_same(begun.manifest, now, spec)), None)
+        return next((job for job in reversed(self._unfinished) if is_same(job.manifest, now, spec)), None)
 
     @property
     def has_failed(self) -> bool:
         """Whether rows of the last finished job have failed."""
-        return self.last is not None and self._run_dir.errors.name in self.last.files
+        return self.finished is not None and self._run_dir.errors.name in self.finished.files
 
     def has_lost_rows(self) -> bool:
         """Whether rows are missing from the journal that is kept with the outputs. Raises StorageError."""
@@ -101,21 +100,22 @@ class FolderJobs:
 
     def is_of_outputs(self, now: Manifest, spec: JobSpec) -> bool:
         """Whether the outputs, in whatever form, belong to this job."""
-        return self.last is not None and is_same(replace(self.last, parts=[]), now, spec)
+        return self.finished is not None and is_same(replace(self.finished, parts=[]), now, spec)
 
     def is_done(self, now: Manifest, spec: JobSpec, digests: Digests) -> bool:
         """Whether the outputs belong to this job and have its form, though they may have been edited."""
-        if self.last is None or is_between(self._run_dir, self.last, digests):
+        if self.finished is None or is_between(self._run_dir, self.finished, digests):
             return False
-        was, is_now = ({name: job["output"].get(name) for name in FORM} for job in (self.last.job, now.job))
+        was, is_now = ({name: job["output"].get(name) for name in FORM} for job in (self.finished.job, now.job))
         is_there = self._run_dir.outputs(spec.output.format).is_file()
         return is_there and was == is_now and self.is_of_outputs(now, spec)
 
     def edited(self, digests: Digests) -> list[str]:
         """The files of the last finished job that have been changed since; ``errors.jsonl`` may be removed."""
-        if self.last is None or is_between(self._run_dir, self.last, digests) or not self._run_dir.has_outputs():
+        finished, run_dir = self.finished, self._run_dir
+        if finished is None or is_between(run_dir, finished, digests) or not run_dir.has_outputs():
             return []
-        changed, errors = self._run_dir.changed_files(self.last, digests), self._run_dir.errors
+        changed, errors = run_dir.changed_files(finished, digests), run_dir.errors
         return [name for name in changed if name != errors.name or errors.exists()]
 
     def changes(self, now: Manifest) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from batchgen.core.storage import staged_file, write_atomic
 from batchgen.core.units import Shard
 from batchgen.output.lock import Holder
 from batchgen.output.manifest import Manifest, compare
-from batchgen.output.rundir import Begun, RunDir
+from batchgen.output.rundir import JournalledJob, RunDir
 
 MANIFEST = Manifest(
     job={
@@ -374,7 +374,7 @@ def test_a_manifest_of_another_shape_is_refused_by_key(run_dir: RunDir, damage: 
 # ---------------------------------------------------------------- jobs and their journals
 
 
-def finished(run_dir: RunDir, begun: Begun, *, keeps_rows: bool = False) -> Manifest:
+def finished(run_dir: RunDir, begun: JournalledJob, *, keeps_rows: bool = False) -> Manifest:
     (run_dir.path / "outputs.jsonl").write_text(begun.folder.name)
     return run_dir.finish(begun, Digests(), keeps_rows=keeps_rows)
 
@@ -395,7 +395,7 @@ def test_a_finished_job_takes_all_folders_with_it_and_numbers_go_on_behind_it(ru
     assert run_dir.changed_files(known, Digests()) == ["errors.jsonl"]
     assert run_dir.begin(MANIFEST).folder.name.startswith("0003-")
     other.folder.mkdir(parents=True)
-    run_dir.write_begun(other)  # as a copy of the folder may bring it back
+    run_dir.write_job(other)  # as a copy of the folder may bring it back
     assert [begun.folder.name[:4] for begun in run_dir.unfinished()] == ["0003"]
     run_dir.sweep()
     assert [path.name[:4] for path in run_dir.journals.iterdir()] == ["0003"]

@@ -28,7 +28,7 @@ from batchgen.output.finalize import finalize
 from batchgen.output.formats import parquet
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest
-from batchgen.output.rundir import Begun, RunDir
+from batchgen.output.rundir import JournalledJob, RunDir
 
 Rows = Sequence[dict[str, Any]]
 
@@ -52,7 +52,7 @@ def spec(output_format: str = "jsonl", *, chat: bool = True) -> JobSpec:
     return JobSpec(ModelSpec("m"), InputSpec(("in",), chat_template="auto" if chat else "none"), output)
 
 
-def begun_in(run_dir: RunDir, shard: Shard = WHOLE) -> Begun:
+def begun_in(run_dir: RunDir, shard: Shard = WHOLE) -> JournalledJob:
     return run_dir.begin(Manifest(spec().to_dict(), spec().output_keys(), shard=shard))
 
 
