@@ -6,9 +6,7 @@ See ``storm_runs`` for how.
 from __future__ import annotations
 
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,7 +17,7 @@ import pytest
 import storm_runs
 from fault_injection import KINDS, Fault, Operation
 from repeats import SLOW_SHARE, share_of
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, survived, without_timings, write_lines
+from run_helpers import JobMaker, finish, rows_of, start, survived, without_timings
 
 from batchgen.core import storage
 
@@ -46,33 +44,6 @@ def test_a_storm_of_signals_changes_no_byte(
     with capsys.disabled():
         print(f"\nsignals survived: {dict(counts)}", end=" ")
     assert sum(count for name, count in counts.items() if name.startswith("kill")) >= int(NUM_KILLS * share)
-
-
-@pytest.mark.slow
-def test_processes_of_the_command_itself_are_killed_and_change_no_byte(tmp_path: Path) -> None:
-    rng = random.Random(SEED)
-    source = write_lines(tmp_path / "rows.jsonl", rows_of(120))
-    command = [sys.executable, "-m", "batchgen", "run", "--model", str(MODEL), "--input", str(source), "--prompt"]
-    command += ["{question}", "--n", "2", "--temperature", "0.7", "--stop", "7", "--threads", "1", "--output"]
-
-    def start(output: str) -> subprocess.Popen[str]:
-        words = [*command, str(tmp_path / output)]
-        return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    started_at = time.monotonic()
-    code, said = finish(start("reference"), timeout=300)
-    whole_s = time.monotonic() - started_at
-    assert code == 0, said
-    for _ in range(4):
-        process = start("out")
-        time.sleep(rng.uniform(0.3, 1) * whole_s)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    code, said = finish(start("out"), timeout=300)
-    assert code == 0, said
-    assert without_timings(tmp_path / "out" / "outputs.jsonl") == without_timings(
-        tmp_path / "reference" / "outputs.jsonl"
-    )
 
 
 def test_two_runs_at_once_one_wins_and_the_other_exits_5(job: JobMaker, tmp_path: Path) -> None:

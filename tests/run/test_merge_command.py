@@ -10,9 +10,7 @@ import pytest
 from run_helpers import JobMaker, files, read_lines, rows_of, updating
 
 from batchgen.cli.main import call
-from batchgen.core.errors import StorageError
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
-from batchgen.run import merge as merge_module
 from batchgen.run.status import read_status
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]
@@ -63,20 +61,6 @@ def test_a_finished_merge_says_so_and_exits_as_it_ended(
     assert merge(job, folders) == code
     assert "already done: 2 shards in" in capsys.readouterr().err
     assert files(job.output) == before
-
-
-def test_a_merge_killed_before_its_report_writes_it_next_time(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = run_shards(job)
-
-    def failing(*args: object) -> None:
-        raise StorageError("the disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(merge_module, "write_report", failing)
-        assert merge(job, folders) == 1
-    assert not (job.output / "report.json").exists()
-    assert merge(job, folders) == 3
-    assert report_of(job.output)["rows"] == {"total": 12, "done": 10, "failed": 2}
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"version": 1}'])

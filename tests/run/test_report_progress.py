@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, Shell, finish, rows_of, start, until_rows_are_done
+from run_helpers import JobMaker, Shell, rows_of
 from stub_engine import stub_factory
 
 from batchgen.core.records import Result, Sample, Timings
 from batchgen.run.display import Display
 from batchgen.run.progress import Progress, read_progress
-from batchgen.run.status import read_status, render_status, watch_status
+from batchgen.run.status import read_status, render_status
 from batchgen.run.stop import Limits, Stopper
 
 
@@ -107,17 +107,6 @@ def test_progress_is_saved_as_soon_as_rows_are_computed(tmp_path: Path, monkeypa
                     break
                 time.sleep(0.01)
     assert saved is not None and saved["journal"] == "0001"
-
-
-def test_watching_ends_with_the_run(job: JobMaker) -> None:
-    job.write(rows_of(60))
-    process = start(["run", job.toml()], step_s=0.05)
-    until_rows_are_done(process, job.output, 2)
-    states = [status["state"] for status in watch_status(job.output, interval_s=0.1)]
-    assert finish(process)[0] == 0
-    assert states[0] == "running"
-    assert states[-1] == "finished"
-    assert set(states[:-1]) == {"running"}
 
 
 def test_watching_a_finished_run_shows_it_once(job: JobMaker, shell: Shell) -> None:

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shutil
-import signal
 import time
 import tracemalloc
 from contextlib import closing
@@ -172,30 +171,6 @@ def test_rows_come_from_unfinished_runs_and_from_several(job: JobMaker) -> None:
     assert_as_fresh(job)
     job.elsewhere("third", job.spec(output={"reuse": [str(job.folder / "second")]}))  # rows that were reused already
     assert computed(job) == 0
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_kill_while_it_reuses_changes_no_byte(job: JobMaker, workers: int) -> None:
-    rows = rows_of(6000)
-    job.write(rows)
-    job.run(job.spec(sampling={"max_tokens": 4}))
-    job.write([*rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))])
-    path = job.toml(sampling={"max_tokens": 4})
-    target = job.folder / "second"
-    command = ["run", path, "--output", target, "--reuse", job.output, *(["--workers", "2"] if workers else [])]
-    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        process = start(command)
-        size = sum(file.stat().st_size for file in target.glob("journal/*/*.seg"))
-        while process.poll() is None and sum(f.stat().st_size for f in target.glob("journal/*/*.seg")) < size + 200_000:
-            time.sleep(0.01)
-        process.send_signal(number)
-        finish(process)
-    code, said = finish(start(command))
-    assert code == 0, said
-    assert outputs_of(target) == job.elsewhere("fresh", job.spec(sampling={"max_tokens": 4}))
-    report = json.loads((target / "report.json").read_bytes())
-    assert report["reused"]["rows"] == 6000
-    assert {path.name for path in target.iterdir()} == {"outputs.jsonl", "report.json", "job.json"}
 
 
 def test_a_folder_that_is_no_run_or_in_use_is_refused_before_anything_is_written(job: JobMaker) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_helpers import MODEL, JobMaker, files, journal_of, quiet, read_lines, rows_of
+from run_helpers import MODEL, JobMaker, journal_of, quiet, read_lines, rows_of
 from stub_engine import StubEngine
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
@@ -366,17 +365,6 @@ def test_overwrite_runs_a_finished_job_anew(job: JobMaker) -> None:
     assert read_report(job_module.RunDir(job.output))["sessions"] == 1
 
 
-@pytest.mark.parametrize("is_done", [True, False])
-def test_a_change_of_what_outputs_depend_on_is_refused_with_a_diff(job: JobMaker, is_done: bool) -> None:
-    job.write(rows_of(60))
-    job.run() if is_done else interrupted(job, job.spec(), 100)
-    before = files(job.output)
-    said = r"sampling\.max_tokens: was 16, now 9\nbatchgen plan says .*; --update keeps .*, --overwrite starts again"
-    with pytest.raises(ResumeMismatch, match=said):
-        job.run(job.spec(sampling={"max_tokens": 9}))
-    assert files(job.output) == before
-
-
 def test_an_engine_that_crashes_leaves_a_run_that_resumes(job: JobMaker, tmp_path: Path) -> None:
     job.write(rows_of(60))
     expected = job.elsewhere("reference")
@@ -386,12 +374,6 @@ def test_an_engine_that_crashes_leaves_a_run_that_resumes(job: JobMaker, tmp_pat
     job.run()
     assert job.engines[0].num_pulled < 60
     assert job.outputs() == expected
-
-
-def test_a_deadline_that_has_passed_stops_before_the_first_row(job: JobMaker) -> None:
-    job.write(rows_of(2000))
-    outcome = job.run(options=quiet(deadline=datetime(2020, 1, 1, tzinfo=UTC)))
-    assert outcome.exit_code == 75
 
 
 def test_a_run_works_outside_the_main_thread(job: JobMaker) -> None:

@@ -80,21 +80,6 @@ def test_a_second_interrupt_stops_at_once_and_the_journal_stays_sound(job: JobMa
     assert len(job.outputs()) == 200
 
 
-@pytest.mark.slow
-def test_a_step_that_does_not_end_cannot_hold_up_the_exit(job: JobMaker) -> None:
-    job.write(rows_of(200))
-    process = start(["run", job.toml()], step_s=0.02, stops_after_s=600)
-    until_rows_are_done(process, job.output)
-    process.send_signal(signal.SIGTERM)
-    asked_at = time.monotonic()
-    code, said = finish(process)
-    assert time.monotonic() - asked_at < PROMISED_S
-    assert code == ExitCode.STOPPED
-    assert "with a step still under way" in said
-    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
-    assert len(job.outputs()) == 200
-
-
 @pytest.mark.parametrize("phase_s", [slow({"step_s": 0.02}), {"load_s": 600}])
 def test_max_runtime_stops_whatever_the_run_is_doing(job: JobMaker, phase_s: dict[str, float]) -> None:
     job.write(rows_of(400))
@@ -103,19 +88,6 @@ def test_max_runtime_stops_whatever_the_run_is_doing(job: JobMaker, phase_s: dic
     assert "max runtime of 1.5 s" in said
     assert ("it was still loading the model: give it more time" in said) == ("load_s" in phase_s)
     assert ("run again" in said) == ("step_s" in phase_s)
-
-
-@pytest.mark.slow  # in this process, every interrupted run of the tests shows it
-def test_max_total_tokens_stops_and_the_next_run_goes_on(job: JobMaker) -> None:
-    job.write(rows_of(60))
-    codes = []
-    for _ in range(30):
-        codes.append(finish(start(["run", job.toml(), "--max-total-tokens", "500"]))[0])
-        if codes[-1] != ExitCode.STOPPED:
-            break
-    assert codes[-1] == ExitCode.OK
-    assert len(codes) > 2
-    assert len(job.outputs()) == 60
 
 
 def test_a_stop_while_outputs_are_written_is_harmless(job: JobMaker) -> None:

@@ -25,7 +25,7 @@ from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status, watch_status
 
 
-def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> None:
+def test_a_running_run_is_watched_from_outside_to_its_end_and_not_disturbed(job: JobMaker) -> None:
     job.write(rows_of(40))
     process = start(["run", job.toml()], step_s=0.05)
     until_rows_are_done(process, job.output, 5)
@@ -36,7 +36,9 @@ def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> 
     assert 0 < status["rows"]["done"] < 40
     assert status["tokens"]["completion"] > 0
     assert f"process {process.pid}" in render_status(status)
+    *states, last = [found["state"] for found in watch_status(job.output, interval_s=0.1)]
     assert finish(process)[0] == 0
+    assert ({*states}, last) == ({"running"}, "finished")
 
 
 def test_a_finished_run_shows_what_its_report_says_and_without_one_no_tokens(job: JobMaker, shell: Shell) -> None:

@@ -217,15 +217,6 @@ def test_a_deadline_while_the_weights_load_stops_before_the_first_row(job: JobMa
     assert job.run().exit_code == 0
 
 
-@pytest.mark.usefixtures("clock")
-def test_a_deadline_while_generating_keeps_what_is_finished(job: JobMaker) -> None:
-    job.write(rows_of(400))
-    outcome = job.run(options=quiet(deadline=NOON + timedelta(seconds=2)), step_s=0.05)
-    assert outcome.exit_code == 75
-    assert job.run().exit_code == 0
-    assert job.outputs() == job.elsewhere("whole")
-
-
 def test_a_clock_set_forward_beyond_the_deadline_stops(clock: type[WallClock]) -> None:
     stopper = Stopper(Limits(deadline=NOON + timedelta(hours=1), max_runtime_s=3600))
     stopper.check_limits(0)

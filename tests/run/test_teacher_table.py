@@ -20,7 +20,6 @@ from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.logprobs import unpacked
 from batchgen.plan.dry_run import make_plan, render_plan
 from batchgen.run.loader import read_model
-from batchgen.run.merge import merge
 
 K = 5
 CHAT = [
@@ -138,16 +137,6 @@ def test_another_form_of_the_records_is_refused_and_computed_again_by_an_update(
     assert table_of(job).schema.field("prompt_top_ids").type.value_type.list_size == K
 
 
-def test_an_update_keeps_the_rows_that_are_there(job: JobMaker) -> None:
-    job.run(teacher(job))
-    before = job.outputs()
-    job.write([*rows_of(30), {"id": "new", "question": "And now?", "answer": ""}])
-    job.run(teacher(job), updating())
-    after = job.outputs()
-    assert after[:30] == before and after[30]["id"] == "new"
-    assert [len(engine.finished) or engine.num_pulled for engine in job.engines] == [1]
-
-
 def test_a_job_whose_rows_alone_ask_keeps_objects_in_each_format(job: JobMaker) -> None:
     job.write([{**row, "sampling": {"logprobs": 1}} for row in rows_of(3)])
     job.run(job.spec(output={"format": "parquet"}))
@@ -155,13 +144,6 @@ def test_a_job_whose_rows_alone_ask_keeps_objects_in_each_format(job: JobMaker) 
     assert {*first["logprobs"][0]} == {"token_id", "token", "logprob", "top_logprobs"}
     job.run(job.spec())  # the format is free
     assert job.engines == []
-
-
-def test_shards_merge_to_the_table_of_one_run(job: JobMaker, tmp_path: Path) -> None:
-    job.run(teacher(job))
-    merge(job.shards(teacher(job)), tmp_path / "merged")
-    merged = pq.read_table(tmp_path / "merged" / "outputs.parquet")
-    assert merged.drop_columns("timings").equals(table_of(job).drop_columns("timings"))
 
 
 def test_reports_and_perplexities_are_those_of_json_lines(job: JobMaker, tmp_path: Path) -> None:

@@ -323,20 +323,6 @@ def test_vectors_of_an_earlier_run_are_reused(form: str, folder: Path) -> None:
     assert not any("reused" in row["timings"] for row in read_lines(place / "outputs.jsonl"))
 
 
-def test_vectors_in_base64_are_reused_as_the_numbers_that_they_are(folder: Path) -> None:
-    bodies = [{"input": text, "encoding_format": ("base64", "float")[i % 2]} for i, text in enumerate(TEXTS[:8])]
-    write_lines(folder.parent / "lines.jsonl", ({"custom_id": str(i), "body": body} for i, body in enumerate(bodies)))
-    _, place = run(folder, "--output-format", "openai-batch", output="a", rows="lines.jsonl")
-    wanted = without_timings(place / "outputs.jsonl")
-    for form in ("openai-batch", "jsonl"):
-        code, found = run(folder, "--output-format", form, "--reuse", place, output=form, rows="lines.jsonl")
-        rows = read_lines(found / "outputs.jsonl")
-        assert code == 0
-        assert all("reused" in row["timings"] for row in rows)
-        if form == "openai-batch":
-            assert without_timings(found / "outputs.jsonl") == wanted
-
-
 def test_other_settings_are_not_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder)[0] == 0
     assert run(folder, "--pooling", "cls")[0] == 0  # what "auto" stands for
