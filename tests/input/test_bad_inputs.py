@@ -252,6 +252,11 @@ def _write(content: bytes) -> Callable[[Path], None]:
     return lambda path: path.write_bytes(content) and None
 
 
+def _write_bad_name(path: Path) -> None:
+    pq.write_table(pa.table({"name": [1]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"name", b"na\xffe"))
+
+
 BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any], str]] = {
     "missing": ("rows.jsonl", lambda path: None, {}, "no input file"),
     "missing, as hf": ("org/name", lambda path: None, {"format": "hf"}, "written hf:NAME"),
@@ -265,6 +270,7 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any], str]] = {
     "empty Parquet": ("rows.parquet", _write(b""), {}, "as Parquet"),
     "text named Parquet": ("rows.parquet", _write(b"hello\n"), {}, "as Parquet"),
     "Parquet cut short": ("rows.parquet", _write(b"PAR1" + b"\0" * 100), {}, "as Parquet"),
+    "Parquet with a name that is not UTF-8": ("rows.parquet", _write_bad_name, {}, "as Parquet"),
     "Parquet said to be JSON": ("rows", _write(b"PAR1" + b"\0" * 100), {"format": "jsonl"}, "is a Parquet file"),
     "UTF-16 text": ("rows.txt", _write("hi\n".encode("utf-16")), {"format": "text"}, "is UTF-16"),
     "Parquet given a delimiter": ("rows", _write(b"PAR1" + b"\0" * 100), {"delimiter": ";"}, "as Parquet"),
