@@ -67,8 +67,8 @@ class Run:
     def __len__(self) -> int:
         return int(self.report["rows"]["done"])
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        return self.rows[place]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records one by one, in the order of their file, read from the run directory if it was kept."""
@@ -264,8 +264,8 @@ def _misleads(labels: Any) -> bool:
 
     if labels.nlevels > 1 or labels.dtype.kind not in "iufO":
         return False
-    places = np.arange(len(labels))
-    return bool(((labels != places) & labels.isin(places)).any())
+    positions = np.arange(len(labels))
+    return bool(((labels != positions) & labels.isin(positions)).any())
 
 
 def _spec(path: str | None, sections: Mapping[str, Any]) -> JobSpec:

@@ -88,7 +88,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     for proof in _proofs(spec, runs, solo, log):
         show(render(proof, requests))
         proofs.append(proof)
-    failed = [f"{p.name}: {_place(p.divergence, requests)}" for p in proofs if p.divergence is not None]
+    failed = [f"{p.name}: {_location(p.divergence, requests)}" for p in proofs if p.divergence is not None]
     show(f"{len(failed)} of {counted(len(proofs), 'proof')} failed" if failed else f"all {len(proofs)} proofs hold")
     verdict = {"ok": not failed, "failed": failed, "digest": solo.digest}
     return facts | verdict | {"proofs": [asdict(proof) for proof in proofs]}
@@ -156,13 +156,13 @@ def render(proof: Comparison, requests: list[Request]) -> str:
     if proof.divergence is not None:
         gap = f"largest gap {proof.largest_gap:.2g}, {share} of the logits"
         allowed = f", {tolerance} allowed" if proof.tolerance else ""
-        return f"{head}DIVERGES\n  {_place(proof.divergence, requests)}\n  {gap}{allowed}"
+        return f"{head}DIVERGES\n  {_location(proof.divergence, requests)}\n  {gap}{allowed}"
     verdict = f"gap {share} of {tolerance}" if proof.tolerance else "equal to the bit"
     flipped = f"{counted(proof.num_flipped, 'near tie')} flipped" if proof.num_flipped else ""
     return ", ".join(filter(None, (f"{head}{verdict}", proof.note or flipped)))
 
 
-def _place(at: Divergence, requests: list[Request]) -> str:
+def _location(at: Divergence, requests: list[Request]) -> str:
     request = requests[at.key]
     num_tokens, kind = len(request.prompt_token_ids), "greedy" if request.params.is_greedy else "sampled"
     prompt = f"prompt {at.key} ({counted(num_tokens, 'token')}, {kind})"

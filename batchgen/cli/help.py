@@ -125,7 +125,7 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
     rows = answers(topic, pages["faq"])
     if distance(best) < ((1, 0) if rows else (3, 0)):
         return best
-    if lines := [*_of_message(topic, rows)] or [*_places(topic, all_sections)] or [*_meant(topic)]:
+    if lines := [*_of_message(topic, rows)] or [*_found_in(topic, all_sections)] or [*_meant(topic)]:
         return Section(topic, 1, lines)
     hint = resembling(topic, [*pages, *commands, *(section.name for section in all_sections)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
@@ -146,7 +146,7 @@ def _of_message(topic: str, rows: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _places(topic: str, all_sections: Iterable[Section]) -> Iterator[str]:
+def _found_in(topic: str, all_sections: Iterable[Section]) -> Iterator[str]:
     """The sections with the words of a topic; those for developers come last."""
     listed: list[list[str]] = [[], []]
     page = ""
@@ -193,8 +193,8 @@ def sections(page: str, text: str) -> Iterator[Section]:
         is_code ^= line.startswith(_FENCE)
         if not is_code and (match := _HEADING.fullmatch(line)):
             heads.append((number, len(match[1])))
-    for place, (start, level) in enumerate(heads):
-        end = next((number for number, other in heads[place + 1 :] if other <= level), len(lines))
+    for index, (start, level) in enumerate(heads):
+        end = next((number for number, other in heads[index + 1 :] if other <= level), len(lines))
         yield Section(_plain(lines[start].lstrip("# ")) if level > 1 else page, level, lines[start:end])
 
 

@@ -102,8 +102,8 @@ def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
         elif len(homes) == 1:
             single.append((homes[0], name, os.fspath(value) if isinstance(value, os.PathLike) else value))
         elif homes:
-            places = " or ".join(f"{section}={{{name!r}: ...}}" for section in homes)
-            raise UsageError(f"{source}: {name} is a key of several sections: give it as {places}")
+            choices = " or ".join(f"{section}={{{name!r}: ...}}" for section in homes)
+            raise UsageError(f"{source}: {name} is a key of several sections: give it as {choices}")
         else:
             unknown.append(f"{name!r}{_hint_at(name, source)}")
     if unknown:
@@ -152,7 +152,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     source = "input.chat_template"
     for origin in origins:
         if origin.base is not None and (file := origin.values.get("input", {}).get("chat_template")):
-            source = f"{origin.place('input', 'chat_template')} = {file}"
+            source = f"{origin.location('input', 'chat_template')} = {file}"
         overrides = {**origin.values.get("sampling", {}), **origin.values.get("classify", {}), **origin.structured()}
         if overrides.pop("generation_config", None) is not None:
             explicit = () if origin.parsed("sampling", "generation_config") == "auto" else None
@@ -162,7 +162,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
             sampling = merge_params(sampling, overrides)
         except ParamError as error:
             section = "classify" if error.key in CLASSIFY_KEYS else "sampling"
-            raise UsageError(f"{origin.place(section, error.key)}: {error}") from error
+            raise UsageError(f"{origin.location(section, error.key)}: {error}") from error
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
     is_open = all(origin.values.get("sampling", {}).get("max_tokens") is None for origin in origins)
     is_open &= parts["input"].may_have_batch_lines
@@ -201,10 +201,10 @@ def _check_together(spec: JobSpec) -> None:
     if folder.is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")
     if folder.suffix in _FILE_SUFFIXES and not folder.exists():
-        place = f"its answers are then in {folder.stem}/outputs{folder.suffix}"
+        location = f"its answers are then in {folder.stem}/outputs{folder.suffix}"
         raise UsageError(
             f"output.path = {spec.output.path!r} is named as a file, and a run fills a folder: give "
-            f"{folder.stem}, {place}"
+            f"{folder.stem}, {location}"
         )
 
 

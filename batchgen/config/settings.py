@@ -52,7 +52,7 @@ class RawSettings:
     file: str = ""
     text: str = field(default="", repr=False)
 
-    def place(self, section: str, key: str) -> str:
+    def location(self, section: str, key: str) -> str:
         """Place of a value: ``job.toml:12: model.dtype`` or ``--dtype``."""
         if not self.file:
             name = key.partition(".")[0]
@@ -66,7 +66,7 @@ class RawSettings:
             value = [masked(item) if isinstance(item, str) else item for item in value]
         elif isinstance(value, str):
             value = masked(value)
-        return UsageError(f"{self.place(section, key)} = {shown(value, 60)}: {why}")
+        return UsageError(f"{self.location(section, key)} = {shown(value, 60)}: {why}")
 
     def parsed(self, section: str, key: str) -> Any:
         """The value of a key, checked, paths made absolute. Raises UsageError."""
@@ -127,7 +127,7 @@ def read_settings(path: Path) -> RawSettings:
             try:
                 values[key] = _expand(settings, section, key, value)
             except RecursionError as error:  # dotted keys nest without brackets
-                raise UsageError(f"{settings.place(section, key)}: nested too deeply for a job file") from error
+                raise UsageError(f"{settings.location(section, key)}: nested too deeply for a job file") from error
     return settings
 
 
@@ -148,22 +148,22 @@ def _with_sections(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def check_names(settings: RawSettings) -> None:
     """Raises UsageError on unknown sections and keys."""
-    location = settings.file or "flags"
+    source = settings.file or "flags"
     for section, values in settings.values.items():
         if section not in KEYS:
             home = next((name for name, keys in KEYS.items() if section in keys), "")
             what = f"section [{section}]" if isinstance(values, Mapping) else f"key {section}"
             line = _line_of(settings.text, section)
             hint = f" (it belongs in [{home}])" if home else _hint_outside(section)
-            raise UsageError(f"{location}{f':{line}' if line else ''}: unknown {what}{hint}")
+            raise UsageError(f"{source}{f':{line}' if line else ''}: unknown {what}{hint}")
         if not isinstance(values, Mapping):
-            raise UsageError(f"{location}: {section} = {shown(values, 60)}: must be a section, [{section}]")
+            raise UsageError(f"{source}: {section} = {shown(values, 60)}: must be a section, [{section}]")
         for key in values:
             if key not in KEYS[section]:
                 elsewhere = [name for name, keys in KEYS.items() if key in keys]
                 hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else _hint(section, key)
-                place = settings.place(section, key) if settings.file else f"flags: {section}.{key}"
-                raise UsageError(f"{place}: unknown key{hint}")
+                location = settings.location(section, key) if settings.file else f"flags: {section}.{key}"
+                raise UsageError(f"{location}: unknown key{hint}")
 
 
 def _hint_outside(name: str) -> str:
@@ -190,7 +190,7 @@ def _expand(settings: RawSettings, section: str, key: str, value: object) -> obj
         if escape:
             return match[0][1:]
         if match[0] in masked(value) and (why := refusal_of_variable(name)):
-            raise UsageError(f"{settings.place(section, key)}: {why}")
+            raise UsageError(f"{settings.location(section, key)}: {why}")
         if name not in os.environ:
             why = f"the environment has no {name} (write $${{{name}}} for the text itself)"
             raise settings.error(section, key, value, why)

@@ -54,9 +54,9 @@ class Numerics:
         return ", ".join(f"{value} {name}" for name, value in parts.items() if value != AUTO)
 
     def __str__(self) -> str:
-        place = " on ".join(filter(None, (self.dtype, self.device)))
+        target = " on ".join(filter(None, (self.dtype, self.device)))
         head = self.head and f"{self.head} head"
-        text = ", ".join(filter(None, (place, self.integers, head))) + (f" ({self.kernels})" if self.kernels else "")
+        text = ", ".join(filter(None, (target, self.integers, head))) + (f" ({self.kernels})" if self.kernels else "")
         return f"{text}, llguidance {self.llguidance}" if self.llguidance else text
 
     def refusal(self, other: Numerics, *, may_mix_kernels: bool) -> str:

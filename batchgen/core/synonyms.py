@@ -21,8 +21,8 @@ class Synonym(NamedTuple):
 
     def hint(self, name: str = "") -> str:
         """Text to write or read in place of the word, as the end of an error's line; ``name`` is the key's name."""
-        place = f"here it is {name or self.topic}" if self.is_key else f"see batchgen help {self.topic}"
-        return f" ({self.note}; {place})" if self.note else f" ({place})"
+        pointer = f"here it is {name or self.topic}" if self.is_key else f"see batchgen help {self.topic}"
+        return f" ({self.note}; {pointer})" if self.note else f" ({pointer})"
 
 
 _TABLE: dict[Synonym, str] = {

@@ -85,8 +85,8 @@ def _block_tables(of_each: list[array[int]]) -> np.ndarray:
 
 def _token_ids(schedule: Schedule) -> list[int]:
     if schedule.is_single:
-        places = zip(schedule.sequences, schedule.starts, strict=True)
-        return [s.token_ids[place] for s, place in places]
+        starts = zip(schedule.sequences, schedule.starts, strict=True)
+        return [s.token_ids[start] for s, start in starts]
     token_ids: list[int] = []
     for sequence, count in schedule.entries.items():
         first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count

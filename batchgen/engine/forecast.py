@@ -40,18 +40,18 @@ class OutputLengths:
         limit, output = max(sequence.max_new_tokens, 0), sequence.num_output_tokens
         if sequence.request.params.has_fixed_length:
             return limit
-        place = bisect_right(self._sorted, output)
-        if place == len(self._sorted) or len(self._sorted) < _ENOUGH:
+        index = bisect_right(self._sorted, output)
+        if index == len(self._sorted) or len(self._sorted) < _ENOUGH:
             return min(limit, max(output, _UNKNOWN - output))
-        return min(limit, int(self._expected()[place]) - output)
+        return min(limit, int(self._expected()[index]) - output)
 
     def expected_ends(self, num_tokens: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
         """The expected final ``num_tokens`` of sequences that only end by their own end tokens, int64."""
         outputs = num_tokens - num_prompt_tokens
         lengths: np.ndarray = np.maximum(2 * outputs, _UNKNOWN)
         if len(self._sorted) >= _ENOUGH:
-            places = np.array(self._sorted).searchsorted(outputs, side="right")
-            lengths = np.where(places == len(self._sorted), lengths, self._expected()[places])
+            indexes = np.array(self._sorted).searchsorted(outputs, side="right")
+            lengths = np.where(indexes == len(self._sorted), lengths, self._expected()[indexes])
         lengths += num_prompt_tokens
         return lengths
 
@@ -109,10 +109,10 @@ class MemoryForecast:
 
     def _with(self, newcomer: Sequence, num_held: int, rows: np.ndarray) -> np.ndarray:
         more = -self._lengths.expected_more(newcomer)
-        place = rows[0].searchsorted(more)
+        index = rows[0].searchsorted(more)
         slot = -1 if newcomer.conv_slot is None else newcomer.conv_slot
         column = np.array([[more], [num_held + self._size // 2], [slot]])
-        return np.concatenate((rows[:, :place], column, rows[:, place:]), axis=1)
+        return np.concatenate((rows[:, :index], column, rows[:, index:]), axis=1)
 
     def _running_rows(self) -> np.ndarray:
         if self._rows is None:

@@ -222,12 +222,12 @@ class Generation:
         self.finish_reason = FinishReason.STOP
 
     def _fail_without_token(self) -> None:
-        place = f"token {len(self.token_ids)}"
+        position = f"token {len(self.token_ids)}"
         if self.rules is None and self.constraint is None:
-            self.fail(f"the model's logits after {place} are not finite")
+            self.fail(f"the model's logits after {position} are not finite")
             return
         keys = "allowed_token_ids, bad_words, min_tokens or structured_outputs"
-        self.fail(f"{keys} leave no token to follow {place}, or the logits are not finite", RowErrorCode.BAD_PARAM)
+        self.fail(f"{keys} leave no token to follow {position}, or the logits are not finite", RowErrorCode.BAD_PARAM)
 
     def take_fast_path(self, until: int) -> None:
         """Set ``fast_path_until`` if nothing watches the tokens and all given tokens are scored."""

@@ -271,7 +271,7 @@ class StaticInput:
             if pending.rows is None:
                 host["feed"][: len(pending.token_ids)] += newest
             else:
-                host["feed"][pending.places] = (pending.rows + newest).int()
+                host["feed"][pending.targets] = (pending.rows + newest).int()
         host["block_tables"].zero_()
         host["block_tables"][count:, 0] = padding.block
         if inputs is not None:

@@ -115,12 +115,12 @@ class LoopDetector:
 
     def push(self, token_id: int) -> Stop | None:
         is_loop = False
-        for place, earlier in enumerate(self._recent):
+        for index, earlier in enumerate(self._recent):
             if earlier != token_id:
-                self._matches[place] = 0
+                self._matches[index] = 0
                 continue
-            self._matches[place] += 1
-            is_loop |= self._matches[place] >= (self._max_repeats - 1) * (place + 1)
+            self._matches[index] += 1
+            is_loop |= self._matches[index] >= (self._max_repeats - 1) * (index + 1)
         self._recent.appendleft(token_id)
         return Stop(FinishReason.REPETITION) if is_loop else None
 
@@ -132,31 +132,31 @@ class HostTokenCounts:
     the vocabulary.
     """
 
-    __slots__ = ("_counts", "_ids", "_place")
+    __slots__ = ("_counts", "_ids", "_index")
 
     def __init__(self, prompt: Sequence[int]) -> None:
         distinct = list(dict.fromkeys(prompt))
-        self._place = {token: place for place, token in enumerate(distinct)}
+        self._index = {token: index for index, token in enumerate(distinct)}
         self._ids = np.array(distinct + [0] * 32, dtype=np.int64)
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
 
     def push(self, token_id: int) -> None:
         """Count a generated token; never ends the sequence."""
-        place = self._place.setdefault(token_id, len(self._place))
-        if place == len(self._ids):
+        index = self._index.setdefault(token_id, len(self._index))
+        if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._ids[place] = token_id
-        self._counts[place] += 1
+        self._ids[index] = token_id
+        self._counts[index] += 1
 
     @property
     def ids(self) -> np.ndarray:
-        return self._ids[: len(self._place)]
+        return self._ids[: len(self._index)]
 
     @property
     def counts(self) -> np.ndarray:
         """Counts of each of ``ids`` among the generated tokens, float32."""
-        return self._counts[: len(self._place)]
+        return self._counts[: len(self._index)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

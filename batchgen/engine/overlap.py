@@ -40,8 +40,8 @@ class Launched:
         (pending,) = (rows >= 0).nonzero()
         if not len(pending):
             return None
-        places = np.cumsum(schedule.counts)[pending] - 1
-        return PendingTokens(self.token_ids, torch.from_numpy(rows[pending]), torch.from_numpy(places))
+        targets = np.cumsum(schedule.counts)[pending] - 1
+        return PendingTokens(self.token_ids, torch.from_numpy(rows[pending]), torch.from_numpy(targets))
 
 
 class Overlap:
@@ -143,16 +143,16 @@ class DeviceTokenCounts:
             self._times = torch.zeros(len(self._owners), logits.shape[1], dtype=torch.int32, device=logits.device)
         slots = [self._counted(sequence) for sequence in sequences]
         indexes = upload(torch.tensor([rows, slots]), logits.device)
-        places, of_slots = indexes[0], indexes[1]
+        row_ids, of_slots = indexes[0], indexes[1]
         params = [s.request.params for s in sequences]
         penalties = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
         columns = upload(torch.from_numpy(np.array(penalties, dtype=np.float32)), logits.device)
         for start in range(0, len(slots), _ROWS):
             part = slice(start, start + _ROWS)
             repetition, frequency, presence = columns[part].T.unsqueeze(2)
-            times, before = self._times[of_slots[part]], logits[places[part]]
+            times, before = self._times[of_slots[part]], logits[row_ids[part]]
             lowered = penalized_logits(before, (times - 1).clamp(min=0), repetition, frequency, presence)
-            logits[places[part]] = torch.where(times > 0, lowered, before)
+            logits[row_ids[part]] = torch.where(times > 0, lowered, before)
         return of_slots
 
     def add(self, slots: Tensor, token_ids: Tensor) -> None:

@@ -186,31 +186,31 @@ class Sampler:
     def _forbid(self, logits: Tensor, asking: list[tuple[int, Sequence]]) -> bool:
         """Forbid end tokens before ``min_tokens``, and ends of bad words; whether any token is forbidden."""
         free = [(row, sequence) for row, sequence in asking if sequence.generation.closing is None]
-        places = [
+        forbidden = [
             (row, token_id)
             for row, sequence in free
             if (min_tokens := sequence.request.params.min_tokens) and sequence.num_output_tokens < min_tokens
             for token_id in self.eos_token_ids.union(sequence.request.params.stop_token_ids)
             if 0 <= token_id < logits.shape[1]
         ]
-        places += [
+        forbidden += [
             (row, token_id)
             for row, sequence in free
             if (rules := sequence.generation.rules) is not None and rules.endings
             for token_id in rules.endings_of(sequence.token_ids, sequence.num_output_tokens)
         ]
-        if places:
-            rows, columns = upload(torch.tensor(places).T.contiguous(), logits.device)
+        if forbidden:
+            rows, columns = upload(torch.tensor(forbidden).T.contiguous(), logits.device)
             logits[rows, columns] = -torch.inf
-        return bool(places)
+        return bool(forbidden)
 
     @staticmethod
     def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:
         params = [s.request.params for s in sequences]
         names = [*map(id, params)]
         kinds = dict(zip(names, params, strict=True))  # the rows of a job share most of theirs
-        place = dict(zip(kinds, range(len(kinds)), strict=True))
-        kind_of = np.array([place[name] for name in names])
+        numbers = dict(zip(kinds, range(len(kinds)), strict=True))
+        kind_of = np.array([numbers[name] for name in names])
 
         def of_kinds(values: Iterable[float], dtype: type) -> np.ndarray:
             column: np.ndarray = np.array([*values], dtype=dtype)[kind_of]
@@ -240,8 +240,8 @@ def add_biases(logits: Tensor, rows: Sequence_[int], rules: Sequence_[TokenRules
     """Add each row's ``logit_bias``, in place, in ``rows`` of float32 logits [num_seqs, vocab_size]."""
     spread = np.repeat(np.array(rows, dtype=np.int64), [len(r.biases) for r in rules])
     columns = [spread, np.concatenate([r.biased_ids for r in rules]), np.concatenate([r.biases for r in rules])]
-    places, tokens, biases = (upload(torch.from_numpy(column), logits.device) for column in columns)
-    logits[places, tokens] += biases
+    row_ids, tokens, biases = (upload(torch.from_numpy(column), logits.device) for column in columns)
+    logits[row_ids, tokens] += biases
 
 
 def penalize(
@@ -253,11 +253,11 @@ def penalize(
     def spread(values: Sequence_[float], dtype: type = np.float32) -> Tensor:
         return upload(torch.from_numpy(np.repeat(np.array(values, dtype=dtype), sizes)), logits.device)
 
-    places = spread(rows, np.int64)
+    row_ids = spread(rows, np.int64)
     columns = upload(torch.from_numpy(np.concatenate([c.ids for c in counts])), logits.device)
     times = upload(torch.from_numpy(np.concatenate([c.counts for c in counts])), logits.device)
     penalties = zip(*[(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params], strict=True)
-    logits[places, columns] = penalized_logits(logits[places, columns], times, *map(spread, penalties))
+    logits[row_ids, columns] = penalized_logits(logits[row_ids, columns], times, *map(spread, penalties))
 
 
 def build_mask(
@@ -274,12 +274,12 @@ def build_mask(
     bits = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
     if guided and constraints is not None:
         constraints.fill([*guided.values()], bits[: len(guided)])
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         if row in fixed:
-            bits[place] &= fixed[row]
+            bits[number] &= fixed[row]
         elif row in closing:
-            bits[place] = 0
-            bits.view(np.uint32)[place, closing[row] // 32] = 1 << closing[row] % 32
+            bits[number] = 0
+            bits.view(np.uint32)[number, closing[row] // 32] = 1 << closing[row] % 32
     return TokenMask(upload(torch.tensor(rows), device), upload(torch.from_numpy(bits), device))
 
 

@@ -216,8 +216,8 @@ def _fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: tor
     comparisons.append(Comparison(expected, prefilled, "kernels ~ plain torch", tolerance))
     for comparison in comparisons:
         if (at := comparison.divergence) is not None:
-            place = f"position {at.position} of prompt {at.key}"
-            return f"{comparison.name}: {place}, gap {comparison.largest_share:.2g} of the logits"
+            position = f"position {at.position} of prompt {at.key}"
+            return f"{comparison.name}: {position}, gap {comparison.largest_share:.2g} of the logits"
     return _choice_fault(kernels, plain, small, device) if small.config.is_causal else ""
 
 
@@ -242,7 +242,7 @@ def _choice_fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, devi
         for settings in ((0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.01)):
             if not _draws_agree(kernels, plain, logits, expected, settings):
                 return "draws differ from plain torch"
-    logits, expected = (drawn.to(place, small.dtype, copy=True) for place in (small.device, device))
+    logits, expected = (drawn.to(target, small.dtype, copy=True) for target in (small.device, device))
     kernels.mask(logits, rows.to(small.device), bits.to(small.device))
     plain.mask(expected, rows.to(device), bits.to(device))
     is_same = torch.equal(logits.cpu().nan_to_num(1e9), expected.cpu().nan_to_num(1e9))

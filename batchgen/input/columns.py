@@ -122,9 +122,9 @@ def _refuse_other_format(rows: Sequence[Row]) -> None:
     """Raises UsageError if too many rows are not JSON for the input to be JSON Lines."""
     errors = [row.error for row in rows[:HEAD_ROWS] if row.error is not None]
     if len(errors) == HEAD_ROWS and {error.code for error in errors} == {RowErrorCode.BAD_JSON}:
-        place = f"{rows[0].source}:{rows[0].line}: {errors[0].message}"
+        example = f"{rows[0].source}:{rows[0].line}: {errors[0].message}"
         raise UsageError(
-            f"none of the first {HEAD_ROWS} rows is JSON ({place}); say in input.format what the file is, such as "
+            f"none of the first {HEAD_ROWS} rows is JSON ({example}); say in input.format what the file is, such as "
             '"text" for a prompt a line'
         )
 

@@ -98,21 +98,21 @@ class PendingTokens:
 
     Attributes:
         token_ids: int64 [num_sampled] on the device, -1 for a row of logits that is not finite.
-        rows, places: int64 [num_pending] on the host, which ids and for which tokens of this step; None: all, in order.
+        rows, targets: int64 [num_pending] on the host, which ids and for which tokens of this step; None: all in order.
     """
 
     token_ids: Tensor
     rows: Tensor | None = None
-    places: Tensor | None = None
+    targets: Tensor | None = None
 
     @torch.inference_mode()
     def into(self, token_ids: Tensor) -> None:
         """Write the ids into ``token_ids``, in launch order; -1 becomes 0, as it must not index the embeddings."""
-        if self.rows is None or self.places is None:
+        if self.rows is None or self.targets is None:
             torch.clamp(self.token_ids, min=0, out=token_ids[: len(self.token_ids)])
             return
-        rows, places = upload(torch.stack((self.rows, self.places)), token_ids.device)
-        token_ids[places] = self.token_ids[rows].clamp(min=0)
+        rows, targets = upload(torch.stack((self.rows, self.targets)), token_ids.device)
+        token_ids[targets] = self.token_ids[rows].clamp(min=0)
 
 
 class StepOutput(NamedTuple):

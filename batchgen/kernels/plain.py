@@ -106,10 +106,10 @@ def _padded_rows(starts: np.ndarray, num_blocks: np.ndarray, num_tokens: int) ->
     padded = []
     for pieces in by_size.values():
         sequences, firsts, counts = np.array(pieces).T[:, :, None]
-        place = np.arange(counts.max())
-        is_there = place < counts
-        targets = np.where(is_there, firsts + place, num_tokens)
-        columns = np.stack((np.where(is_there, targets, firsts), targets, sequences + 0 * place))
+        offsets = np.arange(counts.max())
+        is_there = offsets < counts
+        targets = np.where(is_there, firsts + offsets, num_tokens)
+        columns = np.stack((np.where(is_there, targets, firsts), targets, sequences + 0 * offsets))
         padded.append((columns, int(num_blocks[sequences].max())))
     return padded
 
@@ -165,12 +165,12 @@ class PlainKernels(TorchKernels):
         layout = self._layout_of(inputs, state.block_size)
         past = state.slots.index_select(0, inputs.conv_slots)
         seen = torch.cat((bcx.new_zeros(1, width), past.flatten(0, 1), b * x))
-        places = self._tap_places(layout, taps)
+        indexes = self._tap_indexes(layout, taps)
         total = bias
         for tap in range(taps):
-            total = total + seen[places[:, tap]].float() * weight[tap]
+            total = total + seen[indexes[:, tap]].float() * weight[tap]
         if inputs.is_causal:
-            _keep_inputs(seen, places[:, 1:], state, layout)
+            _keep_inputs(seen, indexes[:, 1:], state, layout)
         return c * total.to(bcx.dtype)
 
     def _layout_of(self, inputs: ModelInput, block_size: int) -> StepLayout:
@@ -180,10 +180,10 @@ class PlainKernels(TorchKernels):
             layout = self._layout = StepLayout.of(inputs, block_size, may_wait=self.may_wait)
         return layout
 
-    def _tap_places(self, layout: StepLayout, taps: int) -> Tensor:
-        """Places of each token's taps, int64 [num_tokens, taps], among the rows that ``_tap_places`` below lists."""
+    def _tap_indexes(self, layout: StepLayout, taps: int) -> Tensor:
+        """Indexes of each token's taps, int64 [num_tokens, taps], among the rows that ``_tap_indexes`` below lists."""
         if self._taps is None or self._taps[0] is not layout or self._taps[1] != taps:
-            self._taps = layout, taps, _tap_places(layout.inputs, taps)
+            self._taps = layout, taps, _tap_indexes(layout.inputs, taps)
         return self._taps[2]
 
 
@@ -229,8 +229,8 @@ def _gathered(cache: KVCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
     return keys.flatten(2, 3), values.flatten(2, 3)
 
 
-def _tap_places(inputs: ModelInput, taps: int) -> Tensor:
-    """Places among a row of zeros, then the states of the sequences in order, then the inputs of this step."""
+def _tap_indexes(inputs: ModelInput, taps: int) -> Tensor:
+    """Indexes among a row of zeros, then the states of the sequences in order, then the inputs of this step."""
     device, num_tokens, kept = inputs.positions.device, inputs.num_tokens, taps - 1
     sequences = torch.arange(inputs.num_seqs, device=device)
     if num_tokens > inputs.num_seqs:
@@ -241,20 +241,20 @@ def _tap_places(inputs: ModelInput, taps: int) -> Tensor:
     before = tokens - starts[:, None]  # negative for inputs of earlier steps
     in_state = 1 + (sequences[:, None] + 1) * kept + before
     has_state = (inputs.positions[starts] > 0)[:, None] & inputs.is_causal
-    places = torch.where(before >= 0, 1 + inputs.num_seqs * kept + tokens, in_state * has_state)
-    return places.masked_fill(tokens >= ends[:, None], 0)
+    indexes = torch.where(before >= 0, 1 + inputs.num_seqs * kept + tokens, in_state * has_state)
+    return indexes.masked_fill(tokens >= ends[:, None], 0)
 
 
-def _keep_inputs(seen: Tensor, places: Tensor, state: ConvState, layout: StepLayout) -> None:
-    """Write the last inputs of each sequence, and of each KV block that is complete; ``places`` are per token."""
+def _keep_inputs(seen: Tensor, indexes: Tensor, state: ConvState, layout: StepLayout) -> None:
+    """Write the last inputs of each sequence, and of each KV block that is complete; ``indexes`` are per token."""
     inputs, ends = layout.inputs, layout.block_ends
     blocks = inputs.slot_mapping // state.block_size
-    state.slots[inputs.conv_slots.long()] = seen[places[inputs.cu_seqlens[1:].long() - 1]]
+    state.slots[inputs.conv_slots.long()] = seen[indexes[inputs.cu_seqlens[1:].long() - 1]]
     if ends is not None:
-        state.blocks[blocks[ends]] = seen[places[ends]]
+        state.blocks[blocks[ends]] = seen[indexes[ends]]
     else:  # each token has a block of its own, and rewrites it unchanged unless it is the block's last
         is_end = (inputs.positions + 1) % state.block_size == 0
-        state.blocks[blocks] = torch.where(is_end[:, None, None], seen[places], state.blocks[blocks])
+        state.blocks[blocks] = torch.where(is_end[:, None, None], seen[indexes], state.blocks[blocks])
 
 
 class SortedExperts:

@@ -90,8 +90,8 @@ def weigh(scores: Tensor, ids: Tensor, routing: interface.Routing) -> Tensor:
 def add_up(parts: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
     """``residual`` and the weighted parts [rows, num_active, width], added one after the other in float32."""
     total = torch.zeros_like(residual, dtype=torch.float32)
-    for place in range(parts.shape[1]):
-        total = total + weights[:, place, None] * parts[:, place].float()
+    for choice in range(parts.shape[1]):
+        total = total + weights[:, choice, None] * parts[:, choice].float()
     return (total + residual.float()).to(residual.dtype)
 
 

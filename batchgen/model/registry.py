@@ -117,10 +117,10 @@ def _labels(values: ConfigValues) -> tuple[str, ...]:
     named = values.get("id2label", default=None)
     if named is None:
         return tuple(f"LABEL_{i}" for i in range(values.integer("num_labels", default=2, maximum=_MAX_LABELS)))
-    places = [str(i) for i in range(len(named))] if isinstance(named, dict) else []
-    if not places or len(places) > _MAX_LABELS or not all(isinstance(named.get(place), str) for place in places):
+    keys = [str(i) for i in range(len(named))] if isinstance(named, dict) else []
+    if not keys or len(keys) > _MAX_LABELS or not all(isinstance(named.get(key), str) for key in keys):
         raise values.error(f"id2label must name labels by their numbers from 0 on, not {shown(named)}")
-    if len(labels := tuple(named[place] for place in places)) > len(set(labels)):
+    if len(labels := tuple(named[key] for key in keys)) > len(set(labels)):
         raise values.error("id2label holds the same name twice")
     return labels
 

@@ -23,7 +23,7 @@ from batchgen.core.units import shortened, shown
 from batchgen.model.config import ModelConfig
 
 Shape = tuple[int, ...]
-Place = TypeVar("Place")
+Location = TypeVar("Location")
 _MAX_MAPPED = 1 << 30  # bytes read from a mapping, which keeps them in memory, before the file is mapped again
 _DERIVED = (".rotary_emb.inv_freq",)  # frequencies, which the config gives; Llama's checkpoints once held them
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
@@ -95,23 +95,23 @@ def open_weights(path: Path) -> Any:
         raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
 
-class StoredTensors(Generic[Place]):
-    """Tensors at ``path``, a file or folder, with their ``places`` by name; left-over tensors are refused."""
+class StoredTensors(Generic[Location]):
+    """Tensors at ``path``, a file or folder, with their ``locations`` by name; left-over tensors are refused."""
 
     unread: tuple[str, ...] = ()  # prefixes of the names of tensors that the model ignores
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, places: Mapping[str, Place]) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, locations: Mapping[str, Location]) -> None:
         self.path = path
         self.dtype = dtype
         self.device = device
-        self._places = places
+        self._locations = locations
         self._taken: set[str] = set()
 
     def holds(self, name: str) -> bool:
-        return name in self._places
+        return name in self._locations
 
     def finish(self, optional: str = "") -> None:
-        names = self._places.keys() - self._taken - {optional}
+        names = self._locations.keys() - self._taken - {optional}
         left = sorted(name for name in names if not (name.endswith(_DERIVED) or name.startswith(self.unread)))
         if left:
             raise ModelError(f"{self.path}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
@@ -133,7 +133,7 @@ class Checkpoint(StoredTensors[str]):
         self._mapped_bytes = 0
         super().__init__(folder, dtype, device, names or {})
         if names is None:
-            self._places = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+            self._locations = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
         else:
             self._check_index(names)
 
@@ -154,9 +154,9 @@ class Checkpoint(StoredTensors[str]):
 
     def read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
         """The tensor of that name as it is stored. Raises ModelError: it is missing, or of another shape."""
-        if name not in self._places:
+        if name not in self._locations:
             raise ModelError(f"{self.path}: the weights lack tensor {name!r}, which config.json asks for")
-        file = self._open(self._places[name])
+        file = self._open(self._locations[name])
         stored = file.get_slice(name).get_shape()
         if tuple(stored) not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))

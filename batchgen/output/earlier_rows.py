@@ -43,13 +43,13 @@ class EarlierRows:
 
     def add(self, path: Path) -> None:
         """Index an ``outputs.jsonl`` or a journal's segment. Raises StorageError if it cannot be read."""
-        place, offset = len(self._paths), 0
+        number, offset = len(self._paths), 0
         self._paths.append(path)
         with storage_errors("read", path), path.open("rb", buffering=1 << 20) as file:
             for raw in file:
                 with suppress(*_DAMAGED):
                     self._keys.append(int(_record(path, raw)["fingerprint"][:_KEY_DIGITS], 16))
-                    self._locations.append(place << _OFFSET_BITS | offset)
+                    self._locations.append(number << _OFFSET_BITS | offset)
                 offset += len(raw)
 
     def seal(self) -> None:

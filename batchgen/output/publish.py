@@ -127,9 +127,9 @@ class PublishManifest:
         return json.dumps({"batchgen": __version__, **asdict(self)}, indent=2).encode() + b"\n"
 
     @classmethod
-    def read(cls, place: Bucket) -> PublishManifest | None:
+    def read(cls, bucket: Bucket) -> PublishManifest | None:
         """The manifest at a destination, None if a run has not written one there. Raises RemoteError."""
-        content = place.read(PUBLISHED) or b""
+        content = bucket.read(PUBLISHED) or b""
         try:
             data = json.loads(content)
             del data["batchgen"]

@@ -237,9 +237,9 @@ def _rows(plan: Plan) -> Lines:
         yield from (("", shortened(line, _SHOWN_CHARS)) for line in plan["reuse"])
     for code, count in plan["errors"].items():
         listed = [row for row in plan["bad_rows"] if row["code"] == code]
-        places = ", ".join(f"{row['line']}" for row in listed[:_SHOWN_BAD_ROWS])
+        lines = ", ".join(f"{row['line']}" for row in listed[:_SHOWN_BAD_ROWS])
         more = ", …" if count > _SHOWN_BAD_ROWS else ""
-        yield "", f"{code} {count:,}: line {places}{more}"
+        yield "", f"{code} {count:,}: line {lines}{more}"
         messages = sorted((row["message"] for row in listed), key=lambda text: NOT_READ not in text)
         yield "", shortened(messages[0], _SHOWN_CHARS) if messages else "(not listed)"
     if plan["errors"]:

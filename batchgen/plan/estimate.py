@@ -42,8 +42,8 @@ class Reservoir:
         self._num_seen += 1
         if len(self.items) < self._size:
             self.items.append(item)
-        elif (place := int(self._rng.random() * self._num_seen)) < self._size:
-            self.items[place] = item
+        elif (slot := int(self._rng.random() * self._num_seen)) < self._size:
+            self.items[slot] = item
 
 
 class Survey:

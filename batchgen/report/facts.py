@@ -185,8 +185,8 @@ def samples_text(accuracy: Mapping[str, Any]) -> Iterator[str]:
 def _workers(workers: Sequence[Mapping[str, Any]]) -> Facts:
     hours, losses = (sum(worker[name] for worker in workers) for name in ("worker_hours", "losses"))
     busy = sum(worker["busy_share"] * worker["worker_hours"] for worker in workers) / (hours or 1.0)
-    places = counted(len({worker["place"] for worker in workers}), "machine")
-    yield "workers", f"{len(workers):,} on {places}, there for {format_duration(3600 * hours)} in all, {busy:.0%} busy"
+    hosts = counted(len({worker["place"] for worker in workers}), "machine")
+    yield "workers", f"{len(workers):,} on {hosts}, there for {format_duration(3600 * hours)} in all, {busy:.0%} busy"
     rows, tokens = (sum(worker[name] for worker in workers) for name in ("rows_given_again", "tokens_taken_over"))
     if losses:
         yield "workers", f"{losses:,} lost"

@@ -66,7 +66,7 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_r
     tokens += _older(backend, settings, named_texts.union(map(_text, extra)))
     texts = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
     room -= backend.get_vocab_size() + sum(backend.token_to_id(token.content) is None for token in tokens)
-    order = {name: place for place, name in enumerate(_NAMES)}
+    order = {name: number for number, name in enumerate(_NAMES)}
     in_order = sorted(named, key=lambda name: order.get(name, len(order)))
     for item in (*(named[name] for name in in_order), *extra):
         if (text := _text(item)) in texts:

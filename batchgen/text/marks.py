@@ -19,7 +19,7 @@ _HEAD = "zq"  # of a mark
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A part of a chat: its message's number, or None, and key. One that ``is_unread`` shows only unchanged."""
 
     message: int | None
@@ -32,7 +32,7 @@ class MarkedChat:
     """A chat with a mark in each part: its ``variables``. Ids and types stay, since a template may branch on them."""
 
     def __init__(self, chat: Variables) -> None:
-        self._places: list[tuple[int, Place]] = []  # each with the number of its mark
+        self._locations: list[tuple[int, Location]] = []  # each with the number of its mark
         self._numbers: dict[tuple[str, object], int] = {}  # of marks, by key and text
         text, self._head = json.dumps(chat, default=str).casefold(), _HEAD
         while self._head in text:  # a mark is not among the words of the chat
@@ -41,62 +41,62 @@ class MarkedChat:
         tools = [_inside(tool, partial(self._tool, f"tools[{n}]")) for n, tool in enumerate(chat.get("tools") or ())]
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}
 
-    def hidden(self, prompt: str) -> Sequence[Place]:
+    def hidden(self, prompt: str) -> Sequence[Location]:
         """The parts that the template's prompt of this chat does not show, or shows as they are written."""
         left, hidden = Counter(map(int, re.findall(rf"{self._head}(\d+)qz", prompt.casefold()))), []
-        for number, place in reversed(self._places):  # of equal texts, the last ones are those that show
+        for number, location in reversed(self._locations):  # of equal texts, the last ones are those that show
             left[number] -= 1
-            if (left[number] >= 0) == place.is_unread:
-                hidden.append(place)
+            if (left[number] >= 0) == location.is_unread:
+                hidden.append(location)
         return hidden[::-1]
 
     def _message(self, number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        place = partial(Place, number, role=str(message.get("role")))
+        location = partial(Location, number, role=str(message.get("role")))
         texts = [key for key in ("content", "refusal") if isinstance(message.get(key), str)]
-        marked = {**message, **{key: self._marked(message[key], place(key)) for key in texts}}
+        marked = {**message, **{key: self._marked(message[key], location(key)) for key in texts}}
         if isinstance(message.get("content"), list):
-            unread = {self._mark(place("content", is_unread=True)): True}
+            unread = {self._mark(location("content", is_unread=True)): True}
             parts = enumerate(message["content"])
             marked["content"] = [
-                {**part, "text": self._marked(part["text"], place(f"content[{n}]")), **unread} for n, part in parts
+                {**part, "text": self._marked(part["text"], location(f"content[{n}]")), **unread} for n, part in parts
             ]
         if names := [name for name in REASONING if isinstance(message.get(name), str)]:
-            marked |= dict.fromkeys(names, self._marked(message[names[0]], place(names[0])))
+            marked |= dict.fromkeys(names, self._marked(message[names[0]], location(names[0])))
         if calls := message.get("tool_calls"):
             marked["tool_calls"] = [
-                _inside(call, partial(self._call, place(f"tool_calls[{n}]"))) for n, call in enumerate(calls)
+                _inside(call, partial(self._call, location(f"tool_calls[{n}]"))) for n, call in enumerate(calls)
             ]
         return marked
 
-    def _call(self, place: Place, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**call, **{key: self._marked(call[key], place) for key in ("name", "arguments") if key in call}}
+    def _call(self, location: Location, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**call, **{key: self._marked(call[key], location) for key in ("name", "arguments") if key in call}}
 
     def _tool(self, name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
         if not tool.get("name"):  # no function: a template that writes the whole of a tool shows a key more
-            return {**tool, self._mark(Place(None, name)): True}
+            return {**tool, self._mark(Location(None, name)): True}
         schema = tool.get("parameters")
         keys = ["name", "description"]
         if schema is None:  # it may go by another name
             keys += [key for key, value in tool.items() if value and isinstance(value, dict)]
-        marked = {key: self._marked(tool[key], Place(None, f"{name}, its {key}")) for key in keys if key in tool}
+        marked = {key: self._marked(tool[key], Location(None, f"{name}, its {key}")) for key in keys if key in tool}
         if isinstance(schema, dict) and (properties := schema.get("properties")):
-            properties = self._marked(properties, Place(None, f"{name}, its parameters"))
+            properties = self._marked(properties, Location(None, f"{name}, its parameters"))
             marked["parameters"] = {**schema, "properties": properties}
         return {**tool, **marked}
 
-    def _marked(self, value: Any, place: Place) -> Any:
+    def _marked(self, value: Any, location: Location) -> Any:
         """A value with a mark at its end, in an object as a key for each type of its values; a blank one stays."""
         if value is None or (isinstance(value, str) and not value.strip()):
             return value
         if isinstance(value, dict):
             of_each_type = {type(item): item for item in value.values()}.values()
-            return {**value, **{self._mark(place): item for item in of_each_type}}
-        mark = self._mark(place, value if isinstance(value, str) else None)
+            return {**value, **{self._mark(location): item for item in of_each_type}}
+        mark = self._mark(location, value if isinstance(value, str) else None)
         return [*value, mark] if isinstance(value, list) else f"{value} {mark}"
 
-    def _mark(self, place: Place, text: str | None = None) -> str:
-        number = self._numbers.setdefault((place.key, text or object()), len(self._numbers))
-        self._places.append((number, place))
+    def _mark(self, location: Location, text: str | None = None) -> str:
+        number = self._numbers.setdefault((location.key, text or object()), len(self._numbers))
+        self._locations.append((number, location))
         return f"{self._head}{number}qz"
 
 

@@ -52,8 +52,8 @@ class Reasoning:
             return True
         markers = {self._tokenizer.token_id(marker) for marker in (self.opening, self.closing)}
         special = self._tokenizer.silent_token_ids - markers
-        places = range(len(prompt_token_ids) - 1, -1, -1)
-        turn = next((place for place in places if prompt_token_ids[place] in special), None)
+        positions = range(len(prompt_token_ids) - 1, -1, -1)
+        turn = next((position for position in positions if prompt_token_ids[position] in special), None)
         if turn is None:
             return False
         text = self.shown.decode(prompt_token_ids[turn + 1 :])
@@ -154,8 +154,8 @@ def find_marker(
     """(begin, end) of a marker in the text of tokens, at ``start`` at the earliest; begin is -1 if it is missing."""
     token_id = tokenizer.token_id(marker)
     if token_id in tokenizer.silent_token_ids:
-        for place, other_id in enumerate(token_ids):
-            at = len(tokenizer.decode(token_ids[:place])) if other_id == token_id else -1
+        for number, other_id in enumerate(token_ids):
+            at = len(tokenizer.decode(token_ids[:number])) if other_id == token_id else -1
             if at >= start:
                 return at, at
     at = text.find(marker, start)

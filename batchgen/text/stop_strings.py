@@ -107,8 +107,8 @@ def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
 
 def _first_completed(text: str, stop: Sequence[str], old: int) -> tuple[int, str] | None:
     """The position and text of the stop string that begins first, or the longest of those, ending after ``old``."""
-    places = ((text.find(item, max(0, old - len(item) + 1)), item) for item in stop)
-    return min(((at, item) for at, item in places if at >= 0), key=lambda m: (m[0], -len(m[1])), default=None)
+    starts = ((text.find(item, max(0, old - len(item) + 1)), item) for item in stop)
+    return min(((at, item) for at, item in starts if at >= 0), key=lambda m: (m[0], -len(m[1])), default=None)
 
 
 def ends_in(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], marker: str) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from batchgen.text.chat import ChatTemplate, ChatTemplateError
-from batchgen.text.marks import REASONING, MarkedChat, Place, Variables
+from batchgen.text.marks import REASONING, Location, MarkedChat, Variables
 
 ALIASES = {"developer": "system", "function": "tool"}  # OpenAI's names of roles, and what templates call them
 _ALIASES = ({}, *({role: alias} for role, alias in ALIASES.items()), ALIASES)
@@ -38,25 +38,25 @@ _THOUGHTS = dict.fromkeys(REASONING, "t")
 class HiddenError(ChatTemplateError):
     """A part of a chat would be missing or changed in its prompt; ``str()`` is one line."""
 
-    def __init__(self, place: Place, why: str = _HIDDEN) -> None:
-        self._place, self._why = place, why
+    def __init__(self, location: Location, why: str = _HIDDEN) -> None:
+        self._location, self._why = location, why
         super().__init__(self.describe())
 
     @property
     def num_shown(self) -> int:
         """The number of messages before the one that is not shown."""
-        return self._place.message or 0
+        return self._location.message or 0
 
     def describe(self, messages: str = "messages", num_added: int = 0) -> str:
         """The problem in words; ``messages`` names the row's messages, which follow ``num_added`` of the job."""
-        place = self._place
-        if place.message is None:
-            field = place.key
-        elif place.message < num_added:
+        location = self._location
+        if location.message is None:
+            field = location.key
+        elif location.message < num_added:
             field = "input.system"
         else:
-            field = f"{messages}[{place.message - num_added}].{place.key}"
-        role = f" (role {place.role[:40]!r})" if place.role and place.role not in _ROLES else ""
+            field = f"{messages}[{location.message - num_added}].{location.key}"
+        role = f" (role {location.role[:40]!r})" if location.role and location.role not in _ROLES else ""
         return f"{field}{role}: {self._why}"
 
 
@@ -130,22 +130,22 @@ class TemplateCaps:
             if role not in _ROLES:
                 other = [*messages[:number], {**messages[number], "role": _ROLE}, *messages[number + 1 :]]
                 if self._render({**chat, "messages": other}) == prompt:
-                    return HiddenError(Place(number, "role", role), _NO_ROLE)
+                    return HiddenError(Location(number, "role", role), _NO_ROLE)
         if _shows_texts(chat, prompt):
             return None
         hidden = self._hidden(chat)
         if hidden is None:
-            return HiddenError(Place(None, "messages"), _UNCHECKED)
+            return HiddenError(Location(None, "messages"), _UNCHECKED)
         # That earlier thoughts are left out is how a template is meant; that all are is a loss.
-        lost = (place for place in hidden if place.key not in REASONING or not self.table["thoughts"])
+        lost = (location for location in hidden if location.key not in REASONING or not self.table["thoughts"])
         return next(map(HiddenError, lost), None)
 
     def _shows(self, chat: Variables, message: int | None) -> bool:
         """Whether all parts of a message, or of the tools, are in the prompt of a form of a chat."""
         tried = map(self._hidden, self._forms(chat))
-        return any(hidden is not None and all(place.message != message for place in hidden) for hidden in tried)
+        return any(hidden is not None and all(location.message != message for location in hidden) for hidden in tried)
 
-    def _hidden(self, form: Variables) -> Sequence[Place] | None:
+    def _hidden(self, form: Variables) -> Sequence[Location] | None:
         """The parts that are not in the prompt of a form; None if the template fails on it with marks."""
         marked = MarkedChat(form)
         prompt = self._render(marked.variables)

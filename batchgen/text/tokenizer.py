@@ -238,8 +238,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def _template_sources(folder: Path) -> Templates:
     """Templates by name: from ``chat_template.jinja`` and files of further ones, or from ``tokenizer_config.json``."""
     more = folder / MORE_TEMPLATES
-    places = [folder / "chat_template.jinja", more / "default.jinja", more / "tool_use.jinja"]
-    files = {path.stem.replace("chat_template", "default"): path for path in places if path.exists()}
+    candidates = [folder / "chat_template.jinja", more / "default.jinja", more / "tool_use.jinja"]
+    files = {path.stem.replace("chat_template", "default"): path for path in candidates if path.exists()}
     path = files.get("default", folder / CONFIG)
     templates = {} if "default" in files else _named_templates(path)
     templates |= {name: read_text(file, _MAX_FILE_BYTES) for name, file in files.items()}
@@ -247,15 +247,15 @@ def _template_sources(folder: Path) -> Templates:
 
 
 def compiled(
-    place: str, templates: Mapping[str, str], special_tokens: Mapping[str, str], now: datetime | None
+    source: str, templates: Mapping[str, str], special_tokens: Mapping[str, str], now: datetime | None
 ) -> ChatTemplate | None:
     """The template made of ``templates`` by name, if there are any. Raises ModelError, which names their place."""
     try:
         return ChatTemplate(in_one(templates), special_tokens, now) if templates else None
     except KeyError:
-        raise ModelError(f"{place}: chat_template lists templates, but none is named 'default'") from None
+        raise ModelError(f"{source}: chat_template lists templates, but none is named 'default'") from None
     except ChatTemplateError as error:
-        raise ModelError(f"{place}: {error}") from error
+        raise ModelError(f"{source}: {error}") from error
 
 
 def _named_templates(path: Path) -> dict[str, str]:

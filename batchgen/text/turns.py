@@ -31,12 +31,12 @@ class Turns:
     def _marked(self, chat: Mapping[str, Any], prompt: str) -> Iterator[Range]:
         assert self._marking is not None
         text, (begin, end) = _text_of(self._marking, chat), self._marks
-        place, turns = 0, []
+        start, turns = 0, []
         for number, part in enumerate(text.split(begin)):
             inside, _, behind = part.partition(end)
             if number:
-                turns.append((place, place + len(inside)))
-            place += len(inside) + len(behind)
+                turns.append((start, start + len(inside)))
+            start += len(inside) + len(behind)
         if text.replace(begin, "").replace(end, "") != prompt:
             raise ChatTemplateError("assistant_mask: the chat template changes the text that it marks with generation")
         yield from (turn for turn in turns if turn[0] < turn[1])

@@ -51,8 +51,8 @@ def split_machine(
     else:
         is_cuda = bool(gpus) or spec.model.device.startswith("cuda")
         is_gpu = is_cuda or spec.model.device in UNTRIED_DEVICES
-        places = len(gpus) // gpus_each if gpus_each else 1 if is_gpu else len(nodes)
-        number = useful_workers(places, spec, num_rows, is_cuda=is_cuda)
+        slots = len(gpus) // gpus_each if gpus_each else 1 if is_gpu else len(nodes)
+        number = useful_workers(slots, spec, num_rows, is_cuda=is_cuda)
     if gpus_each and number * gpus_each > len(gpus):
         raise UsageError(
             f"--workers {number} with --gpus-per-worker {gpus_each}: this machine has {counted(len(gpus), 'GPU')}; "
@@ -70,10 +70,10 @@ def split_machine(
     ]
 
 
-def useful_workers(places: int, spec: JobSpec, num_rows: int | None, *, is_cuda: bool) -> int:
-    """Number of places for workers to use by default: each with rows for some full batches."""
+def useful_workers(slots: int, spec: JobSpec, num_rows: int | None, *, is_cuda: bool) -> int:
+    """Number of slots for workers to use by default: each with rows for some full batches."""
     rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_sizes(is_cuda=is_cuda)["max_num_seqs"])
-    return max(1, places if num_rows is None else min(places, num_rows // rows_each))
+    return max(1, slots if num_rows is None else min(slots, num_rows // rows_each))
 
 
 def _carried(wanted: int, num_rows: int | None, num_cpus: int, weight_bytes: int, note: Callable[[str], object]) -> int:

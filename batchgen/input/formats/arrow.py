@@ -78,10 +78,10 @@ class TableFile(InputFile):
         """Yield the rows of batches from ``at`` on; see ``InputFile.read``. ``rows_before`` come first in the file."""
         for batch in batches:
             num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
-            places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
-            read = rows_at(batch, places, self._spec.request_columns, self._spares)
-            for place, (values, error) in zip(places, read, strict=True):
-                index, number = at.index + place, at.row + place + 1
+            positions = [position for position in range(num_rows) if wanted is None or wanted(at.index + position)]
+            read = rows_at(batch, positions, self._spec.request_columns, self._spares)
+            for position, (values, error) in zip(positions, read, strict=True):
+                index, number = at.index + position, at.row + position + 1
                 after = Cursor(at.file, at.offset, number, index + 1)
                 yield Row(index, self._name, rows_before + number, values, after, error=error)
             at = Cursor(at.file, at.offset, at.row + num_rows, at.index + num_rows)
@@ -98,20 +98,20 @@ class TableFile(InputFile):
 
 def rows_at(
     batch: pa.RecordBatch | pa.Table | Unreadable,
-    places: Sequence[int],
+    positions: Sequence[int],
     request_columns: Collection[str] = (),
     spares: Callable[[str], bool] | None = None,
 ) -> list[RowValues]:
-    """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read.
+    """The values of the rows at some positions of a batch, in their order; see ``_row`` for one that cannot be read.
 
     For ``request_columns`` see ``InputSpec``. An unreadable cell becomes null if ``spares`` accepts its column (None:
     rows need all columns). Raises UsageError as ``check_names``.
     """
     if isinstance(batch, Unreadable):
-        return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
+        return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(positions)
     check_names(batch.schema.names, "a table of rows")
-    if len(places) < batch.num_rows:
-        batch = _taken(batch, places)
+    if len(positions) < batch.num_rows:
+        batch = _taken(batch, positions)
     features = _features((batch.schema.metadata or {}).get(b"huggingface", b""))
     all_conversions = {
         field.name: _conversion(field, field.name in request_columns, features.get(field.name))
@@ -125,15 +125,15 @@ def rows_at(
                 row[name] = None if row[name] is None else convert(row[name])
         return [(row, None) for row in rows]
     except (RowProblem, *_VALUE_ERRORS):
-        return [_row(batch.slice(place, 1), conversions, spares) for place in range(batch.num_rows)]
+        return [_row(batch.slice(position, 1), conversions, spares) for position in range(batch.num_rows)]
 
 
-def _taken(batch: pa.RecordBatch | pa.Table, places: Sequence[int]) -> pa.RecordBatch | pa.Table:
+def _taken(batch: pa.RecordBatch | pa.Table, positions: Sequence[int]) -> pa.RecordBatch | pa.Table:
     try:
-        return batch.take(pa.array(places, pa.int64()))
+        return batch.take(pa.array(positions, pa.int64()))
     except pa.ArrowNotImplementedError:  # of views of texts, which Arrow cannot take
         table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
-        return pa.concat_tables([table.slice(0, 0), *(table.slice(place, 1) for place in places)])
+        return pa.concat_tables([table.slice(0, 0), *(table.slice(position, 1) for position in positions)])
 
 
 def _row(batch: pa.RecordBatch, conversions: Mapping[str, _Convert], spares: Callable[[str], bool] | None) -> RowValues:

@@ -139,7 +139,7 @@ def _wide_encoding(head: bytes) -> str:
         return encoding
     probe = head[:_PROBE_BYTES]
     num_chars = len(probe) // 4
-    zeros = [probe[place::4].count(0) for place in range(4)] if num_chars else [0] * 4
+    zeros = [probe[offset::4].count(0) for offset in range(4)] if num_chars else [0] * 4
     shown = ["0" if count > 0.8 * num_chars else "1" if count < 0.2 * num_chars else "-" for count in zeros]
     for name, pattern in _WIDE_ZEROS.items():
         if all(wanted in ("?", sign) for wanted, sign in zip(pattern, shown, strict=True)):

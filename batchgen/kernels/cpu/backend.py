@@ -53,8 +53,8 @@ def _address_of(tensor: Tensor | None) -> int:
 
 def _fields(cache: KVCache) -> tuple[int, ...]:
     """A cache as ``compiled.entry.CACHE_FIELDS`` names its parts."""
-    places = address(cache.keys), address(cache.values), _address_of(cache.scales)
-    return (*places, cache.keys.shape[1], cache.width, cache.block_size, cache.lanes, cache.keys.shape[4])
+    addresses = address(cache.keys), address(cache.values), _address_of(cache.scales)
+    return (*addresses, cache.keys.shape[1], cache.width, cache.block_size, cache.lanes, cache.keys.shape[4])
 
 
 class Alone(NamedTuple):
@@ -96,9 +96,9 @@ class PackedEmbedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         out = empty((len(token_ids), self.head.inputs), self._dtype)
-        places = (address(self.head.packed.strips), address(token_ids), address(out))
+        addresses = (address(self.head.packed.strips), address(token_ids), address(out))
         side_by_side = 4 // self.head.packed.strips.element_size()
-        _LOOKUP_PACKED.launch(self._kind, len(token_ids), *places, self.head.inputs, side_by_side)
+        _LOOKUP_PACKED.launch(self._kind, len(token_ids), *addresses, self.head.inputs, side_by_side)
         return out
 
 
@@ -145,8 +145,8 @@ class CpuKernels(interface.Kernels):
         num_rows, width = x.shape
         out = empty(x.shape, x.dtype)
         items = -(-num_rows // ROWS_PER_ITEM)
-        places = (address(x), address(weight), address(out))
-        _RMS_NORM.launch(x.dtype, items, *places, num_rows, width, _bits(eps), _address_of(residual))
+        addresses = (address(x), address(weight), address(out))
+        _RMS_NORM.launch(x.dtype, items, *addresses, num_rows, width, _bits(eps), _address_of(residual))
         return out
 
     def scale(self, x: Tensor, by: float) -> None:
@@ -232,8 +232,8 @@ class CpuKernels(interface.Kernels):
         return out
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        places = (address(logits), address(rows), address(bits))
-        _MASK.launch(logits.dtype, len(rows), *places, logits.shape[1], bits.shape[1])
+        addresses = (address(logits), address(rows), address(bits))
+        _MASK.launch(logits.dtype, len(rows), *addresses, logits.shape[1], bits.shape[1])
 
     def sample(self, logits: Tensor, rows: interface.SamplingRows) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)

@@ -35,9 +35,9 @@ class PackedRouter:
         ids, weights = empty((rows, self._active), torch.int32), empty((rows, self._active), torch.float32)
         bias = 0 if self._bias is None else address(self._bias)
         packed = address(self._packed.strips), self._packed.strip_size
-        places = (address(x), *packed, bias, ids.data_ptr(), weights.data_ptr())
+        addresses = (address(x), *packed, bias, ids.data_ptr(), weights.data_ptr())
         sizes = (*scratch(routing_scratch_floats(self._num_experts)), rows, width, self._num_experts, self._active)
-        _ROUTE.launch(x.dtype, -(-rows // MAX_ROWS), *places, *sizes, *self._numbers)
+        _ROUTE.launch(x.dtype, -(-rows // MAX_ROWS), *addresses, *sizes, *self._numbers)
         return ids, weights
 
 
@@ -69,8 +69,8 @@ class PackedExperts:
         _TAKE_ROWS.launch(x.dtype, pairs, address(x), source.data_ptr(), taken.data_ptr(), width)
         of_gated, of_down = (Experts(num_experts, segments, weights) for weights in self._weights)
         parts = self._down[0].multiply(self._gated[0](taken, of_gated), width, experts=of_down)
-        places = (address(parts), place.data_ptr(), address(weights), address(residual), out.data_ptr())
-        _ADD_UP.launch(x.dtype, -(-rows // ROWS_PER_ITEM), *places, rows, width, active)
+        addresses = (address(parts), place.data_ptr(), address(weights), address(residual), out.data_ptr())
+        _ADD_UP.launch(x.dtype, -(-rows // ROWS_PER_ITEM), *addresses, rows, width, active)
         return out
 
 

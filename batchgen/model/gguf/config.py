@@ -241,7 +241,7 @@ def holds_float16(model: Path | None) -> bool:
     """Whether a model is a GGUF file with matrices in float16."""
     if model is None or not is_gguf(model):
         return False
-    return any(place.kind == _F16 and len(place.shape) > 1 for place in read_header(model).tensors.values())
+    return any(entry.kind == _F16 and len(entry.shape) > 1 for entry in read_header(model).tensors.values())
 
 
 def read_gguf_pooling(path: Path) -> str:

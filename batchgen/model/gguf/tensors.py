@@ -43,8 +43,8 @@ class GgufTensors(StoredTensors[GgufTensor]):
         self._pairs = head_dim // 2
         self._of_blocks = torch.float32 if is_exact else dtype
         # Llama 3's factors are compared when the config is read.
-        places = {name: place for name, place in tensors.items() if (architecture, name) != ("llama", ROPE_FACTORS)}
-        super().__init__(path, dtype, device, dict(_by_expert(places)))
+        entries = {name: entry for name, entry in tensors.items() if (architecture, name) != ("llama", ROPE_FACTORS)}
+        super().__init__(path, dtype, device, dict(_by_expert(entries)))
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name; axes of one element may be missing in the file, as in convolutions.
@@ -52,17 +52,17 @@ class GgufTensors(StoredTensors[GgufTensor]):
         Raises ModelError: no such tensor, another shape, a type that is not read, data beyond the end of the file, or
         no finite numbers.
         """
-        place = self._places.get(name)
-        if place is None:
+        entry = self._locations.get(name)
+        if entry is None:
             raise self._error(name, "is missing; convert the model again")
-        if [n for n in place.shape if n != 1] != [n for n in shape if n != 1]:
-            raise self._error(name, f"has shape {list(place.shape)}; the metadata asks for {list(shape)}")
-        wanted = dtype or (self.dtype if place.kind in _NUMBERS else self._of_blocks)
-        if place.kind in _NUMBERS:
-            kind = _NUMBERS[place.kind]
-            tensor = torch.from_numpy(self._bytes(name, place, math.prod(shape) * kind.itemsize)).view(kind)
+        if [n for n in entry.shape if n != 1] != [n for n in shape if n != 1]:
+            raise self._error(name, f"has shape {list(entry.shape)}; the metadata asks for {list(shape)}")
+        wanted = dtype or (self.dtype if entry.kind in _NUMBERS else self._of_blocks)
+        if entry.kind in _NUMBERS:
+            kind = _NUMBERS[entry.kind]
+            tensor = torch.from_numpy(self._bytes(name, entry, math.prod(shape) * kind.itemsize)).view(kind)
         else:
-            tensor = self._from_blocks(name, place, wanted)
+            tensor = self._from_blocks(name, entry, wanted)
         tensor = tensor.to(self.device, wanted).view(shape)
         if name.endswith(self._rotated):
             tensor = tensor.view(-1, self._pairs, 2, shape[1]).transpose(1, 2).reshape(shape)
@@ -71,19 +71,19 @@ class GgufTensors(StoredTensors[GgufTensor]):
         self._taken.add(name)
         return tensor
 
-    def _from_blocks(self, name: str, place: GgufTensor, dtype: torch.dtype) -> Tensor:
+    def _from_blocks(self, name: str, entry: GgufTensor, dtype: torch.dtype) -> Tensor:
         import gguf
 
         try:
-            kind = gguf.GGMLQuantizationType(place.kind)
+            kind = gguf.GGMLQuantizationType(entry.kind)
         except ValueError:
-            raise self._error(name, f"has type {place.kind}, which the installed gguf package does not know") from None
+            raise self._error(name, f"has type {entry.kind}, which the installed gguf package does not know") from None
         values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        width = math.prod(place.shape[-1:])
+        width = math.prod(entry.shape[-1:])
         if width % values_per_block:
             raise self._error(name, f"has rows of {width} values, {kind.name} blocks of {values_per_block}")
-        num_blocks = math.prod(place.shape) // values_per_block
-        data = self._bytes(name, place, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+        num_blocks = math.prod(entry.shape) // values_per_block
+        data = self._bytes(name, entry, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         tensor = torch.empty((num_blocks, values_per_block), dtype=dtype)
 
         def fill(rows: slice) -> None:
@@ -98,26 +98,26 @@ class GgufTensors(StoredTensors[GgufTensor]):
             raise self._error(name, f"has type {kind.name}, which is not supported; use another file") from None
         return tensor
 
-    def _bytes(self, name: str, place: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        if place.offset + count > file_bytes(self.path):
+    def _bytes(self, name: str, entry: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if entry.offset + count > file_bytes(self.path):
             raise self._error(name, "lies beyond the end of the file; download it again")
-        return np.fromfile(self.path, np.uint8, count, offset=place.offset)
+        return np.fromfile(self.path, np.uint8, count, offset=entry.offset)
 
     def _error(self, name: str, what: str) -> ModelError:
         return ModelError(f"{self.path}: tensor {name!r} {what}")
 
 
-def _by_expert(places: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
+def _by_expert(entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
     """The places of tensors; a tensor of all experts ``x.weight`` is split into ``x.0.weight`` and so on."""
-    for name, place in places.items():
+    for name, entry in entries.items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_exps") or len(place.shape) != 3:
-            yield name, place
+        if not module.endswith("_exps") or len(entry.shape) != 3:
+            yield name, entry
             continue
-        count, *shape = place.shape
-        num_bytes = _num_bytes(place.kind, math.prod(shape))
+        count, *shape = entry.shape
+        num_bytes = _num_bytes(entry.kind, math.prod(shape))
         for expert in range(min(count, _MAX_EXPERTS)):
-            yield f"{module}.{expert}.weight", GgufTensor(place.kind, tuple(shape), place.offset + expert * num_bytes)
+            yield f"{module}.{expert}.weight", GgufTensor(entry.kind, tuple(shape), entry.offset + expert * num_bytes)
 
 
 def _num_bytes(kind: int, count: int) -> int:
