@@ -78,8 +78,8 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     named = str(Numerics.of(facts).base)
     show(f"{title}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
-    kinds = "greedy and sampled by turns" if info.config.has_head else "their hidden states compared"
-    show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, {kinds}")
+    modes = "greedy and sampled by turns" if info.config.has_head else "their hidden states compared"
+    show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, {modes}")
     if notes := "\n".join(facts["notes"]) or (_TESTED if model.kernels.name != "plain" else ""):
         show(notes)
     log(f"running {counted(len(requests), 'request')} one by one")
@@ -145,8 +145,8 @@ def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list
 
 def requests_for(prompts: list[Prompt]) -> list[Request]:
     """A request per prompt, greedy and sampled by turns, with and without penalties."""
-    kinds = (GREEDY, _PENALIZED, GREEDY, _DRAWN)
-    return [Request(key, prompt, kinds[key % 4]) for key, prompt in enumerate(prompts)]
+    params = (GREEDY, _PENALIZED, GREEDY, _DRAWN)
+    return [Request(key, prompt, params[key % 4]) for key, prompt in enumerate(prompts)]
 
 
 def render(proof: Comparison, requests: list[Request]) -> str:
@@ -164,8 +164,8 @@ def render(proof: Comparison, requests: list[Request]) -> str:
 
 def _location(at: Divergence, requests: list[Request]) -> str:
     request = requests[at.key]
-    num_tokens, kind = len(request.prompt_token_ids), "greedy" if request.params.is_greedy else "sampled"
-    prompt = f"prompt {at.key} ({counted(num_tokens, 'token')}, {kind})"
+    num_tokens, mode = len(request.prompt_token_ids), "greedy" if request.params.is_greedy else "sampled"
+    prompt = f"prompt {at.key} ({counted(num_tokens, 'token')}, {mode})"
     if request.pooling:
         return f"{prompt}, state {at.position - 1}: gap {at.gap:.2g}"
     became = "stays" if at.got == at.expected else f"becomes {'none' if at.got is None else at.got}"

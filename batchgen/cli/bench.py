@@ -94,8 +94,8 @@ def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **valu
         requests = hide_lengths(requests)
     ends = frozenset(model.config.eos_token_ids + (tokenizer.eos_token_ids if tokenizer else ()))
     result = measure.benchmark(measure.Bench(model, spec.engine, ends, _note), requests, repeats)
-    kind = "none" if pooling else "forced" if is_forced else "model"
-    result = {**model_spec.named, "lengths": lengths, "ends": kind, **result}
+    ends_by = "none" if pooling else "forced" if is_forced else "model"
+    result = {**model_spec.named, "lengths": lengths, "ends": ends_by, **result}
     show(json.dumps(result, indent=2) if as_json else measure.render(result))
     return ExitCode.OK
 

@@ -78,23 +78,23 @@ class _Cursor:
 
     def value(self, *, is_kept: bool) -> Any:
         """The next value; the elements of an array that is not kept are skipped."""
-        kind = self.number("I")
-        if kind == _STRING:
+        value_type = self.number("I")
+        if value_type == _STRING:
             return self.text()
-        if kind == _ARRAY:
+        if value_type == _ARRAY:
             return self._array(self.number("I"), self.number("Q"), is_kept)
-        if kind not in _SCALARS:
-            raise ValueError(f"metadata of unknown type {kind}")
-        return self.number(_SCALARS[kind])
+        if value_type not in _SCALARS:
+            raise ValueError(f"metadata of unknown type {value_type}")
+        return self.number(_SCALARS[value_type])
 
-    def _array(self, kind: int, count: int, is_kept: bool) -> list[Any] | None:
+    def _array(self, value_type: int, count: int, is_kept: bool) -> list[Any] | None:
         if is_kept and count > _MAX_ELEMENTS:
             raise ValueError(f"an array of {count:,} elements; {_MAX_ELEMENTS:,} are taken")
-        if kind == _STRING:
+        if value_type == _STRING:
             return self._texts(count, is_kept)
-        if kind not in _SCALARS:
-            raise ValueError(f"an array of type {kind}")
-        code = _SCALARS[kind]
+        if value_type not in _SCALARS:
+            raise ValueError(f"an array of type {value_type}")
+        code = _SCALARS[value_type]
         data = self.take(count * struct.calcsize("<" + code))
         return list(struct.unpack(f"<{count}{code}", data)) if is_kept else None
 

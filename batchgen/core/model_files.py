@@ -130,8 +130,8 @@ def file_bytes(path: Path) -> int:
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise _unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise ModelError(f"{path}: is {kind}, not a regular file; a model folder holds regular files only")
+        file_type = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise ModelError(f"{path}: is {file_type}, not a regular file; a model folder holds regular files only")
     return status.st_size
 
 
@@ -239,7 +239,7 @@ def _download(repo_id: str, revision: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the client lets connection, proxy and disk errors of several libraries through
-        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), "")
+        reason = next((text for error_type, text in reasons.items() if isinstance(error, error_type)), "")
         if not reason and constants.HF_HUB_OFFLINE:
             reason = f"revision {revision!r} is not in the Hub's cache, and HF_HUB_OFFLINE forbids to fetch it"
         elif not reason and isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and no answer

@@ -86,13 +86,13 @@ def from_response_format(value: object) -> dict[str, Any]:
         settings = {"type": None}
     if not settings:
         return {}
-    kind = settings.get("type")
-    if not isinstance(kind, str) or kind not in _FORMATS:
+    format_type = settings.get("type")
+    if not isinstance(format_type, str) or format_type not in _FORMATS:
         raise ValueError('must be an object whose type is "text", "json_object" or "json_schema"')
-    _check_known(settings, ("type", *_FORMATS[kind]), kind)
-    if kind == "text":
+    _check_known(settings, ("type", *_FORMATS[format_type]), format_type)
+    if format_type == "text":
         return {}
-    if kind == "json_object":
+    if format_type == "json_object":
         schema = settings.get("schema")
         return {"json_object": True} if schema is None or schema == {} else {"json": schema}
     inner = settings.get("json_schema")
@@ -102,10 +102,10 @@ def from_response_format(value: object) -> dict[str, Any]:
     raise ValueError("of type json_schema must hold json_schema.schema")
 
 
-def _check_known(settings: Mapping[str, Any], names: Collection[str], kind: str) -> None:
+def _check_known(settings: Mapping[str, Any], names: Collection[str], format_type: str) -> None:
     for name, item in settings.items():
         if item is not None and name not in names:
-            raise ValueError(f"of type {kind} has an unknown key {str(name)[:40]!r} (known: {', '.join(names)})")
+            raise ValueError(f"of type {format_type} has an unknown key {str(name)[:40]!r} (known: {', '.join(names)})")
 
 
 def object_of(value: object) -> dict[str, Any]:

@@ -107,8 +107,8 @@ class SmallModel:
             return texts_for(prompts)
         first = min(8, vocab_size - 1)
         masked = replace(_GREEDY, allowed_token_ids=tuple(range(first, min(first + _NUM_ALLOWED, vocab_size))))
-        kinds = (_GREEDY, _DRAWN, masked, _PENALIZED)
-        return [Request(key, prompt, kinds[key % len(kinds)]) for key, prompt in enumerate(prompts)]
+        params = (_GREEDY, _DRAWN, masked, _PENALIZED)
+        return [Request(key, prompt, params[key % len(params)]) for key, prompt in enumerate(prompts)]
 
     def runs(self, kernels: Kernels, device: torch.device) -> Runs:
         block_size = default_sizes(is_cuda=self.device.type == "cuda")["block_size"]

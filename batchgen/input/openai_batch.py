@@ -77,11 +77,11 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     method, url or body field that is not supported, which it names.
     """
     line = {"method": "POST", **columns, "url": url_of(columns)}
-    for name, kind in _LINE_FIELDS:
+    for name, expected in _LINE_FIELDS:
         if name not in line:
             raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no field {name!r} in this OpenAI Batch line")
-        if not isinstance(line[name], kind):
-            raise wrong_type(repr(name), line[name], type_name(kind()))
+        if not isinstance(line[name], expected):
+            raise wrong_type(repr(name), line[name], type_name(expected()))
     if line["method"] != "POST":
         raise RowProblem(RowErrorCode.BAD_PARAM, f"method is {line['method']!r}, not 'POST'")
     url, body = line["url"], line["body"]

@@ -52,8 +52,8 @@ class ConfigValues:
     def integer(self, *names: str, default: Any = ..., minimum: int = 1, maximum: int = _MAX_INT) -> int:
         value = self._agreed(names, default)
         if type(value) is not int or value < minimum:
-            kind = "a positive integer" if minimum == 1 else f"an integer from {minimum} up"
-            raise self.error(f"{self._name(names)} must be {kind}, not {shown(value)}")
+            expected = "a positive integer" if minimum == 1 else f"an integer from {minimum} up"
+            raise self.error(f"{self._name(names)} must be {expected}, not {shown(value)}")
         if value > maximum:
             raise self.error(f"{self._name(names)} must be at most {maximum}, not {shown(value)}")
         return value
@@ -71,11 +71,11 @@ class ConfigValues:
     def text(self, *names: str, default: str) -> str:
         return self._typed("a string", names, default)
 
-    def _typed(self, kind: str, names: tuple[str, ...], default: T) -> T:
-        """A value of the type of ``default``, which ``kind`` names in errors; for texts the newest name counts."""
+    def _typed(self, expected: str, names: tuple[str, ...], default: T) -> T:
+        """A value of the type of ``default``, which ``expected`` names in errors; for texts the newest name counts."""
         value = self.get(*names, default=default) if isinstance(default, str) else self._agreed(names, default)
         if not isinstance(value, type(default)):
-            raise self.error(f"{self._name(names)} must be {kind}, not {shown(value)}")
+            raise self.error(f"{self._name(names)} must be {expected}, not {shown(value)}")
         return value
 
     def _name(self, names: tuple[str, ...]) -> str:
@@ -92,40 +92,40 @@ class ConfigValues:
         for part in (new, old):
             if nested := [name for name, value in part.raw.items() if isinstance(value, Mapping)]:
                 raise part.error(f"{shown(nested[0])}: values for some of the layers are not supported in this family")
-        kinds = [values.text("rope_type", "type", default="default") for values in (new, old)]
-        for kind in kinds:
-            if kind not in ROPE_KINDS:
-                raise self.error(f"rope scaling {shown(kind)} is not supported (known: {', '.join(ROPE_KINDS)})")
+        rope_types = [values.text("rope_type", "type", default="default") for values in (new, old)]
+        for rope_type in rope_types:
+            if rope_type not in ROPE_KINDS:
+                raise self.error(f"rope scaling {shown(rope_type)} is not supported (known: {', '.join(ROPE_KINDS)})")
         if new.raw and old.raw and new.raw != old.raw:
             raise self.error("rope_parameters and rope_scaling disagree; keep only one of them")
         theta = self.number("rope_theta", "theta", default=default_theta)
         theta = new.number("rope_theta", default=old.number("rope_theta", default=theta))
         if theta < 1:
             raise self.error(f"rope_theta must be at least 1, or angles exceed float32, not {theta}")
-        values, kind = (old, kinds[1]) if kinds[0] == "default" else (new, kinds[0])
-        for part in (self, new, old) if kind != "proportional" else ():
+        values, rope_type = (old, rope_types[1]) if rope_types[0] == "default" else (new, rope_types[0])
+        for part in (self, new, old) if rope_type != "proportional" else ():
             if (share := part.number("partial_rotary_factor", default=1.0)) != 1:
-                raise part.error(f"partial_rotary_factor {share:g} is not supported with rope_type {kind!r}")
+                raise part.error(f"partial_rotary_factor {share:g} is not supported with rope_type {rope_type!r}")
         positions = self.integer("original_max_position_embeddings", default=0, minimum=0)
-        return values._scaled(theta, kind, positions)
+        return values._scaled(theta, rope_type, positions)
 
-    def _scaled(self, theta: float, kind: str, positions: int) -> Rope:
-        """The rotary embedding of a kind that these values scale; ``positions`` is from the config itself, or 0."""
-        if kind == "llama3":
+    def _scaled(self, theta: float, rope_type: str, positions: int) -> Rope:
+        """The rotary embedding of a type that these values scale; ``positions`` is from the config itself, or 0."""
+        if rope_type == "llama3":
             low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
             if low >= high:
                 raise self.error(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
             positions = positions or self.integer("original_max_position_embeddings")
-            return Rope(theta, kind, self.number("factor"), low, high, positions)
-        if kind == "yarn":
+            return Rope(theta, rope_type, self.number("factor"), low, high, positions)
+        if rope_type == "yarn":
             return self._yarn(theta, positions or self.integer("original_max_position_embeddings"))
-        if kind == "linear":
-            return Rope(theta, kind, self.number("factor"))
-        if kind == "proportional":
+        if rope_type == "linear":
+            return Rope(theta, rope_type, self.number("factor"))
+        if rope_type == "proportional":
             share = self.number("partial_rotary_factor", default=1.0)
             if share > 1:
                 raise self.error(f"partial_rotary_factor must be at most 1, not {share:g}")
-            return Rope(theta, kind, rotated_share=share)
+            return Rope(theta, rope_type, rotated_share=share)
         return Rope(theta)
 
     def _yarn(self, theta: float, positions: int) -> Rope:
@@ -151,11 +151,11 @@ class ConfigValues:
         ff_dim = self.integer("moe_intermediate_size")
         return Experts(num_experts, num_active, ff_dim, scores, is_normalized=is_normalized, **more)
 
-    def layer_types(self, *kinds: str) -> tuple[str, ...]:
+    def layer_types(self, *names: str) -> tuple[str, ...]:
         """The kind of each layer, as ``layer_types`` lists them."""
         num_layers, listed = self.integer("num_hidden_layers", maximum=MAX_LAYERS), self.get("layer_types")
-        if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in kinds for kind in listed):
-            raise self.error(f"layer_types must name {num_layers} layers as {' or '.join(map(repr, kinds))}")
+        if not isinstance(listed, list) or len(listed) != num_layers or not all(name in names for name in listed):
+            raise self.error(f"layer_types must name {num_layers} layers as {' or '.join(map(repr, names))}")
         return tuple(listed)
 
     def section(self, name: str, *, is_needed: bool = True) -> ConfigValues:

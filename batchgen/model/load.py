@@ -54,28 +54,28 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     runs their self-test before weights are read and returns the kernels to use. Without ``has_head`` the model gives
     hidden states. Raises ModelError for an unusable folder, config, or weights.
     """
-    torch_device = resolve_device(device)
+    target = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, WEIGHTS_FILES)
     config = dummy_config(path) if model is None else read_config(model)
     lora = read_lora(resolve_adapter(adapter)) if adapter else None
     config = lora.added_to(config) if lora else config
     config = replace(config, has_head=config.has_head and has_head)
-    kind = resolve_dtype(dtype, config, torch_device)
-    weights, activations = _forms_of(quantization, torch_device)
-    if torch_device.type == "cpu" and kernels is None and (why := cpu_obstacle(activations)):
+    torch_dtype = resolve_dtype(dtype, config, target)
+    weights, activations = _forms_of(quantization, target)
+    if target.type == "cpu" and kernels is None and (why := cpu_obstacle(activations)):
         raise ModelError(f"device 'cpu': {why}")
-    if torch_device.type == "cuda":
-        torch.cuda.set_device(torch_device)  # the default device, for example of events
+    if target.type == "cuda":
+        torch.cuda.set_device(target)  # the default device, for example of events
     source: TensorSource
     if model is None:
-        source = RandomTensors(kind, torch_device, saved=DTYPES.get(config.dtype))
+        source = RandomTensors(torch_dtype, target, saved=DTYPES.get(config.dtype))
     else:
-        source = _open(model, config, kind, torch_device, is_exact=weights == "int8" and torch_device.type == "cpu")
+        source = _open(model, config, torch_dtype, target, is_exact=weights == "int8" and target.type == "cpu")
         config = _named_as_stored(config, source)
     if lora is not None:
         source = LoraTensors(source, lora, config)
-    if torch_device.type == "cpu":
-        name = str(kind).removeprefix("torch.")
+    if target.type == "cpu":
+        name = str(torch_dtype).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
         if not build.is_started():  # by a caller that also knows the engine's settings
             # While the weights are read.
@@ -83,8 +83,8 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     with torch.inference_mode():
         if kernels is None:
             forms = {"weights": weights, "activations": activations}
-            kernels = select(torch_device, kind, batch_invariant=batch_invariant, is_causal=config.is_causal, **forms)
-            kernels = kernels if tested is None else tested(kernels, config, torch_device, kind)
+            kernels = select(target, torch_dtype, batch_invariant=batch_invariant, is_causal=config.is_causal, **forms)
+            kernels = kernels if tested is None else tested(kernels, config, target, torch_dtype)
         return Decoder(config, source, kernels)
 
 

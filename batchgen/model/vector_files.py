@@ -63,22 +63,22 @@ def read_vector_files(folder: Path) -> VectorFiles:
     settings: dict[str, Any] = {}
     last, mask = 0, None
     for module in _modules(path) if path.exists() else ():
-        kind, module_folder = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
-        kind = "Transformer" if kind == "ColBERT" else kind
-        if kind not in _ORDER:
+        role, module_folder = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
+        role = "Transformer" if role == "ColBERT" else role
+        if role not in _ORDER:
             raise ModelError(
                 f"{path}: the module {shown(module.get('type'))} is not known (known: {', '.join(_ORDER)})"
             )
-        if _ORDER.index(kind) < last:
-            raise ModelError(f"{path}: {kind} after {_ORDER[last]} is not supported (in order: {', '.join(_ORDER)})")
-        last = _ORDER.index(kind)
-        if kind == "Pooling":
+        if _ORDER.index(role) < last:
+            raise ModelError(f"{path}: {role} after {_ORDER[last]} is not supported (in order: {', '.join(_ORDER)})")
+        last = _ORDER.index(role)
+        if role == "Pooling":
             settings["pooling"] = _pooling(module_folder / "config.json")
-        elif kind == "Dense":
+        elif role == "Dense":
             settings["dense"] = (*settings.get("dense", ()), _dense(module_folder))
-        elif kind == "MultiVectorMask":
+        elif role == "MultiVectorMask":
             mask = module_folder
-        elif kind == "Normalize":
+        elif role == "Normalize":
             settings["normalize"] = True
     if settings.get("dense") and "pooling" not in settings:
         settings["pooling"] = "tokens"  # a vector for each token, as late interaction has it

@@ -73,12 +73,12 @@ def _normalized(row: np.ndarray) -> np.ndarray:
     return normed
 
 
-def _scores(row: np.ndarray, kind: str) -> np.ndarray:
-    if kind == "logits":
+def _scores(row: np.ndarray, form: str) -> np.ndarray:
+    if form == "logits":
         return row
     with np.errstate(over="ignore"):  # infinity, whose score is 0
-        weights: np.ndarray = np.exp(-row if kind == "sigmoid" else row - row.max())
-    scores: np.ndarray = 1 / (1 + weights) if kind == "sigmoid" else weights / weights.sum()
+        weights: np.ndarray = np.exp(-row if form == "sigmoid" else row - row.max())
+    scores: np.ndarray = 1 / (1 + weights) if form == "sigmoid" else weights / weights.sum()
     return scores
 
 

@@ -136,7 +136,7 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     generate_s, devices_s = accounts.get("generate", 0.0), device_s(usage)
     queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
     spared = rows.copied_tokens + rows.reused_tokens
-    computed = {kind: rows.tokens[kind] - spared[kind] for kind in ("prompt", "completion")}
+    computed = {side: rows.tokens[side] - spared[side] for side in ("prompt", "completion")}
     computed["total"] = sum(computed.values())
     report: dict[str, Any] = {
         "version": REPORT_VERSION,

@@ -179,6 +179,6 @@ def _number(report: Report, path: str) -> float | None:
     if path == "failed_share":
         rows = report["rows"]
         return rows["failed"] / rows["total"] if rows["total"] else None
-    kind = path.removeprefix("rate.")
-    value = at(report, path) if kind == path else rate(report, kind)
+    side = path.removeprefix("rate.")
+    value = at(report, path) if side == path else rate(report, side)
     return value if isinstance(value, int | float) else None

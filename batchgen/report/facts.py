@@ -59,12 +59,12 @@ def joined(facts: Iterable[tuple[str, str]]) -> dict[str, str]:
     return texts
 
 
-def rate(report: Report, kind: str) -> float | None:
+def rate(report: Report, side: str) -> float | None:
     """Tokens of computed rows per second of generating: loading, compiling, reading and writing do not count.
 
-    ``kind`` is prompt, completion or total. If nothing was generated, the rate is over the wall time.
+    ``side`` is prompt, completion or total. If nothing was generated, the rate is over the wall time.
     """
-    speed: float | None = at(report, f"tokens_per_s.{kind}")
+    speed: float | None = at(report, f"tokens_per_s.{side}")
     wall_s, generate_s = report.get("wall_s"), report.get("generate_s")
     return speed * wall_s / generate_s if speed and wall_s and generate_s else speed
 
@@ -72,17 +72,17 @@ def rate(report: Report, kind: str) -> float | None:
 def pace(report: Report) -> str:
     """Tokens (except in kept rows), the time they took, their rate, and other work that took long, in one line."""
     tokens = report["tokens"]
-    what, kind = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
+    what, side = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
     wall_s, generate_s = report["wall_s"], report["generate_s"]
     without = ", without copies" if report["duplicates"] else ""
-    tokens_per_s = rate(report, kind)
+    tokens_per_s = rate(report, side)
     speed = f" ({tokens_per_s:,.0f} tok/s{without})" if tokens_per_s else ""
     others = [
         f"{ACCOUNTS.get(name, name)} {format_duration(seconds)}"
         for name, seconds in report["seconds"].items()
         if name == "load" or (name in ("read", "write") and seconds > max(_LONG_SHARE * wall_s, _LONG_S))
     ]
-    num_tokens = tokens[kind] - report.get("reused", {}).get(kind, 0)
+    num_tokens = tokens[side] - report.get("reused", {}).get(side, 0)
     took = f"{num_tokens:,} {what} in {format_duration(generate_s or wall_s)}{speed}"
     return "; ".join([took, *others]) if generate_s else took
 
@@ -90,7 +90,7 @@ def pace(report: Report) -> str:
 def figures(report: Report) -> Facts:
     """The headline numbers, each by itself."""
     rows, tokens = report["rows"], report["tokens"]
-    rates = {kind: rate(report, kind) or 0.0 for kind in ("prompt", "completion", "total")}
+    rates = {side: rate(report, side) or 0.0 for side in ("prompt", "completion", "total")}
     yield "wall time", format_duration(report["wall_s"])
     if tokens["completion"]:
         yield "tokens/s out", f"{rates['completion']:,.0f}"

@@ -85,8 +85,8 @@ def device_s(usage: Numbers) -> float:
 
 def cost_of(report: Numbers, price_per_hour: float) -> dict[str, float | None]:
     """Cost of a run's ``device_s``, in all and per million computed tokens: output tokens, or else prompt tokens."""
-    kind, name = ("completion", "output") if report["tokens"]["completion"] else ("prompt", "prompt")
-    num_tokens = report["tokens"][kind] - report["copied_tokens"][kind] - report.get("reused", {}).get(kind, 0)
+    side, name = ("completion", "output") if report["tokens"]["completion"] else ("prompt", "prompt")
+    num_tokens = report["tokens"][side] - report["copied_tokens"][side] - report.get("reused", {}).get(side, 0)
     total = price_per_hour * device_s(report) / _SECONDS_PER_HOUR
     each = round(total / num_tokens * 1e6, 6) if num_tokens else None
     return {"total": round(total, 6), f"per_million_{name}_tokens": each}

@@ -137,16 +137,16 @@ class BarDisplay(Display):
             self._bar.close()
 
 
-def make_display(kind: Literal["auto", "bar", "json", "quiet"], interval_s: float) -> Display:
-    """The display of a kind; "auto" and "bar" depend on whether a person watches."""
-    if kind == "quiet" or sys.stderr is None:  # None: the caller closed it
+def make_display(mode: Literal["auto", "bar", "json", "quiet"], interval_s: float) -> Display:
+    """The display of a mode; "auto" and "bar" depend on whether a person watches."""
+    if mode == "quiet" or sys.stderr is None:  # None: the caller closed it
         return Display()
     file: Any = _Tolerant(sys.stderr)
-    if kind == "json":
+    if mode == "json":
         return JsonDisplay(interval_s, file)
     if file.isatty() or is_notebook():
         return BarDisplay(file)
-    return LineDisplay(interval_s, file) if kind == "auto" else Display()
+    return LineDisplay(interval_s, file) if mode == "auto" else Display()
 
 
 def is_notebook() -> bool:

@@ -93,8 +93,8 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templ
     model, name = (metadata.get(_KEY + key) for key in ("model", "pre"))
     if model != "gpt2":
         raise ModelError(f"{path}: {_KEY}model is {shown(model)}; tokenizers of 'gpt2' are read: {_REMEDY}")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
+    rules = _KINDS.get(name) if isinstance(name, str) else None
+    if rules is None:
         names = ", ".join(map(repr, _KINDS))
         raise ModelError(f"{path}: {_KEY}pre is {shown(name)}; pre-tokenizers {names} are read: {_REMEDY}")
     arrays: list[Any] = [metadata.get(key) for key in _ARRAYS]
@@ -106,9 +106,9 @@ def read_gguf_tokenizer(path: Path, now: datetime | None = None, template: Templ
     special = {role: token for role, key in _SPECIAL.items() if (token := _named(metadata, key, tokens)) is not None}
     chat_template = compiled(*(template or _template_sources(path, metadata)), special, now)
     try:
-        backend = _backend(kind, tokens, merges)
+        backend = _backend(rules, tokens, merges)
         _add_tokens(backend, tokens, types or ())
-        _put_around(backend, special, metadata, has_bos=kind.has_bos)
+        _put_around(backend, special, metadata, has_bos=rules.has_bos)
         return Tokenizer(backend, chat_template=chat_template, eos_token_ids=tuple(_end_tokens(metadata, tokens)))
     except BaseException as error:
         raise ModelError(f"{path} has no usable tokenizer: {reason(error)}") from error
@@ -134,7 +134,7 @@ def _end_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]
 
 def _no_ends(tokens: Collection[str]) -> dict[str, int]:
     """The tokens of ``_ENDS`` that do not end an answer in this vocabulary, and their types."""
-    return {end: kind for others, end, kind in _NO_ENDS if all(token in tokens for token in others)}
+    return {end: token_type for others, end, token_type in _NO_ENDS if all(token in tokens for token in others)}
 
 
 def _put_around(
@@ -149,11 +149,11 @@ def _put_around(
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
-def _is_list(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(type(element) is kind for element in value)
+def _is_list(value: object, element_type: type) -> bool:
+    return isinstance(value, list) and all(type(element) is element_type for element in value)
 
 
-def _backend(kind: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> tokenizers.Tokenizer:
+def _backend(rules: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> tokenizers.Tokenizer:
     """Byte-level BPE. Raises ValueError for a duplicate token or an invalid merge."""
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
@@ -165,12 +165,12 @@ def _backend(kind: _Kind, tokens: Sequence[str], merges: Sequence[str]) -> token
             raise ValueError(f"merge {shown(merge)} is not of two tokens")
         first, _, second = merge.partition(" ")
         pairs.append((first, second))
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind.whole_words))
-    splits = [pre_tokenizers.Split(Regex(words), "isolated") for words in kind.words]
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=rules.whole_words))
+    splits = [pre_tokenizers.Split(Regex(words), "isolated") for words in rules.words]
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, of_bytes])
     backend.decoder = decoders.ByteLevel()
-    if kind.is_composed:
+    if rules.is_composed:
         backend.normalizer = normalizers.NFC()
     return backend
 

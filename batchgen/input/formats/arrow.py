@@ -44,10 +44,10 @@ def check_names(names: Sequence[str], location: str) -> None:
         raise UsageError(f"{location}: two columns are named {shown(repeated[0])}: give each a name of its own")
 
 
-def is_lost_in_json(kind: pa.DataType) -> bool:
+def is_lost_in_json(arrow_type: pa.DataType) -> bool:
     """Whether values of a type have another type once they were written as JSON and read back."""
     tests = (pa.types.is_temporal, pa.types.is_decimal, pa.types.is_binary, pa.types.is_integer, pa.types.is_float32)
-    return kind != pa.int64() and any(test(kind) for test in tests)
+    return arrow_type != pa.int64() and any(test(arrow_type) for test in tests)
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
@@ -177,21 +177,21 @@ def _conversion(field: pa.Field, is_request: bool, feature: Any = None) -> _Conv
     ``feature`` describes the field in ``datasets``, as a tree:
     https://huggingface.co/docs/datasets/about_dataset_features.
     """
-    kind = field.type
-    if pa.types.is_integer(kind) and (names := _names(feature)):
+    arrow_type = field.type
+    if pa.types.is_integer(arrow_type) and (names := _names(feature)):
         return lambda number: names[number] if 0 <= number < len(names) else None  # -1: unlabelled
     name = (field.metadata or {}).get(_EXTENSION, b"").decode(errors="replace")
-    if _JSON in (name, getattr(kind, "extension_name", "")):
+    if _JSON in (name, getattr(arrow_type, "extension_name", "")):
         return _parsed
-    while isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if pa.types.is_struct(kind):
-        return _of_structs(kind, is_request, feature)
-    if pa.types.is_map(kind):
-        return _of_maps(kind, is_request)
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _conversion(pa.field("", kind.value_type), is_request, feature)
-    item = _conversion(kind.value_field, is_request, _item(feature)) if isinstance(kind, _LISTS) else None
+    while isinstance(arrow_type, pa.BaseExtensionType):
+        arrow_type = arrow_type.storage_type
+    if pa.types.is_struct(arrow_type):
+        return _of_structs(arrow_type, is_request, feature)
+    if pa.types.is_map(arrow_type):
+        return _of_maps(arrow_type, is_request)
+    if pa.types.is_dictionary(arrow_type) or pa.types.is_run_end_encoded(arrow_type):
+        return _conversion(pa.field("", arrow_type.value_type), is_request, feature)
+    item = _conversion(arrow_type.value_field, is_request, _item(feature)) if isinstance(arrow_type, _LISTS) else None
     return None if item is None else lambda values: [None if value is None else item(value) for value in values]
 
 
@@ -215,13 +215,13 @@ def _item(feature: Any) -> Any:
     return feature.get("feature") if isinstance(feature, dict) else None
 
 
-def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
+def _of_structs(arrow_type: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
     """Drops null fields of structs in a request: the type has all rows' fields."""
     children, is_sequence = feature, isinstance(feature, dict) and feature.get("_type") == "Sequence"
     if is_sequence and isinstance(_item(feature), dict):  # so older files call a struct of lists
         children = {name: [child] for name, child in _item(feature).items()}
     children = children if isinstance(children, dict) else {}
-    all_conversions = {child.name: _conversion(child, is_request, children.get(child.name)) for child in kind}
+    all_conversions = {child.name: _conversion(child, is_request, children.get(child.name)) for child in arrow_type}
     conversions = {name: convert for name, convert in all_conversions.items() if convert}
     if not conversions and not is_request:
         return None
@@ -233,9 +233,9 @@ def _of_structs(kind: pa.StructType, is_request: bool, feature: Any) -> _Convert
     return convert
 
 
-def _of_maps(kind: pa.MapType, is_request: bool) -> _Convert | None:
+def _of_maps(arrow_type: pa.MapType, is_request: bool) -> _Convert | None:
     """Turns maps into objects in a request; nulls are kept, since each map has its own keys."""
-    item = _conversion(kind.item_field, is_request)
+    item = _conversion(arrow_type.item_field, is_request)
     if item is None and not is_request:
         return None
 

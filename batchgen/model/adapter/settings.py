@@ -83,8 +83,8 @@ def read_lora(folder: Path) -> Lora:
     """The settings of the adapter in ``folder``. Raises ModelError: they are damaged, or not for a plain LoRA."""
     path = folder / ADAPTER_CONFIG
     values = ConfigValues(read_object(path, _MAX_BYTES), str(path))
-    if (kind := values.get("peft_type")) != "LORA":
-        raise values.error(f"peft_type is {shown(kind)}; {USE_MERGED}")
+    if (peft_type := values.get("peft_type")) != "LORA":
+        raise values.error(f"peft_type is {shown(peft_type)}; {USE_MERGED}")
     for key, value in values.raw.items():
         if key not in _KNOWN and value not in _OFF:
             raise values.error(f"{shown(key)[1:-1]} is {shown(value)}; {USE_MERGED}")

@@ -201,11 +201,11 @@ def _rope_scaling(path: Path, name: str, header: GgufHeader, raw: Mapping[str, A
     """The value of ``rope_scaling``. A factor without a kind is linear, as in llama.cpp. Raises ModelError."""
     metadata = header.metadata
     factor = metadata.get(f"{name}.rope.scaling.factor", metadata.get(f"{name}.rope.scale_linear", 1))
-    kind = metadata.get(f"{name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
-    if name == "gemma3" and kind == "linear":  # of its layers with full attention
-        return {"rope_type": kind, "factor": factor}
-    if kind != "none":
-        raise ModelError(f"{path}: rope scaling {shown(kind)} is not supported in GGUF files; use safetensors")
+    rope_type = metadata.get(f"{name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
+    if name == "gemma3" and rope_type == "linear":  # of its layers with full attention
+        return {"rope_type": rope_type, "factor": factor}
+    if rope_type != "none":
+        raise ModelError(f"{path}: rope scaling {shown(rope_type)} is not supported in GGUF files; use safetensors")
     if name != "llama" or ROPE_FACTORS not in header.tensors:  # of others it is an unknown tensor
         return None
     return _llama3_scaling(path, header, raw)
@@ -216,9 +216,9 @@ def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> d
 
     The formula is the same as in ``model.rope``.
     """
-    kind, shape, offset = header.tensors[ROPE_FACTORS]
+    number_type, shape, offset = header.tensors[ROPE_FACTORS]
     problem = f"{path}: {ROPE_FACTORS} has not the factors of Llama 3's rotary embedding; use safetensors"
-    if kind != 0 or len(shape) != 1 or not 0 < shape[0] <= 1 << 12:
+    if number_type != 0 or len(shape) != 1 or not 0 < shape[0] <= 1 << 12:
         raise ModelError(problem)
     factors = np.fromfile(path, np.float32, shape[0], offset=min(offset, 2**62))
     positions = header.metadata.get("llama.rope.scaling.original_context_length", _LLAMA3_POSITIONS)

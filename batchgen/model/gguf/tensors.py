@@ -59,8 +59,8 @@ class GgufTensors(StoredTensors[GgufTensor]):
             raise self._error(name, f"has shape {list(entry.shape)}; the metadata asks for {list(shape)}")
         wanted = dtype or (self.dtype if entry.kind in _NUMBERS else self._of_blocks)
         if entry.kind in _NUMBERS:
-            kind = _NUMBERS[entry.kind]
-            tensor = torch.from_numpy(self._bytes(name, entry, math.prod(shape) * kind.itemsize)).view(kind)
+            dtype = _NUMBERS[entry.kind]
+            tensor = torch.from_numpy(self._bytes(name, entry, math.prod(shape) * dtype.itemsize)).view(dtype)
         else:
             tensor = self._from_blocks(name, entry, wanted)
         tensor = tensor.to(self.device, wanted).view(shape)
@@ -75,13 +75,13 @@ class GgufTensors(StoredTensors[GgufTensor]):
         import gguf
 
         try:
-            kind = gguf.GGMLQuantizationType(entry.kind)
+            block_type = gguf.GGMLQuantizationType(entry.kind)
         except ValueError:
             raise self._error(name, f"has type {entry.kind}, which the installed gguf package does not know") from None
-        values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[block_type]
         width = math.prod(entry.shape[-1:])
         if width % values_per_block:
-            raise self._error(name, f"has rows of {width} values, {kind.name} blocks of {values_per_block}")
+            raise self._error(name, f"has rows of {width} values, {block_type.name} blocks of {values_per_block}")
         num_blocks = math.prod(entry.shape) // values_per_block
         data = self._bytes(name, entry, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         tensor = torch.empty((num_blocks, values_per_block), dtype=dtype)
@@ -89,13 +89,13 @@ class GgufTensors(StoredTensors[GgufTensor]):
         def fill(rows: slice) -> None:
             part = data[rows]
             with np.errstate(all="ignore"):  # of scales that are not finite, which the caller looks for
-                wide = gguf.dequantize(part.reshape(1, -1), kind)
+                wide = gguf.dequantize(part.reshape(1, -1), block_type)
             tensor[rows] = torch.from_numpy(wide).view(len(part), -1)
 
         try:
             fill_rows(fill, num_blocks, _CHUNK // values_per_block)
         except NotImplementedError:
-            raise self._error(name, f"has type {kind.name}, which is not supported; use another file") from None
+            raise self._error(name, f"has type {block_type.name}, which is not supported; use another file") from None
         return tensor
 
     def _bytes(self, name: str, entry: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -120,14 +120,14 @@ def _by_expert(entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTen
             yield f"{module}.{expert}.weight", GgufTensor(entry.kind, tuple(shape), entry.offset + expert * num_bytes)
 
 
-def _num_bytes(kind: int, count: int) -> int:
+def _num_bytes(number_type: int, count: int) -> int:
     """Bytes of ``count`` values of a type; 0 for an unknown type, which is refused when it is read."""
-    if kind in _NUMBERS:
-        return count * _NUMBERS[kind].itemsize
+    if number_type in _NUMBERS:
+        return count * _NUMBERS[number_type].itemsize
     import gguf
 
     try:
-        values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number_type)]
     except ValueError:
         return 0
     return count // values_per_block * block_bytes
