@@ -137,7 +137,7 @@ def test_vectors_in_bfloat16_and_integers_point_the_same_way(kind: str) -> None:
         assert min(cosines) >= least, (form, min(cosines))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90) | st.sampled_from([1, 255, 256, 257, 300]), min_size=1, max_size=12),
     budget=st.integers(1, 128) | st.just(4096),
