@@ -59,7 +59,7 @@ def is_too_deep(value: object, text: str, max_depth: int = MAX_DEPTH) -> bool:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a JSON value is a number of things, of a size that can be."""
+    """Whether a JSON value is a count: an integer that is not negative and not absurdly large."""
     return type(value) is int and 0 <= value < _MAX_COUNT
 
 

@@ -103,7 +103,7 @@ def bucket(num_seqs: int, max_num_seqs: int) -> int:
 
 
 class CudaGraphs:
-    """Runs decode steps of one model from graphs, which are recorded on the padding: by ``record_all``, or when met.
+    """Runs decode steps from CUDA graphs, recorded on padding rows: by ``record_all``, or when a size is first met.
 
     Attributes:
         last_token_ids: int64 [max_num_seqs] on the device, the likeliest token of each row of the last replay's logits,

@@ -204,9 +204,9 @@ def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, si
 def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubset | None:
     """The tokens of CPU ``inputs`` that later results depend on after the last attention; None if all of them are.
 
-    The convolutions after the last attention reach back ``reach`` tokens in all: logits need them and a token, the
-    state at the end of a chunk or KV block the last ``reach``. Kernels never see a sequence without tokens, so one is
-    always kept. If a token sees its whole text, the convolutions reach as far ahead, and no state is kept.
+    The convolutions after the last attention reach back ``reach`` tokens in all. Logits need their token and ``reach``
+    before it; states at the end of a chunk or KV block need the last ``reach``. At least one token of each sequence
+    stays. If a token sees its whole text, the convolutions reach as far ahead, and no state is kept.
     """
     if inputs.num_tokens == inputs.num_seqs:
         return None

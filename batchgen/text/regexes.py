@@ -56,7 +56,7 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 def white_space(pattern: str) -> str:
-    """``whitespace_pattern`` for llguidance. Raises ValueError if a text that fits might be no white space of JSON."""
+    """``whitespace_pattern`` for llguidance. Raises ValueError if it may match more than JSON's white space."""
     if not _WHITE_SPACE.fullmatch(pattern):
         raise ValueError(r"whitespace_pattern may only hold white space, \s, \t, \n, \r, groups, | and repetitions")
     return pattern.replace(r"\s", r"[ \t\n\r]")
