@@ -162,6 +162,7 @@ def test_a_row_goes_on_from_any_token_of_an_earlier_run_as_if_undisturbed(
         assert replace(result, timings=Timings()) == expected[result.key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *KV_DTYPES])
 @every_short_kind
 def test_the_reference_kernels_give_the_same_tokens_in_float32(rows: str, kv_cache_dtype: str) -> None:

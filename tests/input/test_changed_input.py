@@ -54,7 +54,7 @@ FORMATS: dict[str, tuple[str, Callable[[Rows], bytes]]] = {
     "saved dataset": ("saved/data-00000-of-00001.arrow", arrow),
 }
 every_format = pytest.mark.parametrize("form", [slow(name) if name in ("zstd", "text") else name for name in FORMATS])
-MAIN_FORMATS = ["jsonl", "parquet"]
+MAIN_FORMATS = ["jsonl", slow("parquet")]
 main_formats = pytest.mark.parametrize("form", MAIN_FORMATS)
 
 

@@ -332,6 +332,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("family", RAW)
