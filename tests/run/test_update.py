@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from run_helpers import JobMaker, files, read_lines, rows_of, timeless, toml_of,
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
+from batchgen.core.records import Row
 from batchgen.run.job import run_job
+from batchgen.run.results import ResultSink
 
 Rows = list[dict[str, Any]]
 Said = tuple[int, int, str]  # exit code, rows computed, what was said
@@ -120,6 +122,23 @@ def test_a_changed_input_is_taken_up_and_only_what_is_new_is_computed(folder: Fo
     num_tokens = sum(row["usage"]["completion_tokens"] for row in records if "reused" not in row["timings"])
     assert f"{len(rows)} rows done, 39 of them kept\n" in said
     assert f"2 rows computed, {num_tokens} tokens out in " in said
+    folder.assert_fresh()
+
+
+def test_a_pass_that_was_killed_counts_the_rows_that_it_kept(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write(edited(folder.rows))
+    keep, kept = ResultSink.keep, []
+
+    def kill_after_twenty(sink: ResultSink, row: Row, record: Mapping[str, Any]) -> None:
+        if len(kept) == 20:
+            raise SystemExit
+        kept.append(row.index)
+        keep(sink, row, record)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(ResultSink, "keep", kill_after_twenty)
+        folder.run()
+    assert "input changed: 39 rows kept, 1 to compute" in folder.run()[2]
     folder.assert_fresh()
 
 
