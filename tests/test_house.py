@@ -399,8 +399,8 @@ def test_the_internals_page_names_files_and_functions_of_a_row_that_are_there() 
     assert [hop for hop in hops if f"def {hop[1]}(" not in package().texts[hop[0].replace("/", ".")]] == []
 
 
-# Imported where they are there: the compiler of GPUs, which torch's CUDA builds bring, and frames that users ask for.
-NOT_DECLARED = {"triton", "polars"}
+# Imported where it is there: the compiler of GPUs, which torch's CUDA builds bring.
+NOT_DECLARED = {"triton"}
 
 
 def test_each_package_that_is_imported_is_declared() -> None:

@@ -1,6 +1,6 @@
 """Interface of the kernels, the few operations in which a step spends its time: the model does not know its back end.
 
-``reference`` is plain torch and the measure; ``plain`` runs anywhere; ``cpu`` and ``cuda`` are compiled.
+``torch_kernels`` has what ``plain`` and ``cuda`` compute with torch; ``cpu`` and ``cuda`` are compiled.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Kernels(Protocol):
 
     name: str
     weights: str  # of linears: "auto" as they are given, or "int8"; see ``quantize``
-    activations: str  # inputs of linears: "auto" as they are given, or "int8"; see ``reference.Int8Linear``
+    activations: str  # inputs of linears: "auto" as they are given, or "int8"; see ``torch_kernels.Int8Linear``
     batch_invariant: bool = True  # whether a row's bits depend on its own sequence alone
     notes: tuple[str, ...] = ()  # what the user should know of this choice
 

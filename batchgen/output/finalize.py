@@ -135,9 +135,10 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
     if last is None or not is_edited or (run_dir.errors.name in files and not run_dir.errors.exists()):
         return
     num_rows = len(last.shard.rows(last.num_rows or 0))
-    if num_read < num_rows and not any(job.has_all_rows for job in run_dir.unfinished()):  # whose outputs it may be
+    if num_read != num_rows and not any(job.has_all_rows for job in run_dir.unfinished()):  # whose outputs it may be
         lost = f"{num_read:,} of {num_rows:,} rows can be read"
-        raise StorageError(f"{path} is not as its run wrote it: {lost}; restore it, or run with --overwrite")
+        problem = f"{path} or {run_dir.errors.name} is not as its run wrote it"
+        raise StorageError(f"{problem}: {lost}; restore it, or run with --overwrite")
 
 
 def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Counts:

@@ -132,8 +132,7 @@ class PublishManifest:
         content = bucket.read(PUBLISHED) or b""
         try:
             data = json.loads(content)
-            del data["batchgen"]
-            manifest = cls(**data)
+            manifest = cls(*(data[key] for key in ("created_at", "shard", "complete", "files")))
             is_sound = all({"bytes", "sha256", "version"} <= state.keys() for state in manifest.files.values())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None

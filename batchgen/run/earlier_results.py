@@ -83,9 +83,7 @@ class EarlierResults:
             elif run_dir.outputs(EXACT_FORMAT).name not in run_dir.changed_files(last, digests):
                 yield self._add_files([run_dir.outputs(EXACT_FORMAT)]), last
             else:
-                self.lines.append(
-                    f"no row of {run_dir.outputs(EXACT_FORMAT)} can be kept: it is not as its run wrote it"
-                )
+                self.lines.append(f"no row of {run_dir.outputs(EXACT_FORMAT)} can be kept: it was edited or removed")
         for job in run_dir.unfinished():
             if job.folder != self._skip and self._computes_alike(run_dir, job.manifest):
                 yield self._add_files(segments(job.folder)), job.manifest

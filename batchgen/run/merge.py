@@ -185,7 +185,8 @@ def _load_shard(run_dir: RunDir) -> _Shard:
     if is_between(run_dir, manifest, digests):
         raise UsageError(f"{run_dir.path} is between two jobs: run its shard again until it is finished")
     if changed := run_dir.changed_files(manifest, digests):
-        raise UsageError(f"{', '.join(changed)} in {run_dir.path} is not as its run wrote it: run its shard again")
+        problem = f"{', '.join(changed)} in {run_dir.path} is not as its run wrote it"
+        raise UsageError(f"{problem}: restore it, or run its shard with --overwrite")
     manifest.spec(run_dir.manifest)  # a shard of another version is refused before anything is made
     return _Shard(run_dir, manifest, manifest.num_rows)
 

@@ -88,7 +88,7 @@ def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str], *, 
     if num_failed := sum(1 for _ in read_errors(run_dir)):
         failed = f"{counted(num_failed, 'row')} failed: see {short(run_dir.errors)}"
     else:
-        failed = f"some rows failed, and {short(run_dir.errors)} was removed"
+        failed = f"some rows failed, and {short(run_dir.errors)} no longer lists them"
     failure = f"{failed}; correct them in the input and run again; --update runs them again unchanged"
     return Outcome(ExitCode.ROWS_FAILED, (line, failure), (failure,))
 

@@ -91,7 +91,7 @@ def shown_rows(run_dir: RunDir, report: Mapping[str, Any]) -> list[Table]:
     first = [record for _, record in islice(read_records(run_dir, spec), NUM_ANSWERS)]
     wrong = _wrong(run_dir, spec, report)
     lines = (json.loads(line) for _, line in islice(read_errors(run_dir), NUM_ERRORS))
-    errors = [{**line, "id": line.get("custom_id", line["id"]), **line.get("error", {})} for line in lines]
+    errors = [{**line, "id": line.get("custom_id") or line["id"], **line.get("error", {})} for line in lines]
     accuracy = report.get("accuracy") or {"total": 0, "correct": 0}
     num_wrong = accuracy["total"] - accuracy["correct"]
     more = f": the first {len(wrong)} of {num_wrong:,}" if len(wrong) < num_wrong else ""

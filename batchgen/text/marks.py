@@ -5,6 +5,7 @@ They are letters and digits, which templates leave unchanged; equal texts get eq
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -15,7 +16,6 @@ from typing import Any
 
 Variables = Mapping[str, Any]  # of a template, ``messages`` among them
 REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's thoughts; templates read the first two
-_HEAD = "zq"  # of a mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,8 @@ class MarkedChat:
     def __init__(self, chat: Variables) -> None:
         self._locations: list[tuple[int, Location]] = []  # each with the number of its mark
         self._numbers: dict[tuple[str, object], int] = {}  # of marks, by key and text
-        text, self._head = json.dumps(chat, default=str).casefold(), _HEAD
-        while self._head in text:  # a mark is not among the words of the chat
-            self._head += _HEAD[-1]
+        digest = hashlib.sha256(json.dumps(chat, default=str).encode()).hexdigest()
+        self._head = f"zq{digest[:16]}x"  # of a mark; no chat can hold its own digest
         messages = [self._message(*item) for item in enumerate(chat["messages"])]
         tools = [_inside(tool, partial(self._tool, f"tools[{n}]")) for n, tool in enumerate(chat.get("tools") or ())]
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}

@@ -189,12 +189,14 @@ def test_outputs_that_were_cut_at_a_line_are_an_error_and_edited_ones_are_read(j
     shutil.copytree(job.output, before)
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.rindex(b'{"id"')])
-    lost = f"{path} is not as its run wrote it: {len(ROWS) - 1} of {len(ROWS)} rows can be read; restore it, or run"
+    lost = f"{path} or errors.jsonl is not as its run wrote it: {len(ROWS) - 1} of {len(ROWS)} rows can be read"
     assert lost in shell("cat", job.output, code=1).err
     for pair in ([before, job.output], [job.output, before]):
         compared = shell("report", pair[0], "--compare", pair[1])
         assert f"answers are not compared: {lost}" in compared.err
         assert "equal answers" not in compared.out
+    path.write_bytes(whole + whole)
+    assert f"{2 * len(ROWS) - 1} of {len(ROWS)} rows can be read" in shell("cat", job.output, code=1).err
     path.write_bytes(whole.replace(b"stop", b"edited"))
     assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1
     errors.unlink()

@@ -94,6 +94,15 @@ def test_what_is_missing_or_differs_is_published_again(
     assert store.content(bucket) == before
 
 
+def test_a_destination_of_an_earlier_version_is_replaced(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.run(published)
+    marker = json.loads(store.content(bucket)["out/batchgen.json"])
+    store.put(bucket, "out/batchgen.json", json.dumps({**marker, "num_results": 5, "complete": False}).encode())
+    assert job.run(published).lines[-1] == f"published to s3://{bucket}/out"
+
+
 def test_a_run_that_finished_before_is_published_when_that_is_asked_for(
     job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
 ) -> None:

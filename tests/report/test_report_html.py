@@ -133,12 +133,14 @@ def test_a_page_without_rows_of_files_that_cannot_be_read_says_why(job: JobMaker
 
 
 def test_a_page_shows_the_failed_rows_of_an_openai_batch(job: JobMaker, shell: Shell) -> None:
-    job.write([{"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": ""}}])
+    row = {"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": ""}}
+    job.write([row, {**row, "custom_id": None}])
     keys = {"format": "openai-batch", "prompt": None, "id": None, "chat_template": None}
     job.run(job.spec(input=keys, output={"format": "openai-batch"}))
     page = job.folder / "report.html"
     assert not shell("report", job.output, "--html", page).err
-    assert "empty_prompt: " in page.read_text(encoding="utf-8") and "<td>bad</td>" in page.read_text(encoding="utf-8")
+    shown = page.read_text(encoding="utf-8")
+    assert "empty_prompt: " in shown and "<td>bad</td>" in shown and "<td>None</td>" not in shown
 
 
 def test_prompts_are_made_of_the_columns_of_the_input_and_of_no_answer(job: JobMaker) -> None:

@@ -164,8 +164,8 @@ REFUSED: dict[str, Callable[[Path], list[Path]]] = {
     ),
     r"other is not a run directory: it has no job\.json": lambda folder: [folder / "other"],
     "shard-2 is not finished": unfinished,
-    r"outputs\.jsonl in .*shard-2 is not as its run wrote it: run its shard again": lambda f: edited(
-        f, "outputs.jsonl"
+    r"outputs\.jsonl in .*shard-2 is not as its run wrote it: restore it, or run its shard with --overwrite$": (
+        lambda folder: edited(folder, "outputs.jsonl")
     ),
     r"errors\.jsonl in .*shard-2 is not as its run wrote it": lambda folder: edited(folder, "errors.jsonl"),
 }

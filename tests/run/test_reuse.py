@@ -241,7 +241,7 @@ def test_outputs_that_were_edited_give_no_row(job: JobMaker, capfd: pytest.Captu
     with (job.output / "outputs.jsonl").open("a") as file:
         file.write("\n")
     second(job, rows_of(5), RunOptions())
-    assert "outputs.jsonl can be kept: it is not as its run wrote it" in capfd.readouterr().err
+    assert "outputs.jsonl can be kept: it was edited or removed" in capfd.readouterr().err
     assert computed(job) == 5
     assert_as_fresh(job)
 

@@ -188,7 +188,7 @@ def test_a_finished_job_counts_its_failed_rows_each_time(job: JobMaker) -> None:
     assert job.run().failures[0].startswith("2 rows failed: see ")
     (job.output / "errors.jsonl").unlink()
     (job.output / "report.json").unlink()
-    assert "errors.jsonl was removed; correct them in the input and run again" in job.run().failures[0]
+    assert "errors.jsonl no longer lists them; correct them in the input and run again" in job.run().failures[0]
 
 
 def test_paths_in_messages_keep_their_slash_at_the_root_where_services_run(monkeypatch: pytest.MonkeyPatch) -> None:

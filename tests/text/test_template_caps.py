@@ -9,6 +9,7 @@ import pytest
 from chat_templates import ALTERNATING, DATED, LISTING, PUBLISHED, THINKING, TOOLS
 
 from batchgen.text.chat import ChatTemplate
+from batchgen.text.marks import MarkedChat
 from batchgen.text.template_caps import HiddenError, TemplateCaps
 
 
@@ -267,6 +268,8 @@ def test_a_chat_whose_template_cannot_be_asked_with_other_words_is_refused() -> 
 def test_words_of_a_chat_that_look_like_marks_of_the_check_are_no_marks() -> None:
     text = "zq0qz zq1qz ZQQ0QZ"
     assert rendered(SHOWS_PARTS, {"role": "user", "content": parts(text, text)}) == f"user: <{text}><{text}>;"
+    long = MarkedChat({"messages": [{"role": "user", "content": "z" + "q" * 10_000}]}).variables["messages"][0]
+    assert len(long["content"]) < 10_050
     drops = each("{% if loop.last %}" + TURN + "{% endif %}")
     assert rendered(drops, {"role": "user", "content": text}, USER).startswith(hidden("messages[0].content"))
 

@@ -25,7 +25,7 @@ _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 wa
 
 
 class CudaKernels(TorchKernels):
-    """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32; other operations come from the reference.
+    """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32; other operations are plain torch.
 
     With ``batch_invariant`` a token's bits depend on its sequence alone. Without it cuBLAS chooses a kernel by the
     number of rows, and a prompt's tiles are taller than a single token's: a token may round differently in a prompt.

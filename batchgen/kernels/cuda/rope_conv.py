@@ -50,9 +50,9 @@ def _store_halves(to, a, b, inside, HALF: tl.constexpr):
 
 @triton.jit
 def _to_int8(a, b):
-    """Float32 halves of heads [num_heads, HALF_BLOCK] as int8 and their scales [num_heads]: ``reference.to_int8``.
+    """Float32 halves of heads [num_heads, HALF_BLOCK] as int8 and their scales [num_heads]: ``torch_kernels.to_int8``.
 
-    Every quotient is rounded as in IEEE 754, so that the integers are the same as the reference's.
+    Every quotient is rounded as in IEEE 754, so that the integers are the same.
     """
     largest = tl.maximum(tl.abs(a), tl.abs(b))
     is_finite = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))  # no maximum keeps a NaN
