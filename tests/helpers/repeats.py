@@ -2,8 +2,7 @@
 
 Of a product of parametrizations, as many cases run by default as show every value once; CI's slow tests add as many as
 show every pair of values, and the night runs all. On Triton's interpreter, which takes a second for what a kernel does
-in a millisecond, one case of a test belongs to breadth, and CI's slow tests add those that show every value once. Of
-the examples of a slow fuzzer, CI runs the share that
+in a millisecond, CI runs one case of a test. Of the examples of a slow fuzzer, CI runs the share that
 ``BATCHGEN_SLOW_SHARE`` says.
 """
 
@@ -25,7 +24,7 @@ SLOW_SHARE = float(os.environ.get("BATCHGEN_SLOW_SHARE", "1"))
 
 def share_of(count: int) -> int:
     """How many of ``count`` examples a slow fuzzer runs; at least a few."""
-    return max(5, round(count * SLOW_SHARE))
+    return max(3, round(count * SLOW_SHARE))
 
 
 def mark_repeats(items: Iterable[pytest.Item], is_interpreted: bool) -> None:
@@ -36,14 +35,12 @@ def mark_repeats(items: Iterable[pytest.Item], is_interpreted: bool) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for found in cases.values():
         interpreted = [item for item in found if is_interpreted and item.get_closest_marker("interpreted")]
-        rare = _repeats({item: _values(item) for item in interpreted}, set())
-        first = [item for item in interpreted if item not in rare][:1]
         shown = {item: _values(item) for item in found if item not in interpreted}
         repeats = _repeats(shown, set())
         pairs = {item: {frozenset(pair) for pair in combinations(values, 2)} for item, values in shown.items()}
         seen = set().union(*(pairs[item] for item in shown if item not in repeats))
-        rare += _repeats({item: pairs[item] for item in repeats}, seen)
-        for item in [item for item in [*interpreted, *repeats] if item not in first]:
+        rare = [*interpreted[1:], *_repeats({item: pairs[item] for item in repeats}, seen)]
+        for item in {*rare, *repeats}:
             item.add_marker(pytest.mark.nightly if item in rare else pytest.mark.slow)
 
 
