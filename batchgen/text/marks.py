@@ -34,8 +34,8 @@ class MarkedChat:
     def __init__(self, chat: Variables) -> None:
         self._locations: list[tuple[int, Location]] = []  # each with the number of its mark
         self._numbers: dict[tuple[str, object], int] = {}  # of marks, by key and text
-        digest = hashlib.sha256(json.dumps(chat, default=str).encode()).hexdigest()
-        self._head = f"zq{digest[:16]}x"  # of a mark; no chat can hold its own digest
+        text = json.dumps(chat, default=str).casefold()  # short marks suit templates that look at lengths
+        self._head = f"zq{hashlib.sha256(text.encode()).hexdigest()[:16]}x" if "zq" in text else "zq"
         messages = [self._message(*item) for item in enumerate(chat["messages"])]
         tools = [_inside(tool, partial(self._tool, f"tools[{n}]")) for n, tool in enumerate(chat.get("tools") or ())]
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}

@@ -312,7 +312,7 @@ def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(
 ) -> None:
     job.write(rows_of(60))
     undisturbed = job.elsewhere("undisturbed", load_job(job.toml()))
-    environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.2"}
+    environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.4"}
     for number, cut in enumerate((12, 30)):
         lost = machine(job, environment, f"machine{number}")
         while rows_in(store) < cut:
