@@ -189,11 +189,11 @@ class RequestBuilder:
         max_tokens = self._max_model_len - (embedded.num_markers if is_text else 0)
         if len(token_ids) <= max_tokens or not embedded.truncates:
             return token_ids
-        behind = min(self._num_behind, max_tokens - 1) if is_text else 0
-        return token_ids[: max_tokens - behind] + token_ids[len(token_ids) - behind :]
+        closing = min(self._num_closing, max_tokens - 1) if is_text else 0
+        return token_ids[: max_tokens - closing] + token_ids[len(token_ids) - closing :]
 
     @cached_property
-    def _num_behind(self) -> int:
+    def _num_closing(self) -> int:
         """The number of tokens that the tokenizer adds after each text."""
         bare, whole = (self._tokenizer.encode_batch(["a"], add)[0] if self._tokenizer else [] for add in (False, True))
         if isinstance(bare, TokenizerError) or isinstance(whole, TokenizerError):

@@ -33,10 +33,10 @@ class Turns:
         text, (begin, end) = _text_of(self._marking, chat), self._marks
         start, turns = 0, []
         for number, part in enumerate(text.split(begin)):
-            inside, _, behind = part.partition(end)
+            inside, _, rest = part.partition(end)
             if number:
                 turns.append((start, start + len(inside)))
-            start += len(inside) + len(behind)
+            start += len(inside) + len(rest)
         if text.replace(begin, "").replace(end, "") != prompt:
             raise ChatTemplateError("assistant_mask: the chat template changes the text that it marks with generation")
         yield from (turn for turn in turns if turn[0] < turn[1])

@@ -34,8 +34,8 @@ def test_sequences_come_in_the_order_of_the_definition_and_a_family_is_forgotten
 ) -> None:
     """Preempted ones, the earliest admitted first; then later turns; then the most tokens that may come in all turns.
 
-    Of equals, those that share a first block come behind the first of them that waits. A stream of a million rows must
-    leave nothing behind.
+    Of equals, those that share a first block come after the first of them that waits. A stream of a million rows must
+    leave nothing in memory.
     """
     queue = WaitingQueue(longest_first)
     running, preempted, aside = list[Sequence](), list[Sequence](), list[Sequence]()

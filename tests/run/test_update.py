@@ -250,9 +250,7 @@ def test_an_update_on_another_device_than_auto_was_before_computes_all_rows(fold
     folder.write([*folder.rows, {"id": "new", "question": "Why?"}])
     before = files(folder.path)
     assert folder.run(numerics=on_cuda)[0] == 2
-    assert files(folder.path) == before and not (folder.path / "journal").exists(), (
-        "a refused run leaves nothing behind"
-    )
+    assert files(folder.path) == before and not (folder.path / "journal").exists(), "a refused run leaves nothing new"
     assert folder.run("--update", numerics=on_cuda)[0] == 0
     assert json.loads((folder.path / "job.json").read_bytes())["fingerprints"]["numerics"] == on_cuda
     records = read_lines(folder.path / "outputs.jsonl")
