@@ -126,17 +126,21 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
     if not path.is_file():
         raise UsageError(f"{path} was removed: restore it, or run the job again, which computes all rows")
     is_edited = path.name in files and path.stat().st_size != files[path.name]["bytes"]
-    for index, line in read_lines(path):
-        num_read += 1
-        yield index, "result", line
-    for index, line in read_errors(run_dir):
-        num_read += 1
-        yield index, "error", line
+    seen: set[int] = set()
+    kinds: dict[Literal["result", "error"], Iterator[IndexedRow]]
+    kinds = {"result": read_lines(path), "error": read_errors(run_dir)}
+    for kind, rows in kinds.items():
+        for index, line in rows:
+            if is_edited:
+                num_read += 1
+                seen.add(index)
+            yield index, kind, line
     if last is None or not is_edited or (run_dir.errors.name in files and not run_dir.errors.exists()):
         return
     num_rows = len(last.shard.rows(last.num_rows or 0))
-    if num_read != num_rows and not any(job.has_all_rows for job in run_dir.unfinished()):  # whose outputs it may be
-        lost = f"{num_read:,} of {num_rows:,} rows can be read"
+    is_whole = num_read == len(seen) == num_rows
+    if not is_whole and not any(job.has_all_rows for job in run_dir.unfinished()):  # whose outputs it may be
+        lost = f"{num_read:,} lines hold {len(seen):,} of {num_rows:,} rows"
         problem = f"{path} or {run_dir.errors.name} is not as its run wrote it"
         raise StorageError(f"{problem}: {lost}; restore it, or run with --overwrite")
 

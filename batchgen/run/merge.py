@@ -65,7 +65,8 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
 
     Times of the report add up as if one machine had run the shards in turn. Raises UsageError and leaves ``target``
     unchanged if the shards are of different jobs, one is missing, unfinished, edited or given twice, if a row is
-    missing or repeated, or if kernels differ without ``allow_mixed_kernels``. Raises LockedError, StorageError.
+    repeated, or if kernels differ without ``allow_mixed_kernels``. Raises BatchgenError if a row is missing,
+    LockedError, StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
     target = absolute(target)
@@ -102,8 +103,8 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlie
         try:
             for shard in shards:
                 for entry in shard.entries():
-                    if entry.index in journal.done:
-                        raise UsageError(f"{shard} holds row {entry.index}, which comes twice")
+                    if entry.index in journal.done or entry.index not in range(shard.num_rows):
+                        raise UsageError(f"{shard} holds row {entry.index}, which comes twice or is not of the input")
                     journal.append(entry)
         except BaseException:
             journal.close()

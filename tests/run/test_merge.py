@@ -274,6 +274,7 @@ def test_another_runs_folder_is_not_merged_over(tmp_path: Path, is_begun: bool) 
         ([1, 3, 7, 7], r"shard 2/2 \(.*\) holds row 7, which comes twice"),
         ([1, 3, 6, 7], r"shard 2/2 \(.*\) holds row 6, which comes twice"),
         ([1, 3, 5, 7], r"holds row 5, which comes twice"),  # as an error already
+        ([1, 3, 7, 11], r"holds row 11, which comes twice or is not of the input"),
         ([1, 7], r"the input has 11 rows, but the journal holds 10 and the first unfinished one is row 3"),
     ],
 )
