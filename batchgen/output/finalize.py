@@ -1,4 +1,4 @@
-"""Final files of a run, written from its journal: every row once, in order; a file appears complete or not at all.
+"""Final files of a run: written from its journal, complete or not at all, with every row once, in order; and read back.
 
 Rows are read back from JSON only: from ``outputs.jsonl``, or from the journal, kept with outputs of another format.
 """
@@ -84,10 +84,10 @@ def read_errors(run_dir: RunDir) -> Iterator[IndexedRow]:
 def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str, Any]]]:
     """The records of a finished run's outputs with their indexes, in the order of the outputs.
 
-    Raises StorageError if they were edited, otherwise as ``journalled``.
+    Raises StorageError if they were edited, otherwise as ``read_rows``.
     """
     path = run_dir.outputs(spec.output.format)
-    results = ((index, row) for index, kind, row in journalled(run_dir, spec.output.format) if kind == "result")
+    results = ((index, row) for index, kind, row in read_rows(run_dir, spec.output.format) if kind == "result")
     for index, row in results:
         try:
             record = dict(json.loads(row))
@@ -97,8 +97,8 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
             raise StorageError(f"{path}: row {index} is not as it was written ({error!r}); was it edited?") from None
 
 
-def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
-    """The rows of a finished run as they were journalled: index, kind and payload, the results first.
+def read_rows(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
+    """The rows of a finished run, from its outputs or the kept journal: index, kind and payload, the results first.
 
     Raises StorageError for a bad line or a missing row, of ``outputs.jsonl`` after its last row; UsageError if this
     file, or the journal that holds the rows, was removed.
@@ -120,7 +120,7 @@ def journalled(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Liter
 
 
 def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
-    """The rows of a run that wrote JSON Lines, as ``journalled``; they may be edited, and ``errors.jsonl`` removed."""
+    """The rows of a run that wrote JSON Lines, as ``read_rows``; they may be edited, and ``errors.jsonl`` removed."""
     last, path, num_read = run_dir.read_manifest(), run_dir.outputs(EXACT_FORMAT), 0
     files = last.files if last is not None else {}
     if not path.is_file():

@@ -131,7 +131,7 @@ class Journal:
         Raises ValueError for a row of another shard or a row with a result (an error may be replaced), StorageError if
         the disk refuses.
         """
-        if entry.index not in self.done.rows:
+        if entry.index not in self.done.shard_rows:
             raise ValueError(f"row {entry.index} is not in this shard")
         if entry.index in self.done and not self.done.location(entry.index).is_error:
             raise ValueError(f"row {entry.index} is in the journal already")
@@ -211,7 +211,7 @@ class Journal:
         if line.kind == PARTIAL:
             if line.row not in self.done:
                 self._index_partial(line.row, json.loads(line.payload))
-        elif line.row not in self.done.rows:
+        elif line.row not in self.done.shard_rows:
             raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
         else:
             self.done.add(line.row, len(self._segments) - 1, line.offset, line.kind == ERROR)

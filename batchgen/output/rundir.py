@@ -178,8 +178,8 @@ class RunDir:
         """The jobs that were begun since the outputs appeared, the earliest first. Raises as ``read_manifest``."""
         return [job for job in self.journalled() if _number(job.folder) > self._num_finished()]
 
-    def job(self) -> Manifest:
-        """The job of the folder: the last unfinished one, or else the job of its outputs.
+    def last_manifest(self) -> Manifest:
+        """The manifest of the job that was begun last: an unfinished one, or else the job of the outputs.
 
         Its output path is this folder, even if the folder has been moved. Raises UsageError for a folder without a job.
         """

@@ -157,16 +157,16 @@ class RowIndex:
     """
 
     def __init__(self, shard: Shard = WHOLE) -> None:
-        self.rows = shard.rows(sys.maxsize)  # all of the shard's, by their positions in _packed
+        self.shard_rows = shard.rows(sys.maxsize)  # finished or not, by their positions in _packed
         self._packed = array("q")
         self._gap = 0  # all positions before it are filled
         self.num_results = 0
         self.num_errors = 0
 
     def __contains__(self, index: object) -> bool:
-        if not isinstance(index, int) or index not in self.rows:
+        if not isinstance(index, int) or index not in self.shard_rows:
             return False
-        position = self.rows.index(index)
+        position = self.shard_rows.index(index)
         return position < len(self._packed) and self._packed[position] != _ABSENT
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class RowIndex:
         packed = self._packed
         while self._gap < len(packed) and packed[self._gap] != _ABSENT:
             self._gap += 1
-        return self.rows[self._gap]
+        return self.shard_rows[self._gap]
 
     @property
     def num_passed(self) -> int:
@@ -194,7 +194,7 @@ class RowIndex:
 
     def num_below(self, index: int) -> int:
         """Number of the shard's rows before ``index``, finished or not."""
-        return len(range(self.rows.start, index, self.rows.step))
+        return len(range(self.shard_rows.start, index, self.shard_rows.step))
 
     def covers(self, num_rows: int) -> bool:
         """Whether these are exactly the shard's rows of an input of ``num_rows`` rows."""
@@ -202,9 +202,9 @@ class RowIndex:
 
     def add(self, index: int, segment: int, offset: int, is_error: bool) -> None:
         """Store where a row's record is, replacing an earlier one. Raises ValueError for a row of another shard."""
-        if index not in self.rows:
+        if index not in self.shard_rows:
             raise ValueError(f"row {index} is not in this shard")
-        packed, position = self._packed, self.rows.index(index)
+        packed, position = self._packed, self.shard_rows.index(index)
         if position >= len(packed):
             packed.extend([_ABSENT] * (position + 1 - len(packed)))
         elif packed[position] != _ABSENT:
@@ -216,17 +216,17 @@ class RowIndex:
         """The location of a finished row's record. Raises KeyError for a row that is not finished."""
         if index not in self:
             raise KeyError(index)
-        packed = self._packed[self.rows.index(index)]
+        packed = self._packed[self.shard_rows.index(index)]
         segment, offset = divmod(packed >> 1, 1 << _OFFSET_BITS)
         return RowLocation(segment, offset, bool(packed & 1))
 
     def previous(self, index: int) -> int | None:
         """The index of the shard's row before ``index``, or None for its first row."""
-        position = self.rows.index(index)
-        return self.rows[position - 1] if position else None
+        position = self.shard_rows.index(index)
+        return self.shard_rows[position - 1] if position else None
 
     def _finished(self) -> Iterator[tuple[int, int]]:
-        rows = zip(self.rows, self._packed, strict=False)
+        rows = zip(self.shard_rows, self._packed, strict=False)
         return ((index, packed) for index, packed in rows if packed != _ABSENT)
 
     def _count(self, is_error: int, change: int) -> None:

@@ -50,7 +50,7 @@ def load_spec(
     from batchgen.output.rundir import RunDir
 
     run_dir = RunDir(absolute(Path(job)))
-    begun = run_dir.job()
+    begun = run_dir.last_manifest()
     begun.spec(run_dir.manifest)  # keys of another version are refused before flags are added
     return load_job(None, flags, needs=needs or PLACES, begun=begun.job), shard or begun.shard
 
@@ -81,7 +81,7 @@ def _folder_for(data: str) -> str:
     (own,) = RawSettings({"input": {"path": [data]}}).parsed("input", "path")
     others: Sequence[str] = ()
     with suppress(UsageError):  # the run says what is wrong with the folder
-        others = RunDir(absolute(Path(folder))).job().job["input"]["path"]
+        others = RunDir(absolute(Path(folder))).last_manifest().job["input"]["path"]
     for other in others:
         is_named = other == "-" or other.startswith("hf:") or scheme_of(other) or not _PATTERN_SIGNS.isdisjoint(other)
         if (is_named or Path(other).exists()) and _without_query(other) != _without_query(own):

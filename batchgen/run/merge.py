@@ -19,7 +19,7 @@ from batchgen.core.numerics import Numerics
 from batchgen.core.records import Cursor
 from batchgen.core.storage import absolute, storage_errors
 from batchgen.core.units import WHOLE
-from batchgen.output.finalize import EXACT_FORMAT, finalize, journalled
+from batchgen.output.finalize import EXACT_FORMAT, finalize, read_rows
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import FORM, RECORD_VERSION, Manifest, compare
 from batchgen.output.rundir import JournalledJob, RunDir, tidy_on_failure
@@ -52,8 +52,8 @@ class _Shard:
         return self.manifest.shard.number
 
     def entries(self) -> Iterator[JournalEntry]:
-        """All rows; their cursors are placeholders, since merging does not read the input. Raises as ``journalled``."""
-        for index, kind, payload in journalled(self.run_dir, self.manifest.job["output"]["format"]):
+        """All rows; their cursors are placeholders, since merging does not read the input. Raises as ``read_rows``."""
+        for index, kind, payload in read_rows(self.run_dir, self.manifest.job["output"]["format"]):
             yield JournalEntry(index, Cursor(0, 0, 0, index + 1), kind, payload)
 
     def __str__(self) -> str:

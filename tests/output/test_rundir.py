@@ -383,7 +383,7 @@ def test_each_job_has_a_folder_with_its_manifest_and_they_are_in_order(run_dir: 
     jobs = [run_dir.begin(replace(MANIFEST, num_rows=number)) for number in range(12)]
     assert [begun.folder for begun in run_dir.unfinished()] == [begun.folder for begun in jobs]
     assert [begun.folder.name[:4] for begun in jobs] == [f"{number:04d}" for number in range(1, 13)]
-    assert run_dir.job().num_rows == 11
+    assert run_dir.last_manifest().num_rows == 11
 
 
 def test_a_finished_job_takes_all_folders_with_it_and_numbers_go_on_behind_it(run_dir: RunDir) -> None:

@@ -149,7 +149,7 @@ def test_a_run_samples_as_its_model_recommends_and_its_manifest_holds_the_values
     job.write(rows_of(30))
     spec = spec_with(job, QWEN3, generation_config="auto", seed=3)
     assert job.run(spec, quiet(max_total_tokens=400)).exit_code == 75
-    kept = job_from_dict(RunDir(job.output).job().job).sampling
+    kept = job_from_dict(RunDir(job.output).last_manifest().job).sampling
     assert {name: getattr(kept, name) for name in SAMPLES} == SAMPLES
     with pytest.raises(ResumeMismatch, match=r"sampling\.temperature: was 0\.6, now 0\.0"):
         job.run(spec_with(job, QWEN3, seed=3))
