@@ -200,7 +200,7 @@ def plan_job(job: str | os.PathLike[str] | None = None, *, calibrates: bool = Fa
     name = None if job is None else os.fspath(job)
     shard = None if options.shard == WHOLE else options.shard
     spec, shard = load_spec(name, sections_of(keys, "plan_job"), shard, ("model", "input"))
-    return make_plan(spec, calibrates=calibrates, shard=shard, starts_anew=options.overwrite)
+    return make_plan(spec, calibrates=calibrates, shard=shard, overwrites=options.overwrite)
 
 
 def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def plan(job: str | None, as_json: bool, **values: Any) -> int:
     spec, shard = load_spec(job, flags, values["shard"], needs=("model", "input"))
     if values["overwrite"]:
         refuse_own_rows(spec)
-    options = {"output_tokens": values["expect_output"], "shard": shard, "starts_anew": values["overwrite"]}
+    options = {"output_tokens": values["expect_output"], "shard": shard, "overwrites": values["overwrite"]}
     result = make_plan(spec, calibrates=values["calibrate"], **options)
     show(json.dumps(result, indent=2) if as_json else render_plan(result))
     if values["fail_if_over"] is not None:

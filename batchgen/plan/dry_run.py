@@ -59,15 +59,15 @@ def make_plan(
     calibrates: bool = False,
     output_tokens: int | None = None,
     shard: Shard = WHOLE,
-    starts_anew: bool = False,
+    overwrites: bool = False,
 ) -> dict[str, Any]:
     """Survey the job's input and estimate a run; the plan as plain data for ``--json`` and ``render_plan``.
 
     ``output_tokens`` is the mean length of answers to expect. Rows with results count as kept, unless the job
-    ``starts_anew``. Raises UsageError as ``run`` does, ModelError for unusable weights when calibrating.
+    ``overwrites`` them. Raises UsageError as ``run`` does, ModelError for unusable weights when calibrating.
     """
     run_dir = RunDir(Path(spec.output.path))
-    jobs = FolderJobs(run_dir, starts_anew=starts_anew or not spec.output.path)
+    jobs = FolderJobs(run_dir, overwrites=overwrites or not spec.output.path)
     earlier = jobs.current
     at = earlier.rendered_at if earlier else rendered_at(spec)
     with open_job(spec, run_dir, at) as job:

@@ -1,4 +1,4 @@
-"""Earlier results that a job can keep rows from, by fingerprint: in its own folder and in folders of earlier runs.
+"""Earlier results that a new or changed job keeps rows from, by fingerprint; a resume finds its own rows by index.
 
 Each source is judged by its own ``job.json``, since results depend on the model and its numerics. Writes nothing.
 """
@@ -60,7 +60,7 @@ class EarlierResults:
         """
         fingerprint = self._builder.fingerprint(row)
         limit = limit_of(row.params, len(row.prompt_token_ids), self._builder.max_model_len)
-        begun: tuple[int, ...] = ()
+        partial: tuple[int, ...] = ()
         for earlier in self._rows.find(fingerprint):
             with suppress(KeyError, TypeError, AttributeError):  # a record that was not written by a run
                 if still_holds(earlier, row.params, limit):
@@ -68,8 +68,8 @@ class EarlierResults:
                     if record is not None:
                         return record, ()
                 else:
-                    begun = max(begun, may_go_on(earlier, row.params, limit), key=len)
-        return None, begun
+                    partial = max(partial, may_go_on(earlier, row.params, limit), key=len)
+        return None, partial
 
     def _add(self, run_dir: RunDir, digests: Digests) -> Iterator[tuple[int, Manifest]]:
         """Take in the sources of a folder; yields how many results each has, with its job."""

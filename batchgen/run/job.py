@@ -6,7 +6,7 @@ Refusals come before anything is written; a kill at any moment leaves a folder w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -120,8 +120,8 @@ class _Job:
         self.opened = OpenJob(self.spec, self.model, source, self.digests)
         self.begun = self._begin() if resumable is None else self._continue(resumable)
         earlier = None if self.begun.manifest.taken else self._earlier_results()
-        opened = closing(earlier) if earlier is not None else ExitStack()
-        with opened, closing(Journal.open(self.begun.folder, self.options.shard)) as journal:
+        sources = nullcontext() if earlier is None else closing(earlier)
+        with sources, closing(Journal.open(self.begun.folder, self.options.shard)) as journal:
             for line in journal.recovery:
                 self.note(line)
             return self._run_rows(journal, earlier, is_resumed=resumable is not None)
@@ -131,9 +131,9 @@ class _Job:
         if self.options.overwrite:
             refuse_own_rows(self.spec)
             self.run_dir.refuse_foreign_manifest()
-        self.jobs = FolderJobs(self.run_dir, starts_anew=self.options.overwrite)
+        self.jobs = FolderJobs(self.run_dir, overwrites=self.options.overwrite)
         if not (self.run_dir.manifest.exists() or self.run_dir.journals.exists()):
-            self.progress.begin_anew()
+            self.progress.reset()
         self.digests = self.jobs.digests()
 
     def _find_input(self) -> Source | None:
@@ -215,7 +215,7 @@ class _Job:
         self.model.refuse_as_target(self.run_dir)
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # as many workers as rows at most
             self.invocation.count(self.opened.rows(self.options.shard))
-        earlier_runs(self.spec)
+        earlier_runs(self.spec)  # refuses folders of output.reuse before the weights are loaded
         earlier = self.jobs.current
         numerics = inherited_numerics(earlier, self.spec) if earlier and self.invocation.loaded is None else None
         numerics = numerics or Numerics.of(self.invocation.load(self.opened, self.manifest).numerics)
@@ -226,10 +226,10 @@ class _Job:
                 self.run_dir.clear()
             if self.stdin is not None:
                 self.stdin.keep()
-        self.progress.begin_anew()
+        self.progress.reset()
         self.manifest = replace(self.manifest, taken=earlier is None and not self.spec.output.reuse)
         begun = self.run_dir.begin(self.manifest)
-        self.progress.go_on(begun.folder.name)
+        self.progress.count_for(begun.folder.name)
         if self.options.shard != WHOLE and self.model.prints_date:
             self.note(_SHARDS_DATE)
         return begun
@@ -250,7 +250,7 @@ class _Job:
         )
         for line in () if resumable.has_all_rows else compare(before, self.manifest).allowed:
             self.note(f"resuming with {line}")
-        self.progress.go_on(resumable.folder.name)
+        self.progress.count_for(resumable.folder.name)
         return JournalledJob(resumable.folder, self.manifest)
 
     def _earlier_results(self) -> EarlierResults:

@@ -136,14 +136,14 @@ class Progress:
         else:
             self._save(self._content(self.snapshot()))
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget earlier invocations: this run starts from scratch."""
         self._before, self._keeps_file, self.rows_total, self.num_reused = {}, False, None, 0
 
-    def go_on(self, journal: str) -> None:
+    def count_for(self, journal: str) -> None:
         """Count for the job of that journal; counts of another job's invocations are dropped."""
         if self._before.get("journal", journal) != journal:
-            self.begin_anew()
+            self.reset()
         self._journal = journal
 
     def keep_file(self, keeps: bool, *, is_idle: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Decision whether two jobs are the same, and the rows that a changed one keeps: those whose result cannot differ.
+"""The jobs of a run directory: which one a start resumes, and the rows that a changed job keeps from them.
 
-A start without ``--update`` may only lose few results; a killed pass continues from the rows in the journal.
+A start without ``--update`` may only lose few results; a killed ``take_over`` continues from the rows in the journal.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # fewer results are edited by hand, and a share of them says little
 MIN_GOOD, MIN_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
-_MAX_BEGUN = 1 << 21  # tokens of unfinished answers that are continued, all of which are in memory
+_MAX_PARTIAL_TOKENS = 1 << 21  # of answers that are continued, all of which are in memory
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """Counts of a pass: rows that are kept, and rows that can run, including the kept ones."""
+class KeptCounts:
+    """Counts of a ``take_over``: rows that are kept, and rows that can run, including the kept ones."""
 
     num_kept: int
     num_good: int
@@ -63,11 +63,11 @@ class Counts:
 class FolderJobs:
     """The jobs of a run directory: the job of its outputs (``finished``), and the unfinished jobs since then."""
 
-    def __init__(self, run_dir: RunDir, *, starts_anew: bool = False) -> None:
-        """Raises UsageError for a ``job.json`` that cannot be read; with ``starts_anew`` none is read."""
+    def __init__(self, run_dir: RunDir, *, overwrites: bool = False) -> None:
+        """Raises UsageError for a ``job.json`` that cannot be read; none is read if this start ``overwrites`` them."""
         self._run_dir = run_dir
-        self.finished = None if starts_anew else run_dir.read_manifest()
-        self._unfinished = [] if starts_anew else run_dir.unfinished()
+        self.finished = None if overwrites else run_dir.read_manifest()
+        self._unfinished = [] if overwrites else run_dir.unfinished()
         self.manifests = [*filter(None, [self.finished]), *(job.manifest for job in reversed(self._unfinished))]
 
     @property
@@ -143,7 +143,7 @@ class FolderJobs:
             what = f"{', '.join(edited)} in {folder} was edited since its run ended"
             raise ResumeMismatch(f"{what}, and would be replaced: --update continues")
 
-    def losses(self, counts: Counts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
+    def losses(self, counts: KeptCounts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
         """Losses by a change of the input, if they are large; "" for a return to the job of the outputs.
 
         Only results of this job count: results of a job that ``--update`` gave up are lost already.
@@ -193,11 +193,11 @@ def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
 
 def take_over(
     earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
-) -> Counts:
-    """Record the rows with earlier results, also of a killed pass, until a stop. Raises StorageError."""
+) -> KeptCounts:
+    """Record the rows with earlier results until a stop; counts include a killed ``take_over``. Raises StorageError."""
     progress.sink = sink
-    journal, num_begun = sink.journal, 0
-    begun: dict[int, tuple[int, ...]] = {}
+    journal, num_tokens = sink.journal, 0
+    partials: dict[int, tuple[int, ...]] = {}
     num_good = num_before = journal.counts.results
     with progress.phase(KEEPING, "read"), progress.stopper.drain_with(lambda: None):
         for row, request in prepared(rows.read(), validator.validate):
@@ -209,13 +209,13 @@ def take_over(
             record, tokens = earlier.find(row)
             if record is not None:
                 sink.keep(row, record)
-            elif tokens and num_begun < _MAX_BEGUN:
-                begun[row.index] = tokens
-                num_begun += len(tokens)
-    journal.save_partials(begun)
+            elif tokens and num_tokens < _MAX_PARTIAL_TOKENS:
+                partials[row.index] = tokens
+                num_tokens += len(tokens)
+    journal.save_partials(partials)
     progress.num_reused += journal.counts.results - num_before
     rows.start = journal.resume_cursor
-    return Counts(journal.counts.results, num_good)
+    return KeptCounts(journal.counts.results, num_good)
 
 
 def _with_numerics(now: Manifest, begun: Manifest) -> Manifest:

@@ -23,7 +23,7 @@ from batchgen.run.job import run_job
 
 def plan_of(job: JobMaker, **sections: Any) -> dict[str, Any]:
     """The plan of a run that keeps nothing of what is there."""
-    return make_plan(job.spec(**sections), starts_anew=True)
+    return make_plan(job.spec(**sections), overwrites=True)
 
 
 def test_a_plan_says_what_an_update_would_keep_and_compute(job: JobMaker) -> None:

@@ -78,7 +78,7 @@ def test_the_time_of_a_killed_invocation_goes_up_to_its_last_row(
     (segment := journal / "000000-00000000.seg").touch()
     killed = progress(tmp_path, computed=1000, done=10, finished_tokens=1000)
     killed.state = state
-    killed.go_on(journal.name)
+    killed.count_for(journal.name)
     killed._save(killed._content(killed.snapshot()))
     saved_at = (tmp_path / "progress.json").stat().st_mtime - 1e6
     for path, at in ((tmp_path / "progress.json", saved_at), (segment, saved_at + written_s)):
@@ -100,7 +100,7 @@ def test_progress_is_saved_as_soon_as_rows_are_computed(tmp_path: Path, monkeypa
     stats = SimpleNamespace(num_prefill_tokens=0, num_output_tokens=0, to_dict=dict)
     backend = SimpleNamespace(engine=SimpleNamespace(stats=stats), workers=tuple)
     with Progress(tmp_path, Display(), Stopper(Limits())) as found:
-        found.go_on("0001")
+        found.count_for("0001")
         with found.generating(backend):  # type: ignore[arg-type]  # no more is asked of it
             for _ in range(3000):  # of which the first hundred do
                 if (saved := read_progress(tmp_path)) is not None:
