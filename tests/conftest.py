@@ -87,14 +87,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = ""
 
 
+def holds_promise(file: Path) -> bool:
+    files = PROMISE.get(file.parent.name, "")
+    return files == "*" or file.stem.removeprefix("test_") in files.split()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Plain ``pytest`` imports no file of which it would run nothing: that takes as long as many tests."""
+    is_plain = config.option.markexpr in config.getini("addopts")
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    is_test = collection_path.name.startswith("test_")
+    return True if is_plain and not is_named and is_test and not holds_promise(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS
     is_interpreted = "TRITON_INTERPRET" in os.environ
     for item in items:
-        files = PROMISE.get(item.path.parent.name, "")
-        is_promise = files == "*" or item.path.stem.removeprefix("test_") in files.split()
-        if not is_named and (not is_promise or (is_interpreted and item.get_closest_marker("interpreted"))):
+        if not is_named and (
+            not holds_promise(item.path) or (is_interpreted and item.get_closest_marker("interpreted"))
+        ):
             item.add_marker(pytest.mark.breadth)
     mark_repeats(items, is_interpreted)
 
