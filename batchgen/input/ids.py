@@ -1,4 +1,4 @@
-"""The unique ids of a run, exact and in constant memory, and the validator that makes rows claim their ids.
+"""The unique ids of a run, exact and in constant memory; the validator makes requests of the rows that claim them.
 
 A temporary SQLite table maps each id, or a digest of a long one, to its row; a resume claims them again in order.
 """
@@ -91,7 +91,7 @@ class RowValidator:
     ids: UniqueIds
     shard: Shard = WHOLE
 
-    def validate(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
+    def build(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
         """One answer per row of the shard, in order; see ``RequestBuilder.build``.
 
         The first answer takes longest: before it, all rows claim their ids and are tokenized.

@@ -85,7 +85,7 @@ class Survey:
     def take(self, rows: Iterable[Row]) -> None:
         """Read, validate and tokenize ``rows``."""
         start = time.monotonic()
-        for row, request in prepared(rows, self._validator.validate):
+        for row, request in prepared(rows, self._validator.build):
             if row.error is not None:
                 self.errors[str(row.error.code)] += 1
                 if len(self.bad_rows) < MAX_LISTED_BAD_ROWS:

@@ -71,7 +71,7 @@ def try_job(
     with open_job(spec, RunDir(Path(spec.output.path))) as job, job.validator() as validator:
         for line in job.check_columns():
             note(line)
-        answers = [*prepared(islice(job.source.read(), num_rows), validator.validate)]
+        answers = [*prepared(islice(job.source.read(), num_rows), validator.build)]
     if not answers:
         raise UsageError("the input has no rows")
     requests = [request for _, request in answers if request is not None]

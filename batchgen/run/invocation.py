@@ -209,8 +209,8 @@ class RequestStream:
         self.gives_rows = False
 
     def tasks(self, rows: Iterable[Row]) -> Iterator[Request | Row]:
-        """The requests of ``rows`` in order, with the tokens of earlier invocations; ends early on a stop."""
-        answers = prepared(map(self._begun, rows), self._build)
+        """Requests of ``rows``, or the rows, in order, with tokens of earlier invocations; ends early on a stop."""
+        answers = prepared(map(self._with_tokens, rows), self._build)
         while not self._stopper.requested:
             with self._charge("read"):
                 answer = next(answers, None)
@@ -232,8 +232,8 @@ class RequestStream:
     def _build(self, rows: list[Row]) -> Iterator[Prepared]:
         if self.gives_rows:
             return ((row, None) for row in self._validator.claim(rows))
-        return self._validator.validate(rows)
+        return self._validator.build(rows)
 
-    def _begun(self, row: Row) -> Row:
+    def _with_tokens(self, row: Row) -> Row:
         tokens = self._sink.journal.partials.get(row.key, ())
         return replace(row, output_token_ids=tokens) if tokens else row

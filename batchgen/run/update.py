@@ -200,7 +200,7 @@ def take_over(
     partials: dict[int, tuple[int, ...]] = {}
     num_good = num_before = journal.counts.results
     with progress.phase(KEEPING, "read"), progress.stopper.drain_with(lambda: None):
-        for row, request in prepared(rows.read(), validator.validate):
+        for row, request in prepared(rows.read(), validator.build):
             if progress.stopper.requested:
                 break
             if request is None:  # it is recorded when the rest is run

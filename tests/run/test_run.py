@@ -455,14 +455,14 @@ def test_few_rows_are_read_at_once_until_they_prove_quick(
     slow_s: float, sizes: list[int], job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    validate = RowValidator.validate
+    build = RowValidator.build
 
     def noting(self: RowValidator, rows: list[Any]) -> Any:
         seen.append(len(rows))
-        return validate(self, rows)
+        return build(self, rows)
 
     monkeypatch.setattr("batchgen.input.rows.SLOW_CHUNK_S", slow_s)
-    monkeypatch.setattr(RowValidator, "validate", noting)
+    monkeypatch.setattr(RowValidator, "build", noting)
     job.write(rows_of(20))
     assert job.run().exit_code == 0
     assert [size for size in seen if size] == sizes
