@@ -58,8 +58,8 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "llm", "lm_eval"}
 # The core, read in this order in an hour.
 READING_PATH = [
-    *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
-    *("engine.model_runner", "engine.engine", "model.decoder", "model.layers"),
+    *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule"),
+    *("engine.model_input", "engine.model_runner", "engine.engine", "model.decoder", "model.layers"),
 ]
 MAX_PATH_LINES = 1745
 MAX_ARROWS = {"engine": 49}  # imports between files of a room

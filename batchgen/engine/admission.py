@@ -1,6 +1,6 @@
-"""Admission: pulls requests ahead, refuses those that can never run, and decides the order of starts.
+"""Requests before their admission: pulled ahead, refused if they can never run, and queued in order.
 
-``forecast`` decides how much KV memory they may take.
+``Scheduler`` admits them, as far as there are slots and, by ``forecast``, KV memory.
 """
 
 from __future__ import annotations

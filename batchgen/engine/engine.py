@@ -72,8 +72,8 @@ class Engine:
         self._stopping = self._is_midway = False
         self.overlap: Overlap | None = None
         if self.runner.overlaps:
-            book = self.scheduler.on_launched
-            self.overlap = Overlap(self._compute, self.runner.fetch, book, self._update)
+            on_launched = self.scheduler.on_launched
+            self.overlap = Overlap(self._compute, self.runner.fetch, on_launched, self._update)
 
     @property
     def numerics(self) -> dict[str, str]:

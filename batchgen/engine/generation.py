@@ -1,6 +1,6 @@
-"""Generation of one sequence: its tokens, their watchers, its end, and log-probabilities.
+"""Generation of one sequence: its tokens, their observers, its end, and log-probabilities.
 
-The scheduler does not need it. A new kind of watcher is an observer (see ``observers``), not a field here.
+The scheduler does not need it. A new way to watch tokens is an ``observers.Observer``, not a field here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TextTools(NamedTuple):
     thoughts: Callable[[Sequence[int], int], Thoughts] | None = None
 
 
-def _observers_for(params: SamplingParams, text: TextTools) -> list[Observer]:
+def _ending_observers(params: SamplingParams, text: TextTools) -> list[Observer]:
     """The observers that end a sequence with these parameters, most important first."""
     observers: list[Observer] = []
     if params.stop and text.stop_matcher is not None:
@@ -106,10 +106,10 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up the watchers with an earlier run's tokens; the number of tokens forced. ``counts``: penalties too."""
+        """Set up the observers with an earlier run's tokens; the number of tokens forced. ``counts``: penalties too."""
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         request, params = self.request, self.request.params
-        self.observers = _observers_for(params, text)
+        self.observers = _ending_observers(params, text)
         if params.has_penalties and counts:
             self.counts = HostTokenCounts(request.prompt_token_ids)
             self.observers.append(self.counts)
@@ -119,7 +119,7 @@ class Generation:
         self.rules = rules_for(params, request.bad_words, vocab_size)
         if params.structured_outputs and text.constraints is not None:
             self.constraint = text.constraints.begin(params.structured_outputs, request.prompt_token_ids)
-        del self.token_ids[len(self.token_ids) - len(request.output_token_ids) :]
+        del self.token_ids[len(self.token_ids) - len(request.output_token_ids) :]  # they are judged one by one
         for token_id in request.output_token_ids:
             if self.is_finished:  # the rest is of the row's next turn
                 break

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
-from batchgen.engine.batch import build_input
 from batchgen.engine.graphs import CaptureFailed
-from batchgen.engine.replay import Fetched, allocated, fetch_ids, runs_behind, where_drawn
+from batchgen.engine.model_input import build_input
+from batchgen.engine.replay import Fetched, fetch_ids, for_sampling, is_asynchronous, state_and_replays
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sizes import SchedulerConfig
 from batchgen.kernels.inputs import StepOutput
@@ -35,9 +35,9 @@ class ModelRunner:
         fetch: Callable[[Tensor], Fetched] = fetch_ids,
     ) -> None:
         self.model, self.block_size = model, config.block_size
-        self.overlaps = runs_behind(model.device) if overlaps is None else overlaps
+        self.overlaps = is_asynchronous(model.device) if overlaps is None else overlaps
         self.fetch = fetch
-        self.state, self.replays = allocated(model, config)
+        self.state, self.replays = state_and_replays(model, config)
         self.notes = [*model.kernels.notes]
         try:
             if self.replays is not None:
@@ -51,12 +51,12 @@ class ModelRunner:
 
     def run(self, schedule: Schedule) -> StepOutput:
         """A row of logits per sequence in ``schedule.completing``, then one per token of ``schedule.scored``."""
-        shape = self.model.config
-        inputs = build_input(schedule, self.block_size, shape.tail_reach, is_causal=shape.is_causal)
+        config = self.model.config
+        inputs = build_input(schedule, self.block_size, config.tail_reach, is_causal=config.is_causal)
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
-        if self.replays is not None and self.replays.takes(inputs):
+        if self.replays is not None and self.replays.takes(inputs):  # with some kernels nearly every step
             try:
                 return self.replays.run(inputs)
             except CaptureFailed as error:
@@ -65,4 +65,4 @@ class ModelRunner:
         inputs = inputs.to(self.model.device)
         if inputs.pending is not None:
             inputs.pending.into(inputs.token_ids)
-        return StepOutput(where_drawn(self.model.forward(inputs, self.state, max_position)))
+        return StepOutput(for_sampling(self.model.forward(inputs, self.state, max_position)))

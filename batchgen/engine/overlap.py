@@ -47,18 +47,18 @@ class Launched:
 class Overlap:
     """The step in flight, and the sequences that end with a placeholder until its tokens are known.
 
-    ``compute`` launches a schedule and returns its token ids on the device, ``fetch`` copies them to the host, ``book``
-    counts its tokens as cached, ``update`` waits for the ids and returns the results that end with them.
+    ``compute`` launches a schedule and returns its token ids on the device, ``fetch`` copies them to the host,
+    ``on_launched`` counts its tokens as cached, ``update`` waits for the ids and returns the results they end.
     """
 
     def __init__(
         self,
         compute: Callable[[Schedule], Tensor],
         fetch: Callable[[Tensor], Callable[[], list[int]]],
-        book: Callable[[Schedule], None],
+        on_launched: Callable[[Schedule], None],
         update: Callable[[Schedule, Callable[[], list[int]]], list[Result]],
     ) -> None:
-        self._compute, self._fetch, self._book, self._update = compute, fetch, book, update
+        self._compute, self._fetch, self._on_launched, self._update = compute, fetch, on_launched, update
         self.in_flight: Launched | None = None
         self.pending: set[Sequence] = set()
 
@@ -101,7 +101,7 @@ class Overlap:
     def _hold(self, launched: Launched | None) -> None:
         self.in_flight = launched
         if launched is not None:
-            self._book(launched.schedule)
+            self._on_launched(launched.schedule)
             self.pending.update(s for s in launched.schedule.completing if not s.generation.is_finished)
             for sequence in self.pending:
                 sequence.token_ids.append(_PLACEHOLDER)

@@ -25,14 +25,14 @@ _NO_PADDING = PaddingSlot(0, 0, 1)
 Fetched = Callable[[], list[int]]  # waits for token ids on their way to the host, and returns them
 
 
-def runs_behind(device: torch.device) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
     """Whether launches return before their work is done, so that a step can be launched while another runs."""
     return device.type == "cuda"
 
 
-def where_drawn(logits: Tensor) -> Tensor:
-    """The logits where tokens are drawn: on the host if launches are synchronous, since the device may lack float64."""
-    return logits if runs_behind(logits.device) else logits.cpu()
+def for_sampling(logits: Tensor) -> Tensor:
+    """The logits, on the host if launches are synchronous: drawing takes float64, which the device may lack."""
+    return logits if is_asynchronous(logits.device) else logits.cpu()
 
 
 def fetch_ids(token_ids: Tensor) -> Fetched:
@@ -112,7 +112,7 @@ def has_graphs(model: Decoder) -> bool:
     return model.device.type == "cuda" and model.kernels.name in ("cuda", "plain")
 
 
-def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:
+def state_and_replays(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:
     """The state for a scheduler of these sizes, with padding for CUDA graphs, and recordings of steps, or None."""
     num_more = int(has_graphs(model))
     state = allocate(

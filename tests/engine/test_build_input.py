@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import sequence_at
 
-from batchgen.engine.batch import build_input
+from batchgen.engine.model_input import build_input
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import QUERY_BLOCK

@@ -13,8 +13,8 @@ from batchgen.engine.sequence import Sequence
 
 PACKAGE = Path(__file__).parents[2] / "batchgen"
 FILES = [
-    *("core/records", "engine/sequence", "engine/block_pool", "engine/scheduler", "engine/schedule", "engine/batch"),
-    *("engine/model_runner", "engine/engine", "model/decoder", "model/layers"),
+    *("core/records", "engine/sequence", "engine/block_pool", "engine/scheduler", "engine/schedule"),
+    *("engine/model_input", "engine/model_runner", "engine/engine", "model/decoder", "model/layers"),
 ]
 MAX_STEP_LINES = 90
 MAX_FIELDS = 18

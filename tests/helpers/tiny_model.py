@@ -23,7 +23,7 @@ from torch import Tensor
 
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine.batch import build_input
+from batchgen.engine.model_input import build_input
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.observers import HostTokenCounts
 from batchgen.engine.schedule import Schedule

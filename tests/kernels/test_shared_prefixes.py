@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernel_cases import DTYPES, Case, KvDtype, Shape, attend_over, every_dtype, make_case, poisoned_cache
 from tiny_model import sequence_at
 
-from batchgen.engine.batch import build_input
+from batchgen.engine.model_input import build_input
 from batchgen.engine.schedule import Schedule
 from batchgen.kernels.cpu import backend
 from batchgen.kernels.cpu.backend import CpuKernels
