@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import time
 from io import BytesIO
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
@@ -165,8 +166,6 @@ class ParquetFormat(OutputFormat):
             return column_of(values, field.type)
         if field.type == self._carried.get(field.name, _INFERRED):
             return _restored(values, field.type)
-        if self._fixed.get(field.name, _INFERRED) == _INFERRED and not all(map(_check_of(field), values)):
-            return None
         if _holds_json(field):
             values = [_encoded(field, value) for value in values]
         try:
@@ -221,7 +220,7 @@ def _common_type(kind: Any, values: list[Any]) -> Any:
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
     except _UNFIT:
         return None
-    return common if _is_storable(common) and all(map(_check_of(pa.field("column", common)), values)) else None
+    return common if _is_storable(common) and not _has_flags(common, values) else None
 
 
 def _is_storable(kind: Any, levels: int = _MAX_LEVELS) -> bool:
@@ -242,35 +241,14 @@ def _is_json(field: Any) -> bool:
     return b"batchgen" in (field.metadata or {})
 
 
-def _check_of(field: Any) -> Callable[[Any], bool]:
-    """A function that checks quickly whether a value fits a field unchanged."""
-    kind = field.type
-    if _is_json(field):
-        return lambda _: True
+def _has_flags(kind: Any, values: Iterable[Any]) -> bool:
+    """Whether a bool is among floats, where Arrow takes it as a number; it refuses all else that would change."""
+    present = [value for value in values if value is not None]
     if pa.types.is_struct(kind):
-        parts = {item.name: _check_of(item) for item in kind}
-        return lambda value: (
-            value is None
-            or (
-                isinstance(value, dict)
-                and value.keys() <= parts.keys()
-                and all(parts[name](item) for name, item in value.items())
-            )
-        )
+        return any(_has_flags(item.type, [value.get(item.name) for value in present]) for item in kind)
     if pa.types.is_list(kind):
-        item_fits = _check_of(kind.value_field)
-        return lambda value: value is None or (isinstance(value, list) and all(map(item_fits, value)))
-    if pa.types.is_integer(kind):
-        limit = 2 ** (kind.bit_width - 1)
-        return lambda value: value is None or (type(value) is int and -limit <= value < limit)
-    if pa.types.is_floating(kind):
-        return lambda value: value is None or type(value) is float or (type(value) is int and _is_float(value))
-    plain = str if pa.types.is_string(kind) else bool
-    return lambda value: value is None or isinstance(value, plain)
-
-
-def _is_float(value: int) -> bool:
-    return abs(value) < 2**1023 and float(value) == value
+        return _has_flags(kind.value_type, chain.from_iterable(present))
+    return pa.types.is_floating(kind) and any(isinstance(value, bool) for value in present)
 
 
 def _encoded(field: Any, value: Any) -> Any:
