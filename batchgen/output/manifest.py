@@ -113,6 +113,11 @@ class Manifest:
     def with_numerics(self, numerics: Numerics) -> Manifest:
         return replace(self, fingerprints={**self.fingerprints, "numerics": numerics.plain})
 
+    def after(self, begun: Manifest) -> Manifest:
+        """This manifest, whose weights are not loaded, with the numerics that it would have after ``begun``."""
+        numerics = begun.numerics
+        return self if numerics is None else self.with_numerics(numerics.in_job(begun.job, self.job))
+
     @property
     def num_files(self) -> int:
         return len(self.fingerprints.get("input", {}).get("files", ()))

@@ -37,7 +37,7 @@ from batchgen.run.earlier_results import EarlierResults, earlier_runs, rendered_
 from batchgen.run.loader import ModelInfo
 from batchgen.run.opened import OpenJob, open_job
 from batchgen.run.reports import read_report
-from batchgen.run.update import FolderJobs, inherited_numerics
+from batchgen.run.update import FolderJobs
 from batchgen.run.vectors import cut_note
 
 PLAN_VERSION = 1
@@ -89,14 +89,11 @@ def make_plan(
 
 
 def _manifest(job: OpenJob, earlier: Manifest | None, shard: Shard, at: datetime | None) -> Manifest:
-    """The job with the numerics of the output folder; a run checks whether this machine has the same."""
+    """The job, without the numerics, which only a run can find."""
     spec = job.spec
     runs = [run for _, run in earlier_runs(spec)] + ([earlier] if earlier else [])
     job.digests = Digests(runs[-1].file_states if runs else None)
-    files = job.model.files.fingerprint(job.digests) if runs else {}
-    fingerprints: dict[str, Any] = {"model": files, "code": {"results": RESULTS}}
-    if earlier and (numerics := inherited_numerics(earlier, spec)):
-        fingerprints["numerics"] = numerics.plain
+    fingerprints = {"model": job.model.files.fingerprint(job.digests) if runs else {}, "code": {"results": RESULTS}}
     return Manifest(spec.to_dict(), spec.output_keys(), fingerprints, shard, rendered_at=at)
 
 

@@ -25,17 +25,14 @@ from batchgen.output.rundir import RunDir
 from batchgen.output.segments import segments
 from batchgen.run.opened import OpenJob
 
-# Keys that decide what a record says, whatever its row asks.
-_FORMS = ("model.", "embed.")  # and whether reasoning is taken out of the text
-
 
 class EarlierResults:
     """The earlier results that the job of ``manifest`` can take its rows from. Close it.
 
     ``run_dir`` is the job's own folder, whose journal ``skip`` is not read. ``lines`` describes how each source
-    differs; one that computes in another way, if the manifest has numerics, is not used. ``sources`` lists the folder's
-    own: how many results each has, and its job. Raises UsageError as ``earlier_runs``, and for files that cannot be
-    read.
+    differs; one that computes in another way is not used. If the manifest lacks numerics, the jobs' keys decide that.
+    ``sources`` lists the folder's own: how many results each has, and its job. Raises UsageError as ``earlier_runs``,
+    and for files that cannot be read.
     """
 
     def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, skip: Path | None = None) -> None:
@@ -98,8 +95,8 @@ class EarlierResults:
         return len(self._rows) - before
 
     def _computes_alike(self, run_dir: RunDir, earlier: Manifest) -> bool:
-        has_numerics = all("numerics" in manifest.fingerprints for manifest in (self._manifest, earlier))
-        changes = differences(*(_facts(manifest, has_numerics) for manifest in (earlier, self._manifest)))
+        now = self._manifest if self._manifest.numerics is not None else self._manifest.after(earlier)
+        changes = differences(_facts(earlier), _facts(now))
         if changes:
             self.lines.append(f"no row of {run_dir.path} can be kept: {'; '.join(changes)}")
         return not changes
@@ -169,11 +166,11 @@ def is_own(spec: JobSpec, folder: str) -> bool:
     return False
 
 
-def _facts(manifest: Manifest, with_numerics: bool) -> dict[str, Any]:
+def _facts(manifest: Manifest) -> dict[str, Any]:
     """Values that must be equal for a row to have the same result, whatever the row asks for."""
-    keys = {name: value for name, value in manifest.output_keys.items() if name.startswith(_FORMS)}
+    keys = {name: value for name, value in manifest.output_keys.items() if name.startswith("embed.")}
     keys["output.parse"] = [part for part in manifest.output_keys.get("output.parse", ()) if part == "reasoning"]
-    numerics = (with_numerics and manifest.numerics) or Numerics()
-    alike = replace(numerics, llguidance="").plain  # which is in the fingerprints of the rows that it masks
+    numerics = replace(manifest.numerics or Numerics(), llguidance="")  # is in the fingerprints of rows that it masks
     keys["record version"] = manifest.version
-    return {"": keys, **{name: manifest.fingerprints.get(name, {}) for name in ("model", "code")}, "numerics": alike}
+    same = {name: manifest.fingerprints.get(name, {}) for name in ("model", "code")}
+    return {"": keys, **same, "numerics": numerics.plain}

@@ -165,7 +165,7 @@ class FolderJobs:
 
 def is_same(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
     """Whether ``begun`` is the same job, so that its rows can be reused by index."""
-    if begun.parts or compare(begun, _with_numerics(now, begun)).refused:
+    if begun.parts or compare(begun, now.after(begun)).refused:
         return False
     was = replace(spec.output, format=begun.job["output"]["format"])
     return not may_have_ids(spec.input) or was.has_text_ids == spec.output.has_text_ids
@@ -174,7 +174,7 @@ def is_same(begun: Manifest, now: Manifest, spec: JobSpec) -> bool:
 def changes_of_job(begun: Manifest, now: Manifest) -> tuple[str, ...]:
     """Differences from an earlier job, apart from its input; ``input.limit`` may be higher now."""
     inputs = {"input": begun.fingerprints.get("input", {})}
-    now = _with_numerics(replace(now, fingerprints=now.fingerprints | inputs), begun)
+    now = replace(now, fingerprints=now.fingerprints | inputs).after(begun)
     was, limit = (manifest.output_keys.get("input.limit") for manifest in (begun, now))
     if was is not None and (limit is None or limit > was):
         now = replace(now, output_keys=now.output_keys | {"input.limit": was})
@@ -216,9 +216,3 @@ def take_over(
     progress.num_reused += journal.counts.results - num_before
     rows.start = journal.resume_cursor
     return KeptCounts(journal.counts.results, num_good)
-
-
-def _with_numerics(now: Manifest, begun: Manifest) -> Manifest:
-    """The manifest ``now``, whose weights are not loaded, with the numerics that it would have after ``begun``."""
-    numerics = begun.numerics
-    return now if numerics is None else now.with_numerics(numerics.in_job(begun.job, now.job))

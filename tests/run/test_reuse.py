@@ -122,7 +122,6 @@ MANIFEST_CHANGES = {
     "kernels": lambda found: found["fingerprints"]["numerics"].update({"kernels": "avx9"}),
     "results": lambda found: found["fingerprints"]["code"].update({"results": 0}),
     "record version": lambda found: found.update({"version": 1}),
-    "quantization": lambda found: found["output_keys"].update({"model.quantization": "w8a16"}),
 }
 
 
