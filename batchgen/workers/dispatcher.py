@@ -102,7 +102,7 @@ class RowDispatcher:
     def join(self, name: str, max_num_seqs: int) -> None:
         """Begin to give rows to a worker; names are used once."""
         now = self._clock()
-        self.workers[name] = WorkerState(name, max_num_seqs, now, now, round_at=now, max_round_rows=max_num_seqs / 6)
+        self.workers[name] = WorkerState(name, max_num_seqs, now, now, interval_at=now, peak_rows=max_num_seqs / 6)
 
     def drain(self, name: str) -> None:
         """Stop a worker; its rows continue elsewhere once it has confirmed, or is lost."""
@@ -247,7 +247,7 @@ class RowDispatcher:
 
     def _end(self, worker: WorkerState, state: str) -> list[Lease]:
         """Remove a worker; returns the leases that only it had. Unless it is lost, their rows are fresh again."""
-        goes_on = state == "lost" or worker.state == "leaving"  # otherwise the run stops, and its rows stay
+        run_continues = state == "lost" or worker.state == "leaving"
         del self.workers[worker.name]
         leases = list(dict.fromkeys(self._leases[key] for key in worker.tasks))
         for lease in leases:
@@ -257,7 +257,7 @@ class RowDispatcher:
         worker.tasks, worker.state, worker.ended_at = {}, state, self._clock()
         for task in tasks:
             del self._leases[task.key]
-        if goes_on:
+        if run_continues:
             worker.num_given_back = len(tasks)
             renewed = map(self._with_tokens, tasks)
             gains = (

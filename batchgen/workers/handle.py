@@ -46,7 +46,7 @@ class WorkerHandle:
         self._wait_for(call)
         return remote
 
-    def place_anew(self) -> None:
+    def place_again(self) -> None:
         """Cancel the pending placement and request another."""
         self.remote.kill()
         self.remote = self._placed()

@@ -35,7 +35,7 @@ class WorkerGone(Exception):
     """A process has ended; the text says how."""
 
 
-class LocalWorker:
+class WorkerProcess:
     """A ``Remote`` process; the end of its standard output and error is kept, not shown."""
 
     def __init__(self, part: MachineSlice) -> None:
@@ -103,7 +103,7 @@ class LocalLauncher(WorkerLauncher):
         bounds = start.spec.cluster.bounds
         super().__init__((min(bounds[0], len(slices)) if bounds else 1, len(slices)))
         self._start = start
-        self._workers: list[LocalWorker | None] = [None] * len(slices)
+        self._workers: list[WorkerProcess | None] = [None] * len(slices)
         self._slices = slices
 
     def has_room(self) -> bool:
@@ -124,15 +124,15 @@ class LocalLauncher(WorkerLauncher):
                 f"cannot start a worker: {error.strerror}; raise the limit on processes or files"
             ) from error
 
-    def place(self) -> tuple[LocalWorker, Future[str]]:
+    def place(self) -> tuple[WorkerProcess, Future[str]]:
         number = self._free()[0]
-        worker = self._workers[number] = LocalWorker(self._slices[number])
+        worker = self._workers[number] = WorkerProcess(self._slices[number])
         placed = Future[str]()
         placed.set_result("")
         return worker, placed
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:
-        worker = cast(LocalWorker, handle.remote)
+        worker = cast(WorkerProcess, handle.remote)
         return worker.call("begin", self._start, worker.part)
 
     def _free(self) -> list[int]:

@@ -28,7 +28,7 @@ STATS_S = 1.0
 _ROUND_S = 0.02  # least time between two answers: a message for each row would cost more than the row
 
 
-class RowMaker:
+class RowProcessor:
     """A worker's work on a row outside its engine: template, tokenizer, and the output record as JSON.
 
     Workers do it because together they have more cores than the driver. Rows are built by one thread and finished by
@@ -76,7 +76,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        maker: RowMaker,
+        processor: RowProcessor,
         clock: Callable[[], float] = time.monotonic,
         num_launches: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -85,7 +85,7 @@ class EngineLoop:
         ``num_launches`` counts progress within a step, which may take minutes on few cores.
         """
         self._engine = engine
-        self._maker = maker
+        self._processor = processor
         self._clock = clock
         self._num_launches = num_launches
         # Guards all below; notified when any of it has changed.
@@ -127,8 +127,8 @@ class EngineLoop:
             partials, self._partials = self._partials, None
             stopped, progress = self._is_stopped, self._progress + self._num_launches()
         self._took_at = self._clock()
-        tokens = None if partials is None else self._maker.with_turns(partials)  # before their turns end
-        made = [*map(self._maker.finish, results)]
+        tokens = None if partials is None else self._processor.with_turns(partials)  # before their turns end
+        made = [*map(self._processor.finish, results)]
         begun = [row for row in made if isinstance(row, ChatRow)]
         if begun:
             tokens = {**(tokens or {}), **{row.key: row.token_ids_with() for row in begun}}
@@ -170,7 +170,7 @@ class EngineLoop:
                     return
                 tasks, self._inbox = self._inbox[:size], self._inbox[size:]
             began_at = self._clock()
-            for made in self._maker.build(tasks):
+            for made in self._processor.build(tasks):
                 with self._changed:
                     self._progress += 1
                     waiting: list[Any] = self._ready if isinstance(made, Request) else self._answers

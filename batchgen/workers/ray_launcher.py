@@ -145,7 +145,7 @@ class RayLauncher(WorkerLauncher):
         self._excluded.add(node_id)
         for handle in self.handles:
             if handle.place is None:
-                handle.place_anew()
+                handle.place_again()
 
     def _fitting(self, nodes: Iterable[Node]) -> set[str]:
         """The ids of the machines that have room for a worker."""

@@ -25,7 +25,7 @@ from batchgen.core.machine import memory_errors
 from batchgen.core.units import one_line
 from batchgen.core.version import __version__
 from batchgen.run.loader import EngineFactory, load_engine, read_model
-from batchgen.workers.loop import EngineLoop, RowMaker
+from batchgen.workers.loop import EngineLoop, RowProcessor
 from batchgen.workers.messages import HEARTBEAT_S, Assignment, Identity, WorkerLost, WorkerReady, WorkerUpdate
 from batchgen.workers.slices import MachineSlice
 
@@ -61,7 +61,7 @@ class Worker:
             return lost_to(error)
 
     def exchange(self, assignments: tuple[Assignment, ...]) -> WorkerUpdate | WorkerLost:
-        """Take in an assignment; returns an update as soon as there is news, or after a heartbeat."""
+        """Take in assignments; returns an update as soon as there is news, or after a heartbeat."""
         try:
             with memory_errors("running this command"):
                 for assignment in assignments:
@@ -79,9 +79,9 @@ class Worker:
         model.files.check_unchanged(digests)
         loaded.prepare()
         engine = cast("Engine", loaded.engine)
-        maker = RowMaker(model.builder(spec), model.record_builder(spec))
+        processor = RowProcessor(model.builder(spec), model.record_builder(spec))
         self._facts = loaded.facts
-        self._loop = EngineLoop(engine, maker, num_launches=loaded.num_launches)
+        self._loop = EngineLoop(engine, processor, num_launches=loaded.num_launches)
         return WorkerReady(
             Identity(weights, loaded.numerics, __version__),
             max_num_seqs=engine.max_num_seqs,

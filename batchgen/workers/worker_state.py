@@ -30,9 +30,9 @@ class WorkerState:
     state: str = "running"
     progress: int = 0
     num_rows: int = 0
-    round_at: float = 0.0
-    round_rows: int = 0
-    max_round_rows: float = 0.0
+    interval_at: float = 0.0
+    num_interval_rows: int = 0
+    peak_rows: float = 0.0
     num_given_back: int = 0
     num_tokens_taken_over: int = 0
     ended_at: float | None = None
@@ -49,15 +49,15 @@ class WorkerState:
         An engine fills its steps best from many rows, and the last ones of few workers are quickly run once more.
         """
         shared = _SHARED_AHEAD * self.max_num_seqs // num_workers
-        return max(round(2 * self.max_round_rows), self.max_num_seqs // 8, shared, 1)
+        return max(round(2 * self.peak_rows), self.max_num_seqs // 8, shared, 1)
 
     def count(self, num_finished: int, now: float) -> None:
-        """Book answered rows, and how many come between two heartbeats at most; an old peak fades."""
+        """Count answered rows, and how many come in an interval between heartbeats at most; an old peak fades."""
         self.num_rows += num_finished
-        self.round_rows += num_finished
-        if now - self.round_at >= HEARTBEAT_S:
-            self.max_round_rows = max(self.round_rows, 0.98 * self.max_round_rows)
-            self.round_rows, self.round_at = 0, now
+        self.num_interval_rows += num_finished
+        if now - self.interval_at >= HEARTBEAT_S:
+            self.peak_rows = max(self.num_interval_rows, 0.98 * self.peak_rows)
+            self.num_interval_rows, self.interval_at = 0, now
 
 
 @dataclass(eq=False, slots=True)

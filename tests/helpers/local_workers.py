@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batchgen.run.loader import EngineFactory
 from batchgen.workers.handle import WorkerHandle
-from batchgen.workers.local import LocalLauncher, LocalWorker
+from batchgen.workers.local import LocalLauncher, WorkerProcess
 from batchgen.workers.messages import Assignment
 from batchgen.workers.placement import on_workers
 from batchgen.workers.slices import MachineSlice
@@ -45,7 +45,7 @@ def local_workers(
 
 def process_of(handle: WorkerHandle) -> subprocess.Popen[bytes]:
     """The process of a local worker."""
-    assert isinstance(handle.remote, LocalWorker)
+    assert isinstance(handle.remote, WorkerProcess)
     return handle.remote.process
 
 
