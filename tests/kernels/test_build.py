@@ -150,8 +150,8 @@ def job(**sections: Any) -> JobSpec:
 
 def test_a_job_has_its_kernels_compiled_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, ...]] = []
-    monkeypatch.setattr(build, "start", lambda *model: started.append(model))
-    monkeypatch.setattr(build, "_models", set())
+    monkeypatch.setattr(build, "start", lambda *forms: started.append(forms))
+    monkeypatch.setattr(build, "_started", set())
     load_engine(job(), read_model(job()))
     forms = ("float32", "bfloat16", "auto", "auto", "auto", "dense tiles")
     assert started == [forms, forms], "by the command, and by whatever loads a model"

@@ -19,7 +19,7 @@ from batchgen.core.machine import fresh_python
 from batchgen.kernels.cpu import object_cache
 from batchgen.kernels.cpu.kernel_specs import KernelSpec, needed, needed_by_some
 
-Numbers = tuple[str, ...]  # types that a model stores and computes with, as arguments of ``needed``
+Forms = tuple[str, ...]  # the dtype and forms of a model's weights and caches, as arguments of ``needed``
 Wanted = list[tuple[KernelSpec, str]]
 _MAX_WORKERS = 4  # the longest of the kernels takes as long as all others on three
 _LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
@@ -28,24 +28,24 @@ from batchgen.kernels.cpu.build import work_on
 work_on(*json.loads(sys.argv[2]))
 """
 _LOCK = threading.RLock()
-_models: set[Numbers] = set()  # models for which ``start`` was called
-_builders: dict[Numbers, tuple[subprocess.Popen[bytes], Wanted]] = {}  # compiling processes, and their kernels
+_started: set[Forms] = set()
+_builders: dict[Forms, tuple[subprocess.Popen[bytes], Wanted]] = {}  # compiling processes, and their kernels
 _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
 _plainly_compiled: set[str] = set()  # names of kernels that numba has compiled by itself, which are not kept
 
 
-def start(*model: str) -> None:
-    """Begin to compile the kernels that a model may need and that are not on disk; ``model`` as for ``needed``."""
+def start(*forms: str) -> None:
+    """Begin to compile the kernels that a model may need and that are not on disk; ``forms`` as for ``needed``."""
     with _LOCK:
-        _models.add(model)
-        missing = _missing(model)
-        if model in _builders or not missing or not object_cache.is_writable():
+        _started.add(forms)
+        missing = _missing(forms)
+        if forms in _builders or not missing or not object_cache.is_writable():
             return
-        command = fresh_python(_PROGRAM, [*model])
+        command = fresh_python(_PROGRAM, [*forms])
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with suppress(OSError):  # a group of its own: Ctrl-C reaches only the run
             process = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)
-            _builders[model] = process, missing
+            _builders[forms] = process, missing
 
 
 def _begin_copy() -> None:
@@ -59,18 +59,18 @@ os.register_at_fork(after_in_child=_begin_copy)
 
 def is_started() -> bool:
     """Whether this process has said which kernels it needs."""
-    return bool(_models)
+    return bool(_started)
 
 
-def finish(*model: str) -> None:
+def finish(*forms: str) -> None:
     """Wait until every kernel that each step of a model needs is compiled."""
-    for spec, kind in needed(*model):
+    for spec, kind in needed(*forms):
         address(spec, kind)
 
 
-def not_kept(*model: str) -> str:
+def not_kept(*forms: str) -> str:
     """The reason why the next process compiles a model's kernels again; "" if it does not. Call after ``finish``."""
-    if not _not_on_disk(needed(*model)):
+    if not _not_on_disk(needed(*forms)):
         return ""
     if _plainly_compiled:
         return (
@@ -93,8 +93,8 @@ def address(spec: KernelSpec, kind: str) -> int:
         return _addresses[name]
 
 
-def _missing(model: Numbers) -> Wanted:
-    return _not_on_disk(needed(*model) + needed_by_some(*model))
+def _missing(forms: Forms) -> Wanted:
+    return _not_on_disk(needed(*forms) + needed_by_some(*forms))
 
 
 def _not_on_disk(wanted: Wanted) -> Wanted:
@@ -141,17 +141,17 @@ def stop() -> None:
     _builders.clear()
 
 
-def work_on(*model: str) -> None:
+def work_on(*forms: str) -> None:
     """Compile the missing kernels on several processors; the program of the process that ``start`` starts."""
     gc.disable()  # a tenth of the time, and all memory is given back soon
     while not object_cache.lock():
         if select.select([0], [], [], 0.05)[0]:  # the process that this one works for has ended
             return
-    if not _missing(model):
+    if not _missing(forms):
         return
     from batchgen.kernels.cpu import compiler  # imports numba
 
-    missing = _missing(model)
+    missing = _missing(forms)
     compiler.prepare(spec.module for spec, _ in missing)
     jobs, end = os.pipe()
     os.write(end, bytes(range(len(missing))))
