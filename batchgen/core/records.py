@@ -1,6 +1,6 @@
 """Data types of the pipeline: Row -> Request -> Result. All are frozen, and none needs torch.
 
-Input, engine and output share only these types, so they need not import each other.
+Input, engine and output share only these types; ``output.record_builder`` makes the records of outputs.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Engine:
 
     def _update(self, schedule: Schedule, wait: Callable[[], list[int]]) -> list[Result]:
         """Append the tokens that a step has sampled; the results of the requests that end with them."""
-        with self.stats.phase("forward"):
+        with self.stats.phase("forward"):  # the rest of it, if steps overlap
             token_ids = wait()
         with self.stats.phase("update"):
             ended = self._append(schedule, token_ids)

@@ -1,4 +1,4 @@
-"""Row errors, row ids and chunks of rows, shared by readers, the request builder and the validator.
+"""Row errors, row ids, chunks of rows and settings of vectors, shared by readers, request builder and validator.
 
 Inside this package a problem of a row is an exception; it becomes the ``error`` of a row and never stops a job.
 """

@@ -68,13 +68,13 @@ def make_plan(
     """
     run_dir = RunDir(Path(spec.output.path))
     jobs = FolderJobs(run_dir, overwrites=overwrites or not spec.output.path)
-    earlier = jobs.current
-    at = earlier.rendered_at if earlier else rendered_at(spec)
+    base = jobs.base
+    at = base.rendered_at if base else rendered_at(spec)
     with open_job(spec, run_dir, at) as job:
         notes = [line for line in (job.model.recommended_hint(spec), *job.check_columns()) if line]
         spec, model = job.spec, job.model
-        now = _manifest(job, earlier, shard, at)
-        results = EarlierResults(job, now, run_dir if earlier else None)
+        now = _manifest(job, base, shard, at)
+        results = EarlierResults(job, now, run_dir if base else None)
         with job.validator(shard) as validator, closing(results):
             survey = Survey(validator, model.max_model_len, lambda row: results.find(row)[0] is not None)
             survey.take(job.rows(shard).read())
@@ -82,16 +82,16 @@ def make_plan(
     plan = _content(spec, model, survey, _forecast(spec, model, survey, lengths, calibrates=calibrates))
     cut_at = job.builder.cut_at
     plan["notes"] = [*notes, *cut_note(survey.prompt_lengths[cut_at or 0], cut_at)]
-    if spec.output.reuse or earlier:
+    if spec.output.reuse or base:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
         plan |= {"reuse": results.lines, "needs_update": bool(jobs.changes(now))}
     return plan
 
 
-def _manifest(job: OpenJob, earlier: Manifest | None, shard: Shard, at: datetime | None) -> Manifest:
+def _manifest(job: OpenJob, base: Manifest | None, shard: Shard, at: datetime | None) -> Manifest:
     """The job, without the numerics, which only a run can find."""
     spec = job.spec
-    runs = [run for _, run in earlier_runs(spec)] + ([earlier] if earlier else [])
+    runs = [run for _, run in earlier_runs(spec)] + ([base] if base else [])
     job.digests = Digests(runs[-1].file_states if runs else None)
     fingerprints = {"model": job.model.files.fingerprint(job.digests) if runs else {}, "code": {"results": RESULTS}}
     return Manifest(spec.to_dict(), spec.output_keys(), fingerprints, shard, rendered_at=at)

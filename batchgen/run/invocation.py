@@ -66,7 +66,7 @@ class OtherNumerics(ResumeMismatch):
 
 
 class Invocation:
-    """The process that works on a job in ``run_dir``, with its options, progress, engine, and ``output.publish``."""
+    """One start of a job in ``run_dir``: its options, progress, engine and ``output.publish``; ``job._Job`` uses it."""
 
     def __init__(
         self, publish: str, options: RunOptions, run_dir: RunDir, engine_factory: EngineFactory | None

@@ -164,19 +164,19 @@ class _Job:
 
     def _identify(self, source: Source | None) -> None:
         """Find the model and set the manifest, to compare with the manifests of the folder. Raises UsageError."""
-        current = self.jobs.current
+        base = self.jobs.base
         if self.spec.output.format == "auto":
-            form = source.output_format if source else current.job["output"]["format"] if current else "jsonl"
+            form = source.output_format if source else base.job["output"]["format"] if base else "jsonl"
             self.spec = replace(self.spec, output=replace(self.spec.output, format=form))
         now = datetime.now().astimezone()
-        printed_at = (current.rendered_at if current else rendered_at(self.spec)) or now
+        printed_at = (base.rendered_at if base else rendered_at(self.spec)) or now
         with self.progress.phase("finding the model", "load"):
             self.model = read_model(self.spec, printed_at)
-        if current is None and (hint := self.model.recommended_hint(self.spec)):
+        if base is None and (hint := self.model.recommended_hint(self.spec)):
             self.note(hint)
         self.spec = self.model.resolved(self.spec)
         with self.progress.phase("checking the input", "read"):
-            rows: dict[str, Any] = current.fingerprints["input"] if current is not None and source is None else {}
+            rows: dict[str, Any] = base.fingerprints["input"] if base is not None and source is None else {}
             if source is not None:
                 rows = source.fingerprint(self.digests)
                 if self.stdin is not None:
@@ -188,7 +188,7 @@ class _Job:
             output_keys=self.spec.output_keys(),
             fingerprints={"input": rows, "model": model, "code": {"results": RESULTS}},
             shard=self.options.shard,
-            created_at=current.created_at if current else now.isoformat(),
+            created_at=base.created_at if base else now.isoformat(),
             rendered_at=printed_at,
             file_states=self.digests.to_plain(),
         )
@@ -216,18 +216,18 @@ class _Job:
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # as many workers as rows at most
             self.invocation.count(self.opened.rows(self.options.shard))
         earlier_runs(self.spec)  # refuses folders of output.reuse before the weights are loaded
-        earlier = self.jobs.current
-        numerics = inherited_numerics(earlier, self.spec) if earlier and self.invocation.loaded is None else None
+        base = self.jobs.base
+        numerics = inherited_numerics(base, self.spec) if base and self.invocation.loaded is None else None
         numerics = numerics or Numerics.of(self.invocation.load(self.opened, self.manifest).numerics)
         self.manifest = self.manifest.with_numerics(numerics)
-        if earlier is None:
+        if base is None:
             self.run_dir.refuse_foreign_files()
             if self.options.overwrite:
                 self.run_dir.clear()
             if self.stdin is not None:
                 self.stdin.keep()
         self.progress.reset()
-        self.manifest = replace(self.manifest, taken=earlier is None and not self.spec.output.reuse)
+        self.manifest = replace(self.manifest, taken=base is None and not self.spec.output.reuse)
         begun = self.run_dir.begin(self.manifest)
         self.progress.count_for(begun.folder.name)
         if self.options.shard != WHOLE and self.model.prints_date:
@@ -255,7 +255,7 @@ class _Job:
 
     def _earlier_results(self) -> EarlierResults:
         """The results that rows can be taken from, without the results of a folder that is overwritten."""
-        own = self.run_dir if self.jobs.current else None
+        own = self.run_dir if self.jobs.base else None
         with self.progress.phase("reading earlier results", "read"):
             earlier = EarlierResults(self.opened, self.manifest, own, skip=self.begun.folder)
         for line in earlier.lines:

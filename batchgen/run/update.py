@@ -71,8 +71,8 @@ class FolderJobs:
         self.manifests = [*filter(None, [self.finished]), *(job.manifest for job in reversed(self._unfinished))]
 
     @property
-    def current(self) -> Manifest | None:
-        """The job of the outputs, or else the last unfinished job; None in a new folder."""
+    def base(self) -> Manifest | None:
+        """The job to inherit from: of the outputs, or else the last unfinished one; None in a new folder."""
         return self.manifests[0] if self.manifests else None
 
     def digests(self) -> Digests:
@@ -119,7 +119,7 @@ class FolderJobs:
         return [name for name in changed if name != errors.name or errors.exists()]
 
     def changes(self, now: Manifest) -> tuple[str, ...]:
-        """Differences from the current job apart from the input; () if one of these jobs differs in nothing else."""
+        """Differences from the ``base`` job apart from the input; () if one of these jobs differs in nothing else."""
         changes = [changes_of_job(manifest, now) for manifest in self.manifests]
         return changes[0] if all(changes[1:]) and changes else ()
 
@@ -155,11 +155,11 @@ class FolderJobs:
 
     def what_changed(self, now: Manifest, spec: JobSpec) -> str:
         """Reason why rows are kept, as the beginning of a line."""
-        if self.current is None:
+        if self.base is None:
             return ""
         if self.is_of_outputs(now, spec):
             return "failed rows run again: " if self.has_failed else ""
-        same = self.current.fingerprints.get("input") == now.fingerprints.get("input")
+        same = self.base.fingerprints.get("input") == now.fingerprints.get("input")
         return "job changed: " if same else "input changed: "
 
 
