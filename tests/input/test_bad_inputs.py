@@ -9,6 +9,7 @@ import errno
 import gzip
 import json
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,13 @@ def _write_bad_name(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"name", b"na\xffe"))
 
 
+def _write_bad_width(path: Path) -> None:
+    pq.write_table(pa.table({"n": [1]}), path)
+    kept = pq.read_metadata(path).metadata[b"ARROW:schema"]
+    bad = b64encode(b64decode(kept).replace(b"\x40\0\0\0", b"\x07\0\0\0"))
+    path.write_bytes(path.read_bytes().replace(kept, bad))
+
+
 BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any], str]] = {
     "missing": ("rows.jsonl", lambda path: None, {}, "no input file"),
     "missing, as hf": ("org/name", lambda path: None, {"format": "hf"}, "written hf:NAME"),
@@ -271,6 +279,7 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any], str]] = {
     "text named Parquet": ("rows.parquet", _write(b"hello\n"), {}, "as Parquet"),
     "Parquet cut short": ("rows.parquet", _write(b"PAR1" + b"\0" * 100), {}, "as Parquet"),
     "Parquet with a name that is not UTF-8": ("rows.parquet", _write_bad_name, {}, "as Parquet"),
+    "Parquet of 7-bit integers": ("rows.parquet", _write_bad_width, {}, "as Parquet: Integers with less than 8 bits"),
     "Parquet said to be JSON": ("rows", _write(b"PAR1" + b"\0" * 100), {"format": "jsonl"}, "is a Parquet file"),
     "UTF-16 text": ("rows.txt", _write("hi\n".encode("utf-16")), {"format": "text"}, "is UTF-16"),
     "Parquet given a delimiter": ("rows", _write(b"PAR1" + b"\0" * 100), {"delimiter": ";"}, "as Parquet"),
