@@ -21,7 +21,7 @@ def toml(job: JobMaker) -> Path:
 
 def test_a_job_file_runs_with_keys_and_options_and_again_finds_itself_done(job: JobMaker, toml: Path) -> None:
     given: dict[str, Any] = {"quiet": True, "engine_factory": stub_factory()}
-    with pytest.raises(batchgen.RunStopped, match="max total tokens"):
+    with pytest.raises(batchgen.RunStopped, match=r"max total tokens of 40\)"):
         batchgen.run_job(toml, limit=9, max_total_tokens=40, **given)
     run = batchgen.run_job(toml, limit=9, max_runtime="55m", **given)
     assert (len(run), run[3]["id"], run.path) == (9, "q-3", job.output)

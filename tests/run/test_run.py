@@ -297,6 +297,8 @@ def interrupted(job: JobMaker, spec: JobSpec, num_tokens: int) -> None:
     """Stop the job after so many tokens."""
     outcome = job.run(spec, quiet(max_total_tokens=num_tokens))
     assert outcome.exit_code == 75, outcome
+    stats = job.engines[0].stats
+    assert num_tokens <= stats.num_prefill_tokens + stats.num_output_tokens < 1.2 * num_tokens
     assert not (job.output / "outputs.jsonl").exists()
 
 

@@ -260,7 +260,8 @@ def test_an_update_on_another_device_than_auto_was_before_computes_all_rows(fold
 
 def test_a_truncated_input_is_refused_while_an_update_is_interrupted(folder: Folder) -> None:
     folder.write_job(input={"prompt": "{question} Say it."})
-    assert folder.run("--update", "--max-total-tokens", "60")[0] == 75
+    code, _, said = folder.run("--update", "--max-total-tokens", "60")
+    assert code == 75 and "max total tokens of 60)" in said
     folder.write(folder.rows[:30])
     code, computed, said = folder.run()
     assert (code, computed) == (2, 0) and "the input has 30 rows that can run, and there are 40 rows before" in said
