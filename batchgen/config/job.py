@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -160,6 +160,11 @@ class InputSpec:
     def is_templated(self) -> bool:
         """Whether a chat template is put around prompts."""
         return self.chat_template != "none"
+
+    def system_before(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The job's system message in a list; empty without one, or if the chat has its own."""
+        has_own = messages[0]["role"] in ("system", "developer")  # one name for it, or the other
+        return [{"role": "system", "content": self.system}] if self.system and not has_own else []
 
     @property
     def is_mapped(self) -> bool:

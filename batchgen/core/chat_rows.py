@@ -90,12 +90,6 @@ class ChatRow(Row):
         return Result(self.key, num_prompt_tokens, (Sample(token_ids, self.turns[-1].finish_reason),), timings)
 
 
-def system_before(messages: Sequence[Message], system: str | None) -> list[Message]:
-    """The job's system message in a list; empty without one, or if the chat has its own."""
-    has_system = messages[0]["role"] in ("system", "developer")  # one name for it, or the other
-    return [{"role": "system", "content": system}] if system and not has_system else []
-
-
 def _in_sequence(turns: Sequence[Timings], num_tokens: int) -> Timings:
     """Times of requests that ran one after the other: their sums, and the first token of the first one."""
     totals = {item.name: sum(getattr(timings, item.name) for timings in turns) for item in fields(Timings)}

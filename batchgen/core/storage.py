@@ -25,19 +25,24 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file systems that cannot sync a folder
 
 
+def storage_error(doing: str, path: Path, error: OSError, then: str = RUN_AGAIN) -> StorageError:
+    """``error`` as an error of the disk; ``then`` is what to do once the fault is gone."""
+    if error.errno in _NO_SPACE:
+        advice = f"free some space, then {then}"
+    elif error.errno == errno.EFBIG:
+        advice = f"raise the limit on the size of a file (ulimit -f), then {then}"
+    else:
+        advice = f"fix that, then {then}"
+    return StorageError(f"cannot {doing} {path}: {error.strerror or error}; {advice}")
+
+
 @contextmanager
 def storage_errors(doing: str, path: Path, then: str = RUN_AGAIN) -> Iterator[None]:
-    """Turn an ``OSError`` inside the block into a ``StorageError``; ``then`` is what to do once the fault is gone."""
+    """Turn an ``OSError`` inside the block into ``storage_error``."""
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_SPACE:
-            advice = f"free some space, then {then}"
-        elif error.errno == errno.EFBIG:
-            advice = f"raise the limit on the size of a file (ulimit -f), then {then}"
-        else:
-            advice = f"fix that, then {then}"
-        raise StorageError(f"cannot {doing} {path}: {error.strerror or error}; {advice}") from error
+        raise storage_error(doing, path, error, then) from error
 
 
 def read_text(path: Path, max_bytes: int) -> str:

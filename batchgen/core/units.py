@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -171,11 +172,7 @@ class Shard:
         match = re.fullmatch(r"\s*(\d{1,18})\s*/\s*(\d{1,18})\s*", text)
         return cls(int(match[1]), int(match[2])) if match else cls(0, 0)
 
-    def owns(self, index: int) -> bool:
-        """Whether the row at ``index`` of the input belongs to this shard."""
-        return index >= 0 and index % self.count == self.number - 1
-
-    def rows(self, num_rows: int) -> range:
+    def rows(self, num_rows: int = sys.maxsize) -> range:
         """The indexes of this shard's rows among the first ``num_rows`` rows of the input."""
         return range(self.number - 1, num_rows, self.count)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import in_object
-from batchgen.core.chat_rows import system_before
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
@@ -210,8 +209,8 @@ class ContentFinder:
         if (size := num_chars(messages)) > MAX_CHARS:
             message = f"the messages have {size:,} characters; no context takes more than {MAX_CHARS:,}"
             raise RowProblem(RowErrorCode.TOO_LONG, message)
-        added = system_before(messages, self._spec.system)
-        tools = checked_tools(columns.get("tools"))
+        added = self._spec.system_before(messages)
+        tools = checked_tools(columns["tools"]) if "tools" in columns else []
         choice = columns.get("tool_choice") if tools else None
         if not (is_null(choice) or choice in ("", "auto", "none")):
             why = "must be auto or none: no answer is forced to call a tool"

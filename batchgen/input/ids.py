@@ -100,7 +100,8 @@ class RowValidator:
 
     def claim(self, rows: Sequence[Row]) -> list[Row]:
         """The rows of the shard with their ids, see ``claim_ids``; nothing is tokenized."""
-        return [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
+        own = self.shard.rows()
+        return [row for row in self.claim_ids(rows) if row.index in own]
 
     def claim_ids(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with their ids; a row whose id is missing, invalid or taken by an earlier row gets an error."""

@@ -142,7 +142,12 @@ class RowRange:
 
     def read(self) -> Iterator[Row]:
         """The rows, from the first unfinished one on."""
-        self.num_rows = yield from self.source.read(self.start, self._is_wanted)
+        own = self.shard.rows()
+
+        def is_wanted(index: int) -> bool:
+            return index not in self.done if index in own else self.has_ids
+
+        self.num_rows = yield from self.source.read(self.start, is_wanted)
 
     def count(self) -> int | None:
         """Number of rows of the shard; None if counting would take too long."""
@@ -160,9 +165,6 @@ class RowRange:
         for _ in reading:
             pass
         return reading.end
-
-    def _is_wanted(self, index: int) -> bool:
-        return index not in self.done if self.shard.owns(index) else self.has_ids
 
 
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
-from batchgen.core.storage import make_folder, storage_errors, sync_file, sync_folder
+from batchgen.core.storage import RUN_AGAIN, make_folder, storage_error, storage_errors, sync_file, sync_folder
 from batchgen.core.units import WHOLE, Shard
 from batchgen.output.segments import (
     ERROR,
@@ -276,9 +276,10 @@ class Journal:
     def _failing(self) -> Iterator[None]:
         """After an exception inside, the file's content is undefined, and further writes are refused."""
         try:
-            with storage_errors("write to the journal", self._folder):
-                yield
-        except BaseException as error:
-            interrupted = StorageError(f"{self._folder}: writing was interrupted; run again: finished rows are kept")
-            self._failed = error if isinstance(error, StorageError) else interrupted
+            yield
+        except OSError as error:
+            self._failed = storage_error("write to the journal", self._folder, error)
+            raise self._failed from error
+        except BaseException:
+            self._failed = StorageError(f"{self._folder}: writing was interrupted; {RUN_AGAIN}")
             raise

@@ -16,7 +16,7 @@ from batchgen.config.job import JobSpec
 from batchgen.config.record_fields import VECTOR_KEYS, kept_columns, url_of
 from batchgen.core import structured
 from batchgen.core.answers import find_answer
-from batchgen.core.chat_rows import ASSISTANT, ChatRow, system_before
+from batchgen.core.chat_rows import ASSISTANT, ChatRow
 from batchgen.core.keys import INT32_MAX
 from batchgen.core.logprobs import Logprobs, is_packed, packed, unpacked
 from batchgen.core.records import Result, Row, Sample, SamplingParams, Timings
@@ -181,7 +181,7 @@ class RecordBuilder:
             usage["reasoning_tokens"] = sum(turn.num_thoughts for turn in row.turns)
         return {
             **_head(row, fingerprint),
-            "messages": [*system_before(messages, self._spec.input.system), *messages],
+            "messages": [*self._spec.input.system_before(messages), *messages],
             **last,
             **self._answer(last),
             "finish_reason": str(row.turns[-1].finish_reason),

@@ -7,7 +7,6 @@ damage costs the lines it hits. Random tokens: no two machines name a segment al
 from __future__ import annotations
 
 import re
-import sys
 from array import array
 from binascii import crc32
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from batchgen.core.errors import StorageError
 from batchgen.core.records import Cursor
-from batchgen.core.storage import storage_errors
+from batchgen.core.storage import storage_error
 from batchgen.core.units import WHOLE, Shard
 
 RESULT, ERROR, PARTIAL = b"r", b"e", b"p"
@@ -120,10 +119,12 @@ class SegmentReader:
     def read(self, segment: int, offset: int) -> Line:
         """The line at ``offset`` of the path at position ``segment``. Raises StorageError if it is damaged."""
         path = self._paths[segment]
-        with storage_errors("read", path):
+        try:
             file = self.file(segment)
             file.seek(offset)
             line = decode_line(file.readline(), offset)
+        except OSError as error:
+            raise storage_error("read", path, error) from error
         if line is None:
             raise StorageError(f"{path}: the record at byte {offset} no longer matches its checksum; {CHECK_DISK}")
         return line
@@ -157,7 +158,7 @@ class RowIndex:
     """
 
     def __init__(self, shard: Shard = WHOLE) -> None:
-        self.shard_rows = shard.rows(sys.maxsize)  # finished or not, by their positions in _packed
+        self.shard_rows = shard.rows()  # finished or not, by their positions in _packed
         self._packed = array("q")
         self._gap = 0  # all positions before it are filled
         self.num_results = 0
