@@ -24,12 +24,12 @@ from batchgen.engine.sampler import Sampler, build_mask
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import RequestState, Sequence
-from batchgen.engine.sizes import SchedulerConfig, resolve, use_threads_beside
+from batchgen.engine.sizes import SchedulerConfig, resolve, use_host_threads
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
 
-# A step that ended midway may have moved states on without booking its tokens, or lost a result.
+# A step that ended midway may have computed state without counting its tokens, or lost a result.
 _INTERRUPTED = "an earlier step was interrupted and the engine's state is undefined; create a new engine"
 
 
@@ -58,7 +58,7 @@ class Engine:
         UsageError for a size that cannot work.
         """
         config = config or EngineConfig()
-        use_threads_beside(model, config.threads)
+        use_host_threads(model, config.threads)
         self.config = resolve(config, model)
         self.look_ahead = config.look_ahead or 8 * self.config.max_num_seqs
         self.eos_token_ids = frozenset(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)

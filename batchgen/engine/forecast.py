@@ -66,7 +66,7 @@ class OutputLengths:
 class MemoryForecast:
     """The coming peak of the blocks in use, depending on which sequences are admitted.
 
-    ``look`` begins an admission, ``add`` takes in each sequence that is admitted. Blocks held by several sequences
+    ``begin`` starts an admission, ``add`` takes in each sequence that is admitted. Blocks held by several sequences
     outlive each of them, so they are counted separately. The last block of a sequence is assumed to be half empty.
     """
 
@@ -75,13 +75,13 @@ class MemoryForecast:
         self._running: list[Sequence] = []
         # By convolution slot: ``num_tokens`` that a sequence can come to, and its prompt (huge if its length is fixed).
         self._bounds = np.zeros((2, max_num_seqs), dtype=np.int64)
-        # Made when first needed after ``look``.
+        # Made when first needed after ``begin``.
         self._rows: np.ndarray | None = None  # [3, running], by the first row: -tokens still to add, tokens alone, slot
         self._num_shared = 0  # blocks with several holders
         self._holder: np.ndarray | None = None  # by block, the slot of a holder
 
-    def look(self, running: list[Sequence]) -> None:
-        """Begin an admission; ``running`` is a list that grows with each admitted sequence."""
+    def begin(self, running: list[Sequence]) -> None:
+        """Start an admission; ``running`` is a list that grows with each admitted sequence."""
         self._running, self._rows, self._holder = running, None, None
 
     def peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:

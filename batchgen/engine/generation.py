@@ -282,7 +282,7 @@ class Generation:
             if count:
                 yield count, num_top or 0
 
-    def book_scores(self, logprobs: Logprobs) -> None:
+    def add_scores(self, logprobs: Logprobs) -> None:
         """Add the log-probabilities of the tokens from ``next_scored`` on, which are one of ``scored_parts``."""
         (self.logprobs if self.next_scored >= self.num_given else self.scores).append(logprobs)
         self.next_scored += len(logprobs)

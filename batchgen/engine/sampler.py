@@ -111,8 +111,8 @@ class Sampler:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 if a row is not finite or no token is allowed.
 
         Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens. The first ids of ``best``, if known,
-        are ``kernels.argmax_or_none`` of the logits; drawn ids replace them. The host waits for the device only to book
-        log-probabilities.
+        are ``kernels.argmax_or_none`` of the logits; drawn ids replace them. The host waits for the device only if
+        log-probabilities are asked for.
         """
         asking = [(i, s) for i, s in enumerate(sequences) if not s.generation.fast_path_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]
@@ -167,14 +167,14 @@ class Sampler:
 
     @torch.inference_mode()
     def score(self, logits: Tensor, scored: Sequence_[tuple[Sequence, range]]) -> None:
-        """Book the log-probabilities of given tokens; logits [num_scored, vocab_size], a row for each in order."""
+        """Store the log-probabilities of given tokens; logits [num_scored, vocab_size], a row for each in order."""
         if not scored:
             return
         tokens = [s.token_ids[i] for s, indexes in scored for i in indexes]
         parts = [(s.generation, *part) for s, indexes in scored for part in s.generation.scored_parts(indexes)]
         logprobs, start = step_logprobs(self.kernels, logits, tokens, max(num_top for *_, num_top in parts)), 0
         for generation, count, num_top in parts:
-            generation.book_scores(logprobs.part(start, count, num_top))
+            generation.add_scores(logprobs.part(start, count, num_top))
             start += count
 
     def _widened(self, logits: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class Scheduler:
         if not budget or self._waits_for_batch():
             return resumed
         waiting = self.waiting
-        self._forecast.look(self.running)
+        self._forecast.begin(self.running)
         while budget and waiting and self._free_slots and len(waiting.deferred) < _MAX_DEFERRED:
             sequence = waiting.peek()
             prefix = self.pool.find(self._usable_hashes(sequence))

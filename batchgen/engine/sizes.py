@@ -188,7 +188,7 @@ def _memory(model: Decoder) -> tuple[int, int]:
     return int(free) + unused, int(total)
 
 
-def use_threads_beside(model: Decoder, threads: int | None) -> None:
+def use_host_threads(model: Decoder, threads: int | None) -> None:
     """Set the CPU threads of this process, if ``threads`` is given; for a model on a GPU, one by default."""
     if threads is not None or model.device.type == "cuda":
         use_threads(threads or 1, model.config)

@@ -125,7 +125,7 @@ class EngineStats:
             self.phase_s[name] = self.phase_s.get(name, 0.0) + time.monotonic() - start
 
     def count(self, schedule: Schedule, num_logits: int, scheduler: Scheduler, model: ModelConfig) -> None:
-        """Count a schedule that has just been launched and is not booked yet."""
+        """Count a schedule that has just been launched, before ``Scheduler.on_launched``."""
         attended = schedule.num_attended()
         self.num_logits += num_logits
         self.num_attended += attended

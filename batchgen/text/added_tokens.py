@@ -53,8 +53,8 @@ def identity_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
     return {key: listed.get(str(_text(token)), token) for key, token in tokens.items()}
 
 
-def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_rows: int | None) -> None:
-    """Add what ``settings`` name to a tokenizer, whose model has ``num_rows`` rows if that is known.
+def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Add what ``settings`` name to a tokenizer; ``vocab_size`` is its model's, if that is known.
 
     A named token whose id is beyond the model's rows, such as one for padding, is left out: no text can use it.
     """
@@ -62,7 +62,7 @@ def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], num_r
     named_texts = {_text(token) for token in named.values()}
     for token in tokens:
         token.special = token.special or token.content in named_texts
-    extra, room = _extra(settings), INT32_MAX if num_rows is None else num_rows
+    extra, room = _extra(settings), INT32_MAX if vocab_size is None else vocab_size
     tokens += _older(backend, settings, named_texts.union(map(_text, extra)))
     texts = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
     room -= backend.get_vocab_size() + sum(backend.token_to_id(token.content) is None for token in tokens)

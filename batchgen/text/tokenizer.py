@@ -68,11 +68,11 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, folder: Path, now: datetime | None = None, num_rows: int | None = None, template: Templates | None = None
+        cls, folder: Path, now: datetime | None = None, vocab_size: int | None = None, template: Templates | None = None
     ) -> Tokenizer:
         """Load the files of ``folder``; ``now`` is the local time that its chat template may print.
 
-        The model has ``num_rows`` rows for tokens, if that is known. ``template`` replaces the folder's own. Raises
+        ``vocab_size`` is the model's, if that is known. ``template`` replaces the folder's own. Raises
         ModelError naming the file that is missing or unusable.
         """
         path = folder / "tokenizer.json"
@@ -83,7 +83,7 @@ class Tokenizer:
         eos_token_ids = set(generation_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-            add_tokens(backend, read_settings(folder), num_rows)
+            add_tokens(backend, read_settings(folder), vocab_size)
             if (token_id := backend.token_to_id(special.get("eos_token", ""))) is not None:
                 eos_token_ids.add(token_id)
             return cls(backend, chat_template=chat_template, eos_token_ids=tuple(sorted(eos_token_ids)))
