@@ -105,9 +105,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS
     is_interpreted = "TRITON_INTERPRET" in os.environ
     for item in items:
-        if not is_named and (
-            not holds_promise(item.path) or (is_interpreted and item.get_closest_marker("interpreted"))
-        ):
+        repeats = item.get_closest_marker("further") or (is_interpreted and item.get_closest_marker("interpreted"))
+        if not is_named and (repeats or not holds_promise(item.path)):
             item.add_marker(pytest.mark.breadth)
     mark_repeats(items, is_interpreted)
 

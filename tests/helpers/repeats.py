@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 slow = partial(pytest.param, marks=pytest.mark.slow)  # for cases that are long or dear by themselves
+further = partial(pytest.param, marks=pytest.mark.further)  # for cases whose mechanism others have
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 SLOW_SHARE = float(os.environ.get("BATCHGEN_SLOW_SHARE", "1"))
 

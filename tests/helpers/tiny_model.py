@@ -180,17 +180,16 @@ def engine_for(
 
 
 def checked_run(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:
-    """``engine.run`` with the invariants of scheduler and pool asserted before and after every step."""
+    """``engine.run`` with the invariants of scheduler and pool asserted before every step and at the end."""
     step = engine.step
 
     def checked() -> list[Result]:
         engine.scheduler.check()
-        results = step()
-        engine.scheduler.check()
-        return results
+        return step()
 
     engine.step = checked  # type: ignore[method-assign]
     yield from engine.run(requests)
+    engine.scheduler.check()
 
 
 def tokens_of(results: Iterable[Result]) -> dict[int, tuple[int, ...]]:
