@@ -201,6 +201,7 @@ def test_only_steps_of_one_token_each_with_all_logits_are_taken() -> None:
     one_each, _ = decode_input(3, 0)
     assert one_each.is_decode
     assert not ragged_input([(0, 1), (3, 2)], BLOCK_SIZE)[0].is_decode
+    assert not replace(one_each, is_causal=False).is_decode
     assert not replace(one_each, logits_indices=torch.tensor([0, 2])).is_decode
     assert not replace(one_each, logits_indices=torch.tensor([0, 2, 1])).is_decode
 
