@@ -18,7 +18,7 @@ from batchgen.engine.invariants import LogitsRecorder, Trace
 from batchgen.kernels.cpu import backend, build, compiler, experts, linear, object_cache
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.compiled.entry import kernel
-from batchgen.kernels.cpu.kernel_specs import ARGMAX, ATTENTION, KernelSpec
+from batchgen.kernels.cpu.kernel_specs import ARGMAX, ATTENTION, RMS_NORM, KernelSpec
 from batchgen.kernels.cpu.parallel import Kernel
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
@@ -124,6 +124,13 @@ def test_inner_functions_get_no_machine_code(monkeypatch: pytest.MonkeyPatch) ->
     compiler.prepare([ATTENTION.module])
     monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", refuse)
     assert compiler.machine_code(ATTENTION, "float32")
+
+
+def test_no_float_operation_may_be_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(JITCodeLibrary, "_optimize_final_module", lambda self: written.append(str(self._final_module)))
+    compiler.machine_code(RMS_NORM, "float32")
+    assert "fadd " in written[0] and " fast " not in written[0]
 
 
 def test_another_numba_compiles_in_its_own_way(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
