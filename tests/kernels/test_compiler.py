@@ -130,7 +130,7 @@ def test_no_float_operation_may_be_reordered(monkeypatch: pytest.MonkeyPatch) ->
     written: list[str] = []
     monkeypatch.setattr(JITCodeLibrary, "_optimize_final_module", lambda self: written.append(str(self._final_module)))
     compiler.machine_code(RMS_NORM, "float32")
-    assert "fadd " in written[0] and " fast " not in written[0]
+    assert "fadd " in written[-1] and " fast " not in written[-1]
 
 
 def test_another_numba_compiles_in_its_own_way(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
