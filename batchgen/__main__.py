@@ -20,7 +20,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and leave with its exit code; 75 where a signal comes before the command listens by itself."""
+    """Run a command and exit with its code; 75 if a signal comes before the command handles signals itself."""
     try:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave at once where a module is being imported: an exception there may change, or be lost."""
+    """Exit at once during an import, which may replace or swallow an exception; otherwise raise KeyboardInterrupt."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             _say_interrupted()
@@ -55,7 +55,7 @@ def _say_interrupted() -> None:
 
 
 def _fill_standard_streams() -> None:
-    """Let closed standard streams lead nowhere, so that no file opened later takes their place."""
+    """Open closed standard streams on /dev/null, so that no file opened later takes their number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -45,8 +45,8 @@ _NOT_KEPT = "nothing is kept without an output folder"
 class Run:
     """A finished run: ``rows``, ``errors``, ``report``, and ``path``, the run directory if it was kept.
 
-    ``rows`` are the output records in the order of the input, ``errors`` the lines of ``errors.jsonl``: a row of the
-    input, known by its ``index``, is in one of them. Both are read on first use.
+    ``rows`` are the output records in the order of the input, ``errors`` the lines of ``errors.jsonl``; each row of the
+    input is in one of them, under its ``index``. Both are read on first use.
     """
 
     def __init__(self, spec: JobSpec, outcome: Outcome, labels: Any = None) -> None:
@@ -112,8 +112,8 @@ class Run:
     def to_pandas(self) -> Any:
         """``to_arrow`` as a ``pandas.DataFrame`` whose index is the number of each row in the input.
 
-        So its columns align with the given rows, with NaN for failed ones, if their own index counts from 0. Warns of
-        an integer index that does not, since pandas would put answers next to other rows.
+        Columns align with the given rows if their index counts from 0; failed rows then have NaN. Warns of another
+        integer index, since pandas would put answers next to other rows.
         """
         if self._labels is not None and _misleads(self._labels):
             warnings.warn(
@@ -243,7 +243,7 @@ def _take_options(keys: dict[str, Any]) -> RunOptions:
 
 
 def _finished(spec: JobSpec, outcome: Outcome, lost: str, labels: Any) -> Run:
-    """The run of an outcome. Raises RunStopped, which says what is ``lost``, if it is not finished."""
+    """The finished run. Raises RunStopped for a run that was stopped; its message says what is ``lost``."""
     _pass_on_signal(outcome)
     if not outcome.is_finished:
         raise RunStopped(f"{outcome.lines[0].partition('; ')[0]}; {lost}" if lost else "; ".join(outcome.lines))

@@ -102,7 +102,7 @@ def from_file(
 
 
 def _limited(row: Row) -> Row:
-    """The row whose ``max_tokens`` is a sampling value."""
+    """The row with its column ``max_tokens`` moved to its sampling values."""
     max_tokens = row.columns.get("max_tokens")
     return row if max_tokens is None else replace(row, columns={**row.columns, "sampling": {"max_tokens": max_tokens}})
 
@@ -128,7 +128,7 @@ def hide_lengths(requests: list[Request]) -> list[Request]:
 
 
 class EndAfter:
-    """Stop watch that ends an answer after as many tokens as its stop string says, for any tokens."""
+    """Stop watch that reads its stop string as a number, and ends the answer after that many tokens."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         (self._stop,) = stop

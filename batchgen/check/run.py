@@ -51,9 +51,9 @@ Write = Callable[[str], None]
 def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dict[str, Any]:
     """Run every proof on the model of ``spec``, on prompts of its input if it ``has_input``; the result as plain data.
 
-    ``log`` takes messages about progress, ``show`` the lines of the result. ``kernels`` is the variant of the
-    ``backend``, ``digest`` is of all logits of the prompts run one by one, ``failed`` says where a proof fails. Raises
-    UsageError if model or input cannot be used, GateFailed if a request ends with an error.
+    ``log`` takes messages about progress, ``show`` the lines of the result. In the result, ``kernels`` names the
+    variant of the ``backend``, ``digest`` covers all logits of the prompts run one by one, and ``failed`` lists where
+    proofs fail. Raises UsageError if model or input cannot be used, GateFailed if a request ends with an error.
     """
     info = read_model(spec)
     prompts = made_up_prompts(info.config.vocab_size, room(info.max_model_len), LENGTHS, PREFIX, SUFFIXES)
@@ -95,7 +95,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
 
 
 def _proofs(spec: JobSpec, runs: Runs, solo: Trace, log: Write) -> Iterator[Comparison]:
-    """Comparisons of other runs with ``solo``. The one with plain torch, if it is not the job's, replaces the model."""
+    """Comparisons of other runs with ``solo``; for the last one, ``runs.model`` is loaded again in plain torch."""
     for name, note in _NOTES.items() if runs.model.config.has_head else [*_NOTES.items()][:1]:
         log(f"proving {name}")
         trace, engine = runs.together(name)

@@ -41,7 +41,7 @@ def say_next(
 
 
 def point_out_backslashes(flags: Mapping[str, Mapping[str, Any]]) -> None:
-    """Warn of a prompt in a job's flags that was meant to have a new line, which a shell does not make of ``\\n``."""
+    """Warn of a prompt flag with a backslash and an n in place of a new line: a shell leaves ``\\n`` as it is."""
     for key in ("prompt", "system"):
         text = flags.get("input", {}).get(key, "")
         if "\\n" in text and "\n" not in text:

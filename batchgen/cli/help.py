@@ -160,7 +160,7 @@ def _found_in(topic: str, all_sections: Iterable[Section]) -> Iterator[str]:
 
 
 def _meant(topic: str) -> Iterator[str]:
-    """The pages that words of a topic mean, if other tools use these words."""
+    """Links to the pages for words of a topic that other tools use."""
     topics = dict.fromkeys(synonym.topic for word in topic.split() if (synonym := synonym_of(word)))
     if topics:
         yield from (f"# {topic}: pages on its words", "")
@@ -168,7 +168,7 @@ def _meant(topic: str) -> Iterator[str]:
 
 
 def _stands_in(topic: str, section: Section) -> bool:
-    """Whether a section holds each word of the topic; of a name such as max_tokens, all parts next to each other."""
+    """Whether a section has each word of the topic; the parts of a word such as max_tokens must be adjacent."""
     text = f" {' '.join(_words(' '.join(section.lines)))} "
     return all(f" {' '.join(_words(word))} " in text for word in topic.split())
 

@@ -234,7 +234,7 @@ def _job_option(section: str, item: Key) -> Callable[[F], F]:
 def take_job_flags(values: dict[str, Any], job: str | None = "") -> dict[str, dict[str, Any]]:
     """Remove the job's flags from a command's arguments: section -> key -> value as TOML would hold it.
 
-    Raises click.UsageError for a command on a ``job`` that has neither a job nor flags.
+    Raises click.UsageError if there are no flags and ``job``, a command's optional argument, is None.
     """
     flags: dict[str, dict[str, Any]] = {}
     for name in [name for name in values if "__" in name]:

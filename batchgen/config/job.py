@@ -173,7 +173,7 @@ class InputSpec:
 
     @cached_property
     def request_columns(self) -> frozenset[str]:
-        """The columns that a row's prompt or request may be in as objects: all others are data."""
+        """The columns in which an object is part of the prompt or request; objects in other columns are data."""
         return frozenset(
             {self.messages or "messages", "body", "tools", "tool_choice", "chat_template_kwargs", "sampling"}
         )
@@ -286,7 +286,7 @@ class JobSpec:
 
     @cached_property
     def packs_logprobs(self) -> bool:
-        """Whether log-probabilities are columns of numbers: in Parquet, if the job itself asks for any."""
+        """Whether log-probabilities are columns of numbers: if the job asks for them and its outputs are Parquet."""
         return self.output.format == "parquet" and self.sampling.has_logprobs
 
     def check_kind(self) -> None:
@@ -331,7 +331,7 @@ class JobSpec:
     def output_keys(self) -> dict[str, Any]:
         """The dotted keys whose values change outputs: a resume requires them unchanged.
 
-        An object is written as JSON text: a template may print the order of its keys, and there 1 differs from true.
+        Objects are written as JSON text, so that another order of keys, or 1 for true, counts: templates may show both.
         """
         keys = {
             f"{section}.{name}": json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value

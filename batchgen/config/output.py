@@ -56,7 +56,7 @@ class EmbedSpec:
 
 
 def listed(text: str) -> list[str]:
-    """The names that a flag lists, with commas between them."""
+    """The names in a flag's text, which separates them with commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

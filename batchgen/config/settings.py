@@ -281,7 +281,7 @@ class FileError(ValueError):
 def with_files(outputs: object, resolve: Callable[[str], str]) -> dict[str, Any]:
     """A job's ``structured_outputs`` with the contents of files in place of paths, which ``resolve`` makes absolute.
 
-    A text (or ``json``) is a JSON object if it begins with ``{``; a ``grammar`` is one if it holds a colon or a
+    A text (or ``json``) is a JSON object if it begins with ``{``; a ``grammar`` is not a path if it holds a colon or a
     newline. Raises FileError, or ValueError if ``outputs`` is not an object.
     """
     if isinstance(outputs, str) and outputs and not _is_json(outputs):

@@ -78,10 +78,10 @@ def bare(address: str) -> str:
 
 
 def masked(address: str) -> str:
-    """An address as files and messages show it; a path is shown as it is, and a masked address too.
+    """An address as files and messages show it; paths and masked addresses stay unchanged.
 
-    Its query, parameters and fragment become ``***`` and eight hex digits of their digest. With a password only the
-    scheme is shown.
+    A query, parameters or a fragment become ``***`` and eight hex digits of their digest. If there is a password, only
+    the scheme is shown.
     """
     if _has_password(address):
         return f"{prefix_of(address)}***"

@@ -60,7 +60,7 @@ def _last_group(pattern: str, text: str) -> str | None:
 
 
 def is_right(rule: str, answer: str | None, expected: Any) -> bool:
-    """Whether an answer equals ``expected``, or the part that the rule finds in it: the last number of a solution."""
+    """Whether an answer equals ``expected``, or what the rule finds in it, e.g. the last number of a solution."""
     if answer is None:
         return False
     part = find_answer(rule, text_of(expected))
@@ -73,7 +73,7 @@ def normal(text: str) -> str:
 
 
 def text_of(value: Any) -> str:
-    """The text of a right answer that an input may have typed: JSON, and a whole float as an integer."""
+    """The text of an expected answer, which the input may hold as a number or another type: JSON, with 3.0 as 3."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT:
         value = int(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

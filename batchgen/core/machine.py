@@ -105,7 +105,7 @@ def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
 
 
 def processor_name() -> str:
-    """Model name of the processor; on Arm, whose kernel tells none, the number of its kind and the architecture."""
+    """Model name of the processor; if Linux does not name it, as on Arm: implementer, part number and architecture."""
     lines: dict[str, str] = {}
     with suppress(OSError), _CPUINFO.open(encoding="utf-8") as file:
         lines = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in file)}
@@ -145,7 +145,7 @@ def limit_memory(max_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Free bytes: the system's estimate, or the rest up to a limit, whichever is less."""
+    """Free bytes: the least of the system's estimate and what each limit on memory leaves."""
     room = [_meminfo_available()]
     if (limit := address_space_bytes()) is not None:
         room.append(max(0, limit - _num_pages(0) * resource.getpagesize()))
@@ -189,9 +189,9 @@ def cpus_by_node() -> list[list[int]]:
 
 
 def visible_gpus(device: str) -> list[str]:
-    """The CUDA devices that a job may share out, by their names in CUDA_VISIBLE_DEVICES; none if it names one itself.
+    """Names, as in CUDA_VISIBLE_DEVICES, of the GPUs that a job may share out; empty if ``device`` names one.
 
-    ``device`` is the job's. The driver's files under /dev are read, so torch is not imported.
+    The driver's files under /dev are read, so torch is not imported.
     """
     if device not in ("auto", "cuda"):
         return []

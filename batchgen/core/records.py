@@ -272,6 +272,6 @@ class Result:
 
     @property
     def num_computed_tokens(self) -> int:
-        """About how many tokens the engine computed for it: 0 for a copy of an identical request's result."""
+        """About how many tokens the engine computed for the result; 0 if it is a copy of an identical request's."""
         new = self.num_prompt_tokens - self.timings.cached_tokens
         return new + self.num_generated_tokens if new else 0

@@ -40,7 +40,7 @@ _NOISY = ("aiobotocore", "asyncio", "botocore", "fsspec", "gcsfs", "huggingface_
 
 
 def open_store(address: str) -> tuple[Any, str]:
-    """The ``fsspec.AbstractFileSystem`` of an address, and the path in it. Nothing is listed from a cache.
+    """The ``fsspec.AbstractFileSystem`` of an address, without a cache of listings, and the path in it.
 
     Raises UsageError if its library is not installed, RemoteError if it cannot be set up.
     """

@@ -35,7 +35,7 @@ class LookAhead:
         waiting: WaitingQueue,
         num_followers: Callable[[], int],
     ) -> None:
-        """A request that is None is not there yet: it may follow from a result, so the source is asked again later."""
+        """``requests`` yields None if its next request needs a result first; it is asked again later."""
         self.is_exhausted = False
         self._source, self._max_waiting = iter(requests), max_waiting
         self._waiting, self._num_followers = waiting, num_followers

@@ -86,7 +86,7 @@ class BlockPool:
             self.num_holders[block] += 1
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Make a full block known under a hash, unless another block is."""
+        """Make a full block known under a hash, unless another block has that hash."""
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash

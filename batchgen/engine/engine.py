@@ -92,7 +92,7 @@ class Engine:
     def run(self, requests: Iterable[Request | None]) -> Iterator[Result]:
         """Results in order of completion; every request gets exactly one, unless ``stop`` is called.
 
-        Requests are pulled lazily, see ``LookAhead``; None stands for one that follows from a result to come. A step in
+        Requests are pulled lazily, see ``LookAhead``; None means that the next one needs a result first. A step in
         flight when the run ends or is stopped still counts.
         """
         ahead = LookAhead(requests, self.look_ahead, self.scheduler.waiting, lambda: self.duplicates.num_waiting)
@@ -133,7 +133,7 @@ class Engine:
 
     @memory_errors("computing a step", SMALLER_SIZES)
     def step(self) -> list[Result]:
-        """Advance every scheduled sequence; the results that are complete.
+        """Advance every scheduled sequence and return the results that are complete.
 
         If steps overlap, these are the results of the step before. Raises UsageError, as ``flush`` does, if Ctrl-C or
         an error has interrupted an earlier step.
@@ -166,7 +166,7 @@ class Engine:
         return token_ids
 
     def _update(self, schedule: Schedule, wait: Callable[[], list[int]]) -> list[Result]:
-        """Append the tokens that a step has sampled; the results of the requests that end with them."""
+        """Append the tokens that a step has sampled; returns the results of the requests that end with them."""
         with self.stats.phase("forward"):  # the rest of it, if steps overlap
             token_ids = wait()
         with self.stats.phase("update"):
@@ -175,7 +175,7 @@ class Engine:
             return [result for sequence in ended for result in self._end(sequence)]
 
     def _append(self, schedule: Schedule, token_ids: list[int]) -> list[Sequence]:
-        """Append the tokens that a step has sampled; the sequences that end with them, or have been scored."""
+        """Append the tokens that a step has sampled; returns the sequences that they end, or that are now scored."""
         now, ended, num_tokens = time.monotonic(), list[Sequence](), 0
         for sequence, token_id in zip(schedule.completing, token_ids, strict=True):
             generation = sequence.generation
@@ -195,7 +195,7 @@ class Engine:
         return ended
 
     def _end(self, sequence: Sequence) -> list[Result]:
-        """Remove a sequence that has ended; the results that are complete with it."""
+        """Remove a sequence that has ended; returns the results that are complete with it."""
         sequence.generation.end(time.monotonic())
         if sequence.first_scheduled_at is not None:
             self.scheduler.finish(sequence)
@@ -207,7 +207,7 @@ class Engine:
         return answers
 
     def flush(self) -> list[Result]:
-        """Wait for a step in flight, once all work is launched; the results that are complete with it."""
+        """Wait for a step in flight, once all work is launched; returns the results that are complete with it."""
         with self._unless_torn():
             return [] if self.overlap is None else self.overlap.flush()
 

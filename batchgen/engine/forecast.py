@@ -28,7 +28,7 @@ class OutputLengths:
         self._means: np.ndarray | None = None  # of the lengths from each place of ``_sorted`` on, rounded
 
     def add(self, length: int) -> None:
-        """Remember the length of a sequence that has ended; of many, forget the oldest."""
+        """Remember the length of a sequence that has ended; beyond a fixed number, the oldest is forgotten."""
         if len(self._recent) == _MEMORY:
             del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
         self._recent.append(length)
@@ -56,7 +56,7 @@ class OutputLengths:
         return lengths
 
     def _expected(self) -> np.ndarray:
-        """The expected length of a sequence, by the place of its length in ``_sorted``; 0 after the last place."""
+        """For each position in ``_sorted``, the mean of the lengths from there on, int64; a 0 is added at the end."""
         if self._means is None:
             sums = np.array(self._sorted)[::-1].cumsum()[::-1]
             self._means = np.append(np.rint(sums / np.arange(len(sums), 0, -1)), 0).astype(np.int64)

@@ -106,7 +106,7 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up the observers with an earlier run's tokens; the number of tokens forced. ``counts``: penalties too."""
+        """Set up observers, with an earlier run's tokens; returns how many are forced. ``counts``: also penalties."""
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         request, params = self.request, self.request.params
         self.observers = _ending_observers(params, text)
@@ -131,7 +131,7 @@ class Generation:
         return num_forced
 
     def append(self, token_id: int, at: float) -> int:
-        """Append a sampled token and those forced after it; returns their number. -1 ends the text without a token."""
+        """Append a sampled token and those forced after it; returns their number. -1 fails the text without a token."""
         if len(self.token_ids) < self.fast_path_until and token_id not in self.end_ids:
             self.token_ids.append(token_id)
             return 1
@@ -156,7 +156,7 @@ class Generation:
 
     @property
     def closing(self) -> int | None:
-        """The token that must come next, whatever rules and constraint allow, as the budget of thoughts is spent."""
+        """The next token of the marker that ends thoughts, once their budget is spent; no rule or constraint holds."""
         return None if self.thoughts is None else self.thoughts.forced
 
     @property
@@ -213,7 +213,7 @@ class Generation:
             self.first_token_at = at
 
     def check_scores(self) -> None:
-        """Fail it if a log-probability is not finite; to be called once no other follows."""
+        """Fail the sequence if a log-probability is not finite; to be called after the last one."""
         if not all(isfinite(value) for part in (*self.scores, *self.logprobs) for value in part.own):
             self.fail("the model's logits over the given tokens are not finite")
 
@@ -249,7 +249,7 @@ class Generation:
 
     @property
     def needs_host(self) -> bool:
-        """Whether it needs tokens of the last step on the host, or gives more than a token id in the next step."""
+        """Whether the host needs the last step's tokens first, or the next step gives more than a token id."""
         has_endings = self.rules is not None and bool(self.rules.endings)
         may_think = self.thoughts is not None and not self.thoughts.is_over
         has_history = has_endings or may_think or self.counts is not None or self.constraint is not None

@@ -31,7 +31,7 @@ class CaptureFailed(Exception):
 
 
 class CudaRecorder:
-    """A ``Recorder`` of CUDA graphs. Their pool is as large as the largest needs, if that one is recorded first."""
+    """A ``Recorder`` of CUDA graphs. Record the largest first: its memory pool then has room for all others."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,7 +41,7 @@ class CudaRecorder:
         weakref.finalize(self, _destroy, device, self._graphs).atexit = False
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """See ``Recorder``; a replay makes the result. ``work`` runs once before. Raises CaptureFailed."""
+        """See ``Recorder``; the result is valid after a replay. ``work`` runs once before. Raises CaptureFailed."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -64,7 +64,7 @@ class CudaRecorder:
         return result, replay
 
     def _captured(self, work: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
-        """``torch.cuda.graph`` would wait for the device and empty the allocator before each capture."""
+        """Capture ``work`` without ``torch.cuda.graph``, which first waits for the device and empties the allocator."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")  # other threads may pin memory
         try:
@@ -75,7 +75,7 @@ class CudaRecorder:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory, not owned: a pool may give it to the next recording, since results replace each other.
+    """A tensor on the same memory that does not own it: the next recording may use it, as results replace each other.
 
     torch's own users of CUDA graphs alias results by the same constructor.
     """
@@ -172,7 +172,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _prove(self, size: StepSize) -> None:
-        """Replay a recording on the padding, with another token than at recording; half of the tokens are fed.
+        """Replay a recording on the padding with other tokens than at recording, half of them from the step before.
 
         Raises CaptureFailed if logits or likeliest tokens differ from a launched step: by a bit, if the back end is
         batch-invariant.
@@ -194,7 +194,7 @@ class CudaGraphs:
             raise CaptureFailed("a replayed step differs from a launched one")
 
     def _fed_step(self, static: StaticInput) -> Tensor:
-        """Logits of a step from the last ids to the next; both lie at one address, as a stream keeps the order."""
+        """Logits of a step that reads the last step's ids, then overwrites them in place, in the stream's order."""
         all_ids = torch.cat((static.inputs.token_ids, self.last_token_ids))
         token_ids = all_ids.index_select(0, static.feed).clamp_(min=0)  # -1 must not index the embeddings
         inputs = replace(static.inputs, token_ids=token_ids)

@@ -59,7 +59,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(schedule: Schedule, cu_seqlens: np.ndarray, *, is_causal: bool) -> tuple[_Runs, Tensor | None]:
-    """The runs of a step, two of a sequence that has unseen tokens; and these tokens."""
+    """The runs of a step, in which unseen tokens are a run of their own, and the indexes of these tokens."""
     sequences = schedule.sequences
     every, starts, ends = np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:]
     if is_causal and not (sequences[0].request.pooling and any(s.request.num_unseen for s in sequences)):

@@ -135,7 +135,7 @@ class DeviceTokenCounts:
         self._num_known = [0] * num_slots  # tokens of the owner that are counted
 
     def penalize(self, logits: Tensor, rows: Sequence_[int], sequences: Sequence_[Sequence]) -> Tensor:
-        """Lower logits by ``penalized_logits``; the slots of ``sequences``, int64 [num_penalized].
+        """Lower logits by ``penalized_logits``; returns the slots of ``sequences``, int64 [num_penalized].
 
         Row ``rows[i]`` of the float32 logits [num_seqs, vocab_size] is what follows ``sequences[i]``.
         """

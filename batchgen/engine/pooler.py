@@ -65,5 +65,5 @@ class Pooler(Sampler):
 
 
 def _sum(rows: np.ndarray) -> np.ndarray:
-    """The sum [1, width] of ``rows``, added row by row however many came before; numpy adds one column in pairs."""
+    """The sum [1, width] of ``rows``, always added one row after the other: numpy sums a single column in pairs."""
     return np.add.reduce(rows, axis=0, keepdims=True) if rows.shape[1] > 1 else np.add.accumulate(rows)[-1:]

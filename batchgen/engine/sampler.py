@@ -130,7 +130,7 @@ class Sampler:
     def _choose(
         self, logits: Tensor, sequences: Sequence_[Sequence], asking: list[tuple[int, Sequence]], best: Tensor | None
     ) -> Tensor:
-        """``asking`` are rows that ask for more than a draw; ``best`` is not used once logits are changed."""
+        """Choose a token per row; ``asking`` are the rows that ask for more than a draw, ``best`` as in ``sample``."""
         if not sequences:
             return torch.empty(0, dtype=torch.int64)
         if self._forbid(logits, asking):
@@ -284,7 +284,7 @@ def build_mask(
 
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Ids int64 and float32 logits [num_rows, k] of the largest of each row, largest first, of equals the lowest ids.
+    """Ids int64 and float32 logits [num_rows, k] of each row's k largest, in descending order, ties by ascending id.
 
     The k largest are in the k blocks with the largest maxima, so that one pass over a row leaves few logits to sort.
     """
@@ -307,7 +307,7 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest(values: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The ids of the k largest values [num_rows, n] of each row, largest first, of equals the lowest.
+    """The ids of each row's k largest values [num_rows, n], in descending order, ties by ascending id.
 
     Value and id make one integer, which is smaller where the value is larger or the id is lower. A negative NaN comes
     last, another one first.

@@ -86,7 +86,7 @@ class Schedule:
 
     @property
     def needs_host(self) -> bool:
-        """Whether a sequence needs tokens of the last step on the host, or gives more than a token id."""
+        """Whether the host needs a sequence's tokens of the last step first, or it gives more than a token id."""
         return any(s.generation.needs_host for s in self.watched)
 
     @property

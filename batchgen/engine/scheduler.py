@@ -230,10 +230,10 @@ class Scheduler:
             sequence.num_computed_tokens += count
 
     def on_tokens_known(self, schedule: Schedule) -> None:
-        """Register the blocks that a step has filled, for other sequences and for these after a preemption.
+        """Register the blocks that a step has filled, so that other sequences, or preempted ones, can take them over.
 
-        To be called once its tokens are known, before sequences that end with them are finished. Blocks of a prompt
-        wait for the first token after it: if its logits are not finite, any of these blocks may be bad.
+        Call it once the step's tokens are known, before the sequences that they end are finished. Blocks of a prompt
+        are registered with the first token after it: if its logits are not finite, any of these blocks may be bad.
         """
         if not self.config.prefix_caching:
             return

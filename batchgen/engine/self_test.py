@@ -92,7 +92,7 @@ class SmallModel:
         return replace(self.config, layers=layers, vocab_size=vocab_size, has_head=has_head, labels=())
 
     def decoder(self, kernels: Kernels, device: torch.device) -> Decoder:
-        """It with random weights that keep the size of numbers from layer to layer."""
+        """The model with random weights, scaled so that activations keep their magnitude from layer to layer."""
         shape, saved = self.shape, DTYPES.get(self.config.dtype)
         source = SmallTensors(self.dtype, device, std=shape.hidden_size**-0.5, saved=saved)
         with torch.inference_mode():

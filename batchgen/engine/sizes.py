@@ -214,7 +214,7 @@ def use_threads(threads: int | None, config: ModelConfig) -> int:
 
 
 def reported_sizes(sizes: SchedulerConfig, model: Decoder) -> dict[str, Any]:
-    """The sizes that an engine works with, given or chosen, as plain data; of a GPU also the most memory used."""
+    """The sizes that an engine works with, given or chosen, as plain data; on a GPU also the peak of its memory."""
     block_bytes = model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize, sizes.kv_cache_dtype)
     report = {**asdict(sizes), "kv_bytes": sizes.num_blocks * block_bytes, "kernels": model.kernels.name}
     if model.device.type == "cuda":

@@ -116,9 +116,9 @@ class RowValidator:
         return row.failed(RowError(RowErrorCode.DUPLICATE_ID, message))
 
     def _id_of(self, row: Row) -> str | int | None:
-        """The id that a row's result is written with, if another row's result could be written with the same id.
+        """The row's id; None without one, or its index as text if the id of another row may be that text.
 
-        A missing id is replaced by the row's index. A ``custom_id`` is never a number, so the two clash only as texts.
+        A ``custom_id`` is never a number, so the two are only equal as texts.
         """
         is_mixed = self.ids.as_text and self.spec.format == "auto" and not self.spec.is_mapped
         return str(row.index) if row.id is None and is_mixed else row.id

@@ -23,7 +23,7 @@ _Row = dict[str, Any] | RowError  # the columns of a row, or why it cannot be re
 
 
 def json_lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
-    """A line per row; ``request_columns`` as in ``rows_at``. A row that cannot be read or written is not JSON there.
+    """A line per row; ``request_columns`` as in ``rows_at``. A row that cannot be read or written becomes an error row.
 
     Raises UsageError for a value that is not a row or a table of rows, and for chats that have lost their types.
     """
@@ -117,7 +117,7 @@ class _Contents:
         self._has_text = self._has_parts = False
 
     def see(self, chats: Iterable[Any]) -> None:
-        """Look at the chats, or bodies of requests, of a row, as long as no content is text of another kind."""
+        """Look at the contents of a row's chats, or bodies of requests, until one is found that is not JSON text."""
         for chat in chats if not self._has_text else ():
             messages = chat.get("messages") if isinstance(chat, Mapping) else chat
             for message in messages if isinstance(messages, list) else ():

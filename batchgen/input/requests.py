@@ -124,7 +124,7 @@ class RequestBuilder:
             yield row if row.error is not None else _attempt(row, self._draft, row)
 
     def _closed(self, content: Content) -> Content:
-        """The content, where a chat that ends with an answer gets no header of another one if none is generated."""
+        """The content; a chat that ends with an answer and is only scored gets no header for another answer."""
         prompt = content.prompt
         is_scored = content.overrides.get("max_tokens", self._sampling.max_tokens) == 0
         if not isinstance(prompt, Chat) or not is_scored or prompt.variables["messages"][-1]["role"] != "assistant":

@@ -185,7 +185,7 @@ def num_chars(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenSide:
-    """``late_interaction.Side`` with ids of tokens; ``marker`` may be None (without one) and ``filled_to`` 0."""
+    """``late_interaction.Side`` with token ids; without a marker or a filler, ``marker`` is None, ``filled_to`` 0."""
 
     strips: bool
     marker: int | None
@@ -215,7 +215,7 @@ class Embedded:
 
     @property
     def cuts(self) -> bool:
-        """Whether only texts that fill the context may have been cut: others are not lengthened."""
+        """Whether a text that fills the context may have been cut; False if shorter texts are filled up."""
         return self.truncates and not (self.side and self.side.filled_to)
 
     @property

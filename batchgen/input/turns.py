@@ -86,7 +86,7 @@ class TurnBuilder(RequestBuilder):
         return f"{beyond[0]} does not fit input.regenerate: leave it out" if beyond else super()._refusal(params)
 
     def _begun(self, rows: Sequence[Row]) -> list[ChatRow]:
-        """The rows as ``ChatRow``, with an error if they can have no turn or not all of them."""
+        """The rows as ``ChatRow``, each with its digest, or with an error if one of its turns cannot run."""
         opened = [row if isinstance(row, ChatRow) else self._opened(row) for row in rows]
         fresh = [row for row in opened if row.error is None and not row.digest]
         made = super().build([self._asking(row, [_LETTER] * (row.num_turns - 1)) for row in fresh])
@@ -104,7 +104,7 @@ class TurnBuilder(RequestBuilder):
             return replace(chat, error=problem.error)
 
     def _named(self, row: ChatRow, request: Request | None) -> ChatRow:
-        """A row whose last turn has this request if answers are letters; with the error of the first turn without."""
+        """A row with its digest, by ``request``, its last turn with letters as answers; without, with the error."""
         if request is not None:
             template, spec = self._tokenizer and self._tokenizer.chat_template, self._spec
             variables = spec.system, spec.chat_template_kwargs, row.columns.get("chat_template_kwargs")
@@ -119,7 +119,7 @@ class TurnBuilder(RequestBuilder):
         return row
 
     def _asking(self, row: ChatRow, answers: Sequence[Message]) -> ChatRow:
-        """The row of the turn that follows ``answers``: its chat ends before that turn."""
+        """The row with its chat cut after ``answers``, before the turn to be generated."""
         name = self._spec.messages
         if not row.messages or name is None:
             return row

@@ -36,7 +36,7 @@ class Embedding(Protocol):
     """A table [vocab_size, width] for looking up rows."""
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Its rows for int64 ids [num_tokens], which are not checked; [num_tokens, width] in the model's dtype."""
+        """The rows of ids, int64 [num_tokens], which are not checked; [num_tokens, width] in the model's dtype."""
 
 
 class SparseFeedForward(Protocol):
@@ -59,10 +59,10 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Recorder(Protocol):
-    """Records launches of kernels, to repeat work in which only the contents of memory change.
+    """Records the kernels that a piece of work launches, to launch them again when only the contents of memory differ.
 
-    Kernels must compute everything that the work computes, and the work must neither read their results nor change what
-    they read: they run during the work or after it. So whatever else they read must outlive the recording.
+    All that the work computes must come from kernels. It must neither read their results nor change what they read,
+    since they run during the work or after it. Other memory that they read must outlive the recording.
     """
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -99,7 +99,7 @@ class Kernels(Protocol):
         """The gated product with two weights of one shape, by silu or gelu; the originals may be dropped."""
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
-        """A table with rows in ``dtype``, and the product with it; stored once if possible."""
+        """A table with rows in ``dtype``, and the linear with the same weight; stored once if possible."""
 
     def router(self, routing: Routing) -> Router:
         """The choice among experts."""
@@ -165,7 +165,7 @@ class Kernels(Protocol):
         """Index of each row's first largest value, int64 [rows]; -1 for a row with a NaN."""
 
     def argmax_or_none(self, logits: Tensor) -> Tensor:
-        """``argmax``, and -1 if all logits are -inf: then all tokens are forbidden, also the first one."""
+        """``argmax``, but -1 if all logits are -inf, since then even the first token is forbidden."""
         ids = self.argmax(logits)
         largest = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
         return ids.masked_fill_(largest == -torch.inf, -1)

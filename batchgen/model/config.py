@@ -131,7 +131,7 @@ class ModelConfig:
 
     @property
     def saved_dtype(self) -> str:
-        """The dtype of the checkpoint's numbers; empty if they are quantized or added to: then they get the model's."""
+        """The dtype of the checkpoint's numbers; "" if tensors get the model's: from GGUF, or with an adapter."""
         return "" if self.is_gguf or self.has_adapter else self.dtype
 
     def stored_name(self, module: str) -> str:
@@ -146,7 +146,7 @@ class ModelConfig:
 
     @property
     def parts(self) -> str:
-        """Words for parts that need kernels: "dense" or "experts", "scales" (factors), "tiles" (heads of tiles)."""
+        """Parts with kernels of their own: "dense" or "experts", "scales" for factors, "tiles" if heads fill tiles."""
         scales = " scales" if (self.embedding_scale, self.logits_scale) != (1, 1) else ""
         return self.feed_forward + scales + ("" if self.head_dim % TILE_STEP else " tiles")
 

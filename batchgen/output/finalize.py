@@ -100,8 +100,8 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
 def read_rows(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
     """The rows of a finished run, from its outputs or the kept journal: index, kind and payload, the results first.
 
-    Raises StorageError for a bad line or a missing row, of ``outputs.jsonl`` after its last row; UsageError if this
-    file, or the journal that holds the rows, was removed.
+    Raises StorageError for a bad line or a missing row (in ``outputs.jsonl`` once all lines are read), UsageError if
+    this file, or the journal that holds the rows, was removed.
     """
     if output_format == EXACT_FORMAT:
         yield from _lines(run_dir)

@@ -144,7 +144,7 @@ class Journal:
     def add_partial(self, index: int, token_ids: tuple[int, ...]) -> None:
         """Store the tokens of a half-done row for the next run, in place of earlier ones; they survive as rows do.
 
-        Of tokens that begin with the earlier ones only the rest is written, as a chat adds a turn to those before it.
+        If they begin with the earlier tokens, as each turn of a chat does, only the rest is written.
         """
         before = self.partials.get(index, ())
         start = len(before) if token_ids[: len(before)] == before else 0

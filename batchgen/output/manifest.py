@@ -77,7 +77,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read ``job.json`` back, also of an earlier version. Raises ValueError naming what is wrong with it."""
+        """Read ``job.json``, written by this or an earlier version. Raises ValueError naming what is wrong with it."""
         try:
             data = json.loads(content)
         except RecursionError:
@@ -114,7 +114,7 @@ class Manifest:
         return replace(self, fingerprints={**self.fingerprints, "numerics": numerics.plain})
 
     def after(self, begun: Manifest) -> Manifest:
-        """This manifest, whose weights are not loaded, with the numerics that it would have after ``begun``."""
+        """This manifest with the numerics that its job will have after ``begun``, before its weights are loaded."""
         numerics = begun.numerics
         return self if numerics is None else self.with_numerics(numerics.in_job(begun.job, self.job))
 

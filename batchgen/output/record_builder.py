@@ -101,7 +101,7 @@ class RecordBuilder:
         return {f"{prefix}logprobs": token_fields(tokens, self._tokenizer)}
 
     def _prompt_of(self, row: Row) -> dict[str, Any]:
-        """The tokens that packed log-probabilities of a prompt are of, and which of them the assistant wrote."""
+        """The tokens of a prompt with packed log-probabilities, and a mask of the assistant's tokens, if known."""
         if not self._spec.packs_logprobs:
             return {}
         count = len(row.prompt_token_ids)
@@ -161,7 +161,7 @@ class RecordBuilder:
         return _of_text(_head(row, fingerprint), samples, usage, _REUSED) | prompt | self._kept(row)
 
     def _taken_of_prompt(self, earlier: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
-        """The log-probabilities of the prompt, if the row asks for them; None where ``earlier`` has no such form."""
+        """The log-probabilities of the prompt, if the row asks for them; None if ``earlier`` lacks this form."""
         if row.params.prompt_logprobs is None:
             return {}
         logprobs = earlier.get("prompt_logprobs")

@@ -95,7 +95,7 @@ class RunDir:
         return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in owned}
 
     def create(self) -> None:
-        """Make the folder and its parents, durably; a folder that another process holds is left to ``lock`` to refuse.
+        """Make the folder and its parents durably. If another process holds the folder, ``lock`` refuses it later.
 
         A journal that is a link or a mount point is refused, since folders are removed by renaming them. Raises
         UsageError, also as ``refuse_foreign_files`` does.
@@ -305,7 +305,7 @@ def tidy_on_failure(folder: Path) -> Iterator[None]:
 
 
 def _number(folder: Path) -> int:
-    """The number of the folder of a job that was begun, 0 for another name."""
+    """The number in the name of a job's folder in ``journal/``; 0 for a folder with another name."""
     match = _JOURNAL_NAME.fullmatch(folder.name)
     return int(match[1]) if match else 0
 

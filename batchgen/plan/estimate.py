@@ -177,7 +177,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The number of engines that compute at once, as fast as here, and the number up to which batches are full.
+    """The number of engines that compute at once, each as fast as here; batches are full with ``at_most`` engines.
 
     ``number`` is None for a Ray cluster whose nodes are not known here.
     """

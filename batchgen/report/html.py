@@ -177,7 +177,7 @@ def _reasons(axes: Any, report: Report) -> None:
 
 
 def _bars(axes: Any, values: Mapping[str, float], label: str) -> None:
-    """A bar for each name, the longest on top."""
+    """Draw a bar for each name, the longest on top."""
     names = sorted(values, key=lambda name: values[name])
     axes.barh(names, [values[name] for name in names], color=_DECODE)
     axes.grid(visible=False, axis="y")

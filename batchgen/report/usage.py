@@ -52,7 +52,7 @@ def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
 
 
 def lengthened(usage: Numbers, seconds: float) -> dict[str, Any]:
-    """The usage of an invocation that went on generating for ``seconds`` more."""
+    """The usage of an invocation that continued generating for ``seconds`` more."""
     wall_s, accounts = usage["wall_s"] + seconds, usage["seconds"]
     devices_s = device_s(usage) * (wall_s / usage["wall_s"])  # which is itself for none
     accounts = {**accounts, "generate": accounts.get("generate", 0.0) + seconds}

@@ -110,7 +110,7 @@ class EarlierResults:
 
 
 def rendered_at(spec: JobSpec) -> datetime | None:
-    """The time that chat templates print in the newest of the runs that ``output.reuse`` names; None without any.
+    """The latest time that the runs named by ``output.reuse`` printed in chat templates; None without such runs.
 
     A new folder that reuses rows prints the same time: otherwise prompts of another day would differ. Raises as
     ``earlier_runs``.

@@ -30,7 +30,7 @@ class EngineLike(Protocol):
     def run(self, requests: Iterable[Any]) -> Iterator[Any]:
         """Results in order of completion, pulling requests (or rows) lazily.
 
-        An item None: no request until a result has come.
+        ``requests`` yields None if its next request needs a result first.
         """
 
     def stop(self) -> None:

@@ -323,7 +323,7 @@ def _digest(progress: Mapping[str, Any]) -> str:
 
 
 def row_counts(total: int | None, done: int, failed: int, reused: int = 0) -> dict[str, Any]:
-    """Row counts as ``progress.json`` and ``batchgen status --json`` hold them; ``reused`` where rows were."""
+    """Row counts as in ``progress.json`` and ``batchgen status --json``, with ``reused`` if rows were reused."""
     left = None if total is None else max(total - done - failed, 0)
     return {"total": total, "done": done, "failed": failed, "left": left} | ({"reused": reused} if reused else {})
 

@@ -122,7 +122,7 @@ def _silent_s(progress: Mapping[str, Any]) -> float:
 
 
 def _worker_lines(workers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line per worker, in columns; of many, the first."""
+    """A line per worker, in columns; if there are many, only the first ones and the number of the others."""
     named = [(printable(f"{worker['name']} on {worker['place']}"), worker) for worker in workers[:_SHOWN_WORKERS]]
     width = max((len(name) for name, _ in named), default=0)
     for name, worker in named:

@@ -198,10 +198,10 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT, SIGTERM and SIGHUP while inside, but for those that are ignored: so ``nohup`` has it, a shell
-        for its background jobs, and a caller that must not be stopped.
+        """Handle SIGINT, SIGTERM and SIGHUP while inside, except those that the process ignores.
 
-        Does nothing outside the main thread, where Python cannot.
+        ``nohup``, a shell's background jobs and callers that must not be stopped ignore them. Does nothing outside the
+        main thread, where Python cannot handle signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -64,7 +64,7 @@ class FolderJobs:
     """The jobs of a run directory: the job of its outputs (``finished``), and the unfinished jobs since then."""
 
     def __init__(self, run_dir: RunDir, *, overwrites: bool = False) -> None:
-        """Raises UsageError for a ``job.json`` that cannot be read; none is read if this start ``overwrites`` them."""
+        """Raises UsageError for a ``job.json`` that cannot be read. A start that ``overwrites`` the jobs reads none."""
         self._run_dir = run_dir
         self.finished = None if overwrites else run_dir.read_manifest()
         self._unfinished = [] if overwrites else run_dir.unfinished()

@@ -27,10 +27,10 @@ _MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """``tokenizer_config.json``; if it does not list tokens, ``special_tokens_map.json`` counts before it.
+    """``tokenizer_config.json``; if it does not list tokens, values of ``special_tokens_map.json`` replace its own.
 
-    In the latter case the tokens of ``added_tokens.json``, of still older files, are added too. Raises ModelError, also
-    for entries that are not tokens.
+    In this case the tokens of ``added_tokens.json``, of still older files, are added too. Raises ModelError, also for
+    entries that are not tokens.
     """
     own, older = (read_object(p, _MAX_FILE_BYTES) if (p := folder / name).exists() else {} for name in (CONFIG, _MAP))
     settings = own if "added_tokens_decoder" in own else own | older
@@ -44,7 +44,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def identity_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
-    """The tokens with a name, such as ``bos_token``: texts, or with marks of their own."""
+    """The tokens with a name, such as ``bos_token``: a text, or a token with its own settings."""
     extra = settings.get("extra_special_tokens")
     of_model = extra if isinstance(extra, dict) else {}
     values = {key: value for key, value in (*settings.items(), *of_model.items()) if key.endswith("_token")}

@@ -1,4 +1,4 @@
-"""Facts of a chat template that decide an answer, or how its record is split, without changing the prompt.
+"""Facts of a chat template that change an answer, or how it is split into fields, without changing the prompt.
 
 They are part of each row's fingerprint, so that an update recomputes rows that another template would change.
 """

@@ -106,7 +106,7 @@ class Grammars:
         return matcher
 
     def _begin(self, matcher: Any) -> Any:
-        """A copy of a new matcher, at the first place where several tokens may come; masks are made up to there."""
+        """A copy of a new matcher after the text that is forced at the start. Raises GrammarError if no text fits."""
         begun = matcher.deep_copy()
         text = begun.compute_ff_bytes()
         tokens = np.unpackbits(np.frombuffer(begun.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]

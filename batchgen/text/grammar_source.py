@@ -66,7 +66,7 @@ def source(llguidance: Any, text: str) -> str:
 
 
 def _json_options(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fixed white space unless asked otherwise: models waste tokens in it, and hardly any token is forced without."""
+    """Options for JSON. By default white space is fixed: models waste tokens in free one, and few could be forced."""
     if pattern := outputs.get("whitespace_pattern"):
         return {"whitespace_flexible": True, "whitespace_pattern": white_space(pattern), **_STRICT}
     separators = {"item_separator": ",", "key_separator": ":"} if outputs.get("disable_any_whitespace") else _SEPARATORS

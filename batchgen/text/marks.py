@@ -84,7 +84,7 @@ class MarkedChat:
         return {**tool, **marked}
 
     def _marked(self, value: Any, location: Location) -> Any:
-        """A value with a mark at its end, in an object as a key for each type of its values; a blank one stays."""
+        """A value with a mark at its end; in an object, a key for each type of its values. A blank value stays."""
         if value is None or (isinstance(value, str) and not value.strip()):
             return value
         if isinstance(value, dict):
@@ -100,6 +100,6 @@ class MarkedChat:
 
 
 def _inside(item: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """A tool or a call whose function is changed; it may itself be one."""
+    """A tool or call after ``change`` to its function; an item without ``function`` is a function itself."""
     function = item.get("function")
     return {**item, "function": change(function)} if isinstance(function, dict) else change(item)

@@ -1,6 +1,6 @@
 """Stop strings: found in a text that grows token by token, and cut off the finished text.
 
-They may begin and end inside tokens, so text is compared; special tokens have it only if a stop string names them.
+They may begin and end inside tokens, so text is compared; it has special tokens only if a stop string names them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Decode(Protocol):
 class StopStrings:
     """Search for stop strings in one text that grows token by token, at a constant cost per token.
 
-    The text of open tokens may change. Of settled ones, the newest are kept (a decoder may write a first token
-    differently) and their text's end. ``DecodeStream`` would hold back tokens of an unfinished character.
+    The text of the newest, open tokens may still change. The last settled tokens before them are kept, since a decoder
+    may write a first token differently, and so is the end of their text. ``DecodeStream`` would hold back unfinished
+    characters.
     """
 
     __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "remainder")

@@ -74,7 +74,7 @@ class RowDispatcher:
         return self._num_chars >= _MAX_CHARS * max(len(self.workers), 1)
 
     def put(self, task: Row) -> bool:
-        """Add a row to the backlog that the dispatcher has not had before; whether no other should be put now."""
+        """Add a new row to the backlog; returns whether the caller should add no more now, since memory is full."""
         count = self._chars[task.key] = self._num_chars_of(task)
         self._num_chars += count
         self._fresh.append(task)
@@ -143,7 +143,7 @@ class RowDispatcher:
         return self._has_ended and not any(self._backlog())
 
     def idle(self) -> list[str]:
-        """Workers without a row that none is left for, unless another worker is lost."""
+        """Workers without rows that will not get any, unless another worker is lost."""
         if not self.is_winding_up or any(map(self._may_back_up, self._leases)):
             return []
         return [worker.name for worker in self._takers() if not worker.tasks]
@@ -198,7 +198,7 @@ class RowDispatcher:
         return {name: Assignment(tuple(tasks)) for name, tasks in leased.items()}
 
     def _next_lease(self, worker: WorkerState, num_left: int) -> Lease | None:
-        """A lost lease, or fresh rows: half a worker's share of the rest, within bounds. None if too large now."""
+        """A lost lease, or fresh rows: half a worker's share of the rest, within bounds. None if it has no room."""
         room = _MAX_CHARS - sum(self._chars[key] for key in worker.tasks)
         if self._lost and (not worker.tasks or sum(self._chars[key] for key in self._lost[0].tasks) <= room):
             return self._lost.popleft()
@@ -277,9 +277,9 @@ class RowDispatcher:
         return assignments
 
     def _back_up(self) -> dict[str, Assignment]:
-        """Give the newest rows of the fullest worker once more to workers with free slots, in equal parts.
+        """Send copies of the fullest worker's newest rows to workers with free slots, in equal parts.
 
-        Rows that wait there go to any, rows that run only to a worker that has none of its own.
+        Waiting rows are copied to any of these workers, running rows only to a worker that has nothing but copies.
         """
         helpers = sorted((w for w in self._takers() if w.num_waiting < 0), key=lambda w: len(w.tasks))
         holders = self.workers if helpers else {}

@@ -135,7 +135,7 @@ class Cluster:
 
     @staticmethod
     def own_node() -> str:
-        """The id of the machine on which an actor asks."""
+        """The id of the machine that runs the calling actor."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())

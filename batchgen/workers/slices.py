@@ -91,7 +91,7 @@ def _carried(wanted: int, num_rows: int | None, num_cpus: int, weight_bytes: int
 
 
 def _slice(cpus: Sequence[int], i: int, number: int, size: int | None) -> tuple[int, ...]:
-    """The processors of the i-th of some workers: neighbours, and no other's while they last."""
+    """The processors of worker ``i`` out of ``number``: adjacent ones, shared with another worker only if too few."""
     if not cpus:
         return ()
     if size is None:

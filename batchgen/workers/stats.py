@@ -68,8 +68,7 @@ class WorkersStats:
     def to_dict(self) -> dict[str, Any]:
         """Sums over workers, the largest of ``max_*``, means of times; also ``workers`` and ``mean_workers``.
 
-        ``workers`` has the numbers of each worker under its name and place, so that numbers of a later run add up with
-        them.
+        ``workers`` has each worker's numbers under NAME@PLACE: a later run with the same key adds to them.
         """
         entries = list(self._entries.values())
         total: dict[str, Any] = {}

@@ -46,7 +46,7 @@ class WorkerState:
     def num_ahead(self, num_workers: int) -> int:
         """Rows that should wait in it: more than it finishes before others can come, and many if workers are few.
 
-        An engine fills its steps best from many rows, and the last ones of few workers are quickly run once more.
+        An engine fills its steps best from many rows, and a few workers soon repeat each other's last rows.
         """
         shared = _SHARED_AHEAD * self.max_num_seqs // num_workers
         return max(round(2 * self.peak_rows), self.max_num_seqs // 8, shared, 1)

@@ -52,7 +52,7 @@ class InputFile(ABC):
             digests.check_unchanged(path)
 
     def check_unchanged(self, digests: Digests) -> None:
-        """As ``check_local_files``, of remote files too; asked once, at the end."""
+        """As ``check_local_files``, also for remote files; called once, at the end."""
         self.check_local_files(digests)
 
     def num_rows(self) -> int | None:

@@ -122,7 +122,7 @@ def _read_head(content: InputBytes) -> bytes:
 
 
 def _refuse_as_text(name: str, head: bytes) -> None:
-    """Raises UsageError for a file that is not UTF-8 text, or not data, although its lines might pass as rows."""
+    """Raises UsageError for UTF-16 or UTF-32, a tar archive or a Git LFS pointer: its lines might pass as rows."""
     if encoding := _wide_encoding(head).lower():
         raise UsageError(
             f'{name} is {encoding[:6].upper()} text: give input.encoding = "{encoding}" (--encoding {encoding})'

@@ -49,7 +49,7 @@ def start(*forms: str) -> None:
 
 
 def _begin_copy() -> None:
-    """In a copy of the process: the lock may be held for ever by a thread that was not copied."""
+    """Replace the lock in a fork of the process: a thread that was not copied might hold it for ever."""
     global _LOCK  # noqa: PLW0603 - a lock that another thread holds cannot be released
     _LOCK = threading.RLock()
 

@@ -21,7 +21,7 @@ _TAKE_ROWS = Kernel(kernel_specs.TAKE_ROWS)
 
 
 class PackedRouter:
-    """``Router`` by a kernel that multiplies in float32 whatever the type of x."""
+    """``Router`` with a compiled kernel, which multiplies in float32 for x of any type."""
 
     def __init__(self, routing: Routing) -> None:
         self._packed, self._bias, self._active = pack_plain(routing.weight), routing.bias, routing.num_active

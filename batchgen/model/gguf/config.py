@@ -186,7 +186,7 @@ def _refuse_others(path: Path, name: str, metadata: Mapping[str, Any]) -> None:
 
 
 def _lfm2_layers(path: Path, name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The kind of each layer, by the number of its KV heads: 0 for a convolution."""
+    """LFM2's keys that follow from the number of KV heads of each layer, which is 0 for a convolution."""
     kv_heads = raw["num_key_value_heads"]
     if not isinstance(kv_heads, list):
         raise ModelError(f"{path}: {name}.attention.head_count_kv must be a list, not {shown(kv_heads)}")

@@ -1,6 +1,6 @@
 """Arrow columns of packed arrays (``core.logprobs``): their bytes become the column's, with no object per number.
 
-Items of one size in all rows of the file have a fixed size: a type with the size 1 is still to be sized.
+If all items in a file have the same size, so has their type; a type declared with size 1 is a placeholder.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _is_json(field: Any) -> bool:
 
 
 def _has_flags(kind: Any, values: Iterable[Any]) -> bool:
-    """Whether a bool is among floats, where Arrow takes it as a number; it refuses all else that would change."""
+    """Whether a bool is among floats: Arrow makes it a number, but refuses all other values that it would change."""
     present = [value for value in values if value is not None]
     if pa.types.is_struct(kind):
         return any(_has_flags(item.type, [value.get(item.name) for value in present]) for item in kind)
