@@ -1,6 +1,6 @@
-"""The process: ``batchgen`` and ``python -m batchgen``. It answers signals before anything slow is imported.
+"""The process: ``batchgen`` and ``python -m batchgen``. It handles signals before anything slow is imported.
 
-A signal during imports, or while the process leaves, must not change the exit code that a script sees.
+A signal during imports, or while the process exits, must not change the exit code that a script sees.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def _with_warning(run: Run) -> Run:
 
 
 def _misleads(labels: Any) -> bool:
-    """Whether a pandas index has the number of a row as the label of another row."""
+    """Whether a pandas index labels a row with the number of another row."""
     import numpy as np
 
     if labels.nlevels > 1 or labels.dtype.kind not in "iufO":

@@ -123,7 +123,7 @@ class GroupedCommand(click.Command):
         self.params.append(help_all)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments, without options of other tools that ask for what happens anyway."""
+        """Read the arguments, except other tools' options for what batchgen does anyway."""
         return super().parse_args(ctx, [*_needed(args, _flags(self))])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -150,7 +150,7 @@ class GroupedCommand(click.Command):
 
 
 def usage_error(error: click.ClickException, argv: Sequence[str]) -> str:
-    """The line for arguments that click refuses; other tools' names for an option lead to it."""
+    """The message for arguments that click refuses; for another tool's option it names the one to use here."""
     ctx = getattr(error, "ctx", None)
     read = f"; try '{ctx.command_path} --help'" if ctx else ""
     name = error.option_name if isinstance(error, click.NoSuchOption) else ""
@@ -181,7 +181,7 @@ def _flags(command: click.Command) -> set[str]:
 
 
 def _needed(args: Sequence[str], flags: Collection[str]) -> Iterator[str]:
-    """The arguments without options of other tools, and their values, that ask for what happens anyway."""
+    """The arguments, except other tools' options (and their values) for what batchgen does anyway."""
     words = deque(args)
     while words:
         flag, sign, text = (word := words.popleft()).partition("=")

@@ -1,6 +1,6 @@
-"""Identity of results: the draw of a row, the fingerprint of all that decides its result, and its limit.
+"""Identity of results: the key of a row's draws, the fingerprint of all that decides its result, and its limit.
 
-A row can take the result of an earlier one with its fingerprint, if the answer fits its limit of tokens.
+A row can take the result of an earlier row with the same fingerprint, if the answer fits the row's limit of tokens.
 """
 
 from __future__ import annotations

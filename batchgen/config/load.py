@@ -30,7 +30,7 @@ def load_job(
     needs: Sequence[str] = PLACES,
     begun: Mapping[str, Any] | None = None,
 ) -> JobSpec:
-    """The validated job of a TOML file or of ``begun``, a run directory's job, and of flags; flags win.
+    """The validated job from a TOML file, or from ``begun``, the job of a run directory, and from flags, which win.
 
     ``flags`` has TOML's types by section and key. Paths are relative to the file, or in flags to the working directory.
     ``needs`` are the sections that must have a path. Raises ``UsageError`` with one line that names the key.

@@ -32,9 +32,9 @@ _DIMENSIONS = integer(1, 1 << 20)
 class EmbedSpec:
     """Settings for embedding texts; ``pooling`` is None for a job that generates text.
 
-    "auto", and ``normalize`` None, use the checkpoint's. ``prompt`` precedes each text: the name of a prompt of the
-    checkpoint, or else the text itself; for late interaction, the side, "query" or "document". ``dimensions`` keeps the
-    first numbers of a vector. Texts longer than the model takes are cut if ``truncate``, else refused.
+    "auto", or None for ``normalize``, means the checkpoint's. ``prompt`` precedes each text: the name of a prompt of
+    the checkpoint, or else the text itself; for late interaction, the side, "query" or "document". ``dimensions`` keeps
+    the first numbers of a vector. Texts longer than the model takes are cut if ``truncate``, else refused.
     """
 
     pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make an embedding", None)

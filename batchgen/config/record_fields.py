@@ -86,7 +86,7 @@ def _taken(spec: JobSpec, *, is_line: bool) -> frozenset[str]:
 
 
 def url_of(columns: Mapping[str, Any]) -> Any:
-    """The ``url`` of an OpenAI Batch request; if it is missing, the one that its body fits."""
+    """The ``url`` of an OpenAI Batch request; if it is missing, the url that its body fits."""
     if "url" in columns:
         return columns["url"]
     body = columns.get("body")

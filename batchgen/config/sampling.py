@@ -158,7 +158,7 @@ def _checked(key: str, value: object, parse: Callable[[Any], _Made]) -> _Made:
 
 
 def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``overrides`` with ``structured_outputs`` in place of other ways to ask for it. Raises ParamError for two."""
+    """``overrides`` with ``structured_outputs`` in place of its other names. Raises ParamError if two are given."""
     names = [name for name in _WAYS if name in overrides]
     if not names:
         return overrides

@@ -19,7 +19,7 @@ _FIRST_MARK = 0xE000  # a character for private use
 
 
 def check_rule(rule: str) -> str:
-    """The rule itself. Raises ValueError saying what a rule is."""
+    """The rule, if it can be used. Raises ValueError, which says what a rule is."""
     if rule != LAST_NUMBER:
         _last_group(rule, "")
     return rule

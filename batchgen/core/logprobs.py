@@ -83,7 +83,7 @@ class Logprobs:
 
 
 def record_bytes(nums_top: Iterable[int | None], nums_tokens: Iterable[int], *, is_packed: bool) -> int:
-    """About the bytes of log-probabilities in a record, of parts (tokens, likeliest ones each) or None for none."""
+    """About the bytes of log-probabilities in a record; per part, how many likeliest tokens (or None) and tokens."""
     pairs = sum((1 + top) * count for top, count in zip(nums_top, nums_tokens, strict=True) if top is not None)
     return pairs * (PACKED_BYTES if is_packed else JSON_BYTES)
 

@@ -64,7 +64,7 @@ def tokenizer_folder(model: Path) -> Path:
 
 
 def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files that match one of ``patterns`` and that a model or tokenizer is read from, sorted; a GGUF file always.
+    """The files of a model or tokenizer that match one of ``patterns``, sorted; a GGUF file is always among them.
 
     ``ADAPTER_FILES`` give the two files of an adapter, present or not. Raises ModelError for an unusable index of
     weights.

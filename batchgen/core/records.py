@@ -177,7 +177,7 @@ class Request:
 
     @property
     def has_next(self) -> bool:
-        """Whether the prompt of another request begins with this one's and its answer."""
+        """Whether the prompt of another request will begin with this prompt and its answer."""
         return self.turn + 1 < self.num_turns
 
     @property

@@ -125,7 +125,7 @@ def refusals_as_usage() -> Iterator[None]:
 
 
 def _explanation(error: BaseException, address: str) -> tuple[RemoteKind, str]:
-    """Kind of an error of a store, and the words for it."""
+    """The kind of a store's error (see ``RemoteError``), and a message for the user."""
     scheme = scheme_of(address)
     causes = _causes(error)
     names = {base.__name__ for cause in causes for base in type(cause).__mro__}

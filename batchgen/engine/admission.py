@@ -24,8 +24,8 @@ _Order = tuple[int, int, int]
 class LookAhead:
     """Source of the requests of a run, which pulls them only as far as they are needed.
 
-    It bounds the requests that wait to be admitted (``max_waiting``) or for the result of an identical one, and the
-    memory of all unfinished ones. Beyond that memory, large rows are pulled one by one, and only if none waits.
+    It bounds the requests that wait, to be admitted (``max_waiting``) or for an identical request's result, and the
+    memory of all unfinished requests. Beyond that memory, large rows are pulled one by one, when no request waits.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class LookAhead:
 class WaitingQueue:
     """Queue of requests pulled from the input but not yet admitted, in order of admission.
 
-    Preempted sequences come first, then later turns, whose prefix is cached, then those that may get the most tokens in
-    all turns, so that a job does not end with a few stragglers (not without ``longest_first``), then by arrival.
+    Preempted sequences come first, then later turns, whose prefix is cached, then (with ``longest_first``) those that
+    may get the most tokens in all turns, so that a job does not end with a few stragglers, then by arrival.
     """
 
     def __init__(self, longest_first: bool = True) -> None:

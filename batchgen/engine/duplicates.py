@@ -45,7 +45,7 @@ class Duplicates:
         return replace(result, key=state.request.key, samples=(sample,))
 
     def begin(self, state: RequestState) -> bool:
-        """Whether the request must be computed; if not, ``end`` of an identical one under way will answer it."""
+        """Whether the request must be computed; if not, it is answered by ``end`` of the identical one under way."""
         digest = _digest(state)
         leader = self._under_way.setdefault(digest, state) if digest is not None else state
         if leader is state:

@@ -29,7 +29,7 @@ from batchgen.text.reasoning import Thoughts
 
 
 class TextTools(NamedTuple):
-    """Makers of matchers of stop strings, constraints, and trackers of thoughts; each is None without a tokenizer."""
+    """Makers of stop matchers, constraints and trackers of thoughts; each is None without a tokenizer."""
 
     stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
     constraints: Constraints | None = None

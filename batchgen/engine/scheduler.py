@@ -123,8 +123,8 @@ class Scheduler:
     def _waits_for_batch(self) -> bool:
         """Whether to wait until more sequences have left, so that fewer steps mix prompts with single tokens.
 
-        The wait ends once one in ``_BATCH_SHARE`` has left, or all waiting sequences fit in the free places, or these
-        places make room for a whole step of prompts.
+        The wait ends when one in ``_BATCH_SHARE`` has left, when all waiting sequences fit in the free places, or when
+        these have room for a full step of prompts.
         """
         if not (self.config.admits_in_batches and self._admission_blocked and self.waiting):
             return False

@@ -141,7 +141,7 @@ def _tried(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _named(spec: JobSpec, finder: ContentFinder) -> Iterator[tuple[str, str]]:
-    """Every column that the job names, after the key that names it."""
+    """(key, column) for every column that the job names."""
     if spec.input.id is not None:
         yield "input.id", spec.input.id
     yield from finder.named_columns()

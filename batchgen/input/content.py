@@ -37,7 +37,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat: the template's variables with ``messages``, named ``name`` in the row; ``num_added`` are the job's."""
+    """A chat: the template's variables with ``messages``, from column ``name``; the job added ``num_added`` of them."""
 
     variables: Mapping[str, Any]
     name: str = "messages"
@@ -88,7 +88,7 @@ class ContentFinder:
         self._embedded = embedded
 
     def named_columns(self) -> Iterator[tuple[str, str]]:
-        """The columns that [input] says the prompt is in, each after the key that names it."""
+        """(key, column) for every column that [input] names for the prompt."""
         spec = self._spec
         if spec.format == "openai-batch":
             yield "input.format = 'openai-batch'", "body"
@@ -104,7 +104,7 @@ class ContentFinder:
         return is_sure or not self.prompt_columns.keys().isdisjoint(columns)
 
     def find(self, columns: Mapping[str, Any]) -> Content:
-        """Raises RowProblem with any of the codes of a row but ``bad_json`` and ``duplicate_id``."""
+        """The content of a row. Raises RowProblem with any code of a row but ``bad_json`` and ``duplicate_id``."""
         if not self._spec.is_batch_line(columns):
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)

@@ -75,7 +75,7 @@ class Recorder(Protocol):
 class Kernels(Protocol):
     """Operations of a back end. All tensors are contiguous; results are new tensors unless said otherwise.
 
-    While a ``Recorder`` records or runs work, results exist only after it.
+    While a ``Recorder`` records or runs work, results are only valid at its end.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Kernels(Protocol):
 
     @property
     def variant(self) -> str:
-        """Short text that names what decides the bits of results, apart from inputs and dtype; valid after all linears.
+        """Short text for what decides the bits of results, apart from inputs and dtype; complete after all linears.
 
         It is the same in every run on one kind of machine, and differs if results may differ in their last bits. The
         number of threads is not part of it, since bits must not depend on that.

@@ -95,7 +95,7 @@ def _refuse_quantized(values: ConfigValues) -> None:
 
 
 def _purpose(values: ConfigValues) -> dict[str, Any]:
-    """Settings of a model made for other than text, by the class that its checkpoint names. Raises ModelError."""
+    """Settings of an encoder or classifier, by the class that the checkpoint names. Raises ModelError."""
     names = values.raw.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     is_both_ways = values.raw.get("model_type") in _TRUNKS or "Bidirec" in name

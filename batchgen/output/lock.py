@@ -82,7 +82,7 @@ class RunLock:
 
 
 def lock_holder(path: Path) -> Holder | None:
-    """The process that holds the lock now, if any; the lock is not taken from it or from others who want it."""
+    """The process that holds the lock now, if any; looking does not keep other processes from taking it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would block
     except OSError:

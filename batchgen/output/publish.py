@@ -158,7 +158,7 @@ class Publication:
             self._to.write(PUBLISHED, begun.to_bytes())
 
     def publish(self) -> list[str]:
-        """Copy what is not there yet; what was done, in words. Raises UsageError for another run's destination."""
+        """Copy files that are not there yet; returns what was done. Raises UsageError for another run's destination."""
         to, now = self._to, self._own
         before = self._replaceable(overwrite=False) or now
         paths = {path.name: path for path in self._run_dir.finished_files()}

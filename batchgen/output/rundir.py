@@ -227,7 +227,7 @@ class RunDir:
     def finish(self, job: JournalledJob, digests: Digests, *, keeps_rows: bool) -> Manifest:
         """Write the ``job.json`` of a finished job, which names its outputs, and delete the folders of all jobs.
 
-        Its own folder stays if it ``keeps_rows``. Jobs that were begun after it were given up for it: they go first,
+        Its own folder stays if it ``keeps_rows``. Jobs that were begun later were abandoned for it: they go first,
         since after a crash they would count as newer than the outputs. Raises UsageError, StorageError.
         """
         for other in self.journalled():
@@ -267,7 +267,7 @@ class RunDir:
     def clear(self) -> None:
         """Remove all files of a run, the manifest last: after a crash in between the run starts from scratch.
 
-        A staged spool stays: it is the input of the run that replaces this one.
+        A staged copy of standard input stays: the run that replaces this one reads it.
         """
         for path in (*self._outputs, self.errors, self.report):
             remove_file(path)

@@ -77,7 +77,7 @@ def _label_fields(labels: Sequence[str], scores: Sequence[float]) -> dict[str, A
 
 
 def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) -> dict[str, Any]:
-    """``embedding``; ``embeddings`` of several texts, or of tokens by ``pooling``; with ``labels`` the best and all.
+    """``embedding``, or ``embeddings`` of several texts or (by ``pooling``) of tokens; or the scores of ``labels``.
 
     Vectors are packed arrays.
     """

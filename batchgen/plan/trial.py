@@ -30,7 +30,7 @@ _MAX_RECORD_CHARS = 500  # of a record without a text, such as a vector
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A row that was tried: its line, its prompt with special tokens, and its record, or its error's."""
+    """A row that was tried: its line, its prompt with special tokens, and its record or error record."""
 
     line: int
     num_prompt_tokens: int

@@ -20,7 +20,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's though
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A part of a chat: its message's number, or None, and key. One that ``is_unread`` shows only unchanged."""
+    """A part of a chat: message number, if any, and key; ``is_unread`` if its mark shows only in a raw list."""
 
     message: int | None
     key: str
@@ -41,7 +41,7 @@ class MarkedChat:
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}
 
     def hidden(self, prompt: str) -> Sequence[Location]:
-        """The parts that the template's prompt of this chat does not show, or shows as they are written."""
+        """The parts that the template's prompt of this chat does not show, or prints as a raw list of parts."""
         left, hidden = Counter(map(int, re.findall(rf"{self._head}(\d+)qz", prompt.casefold()))), []
         for number, location in reversed(self._locations):  # of equal texts, the last ones are those that show
             left[number] -= 1

@@ -74,9 +74,9 @@ class TemplateCaps:
     def form(self, chat: Variables) -> Variables:
         """The first form of a chat whose prompt shows all parts; the first of all if none does.
 
-        A content is a list if the template takes lists, otherwise its parts are joined by newlines, as in vLLM, or each
-        text is a list of one part, lastly joined texts too. A role of ``ALIASES`` is replaced by its alias if the
-        template does not know it.
+        A content is tried as a list, if the template takes lists, as one text with its parts joined by newlines, as in
+        vLLM, with each text as a list of one part, and joined in such a list. A role of ``ALIASES`` is replaced by its
+        alias if the template does not know it.
         """
         return self._rendered(chat)[0]
 

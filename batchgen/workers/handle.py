@@ -56,7 +56,7 @@ class WorkerHandle:
         self._assignments.append(assignment)
 
     def exchange(self) -> None:
-        """Call a worker that waits to be called."""
+        """Send the pending assignments to a ready worker without a call under way."""
         if self._is_ready and self._call is None and not self._is_over:
             assignments, self._assignments = tuple(self._assignments), []
             self._wait_for(self.remote.call("exchange", assignments))

@@ -146,7 +146,7 @@ class EngineLoop:
             thread.join()
 
     def _stats(self, *, is_last: bool) -> Mapping[str, Any] | None:
-        """The engine's counts but for its series, and the seconds without work, now and then."""
+        """The engine's counts without its series, and the idle seconds; None if the last ones were sent recently."""
         if not is_last and self._took_at - self._told_stats_at < STATS_S:
             return None
         self._told_stats_at = self._took_at

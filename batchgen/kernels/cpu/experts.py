@@ -75,7 +75,7 @@ class PackedExperts:
 
 
 def _joined(parts: list[PackedLinear]) -> Tensor:
-    """Move panels into one tensor (else freed memory leaves holes of a third of the model); addresses [num_experts]."""
+    """Move panels into one tensor, since freed ones would leave holes in memory; returns addresses [num_experts]."""
     for part, strips in zip(parts, torch.stack([part.packed.strips for part in parts]), strict=True):
         part.move_to(strips)
     return torch.tensor([part.weight_at for part in parts])

@@ -110,7 +110,7 @@ def _alphas(values: ConfigValues) -> dict[str, float]:
 
 
 def doubts(lora: Lora | None, model: str, folder: Path | None) -> list[str]:
-    """Lines about an adapter of another model than ``model``, or one that lies in ``folder`` and is not added."""
+    """A line if the adapter was trained on another model, or lies in the model's ``folder`` and is not added."""
     if lora is not None and not lora.is_for(model):
         return [f"the adapter was trained on {shown(lora.base)}, and is added to {model}"]
     if lora is None and folder is not None and (folder / ADAPTER_CONFIG).exists():
