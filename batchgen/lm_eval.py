@@ -176,7 +176,7 @@ class BatchgenLM(TemplateLM):
         read: Callable[[Run], list[Any]],
         sampling: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """The result of ``read`` on a run over ``rows``; in the folder ``output`` each list of rows has its own run."""
+        """The result of ``read`` on a run over ``rows``, which has a folder of its own in ``output``, if given."""
         if not rows:
             return []
         with ExitStack() as stack:

@@ -135,7 +135,7 @@ class EndAfter:
         self._left = int(self._stop)
 
     def push(self, token_id: int) -> str | None:
-        """Count a token; the stop string after the last one."""
+        """Count a token; returns the stop string for the last one."""
         self._left -= 1
         return None if self._left else self._stop
 

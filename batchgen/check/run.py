@@ -144,7 +144,7 @@ def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list
 
 
 def requests_for(prompts: list[Prompt]) -> list[Request]:
-    """A request per prompt, greedy and sampled by turns, with and without penalties."""
+    """A request per prompt: every other one greedy, the others sampled, with penalties or without."""
     params = (GREEDY, _PENALIZED, GREEDY, _DRAWN)
     return [Request(key, prompt, params[key % 4]) for key, prompt in enumerate(prompts)]
 

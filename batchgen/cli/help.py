@@ -132,7 +132,7 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
 
 
 def _of_message(topic: str, rows: Sequence[str]) -> Iterator[str]:
-    """The answer to a message, in ``rows`` of tables of the page ``faq``, and the page on the module that prints it."""
+    """The help on a message: ``rows`` of the tables in page ``faq``, or else the page on the module that prints it."""
     if rows:
         yield from (f"# {topic}", "", "| message | what to do |", "|---|---|", *rows, "")
     elif message := printed(topic):

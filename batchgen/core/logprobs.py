@@ -33,7 +33,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of consecutive tokens, and the ``num_top`` likeliest tokens in the place of each.
+    """Log-probabilities of consecutive tokens, and the ``num_top`` likeliest tokens at the position of each.
 
     They are bytes of arrays: ``token_ids`` int32 and ``values`` float32 [num_tokens], ``top_ids`` int32 and
     ``top_values`` float32 [num_tokens, num_top], the likeliest first. As a sequence they are ``TokenLogprob``.
@@ -112,7 +112,7 @@ def unpacked(record: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
 
 
 def lists_of(value: Any) -> Any:
-    """A packed array as lists: one of numbers, or one of such lists. Another value is returned as it is."""
+    """A packed array as a list of numbers, or as a list of such lists. Another value is returned as it is."""
     if not is_packed(value):
         return value
     shape: list[int] = value["shape"]

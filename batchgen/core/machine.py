@@ -86,8 +86,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
     """Turn an error that reports exhausted memory into OutOfMemory; ``doing`` completes "out of memory while".
 
-    ``advice`` adds a remedy to ending other processes and raising the limit. If no thread can be started, which a limit
-    on processes forbids, raises BatchgenError; other errors pass.
+    ``advice`` is a remedy in addition to ending other processes and raising the limit. If a limit on processes keeps a
+    thread from starting, raises BatchgenError; other errors pass.
     """
     try:
         yield

@@ -71,7 +71,7 @@ class Numerics:
         )
 
     def in_job(self, was: Mapping[str, Any], now: Mapping[str, Any]) -> Numerics:
-        """The numerics of a job ``now`` that replaces the job ``was`` with these numerics; both jobs as plain data.
+        """The numerics of job ``now``, which replaces job ``was`` with these numerics; both jobs are plain data.
 
         If a value is "auto" in both jobs, it resolves as before. If the earlier job named a value, "auto" stays "auto".
         """

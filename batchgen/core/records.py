@@ -119,7 +119,7 @@ class Row:
     ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line (or row) in
     ``source``; ``after`` is where the next row starts. A row with an ``error`` cannot become a request; ``text`` is a
     line without columns. ``params`` and ``prompt_token_ids`` (``Request.identity_tokens``) are its request's. An
-    earlier run generated ``output_token_ids``. ``answers`` are the assistant's tokens in a prompt, as ranges.
+    earlier run generated ``output_token_ids``. ``answers`` are ranges of the assistant's tokens in a prompt.
     """
 
     index: int

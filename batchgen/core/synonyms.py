@@ -20,7 +20,7 @@ class Synonym(NamedTuple):
         return bool(re.fullmatch(r"[a-z]+\.[a-z_]+", self.topic))
 
     def hint(self, name: str = "") -> str:
-        """Text to write or read in place of the word, as the end of an error's line; ``name`` is the key's name."""
+        """The end of an error's line: what to type in place of the word, or to read; ``name`` is the key's name."""
         pointer = f"here it is {name or self.topic}" if self.is_key else f"see batchgen help {self.topic}"
         return f" ({self.note}; {pointer})" if self.note else f" ({pointer})"
 

@@ -168,7 +168,7 @@ def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:
 
 
 def max_state_tokens(sequence: Sequence, max_model_len: int) -> int:
-    """Most tokens whose state the sequence will ever hold: the last one is never computed, unless given."""
+    """Most tokens whose state the sequence will ever hold: a generated last token is never computed."""
     if not sequence.generates:
         return sequence.num_tokens
     wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens

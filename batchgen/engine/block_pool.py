@@ -92,7 +92,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def check(self, held: list[int]) -> None:
-        """Assert that every block is either free or in ``held``, as often as it is counted as held."""
+        """Assert that every block is either free or in ``held``, and that its count of holders is right."""
         holders = Counter(held)
         assert all(self.num_holders[b] == holders[b] for b in range(self.num_blocks)), "holders are miscounted"
         empty = [*range(self._num_begun, self.num_blocks), *self._empty]

@@ -23,7 +23,7 @@ _SCORE_TOKENS = 8  # memory of the log-probability of a label, in tokens
 class Duplicates:
     """The requests under way and recent results, by a digest of the request.
 
-    ``num_waiting`` requests wait for another's result, ``num_shared`` have been answered with one.
+    ``num_waiting`` requests wait for the result of another one, ``num_shared`` have got a copy of it.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Duplicates:
         return replace(result, key=state.request.key, samples=(sample,))
 
     def begin(self, state: RequestState) -> bool:
-        """Whether the request must be computed; if not, it is answered by ``end`` of the identical one under way."""
+        """Whether the request must be computed; if not, ``end`` of the identical request under way will answer it."""
         digest = _digest(state)
         leader = self._under_way.setdefault(digest, state) if digest is not None else state
         if leader is state:

@@ -169,8 +169,8 @@ class Generation:
     def _next_forced(self) -> int | None:
         """The next forced token, to be appended without sampling.
 
-        If log-probabilities are asked for, it is sampled instead, from a mask of one token, to get its log-probability.
-        It is also sampled while a prompt is scored, since the sequence must not end before.
+        If log-probabilities are asked for, it is sampled instead, from a mask of one token, to get its log-probability;
+        also while a prompt is scored, since the sequence must not end before.
         """
         is_sampled = self.request.params.logprobs is not None or self.is_scored
         return None if self.is_finished or is_sampled else self._forced

@@ -205,7 +205,7 @@ class CudaGraphs:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Sizes that are fixed in a recording, with the model and its state; ``num_threads`` is torch's on the CPU."""
+    """Sizes fixed in a recording, apart from the model and its state; ``num_threads`` are torch's on the CPU."""
 
     num_seqs: int
     max_blocks: int

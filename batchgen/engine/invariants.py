@@ -222,7 +222,7 @@ class Runs:
         return trace, engine
 
     def prefilled(self, tokens: Mapping[int, Prompt], routing: Routing, *, with_prompts: bool = False) -> Trace:
-        """Run each request with the ``tokens`` that it got as one text; the logits of its generated tokens.
+        """Run each request with the ``tokens`` that it got as one text; returns the logits of its generated tokens.
 
         ``with_prompts`` adds the logits of the prompts. The first of two models fills ``routing``, the second takes the
         same experts.
@@ -269,7 +269,7 @@ class Routing:
         self._is_first = True
 
     def wrap(self, model: Decoder) -> bool:
-        """Make the first model note its choices, the second take them; False if a model is without experts."""
+        """Make the first model note its choices, the second take them; returns False for a model without experts."""
         parts = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, ExpertFeedForward)]
         noted = iter(self._chosen)
         for part in parts:

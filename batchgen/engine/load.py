@@ -17,9 +17,8 @@ def load_weights(
 ) -> Decoder:
     """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` before.
 
-    Without a head it gives hidden states in place of logits. Kernels that are not given are tested for
-    ``kv_cache_dtype``. Raises ModelError for an unusable folder, config or weights, OutOfMemory if the weights do not
-    fit.
+    Without a head it gives hidden states in place of logits. Default kernels are tested first, with ``kv_cache_dtype``.
+    Raises ModelError for an unusable folder, config or weights, OutOfMemory if the weights do not fit.
     """
 
     def tested(kernels: Kernels, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -30,14 +30,14 @@ class Observer(Protocol):
     """Takes the generated tokens of one sequence."""
 
     def push(self, token_id: int) -> Stop | None:
-        """Take in the next token; a ``Stop`` if the sequence should end with it. May raise TokenizerError."""
+        """Take in the next token; returns a ``Stop`` if the sequence ends with it. May raise TokenizerError."""
 
 
 class StopMatcher(Protocol):
     """Looks for stop strings in a text that grows token by token."""
 
     def push(self, token_id: int) -> str | None:
-        """Take in the next generated token; the stop string that it completes, if any."""
+        """Take in the next generated token; returns the stop string that it completes, if any."""
 
 
 class Constraint(Protocol):

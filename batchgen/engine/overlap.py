@@ -77,7 +77,7 @@ class Overlap:
         return results
 
     def flush(self) -> list[Result]:
-        """Wait for the step in flight, if there is one; the results that are complete with its tokens.
+        """Wait for a step in flight, if there is one; returns the results that are complete with its tokens.
 
         An end by length is known ahead. After another end the step has computed one token too many, which is dropped.
         Memory of ended sequences is reused at once: the device keeps the order of launches.

@@ -54,8 +54,8 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
 class CpuRecordings:
     """Runs the steps of one model: decode steps from lists of launches, recorded once per size, others unrecorded.
 
-    A recording computes all of its rows, so it has one exact size; feed and argmax stay outside, as only kernels of
-    the recorder are repeated.
+    A recording computes all of its rows, so it has one exact size. Feeding tokens and argmax are not recorded, since
+    only the recorder's own kernels can be repeated.
     """
 
     def __init__(self, model: Decoder, state: StateCache, recorder: Recorder) -> None:
@@ -97,7 +97,7 @@ class CpuRecordings:
         return StepSize(num_seqs, max(_MIN_BLOCKS, 1 << (num_blocks - 1).bit_length()), torch.get_num_threads())
 
     def _record(self, size: StepSize, inputs: ModelInput, last: int) -> Tensor:
-        """Record a step while it is run: recording advances the convolution state of the rows it is made with."""
+        """Record a step by running it, on its own rows: this advances their convolution state."""
         if len(self.recorded) == _MAX_KEPT:
             del self.recorded[next(iter(self.recorded))]
         static = StaticInput(size, _NO_PADDING, self.model.device)

@@ -18,7 +18,7 @@ MAX_POINTS = 1000
 
 
 class Point(NamedTuple):
-    """Successive steps, one or more, from ``at`` (monotonic clock); ``sequences`` and ``kv_use`` are their sums."""
+    """Successive steps, one or more, from ``at`` on (monotonic clock); ``sequences`` and ``kv_use`` are sums."""
 
     at: float
     span_s: float

@@ -60,11 +60,11 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    ``prompt_columns`` may hold the prompt, the first choice first; ``template`` takes their place if the job has one. A
-    rendered row's ``chat_template_kwargs`` win key by key over the job's; a name that the template never mentions is
-    refused, since it would change nothing. Its ``tools`` and ``tool_choice`` are used with its messages; with "none"
-    tools stay out of the prompt. Raises UsageError if [input] cannot work with this tokenizer, None for a model
-    without.
+    ``prompt_columns`` are columns that may hold the prompt, the first choice first; a job's ``template`` takes their
+    place. A rendered row's ``chat_template_kwargs`` win key by key over the job's; a name that the template never
+    mentions is refused, since it would change nothing. Its ``tools`` and ``tool_choice`` are used with its messages;
+    with "none" tools stay out of the prompt. Raises UsageError if [input] cannot work with this tokenizer (None: the
+    model lacks one).
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class RowValidator:
 def rebuild_ids(rows: Iterable[Row], last: int, validator: RowValidator) -> None:
     """Claim the ids of all rows of the input up to ``last``, the last finished one, before a resume reads others.
 
-    The journal has ids too, but not which row claimed one first, which may be an unfinished row.
+    The journal has ids too, but not which row claimed an id first: that may be an unfinished row.
     """
     for chunk in chunked(takewhile(lambda row: row.index <= last, rows)):
         validator.claim_ids(chunk)

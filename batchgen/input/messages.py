@@ -45,7 +45,7 @@ def checked_messages(name: str, value: object) -> list[Message]:
 
 
 def _from_text(what: str, value: object, expected: str) -> list[Any]:
-    """A list, which tables often hold as JSON text. Raises RowProblem bad_type."""
+    """The list in a value, which may be JSON text, as in tables. Raises RowProblem bad_type."""
     if isinstance(value, str) and value:
         try:
             value = parse_json(value)

@@ -28,7 +28,7 @@ _START = Cursor(0, 0, 0, 0)
 
 
 class Source:
-    """The rows of an input, from ``open_source``, in constant memory; once fingerprinted, of that content only."""
+    """The rows of an input, from ``open_source``, in constant memory; once fingerprinted, it refuses other content."""
 
     def __init__(self, files: Sequence[InputFile], limit: int | None) -> None:
         self._files = tuple(files)

@@ -73,7 +73,7 @@ def choose(logits: Tensor, routing: interface.Routing) -> tuple[Tensor, Tensor]:
 
 
 def rank(logits: Tensor, routing: interface.Routing) -> tuple[Tensor, Tensor]:
-    """The scores of experts, and numbers without NaN whose largest decide the choice, both [rows, num_experts]."""
+    """The scores of experts, and numbers without NaN, the largest of which are chosen; both [rows, num_experts]."""
     scores = logits.softmax(-1) if routing.is_softmax else logits.sigmoid()
     ranks = scores if routing.bias is None else scores + routing.bias
     return scores, ranks.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -183,7 +183,7 @@ class ModelConfig:
 
     @property
     def num_tail_layers(self) -> int | None:
-        """Layers after the last one with attention, which need not compute all tokens; None without attention."""
+        """Layers after the last one with attention, which can skip some tokens; None for a model without attention."""
         return self.layer_types[::-1].index(ATTENTION) if ATTENTION in self.layer_types else None
 
     @property

@@ -32,7 +32,7 @@ class MeasureConfig:
     buffer_bytes: int
 
     def on(self, device: torch.device) -> MeasureConfig:
-        """The same for this device: on a GPU fewer rows would measure launches, and smaller buffers its cache."""
+        """The same for this device: on a GPU, few rows would measure launches, and a small buffer its cache."""
         if device.type != "cuda":
             return self
         rows = tuple(_GPU_ROWS * count for count in self.row_counts)

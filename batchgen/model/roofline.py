@@ -105,6 +105,6 @@ class Costs:
 
 
 def excess_reason(share: float | None) -> str:
-    """The reason for a share of the roofline above one; "" if it is below."""
+    """The reason why a share of the roofline is above one; "" if it is not."""
     over = "above 100%: weights were in the processor's cache, or rates measured under load"
     return over if share is not None and share > 1 else ""

@@ -257,7 +257,7 @@ class NamedTensors:
         return (weight.float() + offset).to(self.dtype, copy=True)
 
     def biases(self, *parts: tuple[str, int]) -> Tensor | None:
-        """Copies of the biases of modules (role, width), end to end: zeros for a module without; None if all are."""
+        """Copies of the biases of modules (role, width), end to end; zeros for a module without, or None for all."""
         taken = {role: self.take(role, n, part="bias") for role, n in parts if role in self._config.biases}
         if not taken:
             return None

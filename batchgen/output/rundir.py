@@ -190,7 +190,7 @@ class RunDir:
         return replace(manifests[-1], job={**job, "output": {**job["output"], "path": str(self.path)}})
 
     def kept_job(self) -> JournalledJob | None:
-        """The job of the outputs with its rows, which are kept if the outputs are not JSON Lines."""
+        """The job of the outputs with its rows in a journal, which is kept if the outputs are not JSON Lines."""
         last = self.read_manifest()
         return next((job for job in self.journalled() if last and job.folder.name == last.journal), None)
 

@@ -22,7 +22,7 @@ CALIBRATION_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Seconds per token of prompts and of answers; seconds and answer tokens of the sample's end."""
+    """Seconds per token of prompts and of answers; and the seconds and answer tokens of the end of the sample."""
 
     prefill_s: float
     decode_s: float

@@ -31,7 +31,7 @@ _FIGURES = {  # by name: where the report has it, and how it is shown
 
 
 class Gates(NamedTuple):
-    """Limits of a change: ``speed`` may fall by a share, ``accuracy`` by percentage points; None: no gate."""
+    """Limits of a change: ``speed`` may fall by this share, ``accuracy`` by these percentage points; None: no gate."""
 
     speed: float | None = None
     accuracy: float | None = None

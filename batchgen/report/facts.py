@@ -195,7 +195,7 @@ def _workers(workers: Sequence[Mapping[str, Any]]) -> Facts:
 
 
 def workers(report: Report) -> Table:
-    """Work of each worker, most first."""
+    """Work of each worker, the most productive first."""
     head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
     busiest = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
     rows = [
@@ -290,7 +290,7 @@ def answers(title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], expected:
 
 
 def changes(rows: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> Table:
-    """The beginnings of prompts with the answer now and the one before."""
+    """The beginning of each prompt, and of its answer in the earlier run and now."""
     cells = [
         (shortened(str(now["id"]), _ID_WIDTH), _cut(prompt), _cut(_answer(before)), _cut(_answer(now)))
         for prompt, now, before in rows
@@ -317,7 +317,7 @@ def _cut(text: str) -> str:
 
 
 def _answer(record: Mapping[str, Any]) -> str:
-    """The answer of a record in short."""
+    """The answer of a record as one text; of vectors only their size."""
     for name in ("embedding", "embeddings"):
         if name in record and "finish_reason" not in record:
             return f"{name[:9]} of {len(lists_of(record[name])):,} {'numbers' if name == 'embedding' else 'tokens'}"

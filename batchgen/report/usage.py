@@ -60,7 +60,7 @@ def lengthened(usage: Numbers, seconds: float) -> dict[str, Any]:
 
 
 def usage_of(report: Numbers) -> dict[str, Any]:
-    """The usage that a report was made from, to be added to: the inverse of ``split``.
+    """The usage that a report was made from, to be added to; the inverse of ``split``.
 
     Its ``tail_s`` is the finished run's, so that the tails of shards add up.
     """

@@ -61,7 +61,7 @@ def is_run_folder(job: str | None) -> bool:
 
 
 def _is_data(job: str) -> bool:
-    """Whether an argument is an input by its form: an address, a pattern, a folder of data, or a file named as data."""
+    """Whether an argument is an input by its form: an address, a pattern, a folder of data, or a suffix of data."""
     if job == "-" or job.startswith("hf:") or scheme_of(job) or not _PATTERN_SIGNS.isdisjoint(job):
         return True
     if Path(job).is_dir():

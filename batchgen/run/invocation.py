@@ -159,7 +159,7 @@ class Invocation:
         return stream.is_exhausted and not stream.pending
 
     def _agreed_engine(self, job: OpenJob, manifest: Manifest) -> LoadedEngine:
-        """The engine, which computes as the run did so far. Raises OtherNumerics if rows would differ."""
+        """The engine, if it computes as the run did so far. Raises OtherNumerics if rows would differ."""
         loaded = self.load(job, manifest)
         now = Numerics.of(loaded.numerics)
         begun = manifest.numerics or now

@@ -161,7 +161,7 @@ class Stopper:
     def check_limits(self, num_tokens: int, preparing: str = "") -> None:
         """Ask to stop if a limit is reached; this invocation has computed ``num_tokens``.
 
-        ``preparing`` names the phase before the first row: with the same limit a resume would stop there again.
+        ``preparing`` names the phase before the first row, in which a resume would stop again under the same limit.
         """
         limits = self._limits
         if limits.deadline is not None and datetime.now().astimezone() >= limits.deadline:

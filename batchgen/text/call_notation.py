@@ -142,7 +142,7 @@ class _Reader:
 
 
 def _names(names: Mapping[str, Any]) -> re.Pattern[str]:
-    """A pattern of these names, before an opening parenthesis or an equals sign, or else of any plain name."""
+    """A pattern that matches one of these names before a parenthesis or an equals sign, or else any plain name."""
     listed = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.compile(rf"(?:{listed})(?=\s*[(=])|{_NAME}" if listed else _NAME)
 

@@ -79,7 +79,7 @@ class ChatTemplate:
         return ChatTemplate(self.source, self._special_tokens, self._now, (begin, end))
 
     def behind_answer(self) -> str:
-        """The text that it writes after a final answer of the assistant; "" if it fails on a plain chat."""
+        """The text that the template writes after a final answer of the assistant; "" if it fails on a plain chat."""
         texts = {"user": "a", "assistant": _END.strip()}
         as_texts = [{"role": role, "content": text} for role, text in texts.items()]
         as_lists = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts.items()]

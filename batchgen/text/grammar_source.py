@@ -42,7 +42,7 @@ class GrammarError(Exception):
 
 
 def library() -> Any:
-    """The package llguidance, imported where a grammar is needed."""
+    """The package llguidance, imported only if a grammar is needed."""
     import llguidance
 
     return llguidance

@@ -106,7 +106,7 @@ class Thoughts:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of the thoughts so far, without markers."""
+        """The number of tokens of thought so far, without markers and at most the budget."""
         return min(self._num_tokens, self._budget)
 
     @property
@@ -165,7 +165,7 @@ def find_marker(
 def text_behind(
     tokenizer: Tokenizer, marker: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int], text: str
 ) -> str:
-    """Text after the first mention of a marker, or all of it if the prompt ends in the marker; "" without."""
+    """Text after the first mention of a marker, or all of it if the prompt ends in the marker; else ""."""
     if ends_in(tokenizer, prompt_token_ids, marker):
         return text
     begin, end = find_marker(tokenizer, marker, token_ids, text)

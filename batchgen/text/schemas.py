@@ -156,7 +156,7 @@ class _Preparation:
             yield from _references(schema)
 
     def _mark_open(self, reference: str) -> bool:
-        """Note that a definition, and all that it refers to, stays open; False if the root does not define it."""
+        """Note that a definition, and all that it refers to, stays open; returns False if the root lacks it."""
         if reference in self._open:
             return True
         if reference not in self._definitions:

@@ -44,7 +44,7 @@ class StopStrings:
         self.remainder = ""
 
     def push(self, token_id: int) -> str | None:
-        """Add the next token; the stop string that it completes, or None.
+        """Add the next token; returns the stop string that it completes, or None.
 
         If there are several, it is the one that begins first, or the longest of those. A stop string that an earlier
         token completed does not count again. ``remainder`` is the text after it in that token.
@@ -92,7 +92,7 @@ class StopStrings:
 
 
 def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
-    """Generated text up to the stop string that the last token completed, not those that ``min_tokens`` let pass."""
+    """Generated text up to the stop string that the last token completed; ``min_tokens`` may let earlier ones pass."""
     text, plain = decode(token_ids, shown_in=stop), decode(token_ids)
     match = _first_completed(text, (stop,), common_length(decode(token_ids[:-1], shown_in=stop), text))
     if match is None:

@@ -231,7 +231,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Texts of bos_token, eos_token and so on, which are strings or ``AddedToken`` objects."""
+    """Texts of bos_token, eos_token and so on, which the files hold as strings or ``AddedToken`` objects."""
     return {key: str(token) for key, token in identity_tokens(read_settings(folder)).items()}
 
 

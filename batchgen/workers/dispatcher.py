@@ -139,7 +139,7 @@ class RowDispatcher:
 
     @property
     def is_winding_up(self) -> bool:
-        """Whether all rows are with workers, so that another worker only gets rows if one is lost."""
+        """Whether all rows are with workers, so that a new worker only gets rows if one is lost."""
         return self._has_ended and not any(self._backlog())
 
     def idle(self) -> list[str]:
@@ -214,7 +214,7 @@ class RowDispatcher:
         return Lease(tasks) if tasks else None
 
     def _give(self, worker: WorkerState, lease: Lease) -> list[Row]:
-        """Give a lease to a worker; its rows, with their tokens so far."""
+        """Give a lease to a worker; returns its rows, with their tokens so far."""
         if not worker.tasks:
             worker.moved_at = self._clock()  # until now its silence meant nothing
         lease.holders.append(worker)
@@ -228,7 +228,7 @@ class RowDispatcher:
         return replace(task, output_token_ids=tokens) if len(tokens) > len(task.output_token_ids) else task
 
     def _answered(self, worker: WorkerState, key: int) -> bool:
-        """Forget a row that a worker has answered; False if it is unknown."""
+        """Forget a row that a worker has answered; returns False if the row is unknown."""
         if key not in worker.tasks:
             return False
         lease = self._leases.pop(key)

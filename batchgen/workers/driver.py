@@ -128,7 +128,7 @@ class WorkersEngine:
 
     @property
     def _num_useful(self) -> int:
-        """The number of workers beyond which more are useless."""
+        """The most workers worth having: fewer after some were given up, 0 after too many ended in vain."""
         max_workers = self._launcher.num_wanted[1]
         return 0 if self._num_in_vain > max(_MAX_IN_VAIN, 2 * max_workers) else max_workers - self._num_given_up
 
@@ -152,7 +152,7 @@ class WorkersEngine:
                 self._dispatcher.drain(name)
 
     def _listen(self) -> Iterator[Answer]:
-        """Take in events of workers; the answers of unanswered tasks."""
+        """Take in events of workers; returns the answers of unanswered tasks."""
         for name, handle in list(self._handles.items()):
             for event in handle.poll():
                 yield from self._answers(name, event)

@@ -80,7 +80,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         num_launches: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Only ``stats`` of the engine is read outside the thread that steps.
+        """The thread that steps owns the engine; others only read its ``stats``.
 
         ``num_launches`` counts progress within a step, which may take minutes on few cores.
         """

@@ -159,7 +159,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _connect(address: str) -> bool:
-    """Join a cluster; False if this process has joined one before. Raises UsageError."""
+    """Join a cluster; returns False if this process has joined one before. Raises UsageError."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:

@@ -71,7 +71,7 @@ def split_machine(
 
 
 def useful_workers(slots: int, spec: JobSpec, num_rows: int | None, *, is_cuda: bool) -> int:
-    """Number of slots for workers to use by default: each with rows for some full batches."""
+    """The default number of workers on these slots: each has rows for some full batches."""
     rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_sizes(is_cuda=is_cuda)["max_num_seqs"])
     return max(1, slots if num_rows is None else min(slots, num_rows // rows_each))
 

@@ -52,7 +52,7 @@ class WorkerState:
         return max(round(2 * self.peak_rows), self.max_num_seqs // 8, shared, 1)
 
     def count(self, num_finished: int, now: float) -> None:
-        """Count answered rows, and how many come in an interval between heartbeats at most; an old peak fades."""
+        """Count answered rows, and the most that come between two heartbeats; an old peak fades."""
         self.num_rows += num_finished
         self.num_interval_rows += num_finished
         if now - self.interval_at >= HEARTBEAT_S:

@@ -58,7 +58,7 @@ def _fields(cache: KVCache) -> tuple[int, ...]:
 
 
 class Alone(NamedTuple):
-    """Source of the queries, keys and values that attention makes itself; see ``compiled.heads``."""
+    """Queries, keys and values of tokens that are alone, which attention makes itself; see ``compiled.heads``."""
 
     qkv: Tensor
     heads: Heads
@@ -103,7 +103,7 @@ class PackedEmbedding:
 
 
 class CpuKernels(interface.Kernels):
-    """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None: the dtype of the weights."""
+    """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None is the dtype of the weights."""
 
     name = "cpu"
 
@@ -156,7 +156,7 @@ class CpuKernels(interface.Kernels):
     def rope_and_cache(
         self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, first: int = 0
     ) -> Tensor:
-        """As in ``Kernels``, of the tokens from ``first`` on."""
+        """As in ``Kernels``, for the tokens from ``first`` on."""
         width, num_tokens = cache.width, len(qkv)
         q = empty((num_tokens if first < num_tokens else 0, heads.num_heads, width), torch.float32)
         arguments = (

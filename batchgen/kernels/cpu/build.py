@@ -104,7 +104,7 @@ def _not_on_disk(wanted: Wanted) -> Wanted:
 def _awaited(spec: KernelSpec, kind: str, name: str) -> bytes | None:
     """The object from a process that compiles it; None without such a process, or if it takes too long.
 
-    After too long all such processes are ended, since other kernels would take too long as well.
+    Then all such processes are ended, since other kernels would take too long as well.
     """
     builders = [process for process, wanted in _builders.values() if (spec, kind) in wanted]
     give_up_at = time.monotonic() + _LONGEST_WAIT_S

@@ -100,7 +100,7 @@ def pack_plain(weight: Tensor) -> PackedWeight:
 
 
 def pack_int8(weight: Tensor) -> PackedWeight:
-    """A weight of a multiple of ``GROUP`` inputs, in 8 bits to be read as numbers."""
+    """A weight in 8 bits with scales, to be multiplied as numbers; its inputs are a multiple of ``GROUP``."""
 
     def laid_out(rows: Tensor) -> Tensor:
         packed = quantize_weight(rows, GROUP)
@@ -111,7 +111,7 @@ def pack_int8(weight: Tensor) -> PackedWeight:
 
 
 def pack_integers(weight: Tensor, together: int, shift: int) -> PackedWeight:
-    """A weight in integers, to be multiplied as integers, ``together`` inputs in a lane, with ``shift`` added."""
+    """A weight in integers with ``shift`` added, ``together`` inputs in a lane, to be multiplied as integers."""
 
     def laid_out(rows: Tensor) -> Tensor:
         packed = quantize_rotated(rows)

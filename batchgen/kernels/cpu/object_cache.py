@@ -61,7 +61,7 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, code: bytes) -> bool:
-    """Keep an object for later processes; False if that fails, as on a full disk, which must not stop a run."""
+    """Keep an object for later processes; returns False if it cannot be written, which must not stop a run."""
     folder = _folder()
     if folder is None:
         return False
@@ -78,7 +78,7 @@ def write(name: str, code: bytes) -> bool:
 
 
 def _digest(name: str, code: bytes) -> bytes:
-    """First bytes of a file, which differ if the object is torn or has another name."""
+    """The SHA-256 at the start of a file, by which a torn or renamed file is found."""
     return hashlib.sha256(name.encode() + code).digest()
 
 
@@ -89,7 +89,7 @@ def is_writable() -> bool:
 
 
 def lock() -> bool:
-    """Whether this process may compile, with its forks and until it ends; True if it cannot be determined.
+    """Whether this process (and its forks) may compile, until it ends; True if the lock cannot be used.
 
     Processes that begin together, such as the workers of a run, need the same kernels: one compiles them for all.
     """
@@ -122,7 +122,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def load(code: bytes) -> int:
-    """Put a kernel's object into memory; the address of its function."""
+    """Put a kernel's object into memory; returns the address of its function."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine()

@@ -1,6 +1,6 @@
 """Settings of a LoRA adapter, from its ``adapter_config.json``; without torch, so that a plan can check them.
 
-Keys mean the same as in peft; others, and those that ask for more than products and another head, are refused by name.
+Keys mean the same as in peft. Unknown keys, and keys that ask for more than products and another head, are refused.
 """
 
 from __future__ import annotations

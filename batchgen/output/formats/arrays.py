@@ -71,7 +71,7 @@ def array_of(value: Any, kind: Any) -> Any:
 
 
 def _lists(column: Any, kind: Any, counts: Iterable[int], is_null: Any = None) -> Any:
-    """The items of a column as lists of ``counts`` items each, which a fixed-size kind ignores; null if ``is_null``."""
+    """Lists from the items of a column, of ``counts`` items unless the kind fixes their size; null if ``is_null``."""
     if pa.types.is_fixed_size_list(kind):
         return pa.FixedSizeListArray.from_arrays(column, kind.list_size, mask=is_null)
     offsets = pa.array([*accumulate(counts, initial=0)], pa.int32())
