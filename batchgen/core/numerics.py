@@ -16,7 +16,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Numerics; a value that is not stated is the field's default, and "auto" if the dtype decides it.
+    """Numerics of a run; values that plain data lacks are defaults, of which "auto" means "as the dtype decides".
 
     A ``dtype`` or ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" if the checkpoint has
     a head although its config ties it. ``llguidance`` is the version of the library that masks tokens, if a job has
@@ -34,7 +34,7 @@ class Numerics:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Numerics:
-        """The numerics in plain data; other keys are passed over."""
+        """The numerics in plain data; other keys are ignored."""
         return cls(**{item.name: str(plain[item.name]) for item in fields(cls) if item.name in plain})
 
     @property

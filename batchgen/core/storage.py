@@ -92,7 +92,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents with durable names, those that a killed process made too. Raises OSError."""
+    """Make a folder and its parents, and make their names durable, even of a folder that exists. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing or [path]:

@@ -47,7 +47,7 @@ class BlockPool:
         del self._block_of[self._hash_of.pop(block)]
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Release one hold on each block; the last blocks of a prefix will be emptied before its first ones."""
+        """Release one hold on each block; the first blocks of a prefix will be emptied last."""
         for block in reversed(blocks):
             if not self.num_holders[block]:
                 raise AssertionError(f"block {block} freed twice")

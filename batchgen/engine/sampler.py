@@ -167,7 +167,7 @@ class Sampler:
 
     @torch.inference_mode()
     def score(self, logits: Tensor, scored: Sequence_[tuple[Sequence, range]]) -> None:
-        """Store the log-probabilities of given tokens; logits [num_scored, vocab_size], a row for each in order."""
+        """Store the log-probabilities of given tokens; logits [num_scored, vocab_size], a row per token in order."""
         if not scored:
             return
         tokens = [s.token_ids[i] for s, indexes in scored for i in indexes]
@@ -184,7 +184,7 @@ class Sampler:
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
     def _forbid(self, logits: Tensor, asking: list[tuple[int, Sequence]]) -> bool:
-        """Forbid end tokens before ``min_tokens``, and ends of bad words; whether any token is forbidden."""
+        """Forbid end tokens before ``min_tokens``, and ends of bad words; returns whether any token is forbidden."""
         free = [(row, sequence) for row, sequence in asking if sequence.generation.closing is None]
         forbidden = [
             (row, token_id)

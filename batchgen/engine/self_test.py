@@ -73,7 +73,7 @@ class SmallTensors(RandomTensors):
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """The model of a self-test and its requests, on which a verdict depends in addition to the kernels."""
+    """A small model with its requests, on which the verdict of a self-test depends in addition to the kernels."""
 
     config: ModelConfig
     device: torch.device
@@ -252,7 +252,7 @@ def _choice_fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, devi
 def _draws_agree(
     kernels: Kernels, plain: PlainKernels, logits: Tensor, expected: Tensor, settings: tuple[int, float, float]
 ) -> bool:
-    """Whether all draws are the same, except draws that a small change of a parameter would change."""
+    """Whether all draws are the same, except draws that a slightly different parameter would change too."""
     top_k, top_p, min_p = settings
 
     def drawn(kernels: Kernels, logits: Tensor, by: float = 0.0) -> Tensor:

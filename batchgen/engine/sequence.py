@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens whose state may come from the prefix cache: the logits of the next token are needed."""
+        """Most tokens whose state may come from the prefix cache: the last is computed, for the next one's logits."""
         return (self.generation.next_scored if self.generation.is_scored else self.num_tokens) - 1
 
     def completes(self, count: int) -> bool:

@@ -140,7 +140,7 @@ def default_sizes(*, is_cuda: bool) -> dict[str, int]:
 
 
 def _step_bytes(tokens: int, max_num_seqs: int, model: ModelConfig, itemsize: int) -> int:
-    """Bytes that full steps take on a GPU in addition to weights and state, launched and recorded.
+    """Bytes that full steps take on a GPU, launched and as recordings, in addition to weights and state.
 
     Logits have a float32 copy, and penalties int32 counts of all tokens. A step that scores prompts or labels may be
     asked for the logits of all its tokens.

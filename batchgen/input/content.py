@@ -229,7 +229,7 @@ class ContentFinder:
         return Chat({**variables, "messages": [*added, *messages]}, name, len(added))
 
     def _checked(self, value: Any) -> Any:
-        """A value of the row. Raises RowProblem if it writes a special token and the job refuses that."""
+        """A value of the row. Raises RowProblem if it writes out a special token that the job refuses."""
         self._refuse(self._special.first_in(value) if self._special else "")
         return value
 

@@ -132,7 +132,7 @@ def _checked_content(field: str, role: str, message: Message, has_calls: bool) -
 
 
 def _check_said(field: str, what: str, value: Mapping[str, Any], about: Collection[str]) -> None:
-    """Refuse a message that is empty under the name ``field`` but has text under a name that templates do not read."""
+    """Refuse a message that is empty under the name ``field`` but has text under another name, unknown to templates."""
     if others := [key for key, item in value.items() if key not in about and item and isinstance(item, _SAYS)]:
         why = f"is missing, and the {what} has {shown(others[0], 60)}, which no template reads"
         raise RowProblem(RowErrorCode.BAD_TYPE, f"{field} {why}")

@@ -220,7 +220,7 @@ class Embedded:
 
     @property
     def num_markers(self) -> int:
-        """Tokens that come into each text after it has been cut."""
+        """The number of tokens that are put into each text after it has been cut."""
         return int(self.side is not None and self.side.marker is not None)
 
     def whole(self, text: str) -> str:

@@ -104,7 +104,7 @@ class Source:
         return total if total is None or self._limit is None else min(total, self._limit)
 
     def num_bytes(self) -> int | None:
-        """The size of all files as stored, compressed or not; None where reading them twice would cost too much."""
+        """The size of all files as stored, compressed or not; None if reading them twice would cost too much."""
         return _sum(file.num_bytes() for file in self._files)
 
 

@@ -17,7 +17,7 @@ from batchgen.model.weights import ROUTER_BIAS, TAPS, NamedTensors
 
 
 class AddedLinear:
-    """The last linear of a mixer or feed-forward; its product, normed by ``post_norm`` in some families, is added."""
+    """The last linear of a mixer or feed-forward: its product, normed in some families, is added to the residual."""
 
     def __init__(
         self, linear: Linear, post_norm: str, tensors: NamedTensors, config: ModelConfig, kernels: Kernels

@@ -89,7 +89,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
 
 
 def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:
-    """The shape with the tensor names of a checkpoint that has its layers in another module."""
+    """The shape with the checkpoint's tensor names, if the checkpoint has its layers in another module."""
     name = config.tensor_names["embedding"]
     bare = name.removeprefix(_TRUNK)
     trunk = next((trunk for trunk in _OTHER_TRUNKS if source.holds(f"{trunk}{bare}.weight")), None)

@@ -19,7 +19,7 @@ KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # that keys and va
 
 
 def key_pack(dtype: torch.dtype, device: torch.device, width: int) -> int:
-    """Adjacent dimensions of a key in memory.
+    """The number of dimensions of a key that are adjacent in memory.
 
     The CPU multiplies bfloat16 in pairs, all else one by one. Elsewhere keys have the layout of values: a GPU writes a
     key in one piece and reads the keys of a block in one piece, in the layout that its matrix instructions take.

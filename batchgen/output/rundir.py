@@ -135,7 +135,7 @@ class RunDir:
             raise UsageError(f"{self.manifest} was not written by a run; choose another output.path")
 
     def _foreign_files(self) -> list[Path]:
-        """The files of a run except ``job.json``, and except files that a run killed at its beginning may leave."""
+        """The files of a run, but not ``job.json``, nor files that a run killed at its beginning may leave."""
         try:
             files = [path for path in (*self._outputs, self.errors, self.report) if path.exists()]
             if self._progress.exists() and not _is_progress(self._progress):

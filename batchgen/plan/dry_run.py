@@ -89,7 +89,7 @@ def make_plan(
 
 
 def _manifest(job: OpenJob, base: Manifest | None, shard: Shard, at: datetime | None) -> Manifest:
-    """The job, without the numerics, which only a run can find."""
+    """The job's manifest without numerics, which only a run can find."""
     spec = job.spec
     runs = [run for _, run in earlier_runs(spec)] + ([base] if base else [])
     job.digests = Digests(runs[-1].file_states if runs else None)

@@ -213,7 +213,7 @@ class Forecast:
 
 
 def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool:
-    """Whether an earlier run's report has a rate of this model, adapter, quantization and machine, and kind of work."""
+    """Whether an earlier run's report has a rate for this model, adapter, quantization, machine and kind of work."""
     model, tokens = spec.model, report["tokens"]
     numerics = Numerics.of(report["numerics"])
     named = {name: report[name] for name in ("model", "adapter") if name in report}

@@ -70,7 +70,7 @@ class Accuracy:
         return text, text.strip() == text_of(expected).strip()
 
     def _add_samples(self, record: Mapping[str, Any], expected: Any, *, right: bool) -> None:
-        """Count how good the samples of a row are: each by itself, the answer that most agree on, the best of them."""
+        """Count how good a row's samples are: each by itself, the answer that most agree on, and the best of them."""
         verdicts = [self._verdict(sample, expected) for sample in record.get("samples") or ()] or [("", right)]
         self.max_samples = max(self.max_samples, len(verdicts))
         ballots = [normal(text) if self.answer else text.strip() for text, _ in verdicts if text is not None]

@@ -245,7 +245,7 @@ def read_report_file(path: Path) -> dict[str, Any]:
 
 
 def bound_by(report: Mapping[str, Any]) -> str:
-    """The work that took most of the time; for the model's own work also the limit that kept its steps small."""
+    """The kind of work that took most of the time or, if that was the model's, what kept its steps small."""
     seconds = report["seconds"]
     if not report["wall_s"]:
         return "nothing was run"

@@ -213,7 +213,7 @@ def workers(report: Report) -> Table:
 
 
 def details(report: Report) -> Table:
-    """Work that a run did and was spared, and the resources it took."""
+    """The work that a run did or avoided, and the resources it took."""
     return Table("Work and machine", (), [*joined([*_work(report), *_resources(report)]).items()], is_prose=True)
 
 

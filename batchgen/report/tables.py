@@ -33,7 +33,7 @@ def failures(report: Report) -> Table:
 
 
 def labels(report: Report) -> Table:
-    """Rows of each label by expected and found answer, its precision and recall; the most frequent labels."""
+    """For the most frequent labels: rows with the label as right and as found answer, precision and recall."""
     accuracy = report.get("accuracy") or {}
     labels = accuracy.get("labels", ())[:SHOWN_LABELS]
     rows = [

@@ -208,7 +208,7 @@ def _read_tokenizer(
 
 
 def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
-    """``recommended_values``; impossible ones are None, or raise ModelError if the job asks for them."""
+    """``recommended_values``; None if they are impossible, or ModelError if the job asks for them."""
     try:
         return recommended_values(folder)
     except ModelError:

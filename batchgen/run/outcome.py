@@ -73,7 +73,7 @@ def finished(run_dir: RunDir, output_format: str, report: Mapping[str, Any]) -> 
 
 
 def _unread(run_dir: RunDir) -> Iterator[str]:
-    """A line for each of the first failed rows that swallowed the lines of other rows."""
+    """A line for each of the first failed rows that contain the lines of other rows."""
     errors = (json.loads(line) for _, line in read_errors(run_dir) if NOT_READ.encode() in line)
     rows = ((error, error.get("message") or error["error"]["message"]) for error in errors)
     yield from islice((f"warning: {row['source']}, {text}" for row, text in rows if NOT_READ in text), _MAX_UNREAD)

@@ -161,7 +161,7 @@ def _spec(run_dir: RunDir) -> JobSpec:
 
 
 def _answers(run_dir: RunDir) -> Iterator[tuple[str, str]]:
-    """The id and the answers of each row, "" if it has none, as in a job that scores its prompts."""
+    """The id and the answers of each row; the answers are "" if there is no text, e.g. if prompts are scored."""
     spec = _spec(run_dir)
     names = ("messages",) if spec.input.regenerate else _ANSWERS
     for _, record in read_records(run_dir, spec):

@@ -134,7 +134,7 @@ class ResultSink:
                 self.journal.tick()
 
     def close(self) -> None:
-        """End the rows: from now on ``tick`` does nothing."""
+        """Stop accepting rows: from now on ``tick`` does nothing."""
         with self._lock:
             self._is_open = False
 

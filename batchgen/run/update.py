@@ -111,7 +111,7 @@ class FolderJobs:
         return is_there and was == is_now and self.is_of_outputs(now, spec)
 
     def edited(self, digests: Digests) -> list[str]:
-        """The files of the last finished job that have been changed since; ``errors.jsonl`` may be removed."""
+        """The files of the last finished job that have been changed since; ``errors.jsonl`` may also be missing."""
         finished, run_dir = self.finished, self._run_dir
         if finished is None or is_between(run_dir, finished, digests) or not run_dir.has_outputs():
             return []

@@ -133,7 +133,7 @@ def _end_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]
 
 
 def _no_ends(tokens: Collection[str]) -> dict[str, int]:
-    """The tokens of ``_ENDS`` that do not end an answer in this vocabulary, and their types."""
+    """The tokens of ``_ENDS`` that do not end an answer in this vocabulary, with their types."""
     return {end: token_type for others, end, token_type in _NO_ENDS if all(token in tokens for token in others)}
 
 

@@ -118,7 +118,7 @@ class Grammars:
         return begun
 
     def forget(self, text: str) -> None:
-        """Drop a prototype that has reached a limit: later copies come from a new one."""
+        """Drop a prototype that has reached a limit, so that later copies come from a new one."""
         with self._lock:
             self._compiled.pop(text, None)
 

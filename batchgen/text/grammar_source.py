@@ -66,7 +66,7 @@ def source(llguidance: Any, text: str) -> str:
 
 
 def _json_options(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for JSON. By default white space is fixed: models waste tokens in free one, and few could be forced."""
+    """Options for JSON, with fixed white space by default: models waste tokens in free white space."""
     if pattern := outputs.get("whitespace_pattern"):
         return {"whitespace_flexible": True, "whitespace_pattern": white_space(pattern), **_STRICT}
     separators = {"item_separator": ",", "key_separator": ":"} if outputs.get("disable_any_whitespace") else _SEPARATORS

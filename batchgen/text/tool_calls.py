@@ -52,7 +52,7 @@ class ToolCalls:
         self._form = form
 
     def read(self, text: str, offered: Offered | None = None) -> tuple[list[Call], str, bool | None]:
-        """The calls, the rest of the text, and whether the calls are whole (None without calls).
+        """The calls, the rest of the text, and whether the calls are complete (None without calls).
 
         ``offered`` are the tools of the row. If a call is malformed, none is taken and the text stays unchanged.
         """

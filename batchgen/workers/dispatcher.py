@@ -246,7 +246,7 @@ class RowDispatcher:
             self._tokens.pop(key, None)
 
     def _end(self, worker: WorkerState, state: str) -> list[Lease]:
-        """Remove a worker; returns the leases that only it had. Unless it is lost, their rows are fresh again."""
+        """Remove a worker; returns the leases that only it had. Their rows are fresh again, unless it is lost."""
         run_continues = state == "lost" or worker.state == "leaving"
         del self.workers[worker.name]
         leases = list(dict.fromkeys(self._leases[key] for key in worker.tasks))
@@ -298,7 +298,7 @@ class RowDispatcher:
         return assignments
 
     def _may_back_up(self, key: int) -> bool:
-        """Whether one worker alone has the row, and its lease was never lost."""
+        """Whether the row is with one worker only, and its lease was never lost."""
         lease = self._leases[key]
         return len(lease.holders) == 1 and not lease.num_losses
 

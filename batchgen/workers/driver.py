@@ -217,7 +217,7 @@ class WorkersEngine:
             yield Result(task.key, 0, error=RowError(RowErrorCode.INTERNAL, _POISON))
 
     def _is_given_up(self, lost: WorkerLost, *, was_ready: bool) -> bool:
-        """Whether to stop replacing this worker; if memory is short, fewer workers may have enough."""
+        """Whether a lost worker gets no replacement: if memory is short, it may suffice for fewer workers."""
         if was_ready:
             return isinstance(lost.error, OutOfMemory)
         self._num_false_starts += 1

@@ -39,7 +39,7 @@ class RayWorker(Worker):
     """Worker on the cluster, in the main thread of a process of its own."""
 
     def place(self) -> str:
-        """The machine, as soon as the process has started."""
+        """The machine's id; the call returns as soon as the process has started."""
         return Cluster.own_node()
 
     def begin_in(self, folder: str, start: Start, num_neighbours: int) -> WorkerReady | WorkerLost:

@@ -45,7 +45,7 @@ def check_names(names: Sequence[str], location: str) -> None:
 
 
 def is_lost_in_json(arrow_type: pa.DataType) -> bool:
-    """Whether values of a type have another type once they were written as JSON and read back."""
+    """Whether values of a type come back with another type after being written as JSON."""
     tests = (pa.types.is_temporal, pa.types.is_decimal, pa.types.is_binary, pa.types.is_integer, pa.types.is_float32)
     return arrow_type != pa.int64() and any(test(arrow_type) for test in tests)
 
@@ -90,7 +90,7 @@ class TableFile(InputFile):
         return at.index
 
     def _spares(self, name: str) -> bool:
-        """Whether a row runs without a cell that cannot be read, whose column is then ``unread``."""
+        """Whether rows can run without an unreadable cell of the column, which is then marked as ``unread``."""
         if self._spec.spares(name):
             self.unread |= {name}
         return self._spec.spares(name)

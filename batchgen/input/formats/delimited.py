@@ -113,7 +113,7 @@ class DelimitedFile(LinesFile):
 
 
 def _dialect(delimiter: str) -> Any:
-    """The reader's own form of a dialect, which is checked once."""
+    """The dialect as the reader checked and converted it, for reuse."""
     return csv.reader((), delimiter=delimiter, strict=True).dialect
 
 

@@ -88,7 +88,7 @@ class PackedWeight:
 
 
 def pack_plain(weight: Tensor) -> PackedWeight:
-    """A weight [outputs, inputs] of bfloat16 or float32; an even number of inputs, as configs are held to."""
+    """A weight [outputs, inputs] of bfloat16 or float32; the number of inputs is even, which configs ensure."""
     assert weight.shape[1] % 2 == 0
 
     def laid_out(rows: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ class Allocator(Protocol):
 class CaptureHook(threading.local):
     """Collects the calling thread's launches and allocates their results while a step is recorded, or run in one go.
 
-    It is a thread's variable: the model, which runs between recorder and launches, does not know it. A launch costs
-    Python 20 microseconds, over a hundred times a step; recorded in a row it takes half, while other threads run them.
+    It is a thread-local variable: the model, which runs between recorder and launches, does not know it. A launch costs
+    Python 20 microseconds, over a hundred times a step; recorded in a row half, while other threads run them.
     """
 
     launches: list[Launched] | GrowingProgram | None = None  # None: launches run at once

@@ -65,7 +65,7 @@ _GEMMA_NAMES = {
 
 
 class _Architecture(NamedTuple):
-    """A model_type, the required and optional keys of its files, fixed values, and further tensors."""
+    """A model_type, the required and optional metadata keys of its files, fixed values, and further tensors."""
 
     model_type: str
     keys: Mapping[str, str]

@@ -139,7 +139,7 @@ class ParquetFormat(OutputFormat):
         self._fixed, self._carried = fixed, carried
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """Iterate ``rows`` twice, and once more for each column whose type proves unfit while it is written."""
+        """Iterate ``rows`` twice, and again for each column whose type turns out not to fit while it is written."""
         fields = infer_fields(rows, self._fixed, self._carried)
         while (unfit := self._write_groups(file, rows, fields)) is not None:
             fields[unfit] = None
@@ -224,7 +224,7 @@ def _common_type(kind: Any, values: list[Any]) -> Any:
 
 
 def _is_storable(kind: Any, levels: int = _MAX_LEVELS) -> bool:
-    """Whether Parquet can hold the type, readers take its ``levels``, and its keys look like fields."""
+    """Whether Parquet can hold the type, readers accept its depth (``levels``), and its keys look like fields."""
     if not pa.types.is_nested(kind):
         return True
     if pa.types.is_struct(kind) and not 0 < kind.num_fields <= _MAX_FIELDS:
