@@ -146,7 +146,9 @@ def _checked_part(field: str, part: object) -> dict[str, Any]:
     part_type = part.pop("type", None)
     name = _TEXT_PARTS.get(part_type) if isinstance(part_type, str) else None
     if name is None:
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"{field} is {shown(part_type, 60)}: only text parts are supported")
+        raise RowProblem(
+            RowErrorCode.BAD_TYPE, f"{field}.type is {shown(part_type, 60)}: only text parts are supported"
+        )
     if not isinstance(text := part.pop(name, None), str):
         raise wrong_type(f"{field}.{name}", text, "a string")
     return {"type": "text", "text": text, **part}
