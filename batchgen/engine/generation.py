@@ -106,7 +106,8 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up observers, with an earlier run's tokens; returns how many are forced. ``counts``: also penalties."""
+        """Set up observers (``counts``: for penalties too) with an earlier run's tokens; returns how many are
+        forced."""
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         request, params = self.request, self.request.params
         self.observers = _ending_observers(params, text)
@@ -273,7 +274,7 @@ class Generation:
         return self.next_scored < self.end_scored
 
     def scored_parts(self, indexes: range) -> Iterator[tuple[int, int]]:
-        """The tokens at ``indexes`` as parts of the prompt or the output: how many, and how many likeliest for each."""
+        """(tokens, likeliest tokens for each) of the prompt, then of the output, for the tokens at ``indexes``."""
         end = min(max(self.num_given, indexes.start), indexes.stop)
         for count, num_top in (
             (end - indexes.start, self.request.params.prompt_logprobs),

@@ -201,7 +201,7 @@ def device_fault(kernels: Kernels, small: SmallModel) -> str:
 
 
 def _fault(kernels: Kernels, plain: PlainKernels, small: SmallModel, device: torch.device, tolerance: float) -> str:
-    """The first broken invariant on ``device``; equal bits if the kernels promise them, else within ``tolerance``."""
+    """The first invariant broken on ``device``: equal bits if the kernels promise them, else within ``tolerance``."""
     runs = small.runs(kernels, small.device)
     bits = 0.0 if kernels.batch_invariant else tolerance
     routing = Routing()

@@ -122,7 +122,7 @@ def sizes_for(
 def _step_sizes(
     config: EngineConfig, model: ModelConfig, itemsize: int, free_bytes: int, *, is_cuda: bool
 ) -> tuple[int, int, int]:
-    """Most tokens and sequences of a step, halved on a card too small for them, and its bytes without KV memory."""
+    """Most tokens and sequences of a step, halved on a card too small for them, and its bytes except KV memory."""
     defaults = default_sizes(is_cuda=is_cuda)
     for halvings in range(_MAX_HALVINGS + 1 if is_cuda else 1):
         tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"] >> halvings

@@ -48,7 +48,7 @@ class UniqueIds:
             self._db.execute("CREATE TABLE ids (id BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
 
     def claim(self, rows: Iterable[Claim]) -> dict[int, int]:
-        """Claim ids for rows ``(index, id)``, the first one first; repeating a claim is harmless.
+        """Claim ids for rows ``(index, id)``, in this order; repeating a claim is harmless.
 
         Returns the duplicates: index -> index of the row that had the id first.
         """

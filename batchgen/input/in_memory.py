@@ -145,7 +145,7 @@ def _json_content(text: str) -> str | list[Any] | None:
 
 
 def _unpadded(value: Any, is_read: bool = False) -> Any:
-    """A value from pandas, without the nulls that Arrow adds to objects if it was read (as arrays) from Parquet."""
+    """A value from pandas; read from Parquet, as arrays show, it loses the nulls that Arrow added to objects."""
     if getattr(value, "ndim", 0):
         value, is_read = list(value), True
     if isinstance(value, dict):

@@ -142,8 +142,8 @@ def check_gates(comparison: Mapping[str, Any]) -> None:
 def answer_changes(now: Iterable[tuple[str, str]], before: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Rows of two runs, as ids and answers, matched by their ids: how many are in both, how many answers are equal.
 
-    Rows without an answer ("") in both do not count. ``changed`` has the first ids of the other rows. Holds about 200
-    bytes for each row of ``before``.
+    Rows without an answer ("") in both do not count. ``changed`` has the first ids of rows with different answers.
+    Holds about 200 bytes for each row of ``before``.
     """
     answers = {_hashed(row_id): _hashed(answer) for row_id, answer in before}
     num_rows, num_equal, changed = 0, 0, list[str]()

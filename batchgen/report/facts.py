@@ -31,9 +31,9 @@ _NUM_WORKERS = 100  # named in a table
 
 
 class Table(NamedTuple):
-    """A table of texts; ``is_prose`` if its columns but the first hold sentences, not numbers.
+    """A table of texts; ``is_prose`` if all columns but the first hold sentences, not numbers.
 
-    With ``is_folded``, it opens on a click on the page.
+    With ``is_folded``, a page shows it on a click.
     """
 
     title: str

@@ -83,7 +83,7 @@ class Watchdog:
 
 
 def _leave(message: str) -> NoReturn:
-    """Exit without unwinding: the journal survives that at any byte, and only unwritten rows run again."""
+    """Exit without unwinding: the journal survives an end at any byte, and only unwritten rows run again."""
     with suppress(OSError, ValueError, AttributeError):  # the caller may have closed stderr, which then is None
         os.write(sys.stderr.fileno(), f"\nbatchgen: {message}\n".encode())
     os._exit(ExitCode.STOPPED)

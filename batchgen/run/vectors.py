@@ -1,4 +1,4 @@
-"""[embed] of a job with a model: its "auto" resolved, and the pooler that makes the vectors.
+"""Vectors of a job: [embed] with its "auto" resolved for a model, and the pooler that makes the vectors.
 
 A checkpoint that was published for vectors makes them without [embed] too, unless the job asks for sampled text.
 """

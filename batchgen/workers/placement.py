@@ -96,7 +96,7 @@ def on_workers(
 
 
 class IdentityGate:
-    """Says which workers may take part in a run: those with its rows' ``numerics``, or its first worker's."""
+    """Gate that only lets workers take part in a run if their version, weights and ``numerics`` are the run's."""
 
     def __init__(self, context: RunContext) -> None:
         self.numerics: dict[str, str] = dict(context.numerics or {})

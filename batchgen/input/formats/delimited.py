@@ -184,7 +184,7 @@ def _records(stream: BinaryIO, offset: int, number: int, dialect: Any) -> Iterat
 
 
 def _broken(reason: str, lines: _Lines, number: int, dialect: Any) -> RowProblem:
-    """Error for a record that the reader refused, in words of a table."""
+    """Error for a record that the reader refused, in terms of rows and cells."""
     last, at = number + lines.num_lines, _last_quote(lines, number, dialect)
     unread = _unread(last - at) if at < last else ""
     if reason.startswith("unexpected end"):
@@ -214,7 +214,7 @@ def _last_quote(lines: _Lines, number: int, dialect: Any) -> int:
 def _skip_row(stream: BinaryIO, row: _Lines) -> int:
     """Read to the end of a row without keeping it: to the first line after which the number of quotes is even.
 
-    Returns the number of bytes, and adds the lines that end in them to the row's lines.
+    Returns the number of bytes, and adds to the row's ``num_lines``.
     """
     size, line, num_quotes = 0, bytes(row.content[-1:]), row.content.count(b'"')
     while line and (num_quotes % 2 or not line.endswith(b"\n")):

@@ -14,7 +14,7 @@ _MIN_ARRIVALS = 1 << 14  # for 2,048 sequences with 8 KV heads
 
 
 def num_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
-    """Programs that cover any batch of these sizes in tiles of ``tokens``."""
+    """The number of programs that cover any batch of these sizes in tiles of ``tokens``."""
     # Sequence i owns cu_seqlens[i + 1] // T - cu_seqlens[i] // T + 1 tiles: this is their sum.
     return num_tokens // tokens + num_seqs
 
