@@ -106,8 +106,7 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up observers (``counts``: for penalties too) with an earlier run's tokens; returns how many are
-        forced."""
+        """Set up observers (``counts``: also penalties) with an earlier run's tokens; returns how many are forced."""
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         request, params = self.request, self.request.params
         self.observers = _ending_observers(params, text)
