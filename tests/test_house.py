@@ -132,12 +132,17 @@ def package() -> Tree:
     return Tree.of(PACKAGE)
 
 
+@cache
+def import_statements(text: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(tree: Tree, name: str) -> Iterator[str]:
     """All modules that one imports, of the package (below it) or not; for types alone and inside functions too."""
-    for node in ast.walk(ast.parse(tree.texts[name])):
+    for node in import_statements(tree.texts[name]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             inside = node.module.removeprefix("batchgen").removeprefix(".")
             modules = [f"{inside}.{alias.name}".removeprefix(".") for alias in node.names]
             yield from (f"batchgen.{module}" if module in tree.texts else node.module for module in modules)

@@ -291,6 +291,7 @@ def collected(folder: Path, marks: str) -> list[str]:
     return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.breadth
 def test_of_a_product_of_cases_those_that_show_every_value_once_are_not_slow(tmp_path: Path) -> None:
     found = collected(tmp_path, "not slow and not nightly")
     assert [name for name in found if "list" in name or "kernel" in name] == [

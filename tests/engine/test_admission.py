@@ -27,7 +27,7 @@ def sequence(key: int, family: str, max_tokens: int, given: int, turns: tuple[in
     return made
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(ACTS, st.booleans())
 def test_sequences_come_in_the_order_of_the_definition_and_a_family_is_forgotten_with_its_last(
     acts: list[tuple[str, int, int, tuple[int, int]] | str], longest_first: bool

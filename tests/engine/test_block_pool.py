@@ -134,7 +134,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), max_size=30)

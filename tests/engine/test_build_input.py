@@ -66,7 +66,7 @@ def twin(schedule: Schedule, block_size: int) -> dict[str, list[object]]:
     return fields
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(schedules())
 def test_inputs_equal_those_built_token_by_token_as_kernels_read_them(case: tuple[Schedule, int]) -> None:
     schedule, block_size = case

@@ -270,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=75, stateful_step_count=30, deadline=None)
 
 
 class LongSchedulerMachine(SchedulerMachine):

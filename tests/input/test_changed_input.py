@@ -21,12 +21,19 @@ from batchgen.config.job import JobSpec
 from batchgen.core import file_digests
 from batchgen.core.errors import InputError, UsageError
 from batchgen.core.records import Row
+from batchgen.input import rows as rows_module
 from batchgen.input import source
-from batchgen.input.rows import CHUNK_ROWS, chunked
+from batchgen.input.rows import chunked
 from batchgen.input.source import RowRange
 
-NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run
+CHUNK_ROWS = 96
+NUM_ROWS = 2 * CHUNK_ROWS + 60  # three chunks, of which the first is all that is read when the first steps run
 Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "CHUNK_ROWS", CHUNK_ROWS)
 
 
 def parquet(rows: Rows) -> bytes:
@@ -95,7 +102,7 @@ class Changing:
 
 def edited(content: bytes) -> bytes:
     """The last chunk's rows say something else, in as many bytes."""
-    found = content.replace(b"What is 550 times", b"What is 999 times")
+    found = content.replace(b"What is 230 times", b"What is 999 times")
     assert found != content
     assert len(found) == len(content)
     return found
@@ -195,7 +202,7 @@ def test_no_row_is_taken_that_was_read_until_an_edit_was_undone(
     job: JobMaker, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changing = Changing(job, form)
-    rows = [{**row, "pad": "x" * 4000} for row in rows_of(NUM_ROWS)]  # more than is read ahead
+    rows = [{**row, "pad": "x" * 9000} for row in rows_of(NUM_ROWS)]  # more than is read ahead
     changing.content = changing.encode(rows)
     changing.file.write_bytes(changing.content)
     expected = changing.undisturbed()

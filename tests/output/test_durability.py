@@ -68,7 +68,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 def test_a_disk_full_at_any_byte_loses_no_committed_row(fast_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Journal.open(fast_folder / "whole")
-    fill(whole, 6)
+    fill(whole, 3)
     whole.close()
     (segment,) = (fast_folder / "whole").glob("*.seg")
     for space in range(segment.stat().st_size):
@@ -78,16 +78,16 @@ def test_a_disk_full_at_any_byte_loses_no_committed_row(fast_folder: Path, monke
             patch.setattr(os, "write", disk_with(space, os.write))
             said = "No space left on device; free some space, then run again"
             with pytest.raises(StorageError, match=said) as caught:
-                fill(journal, 6)
+                fill(journal, 3)
             assert str(folder) in str(caught.value)
             journal.close()  # must neither raise nor write
         again = Journal.open(folder)
         written = segment.read_bytes()[:space].count(b"\n")
         assert list(again.done) == list(range(written))
-        fill(again, 6)
+        fill(again, 3)
         again.close()
         final = Journal.open(folder)
-        assert [final.payload(index) for index in final.done] == [whole.payload(index) for index in range(6)]
+        assert [final.payload(index) for index in final.done] == [whole.payload(index) for index in range(3)]
         final.close()
     whole.close()
 
