@@ -78,7 +78,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     named = str(Numerics.of(facts).base)
     show(f"{title}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
-    modes = "greedy and sampled by turns" if info.config.has_head else "their hidden states compared"
+    modes = "alternately greedy and sampled" if info.config.has_head else "their hidden states compared"
     show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, {modes}")
     if notes := "\n".join(facts["notes"]) or (_TESTED if model.kernels.name != "plain" else ""):
         show(notes)

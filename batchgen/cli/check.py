@@ -29,7 +29,7 @@ _VARIABLES = ("BATCHGEN_DEBUG", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_N
 def check(path: str | None, as_json: bool, **values: Any) -> int:
     """Test on this machine that batching and caching change no result.
 
-    Prompts run one by one, greedy and sampled by turns. Then they run again, and every logit must be the same to the
+    Prompts run one by one, alternately greedy and sampled. Then they run again, and every logit must be the same to the
     bit: all together (batched = solo), in small parts (chunked = whole), from cached prefixes (cached = cold), thrown
     out and run again (preempted = undisturbed), and with their answers as one text (decoded = prefilled). Last, the
     fast kernels are compared with plain torch, and a small gap is allowed. If a test fails, exits 4 and says where it

@@ -56,12 +56,12 @@ _MIXED_HELP = "Continue a run begun on another CPU type."
 @run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP, hidden=True)
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any) -> int:
-    """Run a job; run it again to resume, or to take up a changed input.
+    """Run a job; run it again to resume, or after the input has changed.
 
-    A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Of a changed input only what is
-    new is computed; a changed job is taken up with --update, which keeps rows that cannot differ. Every key of the job
-    file has a flag, and flags win. Instead of a job file it takes a run directory, which has a job, or data, whose
-    outputs go into runs/NAME. SIGTERM or Ctrl-C stops it within 10 seconds with exit code 75 and loses nothing.
+    A finished job exits at once with the code it ended with: 0, or 3 if rows failed. If the input has changed, only new
+    rows are computed; if the job has changed, --update keeps the rows that cannot differ. Every key of the job file has
+    a flag, and flags win. In place of a job file, give a run directory, which has a job, or data, whose outputs go into
+    runs/NAME. SIGTERM or Ctrl-C stops it within 10 seconds with exit code 75 and loses nothing.
 
     \b
     Examples:
