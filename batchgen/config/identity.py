@@ -62,7 +62,7 @@ def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -
     An answer that ended by itself can be reused under any limit that it fits in; one that was cut off, only under the
     same. A chat's fingerprint has its limits. Raises KeyError or TypeError for a record that a run did not write.
     """
-    if params.n > 1 or params.labels or "finish_reason" not in record or "finish_reasons" in record:
+    if params.n > 1 or "finish_reason" not in record or "finish_reasons" in record:
         return True
     count = record["usage"]["completion_tokens"]
     return bool(count == limit if record["finish_reason"] == FinishReason.LENGTH else count <= limit)
@@ -71,7 +71,7 @@ def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -
 def may_go_on(record: Mapping[str, Any], params: SamplingParams, limit: int) -> tuple[int, ...]:
     """The tokens of an answer that was cut off, which a row with a higher limit continues; () if it cannot."""
     tokens = record.get("token_ids") or ()
-    is_cut = params.n == 1 and not params.labels and record.get("finish_reason") == FinishReason.LENGTH
+    is_cut = params.n == 1 and record.get("finish_reason") == FinishReason.LENGTH
     return tuple(tokens) if is_cut and 0 < len(tokens) == record["usage"]["completion_tokens"] < limit else ()
 
 

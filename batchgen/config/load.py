@@ -216,7 +216,6 @@ def _check_turns(spec: JobSpec) -> None:
     if source.messages is None:
         raise UsageError("input.regenerate takes chats: name their column in input.messages")
     is_beyond = {
-        "[embed]": spec.embed.is_on,
         **{f"sampling.{key}": True for key in keys_beyond_turns(spec.sampling)},
         "input.continue_final_message": source.continue_final_message,
         'input.chat_template = "none"': not source.is_templated,

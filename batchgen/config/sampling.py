@@ -217,7 +217,6 @@ def keys_beyond_turns(params: SamplingParams) -> list[str]:
     """The keys of [sampling] and [classify] whose values no turn of a chat can have (``input.regenerate``)."""
     is_beyond = {
         "n": params.n > 1,
-        "max_tokens": not params.max_tokens,
         "logprobs": params.logprobs is not None,
         "prompt_logprobs": params.prompt_logprobs is not None,
         "structured_outputs": bool(params.structured_outputs),

@@ -203,8 +203,6 @@ class RowIndex:
 
     def add(self, index: int, segment: int, offset: int, is_error: bool) -> None:
         """Store where a row's record is, replacing an earlier one. Raises ValueError for a row of another shard."""
-        if index not in self.shard_rows:
-            raise ValueError(f"row {index} is not in this shard")
         packed, position = self._packed, self.shard_rows.index(index)
         if position >= len(packed):
             packed.extend([_ABSENT] * (position + 1 - len(packed)))
