@@ -95,7 +95,9 @@ def test_a_folder_of_data_is_relative_to_the_job_file_wherever_the_job_is_starte
         ({"engine": {"gpu_memory_utilization": 0.9}}, r"flags: engine\.gpu_memory_utilization: unknown key"),
         ({"sampling": {"max_new_tokens": 9}}, r"sampling\.max_new_tokens: unknown key \(here it is sampling\.max_tok"),
         ({"engin": {}}, r"flags: unknown section \[engin\]"),
+        ({"vocabulary": {}}, r"unknown section \[vocabulary\] \(known: model, input, "),
         ({"engine": 5}, "flags: engine = 5: must be a section"),
+        ({"input": {"path": ["https://host/a b?sig=hush", 3]}}, r"\['https://host/a b\?\*\*\*\w{8}', 3\]: must be"),
     ],
 )
 def test_flags_of_unknown_names_are_refused(tmp_path: Path, flags: Any, message: str) -> None:

@@ -230,9 +230,10 @@ def test_parquet_columns_of_odd_types_are_rows_or_error_rows(column: str, tmp_pa
 def test_one_unreadable_value_in_parquet_costs_its_row_only(tmp_path: Path) -> None:
     text = pa.array([b"a", b"caf\xe9", b"c"]).view(pa.string())
     pq.write_table(pa.table({"prompt": text, "n": [1, 2, 3]}), tmp_path / "rows.parquet")
-    rows = list(source_of(tmp_path / "rows.parquet").read())
-    assert codes(rows) == ["ok", "bad_encoding", "ok"]
-    assert rows[1].error and rows[1].columns == {"n": 2}
+    for keys in ({}, {"prompt": "Say {prompt}"}):
+        rows = list(source_of(tmp_path / "rows.parquet", **keys).read())
+        assert codes(rows) == ["ok", "bad_encoding", "ok"]
+        assert rows[1].error and rows[1].columns == {"n": 2}
 
 
 def test_a_damaged_row_group_is_as_many_error_rows_and_the_others_are_read(tmp_path: Path) -> None:

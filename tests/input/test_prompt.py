@@ -56,6 +56,11 @@ def chat(*turns: tuple[str, str]) -> str:
             chat(("system", "Own."), ("user", "hi")),
         ),
         (
+            {"c": [{"role": "developer", "content": "Own."}, {"role": "user", "content": "hi"}]},
+            {"messages": "c", "system": "Job's."},
+            chat(("developer", "Own."), ("user", "hi")),
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
             {},
             chat(("user", "a\nb")),

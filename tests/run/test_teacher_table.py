@@ -18,6 +18,7 @@ from batchgen.api import Run
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.logprobs import unpacked
+from batchgen.output.formats import parquet
 from batchgen.plan.dry_run import make_plan, render_plan
 from batchgen.run.loader import read_model
 
@@ -87,12 +88,16 @@ def test_samples_have_their_own_tables(dtype: str, job: JobMaker) -> None:
         }
 
 
-def test_rows_that_ask_for_other_numbers_get_them_in_lists_without_a_fixed_size(job: JobMaker) -> None:
+def test_rows_that_ask_for_other_numbers_get_them_in_lists_without_a_fixed_size(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.write([*rows_of(3), {"id": "x", "question": "Why?", "sampling": {"prompt_logprobs": 2}}])
-    job.run(teacher(job))
-    table = table_of(job)
-    assert pa.types.is_list(table.schema.field("prompt_top_ids").type.value_type)
-    assert [{*map(len, row)} for row in table["prompt_top_ids"].to_pylist()] == [{K}, {K}, {K}, {2}]
+    for group_rows in (1, 4):
+        monkeypatch.setattr(parquet, "GROUP_ROWS", group_rows)
+        job.run(teacher(job), quiet(overwrite=True))
+        table = table_of(job)
+        assert pa.types.is_list(table.schema.field("prompt_top_ids").type.value_type)
+        assert [{*map(len, row)} for row in table["prompt_top_ids"].to_pylist()] == [{K}, {K}, {K}, {2}]
 
 
 def test_float16_is_written_again_from_the_journal_without_a_model(job: JobMaker) -> None:
