@@ -76,7 +76,7 @@ def test_the_fingerprint_tells_cublas_from_products_in_one_order() -> None:
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [slow("lfm2", torch.float32), *((slow if name == "llama" else nightly)(name, torch.bfloat16) for name in DENSE)],
+    [slow("lfm2", torch.float32), *(nightly(name, torch.bfloat16) for name in DENSE)],
 )
 def test_log_probabilities_of_a_row_are_those_of_the_row_alone(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -86,7 +86,7 @@ def compare_convolution(rng: random.Random, pieces: Pieces, seed: int, *, is_cau
     assert error(got, expected) < (2**-6 if dtype == torch.bfloat16 else 1e-5), (seed, pieces, taps)
 
 
-@pytest.mark.parametrize("seeds", [range(12), slow(range(12, 512)), nightly(range(512, 1000))], ids=str)
+@pytest.mark.parametrize("seeds", [range(12), slow(range(12, 162)), nightly(range(162, 1000))], ids=str)
 def test_a_random_ragged_batch_gives_the_numbers_of_the_reference(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
