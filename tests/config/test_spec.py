@@ -319,6 +319,12 @@ def test_a_secret_variable_may_be_where_an_address_is_masked(tmp_path: Path, mon
     assert "hush" not in json.dumps(spec.to_dict())
 
 
+def test_an_input_where_files_are_published_is_refused(tmp_path: Path) -> None:
+    flags = {"input": {"path": ["s3://b/rows/in.jsonl"]}, "output": {"publish": "s3://b/rows"}}
+    with pytest.raises(UsageError, match=r"in\.jsonl lies in s3://b/rows, where files are replaced"):
+        from_text(tmp_path, minimal(), flags)
+
+
 def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(UsageError, match="is a file"):

@@ -22,6 +22,7 @@ from input_helpers import VOCAB_SIZE, builder_of, codes, jsonl, loaded, requests
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Row
+from batchgen.input import content
 from batchgen.input.rows import with_id
 
 MAX_MODEL_LEN = 400
@@ -225,6 +226,13 @@ def test_parquet_columns_of_odd_types_are_rows_or_error_rows(column: str, tmp_pa
         else:
             assert code in ("ok", "bad_type", "bad_param", "missing_column")
         assert not (column == "prompt" and name == "binary" and code == "ok")
+
+
+def test_a_chat_longer_than_any_context_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "MAX_CHARS", 20)
+    rows = [{"messages": [{"role": "user", "content": "a" * length}]} for length in (9, 21)]
+    (tmp_path / "rows.jsonl").write_bytes(jsonl(rows))
+    assert codes(answers_of(tmp_path / "rows.jsonl")) == ["ok", "too_long"]
 
 
 def test_one_unreadable_value_in_parquet_costs_its_row_only(tmp_path: Path) -> None:
