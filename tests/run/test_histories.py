@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from repeats import further, share_of
+from repeats import further, nightly, share_of, slow
 from run_helpers import survived
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers" / "histories.py")
@@ -25,10 +25,12 @@ def test_after_any_history_a_folder_holds_what_its_job_says(first: str) -> None:
         assert {kind for kind in ("kill", "torn", "power") if counts[f"{kind} 137"]} == {"kill", "torn", "power"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "count", "flags"),
-    [(1000, 900, ""), (2000, 900, ""), (3000, 70, "workers"), (4000, 70, "real"), (5000, 60, "workers real")],
+    [
+        *(slow(1000, 900, ""), nightly(2000, 900, ""), slow(3000, 70, "workers"), slow(4000, 70, "real")),
+        slow(5000, 60, "workers real"),
+    ],
 )
 def test_two_thousand_histories(first: int, count: int, flags: str) -> None:
     count = share_of(count)
