@@ -59,9 +59,9 @@ def run(engine_factory: EngineFactory | None, /, job: str | None, **values: Any)
     """Run a job; run it again to resume, or after the input has changed.
 
     A finished job exits at once with the code it ended with: 0, or 3 if rows failed. If the input has changed, only new
-    rows are computed; if the job has changed, --update keeps the rows that cannot differ. Every key of the job file has
-    a flag, and flags win. In place of a job file, give a run directory, which has a job, or data, whose outputs go into
-    runs/NAME. SIGTERM or Ctrl-C stops it within 10 seconds with exit code 75 and loses nothing.
+    and changed rows are computed; if the job has changed, --update keeps the rows that cannot differ. Every key of the
+    job file has a flag, and flags win. In place of a job file, give a run directory, which has a job, or data, whose
+    outputs go into runs/NAME. SIGTERM or Ctrl-C stops it within 10 seconds with exit code 75 and loses nothing.
 
     \b
     Examples:

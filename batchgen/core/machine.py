@@ -189,7 +189,7 @@ def cpus_by_node() -> list[list[int]]:
 
 
 def visible_gpus(device: str) -> list[str]:
-    """Names, as in CUDA_VISIBLE_DEVICES, of the GPUs that a job may share out; empty if ``device`` names one.
+    """Names, as in CUDA_VISIBLE_DEVICES, of the GPUs that a job may share out; empty if ``device`` names one or a CPU.
 
     The driver's files under /dev are read, so torch is not imported.
     """

@@ -144,8 +144,9 @@ def _checked_part(field: str, part: object) -> dict[str, Any]:
         raise RowProblem(RowErrorCode.BAD_TYPE, f"{field} is {type_name(part)}: only text parts are supported")
     part = {key: value for key, value in part.items() if value is not None}
     part_type = part.pop("type", None)
-    name = _TEXT_PARTS.get(part_type) if isinstance(part_type, str) else None
-    if name is None:
+    if not isinstance(part_type, str):
+        raise wrong_type(f"{field}.type", part_type, "a string")
+    if (name := _TEXT_PARTS.get(part_type)) is None:
         raise RowProblem(
             RowErrorCode.BAD_TYPE, f"{field}.type is {shown(part_type, 60)}: only text parts are supported"
         )

@@ -19,6 +19,7 @@ from batchgen.core.errors import BatchgenError, StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.logprobs import unpacked
 from batchgen.core.storage import commit_staged, remove_file, staged_file
+from batchgen.core.units import counted
 from batchgen.output.formats import OutputFormat, read_lines, write_lines
 from batchgen.output.formats.delimited import CsvFormat
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
@@ -100,8 +101,9 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
 def read_rows(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
     """The rows of a finished run, from its outputs or the kept journal: index, kind and payload, the results first.
 
-    Raises StorageError for a bad line or a missing row (in ``outputs.jsonl`` once all lines are read), UsageError if
-    this file, or the journal that holds the rows, was removed.
+    Raises StorageError for a bad line and a missing row, in an ``outputs.jsonl`` of another size than written also for
+    a repeated or foreign one, once all lines are read. Raises UsageError if this file, or the journal that holds the
+    rows, was removed.
     """
     if output_format == EXACT_FORMAT:
         yield from _lines(run_dir)
@@ -137,10 +139,11 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
             yield index, kind, line
     if last is None or not is_edited or (run_dir.errors.name in files and not run_dir.errors.exists()):
         return
-    num_rows = len(last.shard.rows(last.num_rows or 0))
-    is_whole = num_read == len(seen) == num_rows
+    own = last.shard.rows(last.num_rows or 0)
+    seen.intersection_update(own)
+    is_whole = num_read == len(seen) == len(own)
     if not is_whole and not any(job.has_all_rows for job in run_dir.unfinished()):  # whose outputs it may be
-        lost = f"{num_read:,} lines hold {len(seen):,} of {num_rows:,} rows"
+        lost = f"{counted(num_read, 'line')} with {len(seen):,} of {len(own):,} rows"
         problem = f"{path} or {run_dir.errors.name} is not as its run wrote it"
         raise StorageError(f"{problem}: {lost}; restore it, or run with --overwrite")
 

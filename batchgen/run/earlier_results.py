@@ -95,7 +95,9 @@ class EarlierResults:
         return len(self._rows) - before
 
     def _computes_alike(self, run_dir: RunDir, earlier: Manifest) -> bool:
-        now = self._manifest if self._manifest.numerics is not None else self._manifest.after(earlier)
+        now, was = self._manifest, earlier.numerics
+        if now.numerics is None and was is not None:  # the model is not loaded: "auto" may resolve to the earlier value
+            now = now.with_numerics(was.in_job({}, now.job))
         changes = differences(_facts(earlier), _facts(now))
         if changes:
             self.lines.append(f"no row of {run_dir.path} can be kept: {'; '.join(changes)}")

@@ -65,8 +65,8 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
 
     Times of the report add up as if one machine had run the shards in turn. Raises UsageError and leaves ``target``
     unchanged if the shards are of different jobs, one is missing, unfinished, edited or given twice, if a row is
-    repeated, or if kernels differ without ``allow_mixed_kernels``. Raises BatchgenError if a row is missing,
-    LockedError, StorageError.
+    repeated or not of the input, or if kernels differ without ``allow_mixed_kernels``. Raises BatchgenError if a row is
+    missing, LockedError, StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
     target = absolute(target)

@@ -134,7 +134,7 @@ class ResultSink:
                 self.journal.tick()
 
     def close(self) -> None:
-        """Stop accepting rows: from now on ``tick`` does nothing."""
+        """From now on ``tick`` does nothing: the journal is about to be closed."""
         with self._lock:
             self._is_open = False
 

@@ -112,7 +112,7 @@ def _hermes(text: str, _: Offered) -> Found:
 
 
 def _llama(text: str, _: Offered) -> Found:
-    """``{"name": "f", "parameters": {"a": 1}}`` at the beginning or after a tag; several, with ``;`` or ``,``."""
+    """``{"name": "f", "parameters": {"a": 1}}`` at the beginning or after a tag; ``;`` or ``,`` separate several."""
     before, tag, body = text.partition("<|python_tag|>")
     if not tag:
         if not _BARE_CALL.match(text):

@@ -128,6 +128,13 @@ def test_a_row_in_memory_that_cannot_be_read_is_a_row_by_itself() -> None:
     assert bad.startswith(b"rows[1] cannot be read: column 'tools' holds JSON that cannot be read")
 
 
+def test_messages_of_a_run_end_encoded_column_have_their_own_keys_alone() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]
+    table = pa.table({"messages": pa.RunEndEncodedArray.from_arrays([1], pa.array([chat]))})
+    (line,) = json_lines(table, ["messages"])
+    assert json.loads(line) == {"messages": chat}
+
+
 TURNS = ['"a"', '[{"type": "text", "text": "b"}]']  # as datasets writes texts and parts in one column
 
 

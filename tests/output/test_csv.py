@@ -190,16 +190,19 @@ def test_outputs_that_were_cut_at_a_line_are_an_error_and_edited_ones_are_read(j
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.rindex(b'{"id"')])
     cut = len(ROWS) - 1
-    lost = f"{path} or errors.jsonl is not as its run wrote it: {cut} lines hold {cut} of {len(ROWS)} rows"
+    lost = f"{path} or errors.jsonl is not as its run wrote it: {cut} lines with {cut} of {len(ROWS)} rows"
     assert lost in shell("cat", job.output, code=1).err
     for pair in ([before, job.output], [job.output, before]):
         compared = shell("report", pair[0], "--compare", pair[1])
         assert f"answers are not compared: {lost}" in compared.err
         assert "equal answers" not in compared.out
     first, second, *others = whole.splitlines(keepends=True)
-    for lines, held in (([second, second, *others], -1), ([first, first, second, *others], 0)):
+    foreign = first.replace(b'"index": 0', b'"index": 10')
+    assert foreign != first
+    edits = [([second, second, *others], -1), ([first, first, second, *others], 0), ([foreign, second, *others], -1)]
+    for lines, held in edits:
         path.write_bytes(b"".join(lines))
-        lines_held = f"{len(lines) + 1} lines hold {len(ROWS) + held} of {len(ROWS)} rows"
+        lines_held = f"{len(lines) + 1} lines with {len(ROWS) + held} of {len(ROWS)} rows"
         assert lines_held in shell("cat", job.output, code=1).err
     path.write_bytes(whole.replace(b"stop", b"edited"))
     assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1

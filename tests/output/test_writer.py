@@ -236,6 +236,7 @@ def unfilled(value: Any) -> Any:
 @example([{"k": True}, {"k": 1.5}, {"k": 2}], 2)
 @example([{"k": [1.5]}, {"k": [None, True]}, {}], 2)
 @example([{"k": 2**60}, {"k": 1.5}], 1)
+@example([{"k": 2**60}, {"k": 1.5}], 2)
 @example([{"k": [{}]}, {"k": None}], 2)
 def test_any_mixture_of_kept_values_comes_back_from_parquet_as_it_is_or_as_its_json(
     tmp_path_factory: pytest.TempPathFactory, kept: list[dict[str, Any]], group_rows: int

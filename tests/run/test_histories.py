@@ -15,7 +15,7 @@ SCRIPT = str(Path(__file__).parents[1] / "helpers" / "histories.py")
 SEED = os.environ.get("BATCHGEN_HISTORY_SEED", "").split()
 
 
-@pytest.mark.parametrize("first", ["0", further("8"), further("16")])
+@pytest.mark.parametrize("first", ["0"] if SEED else ["0", further("8"), further("16")])
 def test_after_any_history_a_folder_holds_what_its_job_says(first: str) -> None:
     first, *flags = SEED or [first]
     counts = survived(SCRIPT, first, 1 if SEED else 8, *flags)["counts"]

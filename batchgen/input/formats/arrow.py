@@ -189,7 +189,7 @@ def _conversion(field: pa.Field, is_request: bool, feature: Any = None) -> _Conv
         return _of_structs(arrow_type, is_request, feature)
     if pa.types.is_map(arrow_type):
         return _of_maps(arrow_type, is_request)
-    if pa.types.is_dictionary(arrow_type):
+    if pa.types.is_dictionary(arrow_type) or pa.types.is_run_end_encoded(arrow_type):
         return _conversion(pa.field("", arrow_type.value_type), is_request, feature)
     item = _conversion(arrow_type.value_field, is_request, _item(feature)) if isinstance(arrow_type, _LISTS) else None
     return None if item is None else lambda values: [None if value is None else item(value) for value in values]
