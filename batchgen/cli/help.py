@@ -267,16 +267,13 @@ def answers(topic: str, faq: str) -> list[str]:
     return [line for match, line in rows if (said := _folded(match[1])) in wanted or (is_long and wanted in said)]
 
 
-def printed(topic: str, texts: Iterable[tuple[str, str]] | None = None) -> Message | None:
-    """The message of the program that contains ``topic``; if there are several, the one with the most in common.
-
-    ``texts`` are the ``literals`` of the package, which take a second to read.
-    """
+def printed(topic: str) -> Message | None:
+    """The message of the program that contains ``topic``; if there are several, the one with the most in common."""
     wanted = _folded(topic)
     if wanted.count(" ") + 1 < _MIN_WORDS:
         return None
     best, best_size = None, 0
-    for name, text in literals() if texts is None else texts:
+    for name, text in literals():
         parts = [part for part in map(_folded, text.split("…")) if part]
         common = [part for part in parts if f" {part} " in f" {wanted} "]
         size = sum(map(len, common))
@@ -289,16 +286,18 @@ def printed(topic: str, texts: Iterable[tuple[str, str]] | None = None) -> Messa
     return best
 
 
-def literals() -> Iterator[tuple[str, str]]:
+@cache
+def literals() -> list[tuple[str, str]]:
     """Module and text of each string of the package that may be a message, "…" in place of filled-in values."""
+    strings = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE).with_suffix("").as_posix()
         nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
         skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
         skipped |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in nodes:
-            if id(node) not in skipped and " " in (text := text_of(node)).strip(" …"):
-                yield module, text
+        texts = (text_of(node) for node in nodes if id(node) not in skipped)
+        strings += [(module, text) for text in texts if " " in text.strip(" …")]
+    return strings
 
 
 def text_of(node: ast.AST) -> str:
