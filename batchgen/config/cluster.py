@@ -54,7 +54,7 @@ def _resources(value: object) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Number and place of the workers that run engines; without ``workers`` and ``ray`` this process does.
+    """Number and place of the workers that run engines; without ``workers`` and ``ray``, this process runs one.
 
     ``workers`` is a number, "MIN:MAX", "auto" or empty; the timeouts are durations such as "60s".
     """
@@ -86,8 +86,8 @@ class ClusterSpec:
     def bounds(self) -> tuple[int, int] | None:
         """The fewest workers that a run continues with, and the most; None if they are to be chosen.
 
-        The run starts with the first worker. If fewer than the minimum are left, it waits for others, as long as a
-        worker may take to load.
+        The run starts with the first worker. If fewer than the minimum are left, it waits for others, at most for the
+        time that a worker may take to load.
         """
         if self.workers in ("", "auto"):
             return None

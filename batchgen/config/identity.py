@@ -1,4 +1,4 @@
-"""Identity of results: the key of a row's draws, the fingerprint of all that decides its result, and its limit.
+"""Identity of results: the key of a row's random numbers, its limit, and a fingerprint of all that decides its result.
 
 A row can take the result of an earlier row with the same fingerprint, if the answer fits the row's limit of tokens.
 """
@@ -38,7 +38,7 @@ def rng_key_of_turn(rng_key: int, number: int) -> int:
 
 
 def limit_of(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:
-    """The most tokens that a sample may have: ``max_tokens``, or what the context has room for."""
+    """The most tokens that a sample may have: ``max_tokens``, or fewer if the context has less room."""
     return min(params.max_tokens, max(max_model_len - num_prompt_tokens, 0))
 
 

@@ -99,12 +99,12 @@ class ModelSpec:
 
     @property
     def weights(self) -> str:
-        """The weights of linears: "auto" as they are stored, or "int8"."""
+        """The form of linear weights: "auto" (as stored in the checkpoint) or "int8"."""
         return QUANTIZATIONS[self.quantization][0]
 
     @property
     def activations(self) -> str:
-        """The inputs of linears: "auto" as they are computed, or "int8"."""
+        """The form of inputs of linears: "auto" (as they are computed) or "int8"."""
         return QUANTIZATIONS[self.quantization][1]
 
     @property
@@ -252,7 +252,7 @@ KEYS |= {"sampling": SAMPLING_KEYS, "classify": CLASSIFY_KEYS}
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job: everything that decides its outputs, and how they are made. ``sampling`` has [classify] too."""
+    """A job: everything that decides its outputs, and how they are made. ``sampling`` includes [classify]."""
 
     model: ModelSpec
     input: InputSpec
@@ -273,7 +273,7 @@ class JobSpec:
         return replace(self, engine=replace(self.engine, **of_engine), model=replace(self.model, **off))
 
     def parses_tools(self, columns: Mapping[str, Any]) -> bool:
-        """Whether the tool calls in a row's answer are parsed: the job asks, or it is a Batch request with tools."""
+        """Whether a row's tool calls are parsed: if the job says so, or the row is a Batch request with tools."""
         is_line = self.input.is_batch_line(columns)
         request = columns["body"] if is_line else columns
         wants = "tool_calls" in self.output.parse or (is_line and bool(request.get("tools")))
@@ -286,7 +286,7 @@ class JobSpec:
 
     @cached_property
     def packs_logprobs(self) -> bool:
-        """Whether log-probabilities are columns of numbers: if the job asks for them and its outputs are Parquet."""
+        """Whether log-probabilities are packed arrays: if the job asks for them and its outputs are Parquet."""
         return self.output.format == "parquet" and self.sampling.has_logprobs
 
     def check_kind(self) -> None:
@@ -331,7 +331,7 @@ class JobSpec:
     def output_keys(self) -> dict[str, Any]:
         """The dotted keys whose values change outputs: a resume requires them unchanged.
 
-        Objects are written as JSON text, so that another order of keys, or 1 for true, counts: templates may show both.
+        Objects are written as JSON text: another order of keys, or 1 in place of true, may change what templates print.
         """
         keys = {
             f"{section}.{name}": json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value

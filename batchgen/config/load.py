@@ -53,7 +53,7 @@ def load_job(
 
 
 def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSpec:
-    """The spec that ``JobSpec.to_dict`` described, from JSON. Raises UsageError naming ``source`` and the key."""
+    """The inverse of ``JobSpec.to_dict``, from JSON. Raises UsageError naming ``source`` and the key."""
     settings = RawSettings({section: data.get(section, {}) for section in KEYS}, None, str(source))
     try:
         check_names(settings)
@@ -126,7 +126,7 @@ def _hint_at(name: str, source: str) -> str:
 
 
 def _section(value: Any) -> Any:
-    """A section of the job file, whose paths are strings."""
+    """An argument of a Python call as a section of the job file, in which paths are strings."""
     if isinstance(value, str | os.PathLike):
         value = {"path": value}
     if not isinstance(value, Mapping):

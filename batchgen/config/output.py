@@ -56,7 +56,7 @@ class EmbedSpec:
 
 
 def listed(text: str) -> list[str]:
-    """The names in a flag's text, which separates them with commas."""
+    """The comma-separated names in a flag's text."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -95,8 +95,8 @@ _FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
 class OutputSpec:
     """Place and form of results; ``path`` is the absolute run directory, or "" if a command does not write one.
 
-    ``parse`` names what is taken out of a text or read in it. The finished files are copied to ``publish``, unless it
-    is "".
+    ``parse`` names the parts of a text that are parsed: reasoning, tool_calls, json. The finished files are copied to
+    ``publish``, unless it is "".
     """
 
     path: str = key(string("DIR"), "The run directory", "", flag="output", resume="free")
@@ -121,7 +121,7 @@ class OutputSpec:
 
     @property
     def has_text_ids(self) -> bool:
-        """Whether ids are written as text, so that 5 and "5" are the same id, as OpenAI's ``custom_id``."""
+        """Whether ids are written as text, like OpenAI's ``custom_id``, so that 5 and "5" are the same id."""
         return self.format == "openai-batch"
 
 

@@ -62,8 +62,8 @@ def kept_columns(spec: JobSpec, columns: Mapping[str, Any]) -> dict[str, str]:
 def kept_name(name: str, columns: Iterable[str], taken: frozenset[str] = RECORD_KEYS) -> str:
     """The name of a kept column in the output record; names that are ``taken`` belong to the record's own fields.
 
-    A taken name gets one prefix; if other columns are that name with prefixes, one more than the longest, and they keep
-    theirs.
+    A taken name gets a prefix. If other columns already have the name with prefixes, they keep their names, and it gets
+    one prefix more than the longest of them.
     """
     if name not in taken:
         return name

@@ -119,10 +119,10 @@ def merge_params(base: SamplingParams, overrides: Mapping[str, Any]) -> Sampling
 
 
 def in_object(value: Any) -> Mapping[str, Any] | None:
-    """The sampling values in a column ``sampling``: an object, or the JSON text of one; None for data of another kind.
+    """The sampling values in a column ``sampling``: an object, or the JSON text of one; None for other data.
 
-    A word or a number is other data, since it does not give a key a value. Raises ValueError for a text that seems to
-    give one but is not an object.
+    Words and numbers are other data. Raises ValueError for a value that is not an object but seems to set a sampling
+    key.
     """
     parsed = value
     if isinstance(value, str):
@@ -214,7 +214,7 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
 
 
 def keys_beyond_turns(params: SamplingParams) -> list[str]:
-    """The keys of [sampling] and [classify] whose values no turn of a chat can have (``input.regenerate``)."""
+    """The given keys of [sampling] and [classify] that ``input.regenerate`` does not support."""
     is_beyond = {
         "n": params.n > 1,
         "logprobs": params.logprobs is not None,

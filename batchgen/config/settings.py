@@ -200,7 +200,7 @@ def _expand(settings: RawSettings, section: str, key: str, value: object) -> obj
 
 
 def _line_of(text: str, dotted: str) -> int | None:
-    """The 1-based line where a key ``a.b.c``, or its table, begins in the file; None for an unusual way to write it."""
+    """The 1-based line where a key ``a.b.c``, or its table, begins; None if it is written in an unusual way."""
     lines: list[tuple[str, int]] = []
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,6 +1,6 @@
 """Requests before their admission: pulled ahead, refused if they can never run, and queued in order.
 
-``Scheduler`` admits them, as far as there are slots and, by ``forecast``, KV memory.
+``Scheduler`` admits them while there are free slots and, according to ``forecast``, enough KV memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _Order = tuple[int, int, int]
 
 
 class LookAhead:
-    """Source of the requests of a run, which pulls them only as far as they are needed.
+    """Source of the requests of a run, which pulls only as many as are needed.
 
-    It bounds the requests that wait, to be admitted (``max_waiting``) or for an identical request's result, and the
-    memory of all unfinished requests. Beyond that memory, large rows are pulled one by one, when no request waits.
+    It bounds how many requests wait, for admission (``max_waiting``) or for an identical request's result, and the
+    memory of all unfinished requests. Once that memory is exceeded, a request is pulled only if none waits.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LookAhead:
             yield request
 
     def answered(self, result: Result) -> Result:
-        """Note that a request has its result, which is returned."""
+        """Note that a request has its result; returns the result."""
         self._num_bytes -= self._bytes_of.pop(result.key, 0)
         return result
 
@@ -75,8 +75,8 @@ class LookAhead:
 class WaitingQueue:
     """Queue of requests pulled from the input but not yet admitted, in order of admission.
 
-    Preempted sequences come first, then later turns, whose prefix is cached, then (with ``longest_first``) those that
-    may get the most tokens in all turns, so that a job does not end with a few stragglers, then by arrival.
+    Preempted sequences come first, then later turns of chats, whose prefix is cached. The others come in order of
+    arrival or, with ``longest_first``, of their most tokens, so that a job does not end with a few stragglers.
     """
 
     def __init__(self, longest_first: bool = True) -> None:

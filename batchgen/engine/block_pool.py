@@ -1,6 +1,6 @@
 """Pool of KV blocks: tracks free and shared blocks, and the content of full ones. Plain Python, no tensors.
 
-A full block stays findable by a hash after its last holder frees it; the block unused longest is emptied first.
+A full block can be found by its hash even after its last holder freed it; the least recently used is emptied first.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ class BlockPool:
 
 
 def extend_block_hashes(block_hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
-    """Append the hashes of those full blocks of ``token_ids`` that ``block_hashes`` does not reach yet.
+    """Append the hashes of the full blocks of ``token_ids`` that follow the ones in ``block_hashes``.
 
-    A block's hash is the BLAKE2b of the hash before it and its own tokens, so equal hashes mean equal tokens from the
-    first position of the sequence on.
+    A block's hash is the BLAKE2b of the previous block's hash and its own tokens, so equal hashes mean equal tokens
+    from the first position of the sequence on.
     """
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         before = block_hashes[-1] if block_hashes else b""

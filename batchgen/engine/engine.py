@@ -135,7 +135,7 @@ class Engine:
     def step(self) -> list[Result]:
         """Advance every scheduled sequence and return the results that are complete.
 
-        If steps overlap, these are the results of the step before. Raises UsageError, as ``flush`` does, if Ctrl-C or
+        If steps overlap, these are the results of the previous step. Raises UsageError, as ``flush`` does, if Ctrl-C or
         an error has interrupted an earlier step.
         """
         with self._unless_torn():

@@ -150,8 +150,8 @@ def _blocks(sequences: list[Sequence]) -> np.ndarray:
 def peak_tokens(rows: np.ndarray) -> int:
     """The most tokens of KV memory that sequences will occupy at once.
 
-    A column of ``rows``, int64 [2, num_sequences], belongs to one sequence: minus the tokens that it will add, one per
-    step, in ascending order, and the tokens it holds now. A sequence frees all tokens with its last one.
+    A column of ``rows``, int64 [2, num_sequences], is a sequence: the negative number of tokens that it will add, one
+    per step, and the number that it holds now; the first row ascends. A sequence frees all tokens with its last one.
     """
     num_alive = np.arange(1, rows.shape[1] + 1)
     return int((rows[1].cumsum() - num_alive * rows[0]).max(initial=0))

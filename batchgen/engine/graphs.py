@@ -75,7 +75,7 @@ class CudaRecorder:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """A tensor on the same memory that does not own it: the next recording may use it, as results replace each other.
+    """A view that does not own its memory, so that the next recording can reuse it: each replay replaces the result.
 
     torch's own users of CUDA graphs alias results by the same constructor.
     """
@@ -94,8 +94,8 @@ def _destroy(device: torch.device, graphs: list[torch.cuda.CUDAGraph]) -> None:
 def bucket(num_seqs: int, max_num_seqs: int) -> int:
     """The rows that ``num_seqs`` are padded to, at most ``max_num_seqs``.
 
-    Up to 16 rows it is a power of two, then a multiple of 16, and from 128 rows on one of at most four steps to a power
-    of two. A small number of rows may be padded much, since its time goes to reading the weights.
+    Up to 16 rows it is a power of two, then a multiple of 16, and above 128 rows a multiple of an eighth of the next
+    power of two. Padding few rows a lot costs little, since reading the weights takes most of their time.
     """
     power = 1 << (num_seqs - 1).bit_length()
     step = max(16, power >> 3)
@@ -224,8 +224,8 @@ class PaddingSlot:
 class StaticInput:
     """A ``ModelInput`` of one size at fixed addresses; the parts that change per step are copied to the device at once.
 
-    ``feed``, int32 [num_tokens], is the index of each token's id in ``inputs.token_ids``, which the host knows,
-    followed by the ids from the step before.
+    ``feed``, int32 [num_tokens], is the index of each token's id in one list: first ``inputs.token_ids``, which the
+    host knows, then the ids of the last step.
     """
 
     def __init__(self, size: StepSize, padding: PaddingSlot, device: torch.device) -> None:

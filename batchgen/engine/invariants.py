@@ -122,8 +122,8 @@ class Trace:
 class Divergence:
     """First place where a run differs from the expected one: the token at ``position`` of request ``key``.
 
-    ``got`` was chosen in place of ``expected``; it is the same token if only the logits differ, by at most ``gap``, and
-    None if the run ended before, or did not choose a token.
+    ``got`` was chosen in place of ``expected``. It is the same token if only the logits differ, by at most ``gap``; it
+    is None if the run ended earlier or did not choose a token.
     """
 
     key: int
@@ -135,7 +135,7 @@ class Divergence:
 
 @dataclass
 class Comparison:
-    """Comparison of a run with the ``expected`` one, request by request, as far as their tokens are the same.
+    """Comparison of a run with the ``expected`` one: each request up to its first token that differs.
 
     Rows of logits must be equal to the bit or, with a ``tolerance``, differ by at most that share of the row's largest
     logit. ``num_flipped`` counts rows with another likeliest token; ``divergence`` is the first one, by request.
@@ -185,7 +185,7 @@ class Comparison:
 
 
 class Runs:
-    """Runs of ``requests`` on a ``model``, each in an engine of its own; without a head the requests are texts.
+    """Runs of ``requests`` on a ``model``, each in a new engine; for a model without a head the requests are texts.
 
     ``block_size`` is used by runs whose sizes do not name another.
     """
@@ -222,7 +222,7 @@ class Runs:
         return trace, engine
 
     def prefilled(self, tokens: Mapping[int, Prompt], routing: Routing, *, with_prompts: bool = False) -> Trace:
-        """Run each request with the ``tokens`` that it got as one text; returns the logits of its generated tokens.
+        """Run prompt and generated ``tokens`` of each request as one text; returns the generated tokens' logits.
 
         ``with_prompts`` adds the logits of the prompts. The first of two models fills ``routing``, the second takes the
         same experts.

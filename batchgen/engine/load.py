@@ -15,7 +15,7 @@ from batchgen.model.load import load_model
 def load_weights(
     model_spec: ModelSpec, kernels: Kernels | None = None, *, has_head: bool = True, kv_cache_dtype: str = "auto"
 ) -> Decoder:
-    """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` before.
+    """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` first.
 
     Without a head it gives hidden states in place of logits. Default kernels are tested first, with ``kv_cache_dtype``.
     Raises ModelError for an unusable folder, config or weights, OutOfMemory if the weights do not fit.

@@ -19,8 +19,8 @@ def build_input(
 ) -> ModelInput:
     """Tensors on the host for one forward pass; see ``ModelInput`` for shapes, ``build_subset`` for ``tail_reach``.
 
-    The scheduled tokens of a sequence are the first ``count`` that it owes. Logits are asked for the last token of each
-    sequence in ``schedule.completing``, then for the token before each in ``schedule.scored``.
+    The scheduled tokens of a sequence are the first ``count`` that it owes. ``logits_indices`` has the last token of
+    each sequence in ``schedule.completing``, then the token before each token in ``schedule.scored``.
     """
     sequences = schedule.sequences
     counts = np.array(schedule.counts, dtype=np.int32)
@@ -59,7 +59,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(schedule: Schedule, cu_seqlens: np.ndarray, *, is_causal: bool) -> tuple[_Runs, Tensor | None]:
-    """The runs of a step, in which unseen tokens are a run of their own, and the indexes of these tokens."""
+    """The runs of a step, with unseen tokens in separate runs, and the indexes of the unseen tokens."""
     sequences = schedule.sequences
     every, starts, ends = np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:]
     if is_causal and not (sequences[0].request.pooling and any(s.request.num_unseen for s in sequences)):

@@ -165,7 +165,7 @@ class TokenRules:
 
     Attributes:
         bits: int32 [ceil(vocab_size / 32)], a bit per token that may come at all; None if all may.
-        endings: the last tokens of bad words, by the tokens before them; ``sizes`` are the numbers of the latter.
+        endings: the last tokens of bad words, by their other tokens; ``sizes``: the numbers of these other tokens.
         biased_ids: int64 [num_biased].
         biases: float32 [num_biased], what is added to their logits.
     """
@@ -177,7 +177,7 @@ class TokenRules:
     biases: np.ndarray
 
     def endings_of(self, token_ids: Sequence[int], num_output_tokens: int) -> list[int]:
-        """The tokens that would complete a bad word in the output, which is the end of ``token_ids``."""
+        """The tokens that would complete a bad word; the output is the last part of ``token_ids``."""
         sizes = [size for size in self.sizes if size <= num_output_tokens]
         return [token for size in sizes for token in self.endings.get(tuple(token_ids[-size:]), ())]
 

@@ -1,6 +1,6 @@
-"""Pooler: from the hidden states of a text's tokens to its vector; takes the place of the sampler.
+"""Pooler: makes a text's vector from the hidden states of its tokens; takes the place of the sampler.
 
-It is float32 arithmetic on one text in a fixed order, so that the bits of a vector do not depend on other rows.
+It computes in float32, text by text and in a fixed order, so that a vector's bits do not depend on other rows.
 """
 
 from __future__ import annotations

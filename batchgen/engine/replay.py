@@ -1,4 +1,4 @@
-"""Abilities of a device beyond running a step: to queue the next step after it, and to repeat one from a recording.
+"""What devices can do beyond running a step: queue the next step behind it, and repeat a step from a recording.
 
 A step of one token per sequence repeats the launches of any other of its size; only the inputs' content differs.
 """

@@ -1,4 +1,4 @@
-"""One step's work, as the scheduler decides it and all that follows reads it."""
+"""One step's work, decided by the scheduler and read by all later parts of the step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Schedule:
 
     Attributes:
         entries: num_scheduled_tokens, at least 1, by sequence, in order.
-        resumed: sequences that start after a cached prefix, whose convolution state comes with its last block.
+        resumed: sequences that start after a cached prefix; its last block brings their convolution state.
         pending: ids of tokens that only the device knows, or None.
     """
 
@@ -48,7 +48,7 @@ class Schedule:
 
     @cached_property
     def watched(self) -> list[Sequence]:
-        """The sequences that may ask for more than a draw, or be ended by more than an end token."""
+        """The sequences that may need more than a draw, or may end for other reasons than an end token."""
         return [s for s in self.entries if not s.generation.fast_path_until]
 
     @cached_property
@@ -86,7 +86,7 @@ class Schedule:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host needs a sequence's tokens of the last step first, or it gives more than a token id."""
+        """Whether ``Generation.needs_host`` of a sequence is true."""
         return any(s.generation.needs_host for s in self.watched)
 
     @property
@@ -97,6 +97,6 @@ class Schedule:
 
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:
-        """The tokens (indexes) that this step's logits score, by sequence."""
+        """The indexes of the tokens that this step's logits score, by sequence."""
         wanted = [s for s in self.watched if s.generation.is_scored]
         return [(s, indexes) for s in wanted if (indexes := s.scored_in(self.entries[s]))]

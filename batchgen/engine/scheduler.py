@@ -123,8 +123,8 @@ class Scheduler:
     def _waits_for_batch(self) -> bool:
         """Whether to wait until more sequences have left, so that fewer steps mix prompts with single tokens.
 
-        The wait ends when one in ``_BATCH_SHARE`` has left, when all waiting sequences fit in the free places, or when
-        these have room for a full step of prompts.
+        The wait ends when one of ``_BATCH_SHARE`` sequences has left, when all waiting ones fit into the free places,
+        or when these can take a full step of prompts.
         """
         if not (self.config.admits_in_batches and self._admission_blocked and self.waiting):
             return False
@@ -230,10 +230,10 @@ class Scheduler:
             sequence.num_computed_tokens += count
 
     def on_tokens_known(self, schedule: Schedule) -> None:
-        """Register the blocks that a step has filled, so that other sequences, or preempted ones, can take them over.
+        """Register the blocks that a step has filled, so that other and preempted sequences can share them.
 
-        Call it once the step's tokens are known, before the sequences that they end are finished. Blocks of a prompt
-        are registered with the first token after it: if its logits are not finite, any of these blocks may be bad.
+        Call it once the step's tokens are known, before ``finish`` of the sequences that end. A prompt's blocks are
+        registered only when the token after it is known: if its logits are not finite, any of the blocks may be bad.
         """
         if not self.config.prefix_caching:
             return

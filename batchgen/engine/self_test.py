@@ -1,6 +1,6 @@
 """Self-test of kernels at first use, and at each start on a device that the authors have not tried.
 
-A small model with each kind of layer, the widths, heads and formats of the user's model runs in the real engine.
+The real engine runs a small model that has each kind of layer, the widths, heads and formats of the user's model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SmallTensors(RandomTensors):
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A small model with its requests, on which the verdict of a self-test depends in addition to the kernels."""
+    """A small model and its requests. A self-test's verdict depends on these values and on the kernels."""
 
     config: ModelConfig
     device: torch.device
@@ -82,7 +82,7 @@ class SmallModel:
 
     @property
     def shape(self) -> ModelConfig:
-        """Each kind of layer once, the last layers as in the model; always with a head."""
+        """The user's model with each kind of layer once, ordered by their last occurrence; with a head if causal."""
         layers = tuple(dict.fromkeys(self.config.layers[::-1]))[::-1]
         vocab_size = self.config.vocab_size
         if self.device.type != "cuda":
@@ -99,7 +99,7 @@ class SmallModel:
             return Decoder(shape, source, kernels)
 
     def requests(self) -> list[Request]:
-        """Prompts of random tokens, answered in every way of choosing tokens; without a head, texts."""
+        """Random prompts that together use every way of choosing tokens; texts for a model that is not causal."""
         vocab_size, max_tokens = self.shape.vocab_size, self.config.max_position_embeddings - _MAX_TOKENS
         alone, short, prefix, suffixes = _ON_GPU if self.device.type == "cuda" else _ON_CPU
         prompts = made_up_prompts(vocab_size, max_tokens, (*alone, *short), prefix, suffixes)
@@ -127,9 +127,9 @@ def _narrowed(layer: LayerShape) -> LayerShape:
 def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
     """The kernels, or plain torch in their place, with a line for the user, if they fail the self-test.
 
-    If the kernels promise the same bits, a row must have them alone, among others, in chunks, after a cached prefix and
-    as one text. Numbers must match plain torch except for rounding. The verdict is kept, see ``_key``; plain torch is
-    not tested. Raises ModelError if the authors have not tried the device, and its results differ from the CPU's.
+    If the kernels promise equal bits, a row must get them alone, among others, in chunks, after a cached prefix and as
+    one text. Numbers must match plain torch except for rounding. Verdicts are stored under ``_key``; plain torch is not
+    tested. Raises ModelError if the authors have not tried the device and its results differ from the CPU's.
     """
     device = small.device
     if device.type in UNTRIED_DEVICES and (why := device_fault(kernels, small)):

@@ -1,6 +1,6 @@
 """State of the requests under way: ``Sequence`` (one sample), ``RequestState`` (one request).
 
-Samples (one for all that are greedy) and labels to be scored are a sequence each; the prefix cache shares the prompt.
+Each sample and each label to be scored is a sequence; greedy samples share one, and the prefix cache shares the prompt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from batchgen.engine.generation import Generation
 class Sequence:
     """The tokens so far of one sample, or of a text to be scored, and where their state is kept.
 
-    It owes ``num_owed`` tokens to the cache: a fresh prompt all, a decoding sequence one, a preempted one all outside
-    its cached blocks; these phases differ in nothing else. The scheduler owns it, except the tokens of ``generation``.
+    It owes ``num_owed`` tokens to the cache: a new sequence its prompt, a decoding one a token, a preempted one all
+    tokens that it finds no cached block for; phases differ only in this. The scheduler owns all but ``generation``.
     """
 
     request: Request

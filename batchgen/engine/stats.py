@@ -74,8 +74,8 @@ class EngineStats:
         num_window_attended, num_window_read: the same, with at most the model's window of positions per token, or per
             sequence and step; 0 without a window.
         num_cached_tokens: tokens from the prefix cache, out of ``num_queried_tokens`` of admitted prompts.
-        num_recomputed_tokens: computed again after a preemption.
-        num_shared_requests: answered with the result of an identical request.
+        num_recomputed_tokens: tokens computed again after a preemption.
+        num_shared_requests: requests answered with the result of an identical request.
         steps_s: seconds of all steps, without idle time.
         sequences_s, tokens_s, kv_use_s: sums over steps of sequences, tokens and the share of held blocks, each times
             the step's seconds; divided by ``steps_s`` they are means over time.

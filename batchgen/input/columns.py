@@ -32,8 +32,8 @@ _FIELD = re.compile(r"\{[^{}]+\}")
 def check_columns(rows: Iterable[Row], spec: JobSpec, finder: ContentFinder) -> list[str]:
     """Look at the first of ``rows``, the rows of all shards. Returns lines that the user should read.
 
-    Raises UsageError if many rows come first and none is JSON; if all lack a column that the job names; if the prompt's
-    template does not name a column or cannot be rendered for any row; if no row has a prompt and the job names none.
+    Raises UsageError if there are many and none is JSON; if all lack a column that the job names; if the prompt's
+    template does not name a column or fails for every row; if no row has a prompt and the job does not name one.
     """
     tried = list(_tried(rows))
     head = [row for row in tried if row.error is None]
@@ -86,7 +86,7 @@ def _other_data(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _unread(rows: Sequence[Row], spec: JobSpec) -> Iterator[str]:
-    """A line about columns next to a chat that are named like fields of OpenAI's API: they are not read."""
+    """A line about columns that are not read although OpenAI's API has fields of these names next to a chat."""
     chats = [row.columns for row in rows if not spec.input.is_batch_line(row.columns)]
     chats = [columns for columns in chats if columns.get(spec.input.messages or "messages") is not None]
     filled = (name for columns in chats for name, value in columns.items() if value is not None)

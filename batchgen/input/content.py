@@ -29,7 +29,7 @@ _MAX_SHOWN_CHARS = 60  # of a template, in messages
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """A text to be tokenized; ``add_special_tokens`` is false if a chat template has written them."""
+    """A text to be tokenized; ``add_special_tokens`` is false if a chat template has already added them."""
 
     text: str
     add_special_tokens: bool
@@ -60,11 +60,11 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    ``prompt_columns`` are columns that may hold the prompt, the first choice first; a job's ``template`` takes their
-    place. A rendered row's ``chat_template_kwargs`` win key by key over the job's; a name that the template never
-    mentions is refused, since it would change nothing. Its ``tools`` and ``tool_choice`` are used with its messages;
-    with "none" tools stay out of the prompt. Raises UsageError if [input] cannot work with this tokenizer (None: the
-    model lacks one).
+    ``prompt_columns`` are columns that may hold the prompt, in order of preference; a job's ``template`` replaces them.
+    A row's ``chat_template_kwargs`` override the job's, key by key; a name that the chat template never mentions is
+    refused, since it would change nothing. ``tools`` and ``tool_choice`` are used with the row's messages; the choice
+    "none" keeps tools out of the prompt. Raises UsageError if [input] cannot work with this tokenizer (None: the model
+    lacks one).
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class ContentFinder:
 
 
 def _refused_tokens(spec: InputSpec, tokenizer: Tokenizer | None) -> SpecialTokens | None:
-    """The tokens that texts of rows may not write, if the job refuses them. Raises UsageError if they are not found."""
+    """Special tokens that rows may not write, if the job refuses any. Raises UsageError if they cannot be found."""
     if spec.special_tokens == "allow" or tokenizer is None:
         return None
     special = tokenizer.special_tokens
@@ -276,7 +276,7 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
 
 
 def _check_final(name: str, message: Message) -> None:
-    """Raises RowProblem if the last message cannot be continued: it must be a text of the assistant."""
+    """Raises RowProblem if the last message cannot be continued: only an assistant's text can."""
     if message["role"] != "assistant" or message.get("tool_calls"):
         what = "calls tools" if message.get("tool_calls") else f"is of role {shown(message['role'], 40)}"
         why = f"{name}: the last message {what}: {CONTINUES} needs a chat that ends in a text of the assistant"

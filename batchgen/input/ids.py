@@ -34,8 +34,8 @@ def may_have_ids(spec: InputSpec) -> bool:
 class UniqueIds:
     """The ids claimed so far, in a temporary table; close it.
 
-    ``1`` and ``"1"`` are different ids, unless ids are compared ``as_text``, for an output that only has texts. Raises
-    StorageError if the disk has no room for the table.
+    ``1`` and ``"1"`` are different ids, except ``as_text``, for outputs whose ids are all texts. Raises StorageError
+    if the disk has no room for the table.
     """
 
     def __init__(self, *, as_text: bool = False) -> None:
@@ -125,7 +125,7 @@ class RowValidator:
 
 
 def rebuild_ids(rows: Iterable[Row], last: int, validator: RowValidator) -> None:
-    """Claim the ids of all rows of the input up to ``last``, the last finished one, before a resume reads others.
+    """Before a resume: claim the ids of all input rows up to ``last``, the last finished row.
 
     The journal has ids too, but not which row claimed an id first: that may be an unfinished row.
     """

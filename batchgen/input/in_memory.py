@@ -97,7 +97,7 @@ def _arrow_rows(batches: Iterable[pa.RecordBatch], request_columns: Collection[s
 
 
 def _typed(rows: Iterable[_Row], request_columns: Collection[str]) -> Iterator[_Row]:
-    """The rows of a table. Raises UsageError after the last row if the contents of chats have lost their types."""
+    """The rows of a table. Raises UsageError after the last row if message contents have lost their type."""
     contents = _Contents()
     for row in rows:
         if not isinstance(row, RowError):
@@ -107,17 +107,17 @@ def _typed(rows: Iterable[_Row], request_columns: Collection[str]) -> Iterator[_
 
 
 class _Contents:
-    """Checks the contents of a table's chats: whether all are JSON text, as pandas and Polars read ``arrow.json``.
+    """Checks whether all message contents of a table are JSON text, as pandas and Polars read type ``arrow.json``.
 
-    ``datasets`` uses that type if some contents are texts and others lists of parts. A single content is not enough to
-    decide: an answer of a tool may be such a list, and a text may have quotes.
+    ``datasets`` uses that type if some contents are texts and others lists of parts. One content does not decide: a
+    tool's answer may be a JSON list, and a text may be in quotes.
     """
 
     def __init__(self) -> None:
         self._has_text = self._has_parts = False
 
     def see(self, chats: Iterable[Any]) -> None:
-        """Look at the contents of a row's chats, or bodies of requests, until one is found that is not JSON text."""
+        """Look at the contents in a row's chats or request bodies, unless one that is not JSON text was found."""
         for chat in chats if not self._has_text else ():
             messages = chat.get("messages") if isinstance(chat, Mapping) else chat
             for message in messages if isinstance(messages, list) else ():
@@ -135,7 +135,7 @@ class _Contents:
 
 
 def _json_content(text: str) -> str | list[Any] | None:
-    """The text or the parts of a content that is written as JSON; None for other texts."""
+    """The text or the parts that a content holds as JSON; None for any other content."""
     try:
         parsed = json.loads(text) if text[:1] in ('"', "[") else None
     except (ValueError, RecursionError):
@@ -145,7 +145,7 @@ def _json_content(text: str) -> str | list[Any] | None:
 
 
 def _unpadded(value: Any, is_read: bool = False) -> Any:
-    """A value from pandas; read from Parquet, as arrays show, it loses the nulls that Arrow added to objects."""
+    """A value from pandas; inside arrays, which come from Parquet, objects lose the nulls that Arrow added."""
     if getattr(value, "ndim", 0):
         value, is_read = list(value), True
     if isinstance(value, dict):

@@ -141,7 +141,7 @@ class RemoteFile:
 
 
 class _RemoteStream(io.RawIOBase):
-    """The bytes of a remote file, from any place on."""
+    """A seekable stream of the bytes of a remote file."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._at = file, 0

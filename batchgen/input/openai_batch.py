@@ -107,9 +107,9 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
 
 
 def effort_kwargs(effort: Any, names: Collection[str]) -> dict[str, Any]:
-    """Variables among the ``names`` of a chat template that a ``reasoning_effort`` sets; null sets none.
+    """The variables that a ``reasoning_effort`` sets in a chat template with variables ``names``; {} for null.
 
-    "none" switches thoughts off, any other effort switches them on, as in vLLM. Raises RowProblem bad_param for another
+    "none" switches reasoning off, any other effort switches it on, as in vLLM. Raises RowProblem bad_param for another
     value, and if the template has neither variable.
     """
     if effort is None:
@@ -126,7 +126,7 @@ def effort_kwargs(effort: Any, names: Collection[str]) -> dict[str, Any]:
 
 
 def _check_tools(body: Mapping[str, Any]) -> None:
-    """Refuse tools of another type than functions, their unknown fields, and promises that cannot be kept.
+    """Refuse tools that are not functions or have unknown fields, and ``parallel_tool_calls = false``.
 
     ``messages`` checks that tools are objects. Raises RowProblem bad_param.
     """
@@ -144,7 +144,7 @@ def _check_tools(body: Mapping[str, Any]) -> None:
 
 
 def _check_tool(field: str, tool: Any, *, is_free: bool) -> None:
-    """Refuse all but ``{"type": "function", "function": {...}}``, and strict functions that the chat may call."""
+    """Refuse all but ``{"type": "function", "function": {...}}``, and strict functions if the model may call them."""
     if not isinstance(tool, dict):
         return
     if tool.get("type", "function") != "function":
@@ -212,7 +212,7 @@ def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
 
 
 def inputs_of(value: Any, embedded: Embedded) -> dict[str, Any]:
-    """The texts, or lists of token ids, of a request for vectors, by place in the body. May raise RowProblem."""
+    """The texts, or lists of token ids, of a request for vectors, by their names in errors. May raise RowProblem."""
     if not isinstance(value, list) or not value or isinstance(value[0], int):
         return {"body.input": value}
     max_inputs = _MAX_INPUTS if embedded.takes_lists else 1

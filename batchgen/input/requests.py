@@ -54,9 +54,9 @@ class _Draft:
 class RequestBuilder:
     """Builds the requests of one job. Raises UsageError if [input] or [sampling] cannot work with this tokenizer.
 
-    A row's prompt is what [input] names, else the first column present and not null of ``prompt_token_ids``,
-    ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. Its own system message wins over the
-    job's, its ``sampling`` object over the job's values. Tokens of a label, white space included, follow the prompt's.
+    A row's prompt is in the column that [input] names, else in the first of ``prompt_token_ids``, ``messages``,
+    ``prompt`` and ``text`` that is not null, or in the body of an OpenAI Batch line. The row's system message overrides
+    the job's, its ``sampling`` object the job's values. A label's tokens, white space included, follow the prompt's.
 
     Args:
         settings: sampling parameters; if they are ``Embedded``, rows become vectors.
@@ -99,8 +99,8 @@ class RequestBuilder:
     def build(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Request | None]]:
         """Each row with its prompt and its request, in order; a row that cannot run comes with an error and None.
 
-        All rows are tokenized together, but a row's grammar is compiled when its answer is asked for: compiling may
-        take seconds, in which a stop waits and no step runs.
+        All rows are tokenized together, but a row's grammar is compiled only when the iterator reaches it: compiling
+        may take seconds, during which no step runs and a stop has to wait.
         """
         for drafts in bounded(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS):
             yield from self._requests(drafts)
@@ -124,7 +124,7 @@ class RequestBuilder:
             yield row if row.error is not None else _attempt(row, self._draft, row)
 
     def _closed(self, content: Content) -> Content:
-        """The content; a chat that ends with an answer and is only scored gets no header for another answer."""
+        """The content, without a header for another answer if it is a chat to be scored that ends with an answer."""
         prompt = content.prompt
         is_scored = content.overrides.get("max_tokens", self._sampling.max_tokens) == 0
         if not isinstance(prompt, Chat) or not is_scored or prompt.variables["messages"][-1]["role"] != "assistant":
@@ -162,7 +162,7 @@ class RequestBuilder:
     def _answers_in(
         self, chat: Mapping[str, Any], prompt: PlainText | list[int], params: SamplingParams
     ) -> tuple[tuple[int, int], ...] | None:
-        """The turns of the assistant, where the record has a column for them."""
+        """The (start, end) tokens of the assistant's turns; None if the record has no column for them."""
         wanted = self.packs_logprobs and params.prompt_logprobs is not None
         if not wanted or not isinstance(prompt, PlainText) or self._tokenizer is None:
             return None
@@ -185,7 +185,7 @@ class RequestBuilder:
             self._check_length(draft, num_tokens, longest_label, is_estimate=True, is_counted=not is_text)
 
     def _cut(self, token_ids: tuple[int, ...], embedded: Embedded, *, is_text: bool) -> tuple[int, ...]:
-        """At most as many tokens as the model takes; the tokens that the tokenizer adds after a text stay."""
+        """The text's tokens, cut to as many as the model takes; tokens that the tokenizer adds at the end are kept."""
         max_tokens = self._max_model_len - (embedded.num_markers if is_text else 0)
         if len(token_ids) <= max_tokens or not embedded.truncates:
             return token_ids
@@ -283,13 +283,13 @@ class RequestBuilder:
         ), request
 
     def logprob_bytes(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        """About the most bytes that log-probabilities of a row take in its record."""
+        """About how many bytes the log-probabilities of a row take at most in its record."""
         max_tokens = params.n * limit_of(params, num_prompt_tokens, self._max_model_len)
         nums_top = params.prompt_logprobs, params.logprobs
         return record_bytes(nums_top, (num_prompt_tokens, max_tokens), is_packed=self.packs_logprobs)
 
     def _check_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Raises RowProblem for more than ``ALWAYS_TOP`` log-probabilities that take more memory than a record may."""
+        """Raises RowProblem if log-probabilities, more than ``ALWAYS_TOP`` per token, would make a record too large."""
         nums_top = {name: getattr(params, name) or 0 for name in ("logprobs", "prompt_logprobs")}
         if max(nums_top.values()) <= ALWAYS_TOP:
             return
@@ -328,7 +328,7 @@ def _apart(text: str) -> PlainText:
 
 @lru_cache(maxsize=256)
 def _ways_to_write(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Each word at the beginning of a text, and after a space, as vLLM takes ``bad_words``."""
+    """Each word as it begins a text and as it follows a space: vLLM's meaning of ``bad_words``."""
     bare = [word.lstrip() or word for word in words]
     return tuple(dict.fromkeys(way for word in bare for way in (word, f" {word}")))
 

@@ -63,16 +63,16 @@ def type_name(value: object) -> str:
 
 
 def wrong_type(what: str, value: object, expected: str) -> RowProblem:
-    """The problem of a value of another type than ``expected``, a phrase such as "a string"."""
+    """The problem that ``value`` does not have the expected type; ``expected`` is a phrase such as "a string"."""
     return RowProblem(RowErrorCode.BAD_TYPE, f"{what} is {type_name(value)}, not {expected}")
 
 
 def parse_json(text: str, max_depth: int = MAX_DEPTH) -> Any:
     """The value of JSON text, from a line or from a column that holds JSON.
 
-    Stricter than Python's parser if a row could not be written out again, lenient with sloppy data: NaN and Infinity
-    are floats, the last of duplicate keys wins. Raises RowProblem: bad_json if it is not JSON or too large (numbers of
-    more than 4300 digits, ``max_depth`` levels), bad_encoding for escapes that do not form a character.
+    Stricter than Python's parser about values that could not be written out again, lenient with sloppy data: NaN and
+    Infinity are floats, the last of duplicate keys wins. Raises RowProblem: bad_json if it is not JSON or too large
+    (numbers of more than 4300 digits, ``max_depth`` levels), bad_encoding for escapes that do not form a character.
     """
     try:
         value = _decode(text)
@@ -135,7 +135,7 @@ def next_size(size: int, took_s: float) -> int:
 
 
 def prepared(rows: Iterable[Row], build: Callable[[list[Row]], Iterator[Prepared]]) -> Iterator[Prepared]:
-    """The answers of ``build``, which gets ``rows`` in chunks: small ones until they prove quick.
+    """The answers of ``build``, which gets ``rows`` in chunks; chunks are small until rows turn out to be quick.
 
     The first answer to a chunk takes longest, since a chunk is read and tokenized as a whole.
     """
@@ -185,7 +185,7 @@ def num_chars(value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenSide:
-    """``late_interaction.Side`` with token ids; without a marker or a filler, ``marker`` is None, ``filled_to`` 0."""
+    """``late_interaction.Side`` with token ids; ``marker`` is None and ``filled_to`` 0 if the side lacks them."""
 
     strips: bool
     marker: int | None
@@ -195,7 +195,7 @@ class TokenSide:
     skipped: frozenset[int]
 
     def applied(self, token_ids: tuple[int, ...]) -> tuple[list[tuple[int, ...]], int]:
-        """One text, with its marker and filler, and the number of last tokens that others do not attend to."""
+        """A text with its marker and filler, and how many tokens at its end the other tokens do not attend to."""
         if self.marker is not None:
             token_ids = (*token_ids[:1], self.marker, *token_ids[1:])
         added = (self.filler,) * (self.filled_to - len(token_ids))
@@ -215,7 +215,7 @@ class Embedded:
 
     @property
     def cuts(self) -> bool:
-        """Whether a text that fills the context may have been cut; False if shorter texts are filled up."""
+        """Whether a text that fills the context may have been cut; False if a filler fills shorter texts up to it."""
         return self.truncates and not (self.side and self.side.filled_to)
 
     @property

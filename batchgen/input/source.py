@@ -28,7 +28,7 @@ _START = Cursor(0, 0, 0, 0)
 
 
 class Source:
-    """The rows of an input, from ``open_source``, in constant memory; once fingerprinted, it refuses other content."""
+    """The rows of an input, from ``open_source``, in constant memory; once fingerprinted, files may not change."""
 
     def __init__(self, files: Sequence[InputFile], limit: int | None) -> None:
         self._files = tuple(files)
@@ -49,8 +49,8 @@ class Source:
     def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Rows:
         """The rows from ``start`` on, in input order, up to the job's limit; those not ``wanted`` are not parsed.
 
-        Reading from a row's ``after`` gives exactly the rows after it. Returns the index after the last row it passed.
-        Raises UsageError when a file has become unreadable, InputError when it no longer matches its fingerprint.
+        Reading from a row's ``after`` gives exactly the rows that follow it. Returns the index after the last row read
+        or left out. Raises UsageError if a file has become unreadable, InputError if its fingerprint no longer matches.
         """
         at = start or _START
         for number in range(at.file, len(self._files)):
@@ -61,7 +61,7 @@ class Source:
         return at.index
 
     def _read_file(self, file: InputFile, at: Cursor, wanted: Wanted | None) -> Rows:
-        """The rows of one file, as long as its content is the fingerprinted one."""
+        """The rows of one file. Raises InputError once its content differs from the fingerprint."""
         if (digests := self._digests) is None:
             return (yield from file.read(at, self._limit, wanted))
         reading = Reading(file.read(at, self._limit, wanted))
@@ -115,7 +115,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 
 class Reading:
-    """Rows to iterate once; ``end`` is what their generator returned."""
+    """Rows to iterate once; then ``end`` is the return value of their generator."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -129,8 +129,8 @@ class Reading:
 class RowRange:
     """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are done.
 
-    If rows have ids, the rows of other shards are read too, for their ids: the first of two equal ids counts in any
-    shard. ``num_rows`` counts the input's rows over all shards, once ``read`` has come to its end.
+    If rows have ids, the ids of other shards are read too: of two equal ids the first one is valid, in whichever shard
+    it is. ``num_rows`` counts the input's rows over all shards, once ``read`` has come to its end.
     """
 
     source: Source
@@ -160,7 +160,7 @@ class RowRange:
         return len(self.shard.rows(total))
 
     def pass_over(self) -> int:
-        """The number of rows of the input, found by reading to its end without parsing any."""
+        """Count the rows of the input by reading it to its end without parsing."""
         reading = Reading(self.source.read(None, lambda index: False))
         for _ in reading:
             pass
@@ -170,9 +170,9 @@ class RowRange:
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
     """Find and open what ``spec.path`` names: files, globs, folders, here or at an address, and ``hf:`` datasets.
 
-    Files come in the order of the list, files of a glob or folder by name, without those that ``is_left_out`` accepts:
-    a run's own. Standard input must have been copied to a file. Raises UsageError if something is missing, unreadable,
-    named twice or of an unknown format, and RemoteError if a server cannot be reached.
+    Files come in the order of the list, files of a glob or folder by name; files of a run, which ``is_left_out``
+    accepts, are left out. Standard input must have been copied to a file. Raises UsageError if something is missing,
+    unreadable, named twice or of an unknown format, and RemoteError if a server cannot be reached.
     """
     files: dict[str, InputFile] = {}
     for entry in spec.path:

@@ -1,6 +1,6 @@
 """Prompts made of columns: ``"Name a city in {country}, as in {examples[0][city]}."``.
 
-Of Python's format notation, only names and steps by ``[key]`` or ``[number]``: a template reaches nothing but the row.
+Only names and steps by ``[key]`` or ``[number]`` of Python's format notation: a template can only read the row.
 """
 
 from __future__ import annotations

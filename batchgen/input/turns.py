@@ -1,6 +1,6 @@
-"""Requests of chats that are generated again: each turn is a chat of its own, up to the header of its answer.
+"""Requests of chats that are generated again: one per turn, with the chat up to the header of the turn's answer.
 
-``TurnBuilder.after`` adds a turn to its row, and ``build`` makes the next request; another room decides when it runs.
+``TurnBuilder.after`` adds a turn to its row, and ``build`` makes the next request; ``run`` decides when it is sent.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _LETTER = {"role": ASSISTANT, "content": "a"}  # in place of answers that are no
 class TurnBuilder(RequestBuilder):
     """Builds the requests of a job that generates its chats again; its rows become ``ChatRow``.
 
-    A chat must fit into the context, and the template must take it, with answers of one letter: else the row fails
-    before its first turn.
+    A row fails before its first turn if its chat, with one-letter answers, does not fit into the context or the
+    template refuses it.
     """
 
     def __init__(self, *args: Any, parse: Collection[str], **settings: Any) -> None:
@@ -42,7 +42,7 @@ class TurnBuilder(RequestBuilder):
         self._answers = AnswerReader(self._tokenizer, parse)
 
     def build(self, rows: Sequence[Row]) -> Iterator[tuple[ChatRow, Request | None]]:
-        """Each row with the request of its next turn; with an error and none if it cannot run."""
+        """Each row with the request of its next turn, or with an error and None if it cannot run."""
         begun = self._begun(rows)
         made = super().build([self._asking(row, [turn.message for turn in row.turns]) for row in begun])
         for row, (current, request) in zip(begun, made, strict=True):
@@ -56,7 +56,7 @@ class TurnBuilder(RequestBuilder):
             yield replace(row, params=current.params, prompt_token_ids=current.prompt_token_ids), asking
 
     def after(self, row: Row, result: Result) -> tuple[ChatRow, Result | None]:
-        """A row with the turn that its request has given, and the result of the row; None if a turn follows."""
+        """The row with the turn that ``result`` finishes, and the row's result, or None if another turn follows."""
         assert isinstance(row, ChatRow), "it was built here"
         row = self._answered(row, result)
         if row.error is not None:
@@ -94,7 +94,7 @@ class TurnBuilder(RequestBuilder):
         return [named.get(row.index, row) for row in opened]
 
     def _opened(self, row: Row) -> ChatRow:
-        """A row with the messages of its chat, as far as it has any."""
+        """The row as a ``ChatRow``, with the messages of its chat if they are valid, otherwise with an error."""
         chat, name = ChatRow(*(getattr(row, item.name) for item in fields(row))), self._spec.messages or ""
         if row.error is not None or name not in row.columns:
             return chat
@@ -104,7 +104,7 @@ class TurnBuilder(RequestBuilder):
             return replace(chat, error=problem.error)
 
     def _named(self, row: ChatRow, request: Request | None) -> ChatRow:
-        """A row with its digest, by ``request``, its last turn with letters as answers; without, with the error."""
+        """The row with a digest of ``request``, its last turn; without a request, with its first turn's error."""
         if request is not None:
             template, spec = self._tokenizer and self._tokenizer.chat_template, self._spec
             variables = spec.system, spec.chat_template_kwargs, row.columns.get("chat_template_kwargs")
@@ -127,9 +127,9 @@ class TurnBuilder(RequestBuilder):
 
 
 def _messages(name: str, columns: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages of a chat of texts, the last of which is the assistant's, whose turns have no content.
+    """The messages of a chat, up to a last turn of the assistant; the assistant's turns lose their content.
 
-    Raises RowProblem for what ``checked_messages`` refuses, other roles, a chat with tools, and an answer to no text.
+    Raises RowProblem as ``checked_messages``, for other roles, for tools, and if no text comes before the first answer.
     """
     messages: list[Message] = []
     for number, message in enumerate(checked_messages(name, columns[name])):

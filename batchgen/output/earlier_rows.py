@@ -1,6 +1,6 @@
 """Finished rows of earlier jobs, found by fingerprint; their files are only read.
 
-A row takes 16 bytes: half of its fingerprint, which is compared in full when the record is read, and its place.
+A row takes 16 bytes: its place and half of its fingerprint; the full one is compared when the record is read.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EarlierRows:
 
 
 def _record(path: Path, raw: bytes) -> Record:
-    """The record in a line of a file; of a segment also a replaced one, which still answers its own fingerprint."""
+    """The record in a line of a file; a segment's record may be replaced later, but its own fingerprint stays right."""
     if path.suffix == SUFFIX:
         line = decode_line(raw, 0)
         if line is None or line.kind != RESULT:

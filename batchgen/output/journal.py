@@ -160,7 +160,7 @@ class Journal:
         self.commit()
 
     def tick(self) -> None:
-        """Commit if it is time to. ``append`` calls it; call it also while no row finishes."""
+        """Commit if it is time to. ``append`` calls it; otherwise call it while no row finishes."""
         if time.monotonic() - self._synced_at >= self._sync_every:
             self.commit()
 
@@ -218,7 +218,7 @@ class Journal:
             self.partials.pop(line.row, None)
 
     def _index_partial(self, row: int, payload: Any) -> None:
-        """Take the tokens of a half-done row, or those that follow the ones before, unless these were damaged."""
+        """Take the tokens of a half-done row; a dict continues an earlier record, and is dropped if that is damaged."""
         before: tuple[int, ...] = ()
         if isinstance(payload, dict):
             before = self.partials.pop(row, ())

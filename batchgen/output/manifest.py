@@ -41,13 +41,13 @@ class Manifest:
 
     Attributes:
         job, output_keys: ``JobSpec.to_dict()`` and ``JobSpec.output_keys()``.
-        fingerprints: identify the ``input``, the ``model`` and the ``code``.
+        fingerprints: what identifies the ``input``, the ``model`` and the ``code``.
         num_rows: input rows over all shards, once all are in the journal.
         taken: whether the journal has all rows kept from earlier results.
         num_good: rows that can run, if they were counted when rows were kept.
         created_at: when the folder was begun, in ISO 8601 with the local offset; updates inherit it.
-        rendered_at: the time that a chat template prints, of reused rows or else ``created_at``.
-        parts: digests of what was merged.
+        rendered_at: the time that chat templates print: the reused rows' time, or else ``created_at``.
+        parts: digests of the merged shards.
         files: files of a finished job, by name with ``bytes`` and ``sha256``.
         journal: the folder that ``files`` were written from.
         file_states: ``Digests.to_plain()``, so that unchanged files are not read again; it is not compared.
@@ -114,7 +114,7 @@ class Manifest:
         return replace(self, fingerprints={**self.fingerprints, "numerics": numerics.plain})
 
     def after(self, begun: Manifest) -> Manifest:
-        """This manifest with the numerics that its job will have after ``begun``, before its weights are loaded."""
+        """This manifest with the numerics to expect after the job ``begun``, known before the weights are loaded."""
         numerics = begun.numerics
         return self if numerics is None else self.with_numerics(numerics.in_job(begun.job, self.job))
 

@@ -1,6 +1,6 @@
 """Publication of a finished run's files: to a folder of an object store, or of a dataset on the Hub.
 
-``batchgen.json`` there names the run, whose files alone are replaced, and is ``complete`` once all others are there.
+There ``batchgen.json`` names the run, so that only its files are replaced; it is ``complete`` when all are copied.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Bucket:
             self._if_present("remove", name, partial(self._store.rm_file, name))
 
     def _options(self, num_bytes: int) -> dict[str, Any]:
-        """Options of a write. The stores' libraries limit only the wait for an answer after all is sent."""
+        """Options of a write: its timeout. The libraries only limit the wait for an answer once all is sent."""
         return {} if self._scheme == "hf" else {"timeout": STILL_S + num_bytes / _SLOWEST}
 
     def _do(self, doing: str, name: str, call: Callable[[], T]) -> T:

@@ -62,7 +62,7 @@ class RecordBuilder:
         self.max_model_len = max_model_len
 
     def result(self, row: Row, result: Result) -> dict[str, Any]:
-        """The output record of a row that has its prompt; the index is the id of a row without one.
+        """The output record of a row; a row without an id has its index as the id.
 
         ``docs/records.md`` describes the fields, whose order is fixed; fields that were not asked for are left out.
         Fields of a sample are the first one's, and ``samples`` holds all if there are several.
@@ -161,7 +161,7 @@ class RecordBuilder:
         return _of_text(_head(row, fingerprint), samples, usage, _REUSED) | prompt | self._kept(row)
 
     def _taken_of_prompt(self, earlier: Mapping[str, Any], row: Row) -> dict[str, Any] | None:
-        """The log-probabilities of the prompt, if the row asks for them; None if ``earlier`` lacks this form."""
+        """The prompt's log-probabilities if the row asks for them; None if ``earlier`` lacks them in the job's form."""
         if row.params.prompt_logprobs is None:
             return {}
         logprobs = earlier.get("prompt_logprobs")
@@ -170,7 +170,7 @@ class RecordBuilder:
         return self._prompt_of(row) | {name: earlier[name] for name in _OF_PROMPT if name in earlier}
 
     def _of_chat(self, row: ChatRow, result: Result, fingerprint: str) -> dict[str, Any]:
-        """The record of a row whose chat was generated again: what was said, and why each turn ended."""
+        """The record of a row whose chat was generated again: its messages, and why each turn ended."""
         said = [turn.message | ({"reasoning_content": turn.reasoning} if turn.reasoning else {}) for turn in row.turns]
         messages = row.messages_before(said)
         while messages[-1]["role"] != ASSISTANT:  # of turns that were not reached
@@ -192,7 +192,7 @@ class RecordBuilder:
         }
 
     def _thought(self, row: Row, result: Result) -> dict[str, int]:
-        """The tokens of thought of all samples, if the row has a thinking budget."""
+        """The number of thinking tokens in all samples, if the row has a thinking budget."""
         budget = row.params.thinking_token_budget
         if budget is None or self._answers is None:
             return {}

@@ -1,6 +1,6 @@
 """The run directory: the names of its files, checks that a run wrote them, and their replacement and removal.
 
-An unfinished job has a folder of its own in ``journal/``: no stale or partial file is mistaken for another job's.
+Each unfinished job has a separate folder in ``journal/``, so its files cannot be mistaken for another job's.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RunDir:
             raise UsageError(f"{self.manifest} was not written by a run; choose another output.path")
 
     def _foreign_files(self) -> list[Path]:
-        """The files of a run, but not ``job.json``, nor files that a run killed at its beginning may leave."""
+        """The files of a run except ``job.json`` and files that a run killed at its start may leave."""
         try:
             files = [path for path in (*self._outputs, self.errors, self.report) if path.exists()]
             if self._progress.exists() and not _is_progress(self._progress):
@@ -171,7 +171,7 @@ class RunDir:
         return [JournalledJob(path, manifest) for path, manifest in read if manifest is not None]
 
     def is_begun(self) -> bool:
-        """Whether a run has written here, if only its progress. Raises as ``read_manifest``."""
+        """Whether a run has written here, even if only its progress. Raises as ``read_manifest``."""
         return self.manifest.exists() or bool(self.journalled()) or _is_progress(self._progress)
 
     def unfinished(self) -> list[JournalledJob]:

@@ -1,7 +1,7 @@
 """The journal's files, and the index of the rows in them, in eight bytes per row.
 
 Segments ``000001-TOKEN.seg``, ``000002-TOKEN.seg`` have one checksummed line per record. JSON holds no newline, so
-damage costs the lines it hits. Random tokens: no two machines name a segment alike.
+damage costs the lines it hits. Random tokens keep two machines from giving a segment the same name.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Damage:
 def encode_line(kind: bytes, index: int, cursor: Cursor | None, payload: bytes) -> bytes:
     """The line ``CRC KIND INDEX CURSOR PAYLOAD\\n`` of one record; ``payload`` is JSON without a newline.
 
-    CRC-32 in hex digits is of all bytes after it; the cursor, ``file:offset:row:index`` or ``-``, is where reading can
-    continue after the row.
+    CRC is the CRC-32 of all bytes after it, in hex digits; the cursor, ``file:offset:row:index`` or ``-``, is the place
+    in the input after the row, from which reading can continue.
     """
     position = b"-" if cursor is None else b"%d:%d:%d:%d" % (cursor.file, cursor.offset, cursor.row, cursor.index)
     body = b" %b %d %b %b\n" % (kind, index, position, payload)

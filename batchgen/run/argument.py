@@ -33,8 +33,8 @@ def load_spec(
 ) -> tuple[JobSpec, Shard]:
     """The job from a file, from a run directory, or from flags alone; and the shard to run.
 
-    The argument may also be data, as for ``--input``; the output is then ``runs/NAME`` if the command ``writes``, or
-    shows what would be written. Flags win. Raises UsageError.
+    The argument may also be data, as for ``--input``; if the command ``writes``, the output path is then ``runs/NAME``
+    by default. Flags override the job's keys. Raises UsageError.
     """
     from batchgen.config.load import PLACES, load_job
 
@@ -90,7 +90,7 @@ def _folder_for(data: str) -> str:
 
 
 def _without_query(data: str) -> str:
-    """A URL without its query, which may differ each time, such as a signature."""
+    """A URL without its query, which may be a signature that differs each time."""
     return bare(data) if scheme_of(data) else data
 
 

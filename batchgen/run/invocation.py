@@ -119,7 +119,7 @@ class Invocation:
     ) -> bool:
         """Run the rows of a job and record their results in the sink's journal; returns whether all of them ended.
 
-        The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved, also if no worker
+        The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved, even if no worker
         is left.
         """
         self.progress.sink = sink
@@ -171,7 +171,7 @@ class Invocation:
         return loaded
 
     def claim(self, manifest: Manifest) -> None:
-        """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""
+        """Check that the finished files can be published; call it before the run. Raises UsageError, RemoteError."""
         if self._publish:
             with self.progress.phase("checking output.publish", "read"), refusals_as_usage():
                 Publication(Bucket(self._publish), self.run_dir, manifest).claim(overwrite=self.options.overwrite)
@@ -209,7 +209,7 @@ class RequestStream:
         self.gives_rows = False
 
     def tasks(self, rows: Iterable[Row]) -> Iterator[Request | Row]:
-        """Requests of ``rows``, or the rows, in order, with tokens of earlier invocations; ends early on a stop."""
+        """Requests for ``rows``, or the rows, in order, with their tokens so far; ends early on a stop."""
         answers = prepared(map(self._with_tokens, rows), self._build)
         while not self._stopper.requested:
             with self._charge("read"):

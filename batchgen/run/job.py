@@ -116,7 +116,7 @@ class _Job:
             return self._run(source, None)  # as the engine computes that is loaded now
 
     def _run(self, source: Source, resumable: JournalledJob | None) -> Outcome:
-        """Begin the job, or continue it from its journal, up to its outputs."""
+        """Begin the job, or continue it from the journal ``resumable``, and write its outputs."""
         self.opened = OpenJob(self.spec, self.model, source, self.digests)
         self.begun = self._begin() if resumable is None else self._continue(resumable)
         earlier = None if self.begun.manifest.taken else self._earlier_results()
@@ -158,7 +158,7 @@ class _Job:
             return open_source(input_spec, self.run_dir.owns)
 
     def _reopen(self) -> None:
-        """Open the rows at their new place: standard input is kept once the job has been accepted."""
+        """Open the rows of standard input in the kept copy, to which they move once the job is accepted."""
         if self.stdin is not None:
             self.opened.source = self._open_source(self.stdin.path)
 

@@ -44,8 +44,8 @@ class EngineLike(Protocol):
 class LoadedEngine:
     """An engine with its weights; ``close`` releases resources outside this process.
 
-    ``numerics`` must stay the same for a run: others give other tokens. ``facts`` are sizes for the report, after the
-    engine has run; ``prepare`` waits for the kernels, and ``notes`` are shown then. An engine that ``takes_rows``
+    ``numerics`` must stay the same for a run: others give other tokens. ``facts`` are sizes for the report, complete
+    once the engine has run; ``prepare`` waits for the kernels, then ``notes`` are shown. An engine that ``takes_rows``
     returns journal entries. ``num_launches`` tells a long step from one that hangs. ``workers`` describes the current
     workers: name, place, state, rows, tokens_per_s, in_flight.
     """
@@ -82,7 +82,7 @@ class RunContext:
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Import torch without garbage collection of its hundred thousands of objects, during the import or later.
+    """Import torch so that the garbage collector skips its hundreds of thousands of objects, now and later.
 
     Collecting them takes a tenth of a short run. If the calling program has imported torch, this does nothing.
     """

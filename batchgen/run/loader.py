@@ -82,7 +82,7 @@ class ModelInfo:
         return with_embedding(self._with_recommended(spec), self.config, self.vectors)
 
     def _with_recommended(self, spec: JobSpec) -> JobSpec:
-        """The job with the values of the model, if it asks for them. Raises UsageError without any."""
+        """The job with the model's recommended values, if it asks for them. Raises UsageError if there are none."""
         if spec.explicit_sampling_keys is None:
             return spec
         if self.recommended is None:
@@ -285,7 +285,7 @@ def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
-    """The dtype for which kernels are compiled, as far as known without torch; "" if none are."""
+    """The dtype that kernels are compiled for, if it is known without torch; otherwise ""."""
     is_cpu = model.device == "cpu" or (model.device == "auto" and not Path("/dev/nvidiactl").exists())
     dtype = config.auto_dtype(is_cpu=True) if model.dtype == "auto" else model.dtype
     return dtype if is_cpu else ""

@@ -33,7 +33,7 @@ _SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes")
 
 
 class Merged(NamedTuple):
-    """Result of a merge: the counts of rows, None if it was done before, and reasons for a missing report."""
+    """Result of a merge: counts of rows (None if the merge was done before), and reasons for a missing report."""
 
     counts: Counts | None
     problems: Sequence[str] = ()
@@ -92,8 +92,8 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlier: Sequence[JournalledJob]) -> Merged:
     """Copy the records of all shards into a journal, and write the joined files from it.
 
-    The journals of ``earlier`` killed merges are removed once the new journal exists: until then they show whose the
-    outputs are.
+    The journals of ``earlier`` killed merges are removed once the new journal exists: until then they show that a
+    merge wrote the outputs.
     """
     begun = run_dir.begin(manifest)
     for other in earlier:
@@ -119,7 +119,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, earlie
 
 
 def _write_report(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest, totals: RowTotals) -> Sequence[str]:
-    """Write the report of the merged run, unless a shard's cannot be read; returns a line for each of these."""
+    """Write the report of the merged run unless a shard's report cannot be read; returns a line per such shard."""
     reports, problems = [], []
     for shard in shards:
         try:

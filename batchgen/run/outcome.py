@@ -25,8 +25,8 @@ _MAX_UNREAD = 3  # lines about rows that took others
 class Outcome:
     """End of an invocation: the exit code of the process, lines for the user, the report of a finished run.
 
-    ``stop_reason`` is why it was asked to stop, perhaps too late: ``is_finished`` says whether the outputs are written.
-    ``--quiet`` prints ``failures`` too, since cron and systemd pass on what is printed, not the exit code.
+    ``stop_reason`` says why a stop was requested, perhaps too late: see ``is_finished``, which means that the outputs
+    are written. ``--quiet`` prints ``failures`` too: cron and systemd pass on the output, not the exit code.
     """
 
     exit_code: ExitCode
@@ -80,7 +80,7 @@ def _unread(run_dir: RunDir) -> Iterator[str]:
 
 
 def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str], *, has_failed: bool) -> Outcome:
-    """The outcome of a job that was finished before, with failed rows or not; the files ``edited`` changed since."""
+    """The outcome of a job that was finished before, and whose files ``edited`` have been changed since then."""
     changed = f"{', '.join(edited)} was edited since; " if edited else ""
     line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite starts again"
     if not has_failed:

@@ -32,8 +32,8 @@ _Task = TypeVar("_Task")  # a request, or a row that workers make into one
 def entry_of(row: Row, result: Result, record_builder: RecordBuilder) -> JournalEntry:
     """The journal entry for the engine's result of a row, which may be an error.
 
-    An error in processing a text that a model wrote fails its row only, since it would come again at each resume.
-    Errors of memory, disk and starting processes are not the row's fault, and are raised.
+    If processing the model's text raises an error, only this row fails, since each resume would raise it again.
+    Errors of memory, of the disk and of starting processes are not the row's fault, and are raised.
     """
     error = result.error
     if error is None:
@@ -102,7 +102,7 @@ class ResultSink:
             self.empty_fields.update(self._template.empty_fields(row.columns))
 
     def save_turns(self, row: ChatRow) -> None:
-        """Keep the turns of a row that has another one. Raises StorageError."""
+        """Save the finished turns of a row that has more turns. Raises StorageError."""
         if not row.output_token_ids:  # else the journal has them
             with self._charge("write"), self._lock:
                 self.journal.add_partial(row.index, row.generated_token_ids)
@@ -125,7 +125,7 @@ class ResultSink:
         self.num_computed_tokens += entry.num_computed_tokens
 
     def tick(self) -> None:
-        """Let the journal sync, from another thread: the next row may take long.
+        """Let the journal sync now, since the next row may take long; safe in any thread.
 
         A storage error is not raised here: the journal raises it for the next row.
         """

@@ -76,7 +76,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def watch_status(folder: Path, interval_s: float = WATCH_S) -> Iterator[dict[str, Any]]:
-    """``read_status`` every ``interval_s`` seconds, until a run that was running no longer is.
+    """``read_status`` every ``interval_s`` seconds, until the run ends.
 
     If the run is not running, it waits up to ``START_S`` seconds for it to start.
     """

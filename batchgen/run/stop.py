@@ -48,7 +48,7 @@ class Watchdog:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it ends the process, or would if the first signal came now."""
+        """Seconds until it ends the process; before the first signal, all of ``drain_s``."""
         leave_at = self._leave_at
         return self._drain_s if leave_at is None else max(leave_at - time.monotonic(), 0.0)
 

@@ -103,7 +103,7 @@ class FolderJobs:
         return self.finished is not None and is_same(replace(self.finished, parts=[]), now, spec)
 
     def is_done(self, now: Manifest, spec: JobSpec, digests: Digests) -> bool:
-        """Whether the outputs belong to this job and have its form, though they may have been edited."""
+        """Whether the outputs are this job's, in the form that it asks for; they may have been edited since."""
         if self.finished is None or is_between(self._run_dir, self.finished, digests):
             return False
         was, is_now = ({name: job["output"].get(name) for name in FORM} for job in (self.finished.job, now.job))
@@ -111,7 +111,7 @@ class FolderJobs:
         return is_there and was == is_now and self.is_of_outputs(now, spec)
 
     def edited(self, digests: Digests) -> list[str]:
-        """The files of the last finished job that have been changed since; ``errors.jsonl`` may also be missing."""
+        """The files of the last finished job that have been changed since, but not a missing ``errors.jsonl``."""
         finished, run_dir = self.finished, self._run_dir
         if finished is None or is_between(run_dir, finished, digests) or not run_dir.has_outputs():
             return []

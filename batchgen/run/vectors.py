@@ -43,7 +43,7 @@ def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> Jo
 
 
 def cut_note(num_rows: int, cut_at: int | None) -> Iterator[str]:
-    """A line on the rows whose texts have as many tokens as the model takes, if there are any."""
+    """A line about texts that may have been cut at the model's limit, ``cut_at`` tokens, if there are any."""
     if num_rows:
         texts = f"{counted(num_rows, 'text')} may have been cut at {cut_at} tokens, the most that the model takes"
         yield f"{texts}: --no-truncate refuses longer texts"

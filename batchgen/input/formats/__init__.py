@@ -20,11 +20,11 @@ Rows = Generator[Row, None, int]
 
 
 class InputFile(ABC):
-    """One file of the input, or one dataset; ``output_format`` is the ``output.format`` most like it.
+    """One file of the input, or one dataset; ``output_format`` is the most similar ``output.format``.
 
-    ``path`` is the local file or folder that is read, which no output may overwrite, or None; ``local_files`` hold the
-    rows. ``unread`` columns have cells that could not be read and are null in their rows. ``types`` are the Arrow types
-    of columns whose type JSON lacks.
+    ``path`` is the local file or folder that is read (outputs may not overwrite it), or None; ``local_files`` hold the
+    rows. ``unread`` columns have unreadable cells, which are null in their rows. ``types`` are the Arrow types of
+    columns with a type that JSON lacks.
     """
 
     output_format = "jsonl"
@@ -37,9 +37,9 @@ class InputFile(ABC):
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         """Yield the rows from ``at`` on with an index below ``stop``, leaving out those not ``wanted``.
 
-        The ``after`` of each row is where reading can continue: an ``offset`` and ``row`` that this format can seek to;
-        0 and 0 are the start. Returns the index after the last row it passed. Raises UsageError when the file can no
-        longer be read at all; damage inside it becomes rows with an ``error``.
+        The ``after`` of each row is the place to continue from: an ``offset`` and ``row`` that this format can seek to;
+        0 and 0 are the start. Returns the index after the last row read or left out. Raises UsageError if the file can
+        no longer be read at all; damage inside it becomes rows with an ``error``.
         """
 
     @abstractmethod
@@ -52,7 +52,7 @@ class InputFile(ABC):
             digests.check_unchanged(path)
 
     def check_unchanged(self, digests: Digests) -> None:
-        """As ``check_local_files``, also for remote files; called once, at the end."""
+        """Like ``check_local_files``, for remote files too; called once, at the end."""
         self.check_local_files(digests)
 
     def num_rows(self) -> int | None:
@@ -60,7 +60,7 @@ class InputFile(ABC):
         return None
 
     def num_bytes(self) -> int | None:
-        """Size of the file as stored, None if reading it only to count its rows would cost too much."""
+        """Size of the stored file; None if reading it only to count its rows would cost too much."""
         return None
 
 

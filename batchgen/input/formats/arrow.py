@@ -56,7 +56,7 @@ def batch_rows(num_rows: int, num_bytes: int) -> int:
 
 
 def pieces(batch: pa.RecordBatch, first: int = 0) -> Iterator[pa.RecordBatch]:
-    """A batch from its row ``first`` on, in parts that each take some megabytes once converted."""
+    """The rows of a batch from ``first`` on, in parts that each take some megabytes once converted."""
     size = batch_rows(batch.num_rows, batch.nbytes)
     return (batch.slice(at, size) for at in range(first, batch.num_rows, size))
 
@@ -75,7 +75,7 @@ class TableFile(InputFile):
         wanted: Wanted | None,
         rows_before: int = 0,
     ) -> Rows:
-        """Yield the rows of batches from ``at`` on; see ``InputFile.read``. ``rows_before`` come first in the file."""
+        """Yield the rows of batches, which begin at ``at`` and after ``rows_before`` rows; see ``InputFile.read``."""
         for batch in batches:
             num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
             positions = [position for position in range(num_rows) if wanted is None or wanted(at.index + position)]
@@ -90,7 +90,7 @@ class TableFile(InputFile):
         return at.index
 
     def _spares(self, name: str) -> bool:
-        """Whether rows can run without an unreadable cell of the column, which is then marked as ``unread``."""
+        """Whether rows can run although a cell of this column is unreadable; if so, adds the column to ``unread``."""
         if self._spec.spares(name):
             self.unread |= {name}
         return self._spec.spares(name)
@@ -102,7 +102,7 @@ def rows_at(
     request_columns: Collection[str] = (),
     spares: Callable[[str], bool] | None = None,
 ) -> list[RowValues]:
-    """The values of the rows at some positions of a batch, in their order; see ``_row`` for one that cannot be read.
+    """The values of the rows at ``positions`` of a batch, in this order, each with its error if it cannot be read.
 
     For ``request_columns`` see ``InputSpec``. An unreadable cell becomes null if ``spares`` accepts its column (None:
     rows need all columns). Raises UsageError as ``check_names``.
@@ -216,7 +216,7 @@ def _item(feature: Any) -> Any:
 
 
 def _of_structs(arrow_type: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
-    """Drops null fields of structs in a request: the type has all rows' fields."""
+    """Drops null fields of structs in a request: Arrow gives each row the fields of all rows."""
     children, is_sequence = feature, isinstance(feature, dict) and feature.get("_type") == "Sequence"
     if is_sequence and isinstance(_item(feature), dict):  # so older files call a struct of lists
         children = {name: [child] for name, child in _item(feature).items()}

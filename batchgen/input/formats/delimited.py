@@ -91,7 +91,7 @@ class DelimitedFile(LinesFile):
         return header
 
     def _split_by(self, delimiter: str) -> Line | None:
-        """The header, if ``delimiter`` gives it as many cells as the first row; the file then has this delimiter."""
+        """The header, if ``delimiter`` gives it as many cells as the first row; it is then the file's delimiter."""
         before, self._dialect = self._dialect, _dialect(delimiter)
         header, row = self._first_records()
         if row is None or len(row.cells) == len(header.cells) > 1:
@@ -118,7 +118,7 @@ def _dialect(delimiter: str) -> Any:
 
 
 class _Lines:
-    """The lines of one record, as the reader asks for them. Raises RowProblem if they are too long.
+    """The lines of one record, read when the parser needs them. Raises RowProblem if they are too long.
 
     Bytes that are not UTF-8 set ``problem`` and reach the reader as surrogates, which are neither delimiters nor
     quotes.

@@ -133,7 +133,7 @@ def _open_saved(folder: Path) -> _Opened:
 
 
 def _stored_batches(files: Iterable[str], first: int) -> Iterator[pa.RecordBatch]:
-    """The rows of a saved split from ``first`` on, read and not mapped: a mapped file that shrinks ends the process."""
+    """The rows of a saved split from ``first`` on, not memory-mapped: if a mapped file shrinks, the process dies."""
     for name in files:
         with pa.OSFile(name) as file, pa.ipc.open_stream(file) as stream:
             for batch in stream:

@@ -1,6 +1,6 @@
 """Files in which a row is a line: JSON Lines and plain text, which differ only in how a line is parsed.
 
-A cursor is the byte after a line in the decompressed text, and the lines before it: reading can start anywhere.
+A cursor holds a byte offset in the decompressed text and the number of lines before it: reading can start anywhere.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
 
 
 def parse_text(line: bytes) -> dict[str, Any]:
-    """A line of plain text as column ``text``, without its end, white space around it kept."""
+    """A line of plain text as column ``text``, without its line end but with the white space around it."""
     return {"text": decode_utf8(line.removesuffix(b"\n").removesuffix(b"\r"))}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is a row: bytes, 1-based number, offset after it, error; of a table ``num_lines`` and ``cells``."""
+    """A line that is a row: its bytes, 1-based number, the offset after it, its error; ``cells`` if in a table."""
 
     content: bytes
     number: int
@@ -64,8 +64,8 @@ class Line:
 class LinesFile(StoredFile):
     """A text file, plain or compressed. ``parse`` turns a line into columns or raises RowProblem.
 
-    Lines end with LF or CRLF; blank lines count, but not as rows; a byte order mark is dropped. A compressed file that
-    is cut off or corrupt gives the rows before the damage and one ``bad_encoding`` row; long lines are ``too_long``.
+    Lines end with LF or CRLF; blank lines are numbered but are not rows; a byte order mark is dropped. A truncated or
+    corrupt compressed file gives the rows before the damage and one ``bad_encoding`` row; long lines are ``too_long``.
     """
 
     def __init__(self, content: InputBytes, parse: Callable[[bytes], dict[str, Any]]) -> None:

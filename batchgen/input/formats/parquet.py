@@ -1,6 +1,6 @@
 """Parquet files, read one row group at a time.
 
-A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups without a wanted row are not touched.
+A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups without a wanted row are not read.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ _PROBE_BYTES = 1 << 10  # in which text of two bytes a character shows its zeros
 
 
 def open_file(item: Path | str, spec: InputSpec) -> InputFile:
-    """Open one file, or a dataset, which is an ``hf:`` name or a folder; a string may be an address too.
+    """Open one file, or a dataset (an ``hf:`` name or a folder); a string may also be an address.
 
-    Raises UsageError with a remedy when it cannot be read, contradicts the job's ``format`` or is of no known format,
-    RemoteError when its server cannot be reached.
+    Raises UsageError with a remedy if it cannot be read, or its format contradicts the job's ``format`` or is unknown;
+    RemoteError if its server cannot be reached.
     """
     if isinstance(item, str) and scheme_of(item):
         return _open_bytes(RemoteFile(item, spec.encoding or ""), spec)
@@ -134,7 +134,7 @@ def _refuse_as_text(name: str, head: bytes) -> None:
 
 
 def _wide_encoding(head: bytes) -> str:
-    """The encoding of text of two or four bytes per character, by its mark or its zeros; empty for other text."""
+    """UTF-16 or UTF-32, recognized by a byte order mark or by zero bytes; empty for other text."""
     if encoding := next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), ""):
         return encoding
     probe = head[:_PROBE_BYTES]
@@ -164,7 +164,7 @@ def _refuse_other_encoding(name: str, head: bytes) -> None:
 
 
 def _signs_of_cp1252(line: bytes) -> str:
-    """The characters beyond ASCII of a line that is cp1252 and not UTF-8; "" for another line."""
+    """The non-ASCII characters of a line that is cp1252 and not UTF-8; "" for other lines."""
     try:
         line.decode()
         return ""

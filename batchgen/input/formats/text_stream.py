@@ -1,6 +1,6 @@
-"""The bytes of a text file, decompressed where needed; a damaged compressed file ends early with the reason.
+"""The bytes of a text file, decompressed if it is compressed; a damaged file ends early, with the reason.
 
-Compression is recognized by the first bytes, never by the name: no UTF-8 text begins with these marks.
+Compression is recognized by the first bytes, never by the name: UTF-8 text cannot begin with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ESCAPE = "batchgen.escape"  # an error handler of codecs
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    """Undecodable bytes as surrogates, which UTF-8 never has; if they include ASCII, one surrogate for all of them."""
+    """Replace undecodable bytes by surrogates, which UTF-8 never has: one for all bytes if they include ASCII."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     with suppress(UnicodeError):
@@ -66,7 +66,7 @@ class Decompressed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader passes
-        """Fill ``buffer`` as far as the next block reaches; 0 at the end."""
+        """Fill ``buffer`` with bytes of the next block; returns their number, 0 at the end."""
         if not self._pending:
             self._pending = memoryview(next(self._blocks, b""))
         size = min(len(buffer), len(self._pending))
@@ -100,7 +100,7 @@ class Decompressed(io.RawIOBase):
 
 
 class Transcoded(io.RawIOBase):
-    """Text of another encoding as UTF-8. Undecodable bytes stay, so that their rows become error rows."""
+    """Text of another encoding, converted to UTF-8. Undecodable bytes are kept and make their rows error rows."""
 
     def __init__(self, stream: BinaryIO, encoding: str) -> None:
         self._stream = stream
@@ -126,7 +126,7 @@ class Transcoded(io.RawIOBase):
         return size
 
     def _decode(self, block: bytes) -> str:
-        """The text of a block. A block that ends in an unfinished sequence is decoded as if the file ended there."""
+        """The text of a block. If decoding fails, the block is decoded as if the file ended with it."""
         before = self._decoder.getstate()
         try:
             return self._decoder.decode(block, self._is_ended)
@@ -140,9 +140,9 @@ class Transcoded(io.RawIOBase):
 
 
 def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
-    """A stream of the file's text in UTF-8 that starts ``offset`` bytes into it, decompressed. Raises ``OSError``.
+    """A stream of the file's decompressed text in UTF-8, from byte ``offset`` of that text on. Raises ``OSError``.
 
-    A plain file is seeked; another one is decompressed or decoded up to the offset.
+    In a plain file it seeks; other files are decompressed or decoded up to the offset.
     """
     plain = content.open()
     codec = _codec(plain)
@@ -168,13 +168,13 @@ def _codec(stream: BinaryIO) -> str | None:
 
 
 def damage(stream: BinaryIO) -> str | None:
-    """Damage that ended a stream of ``open_text`` before its file; None if the stream is undamaged."""
+    """The damage that ended a stream of ``open_text`` too early; None if there is none."""
     raw = getattr(stream, "raw", None)
     return raw.damage if isinstance(raw, Decompressed | Transcoded) else None
 
 
 def foreign_compression(content: InputBytes) -> str | None:
-    """The name of an unsupported compression, if a file begins with its mark."""
+    """The name of an unsupported compression, if the file begins with its magic bytes."""
     with content.open() as stream:
         head = stream.read(16)
     return next((name for magic, name in _FOREIGN_MAGIC.items() if head.startswith(magic)), None)

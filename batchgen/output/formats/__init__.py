@@ -1,6 +1,6 @@
-"""Output formats, and the plainest one, the only one to be read back: a JSON object per line, as in the journal.
+"""Output formats, and the default one: JSON Lines, as in the journal, the only format that is read back.
 
-A format turns payloads into the rows of one file; its caller decides on rows, their order, and when it appears.
+A format turns payloads into the rows of one file; its caller chooses the rows, their order, and when it appears.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batchgen.core.storage import storage_errors
 
 
 class OutputFormat:
-    """``outputs.jsonl``; other formats override it. A row is JSON without a newline, in the format's own shape."""
+    """``outputs.jsonl``, and the base of other formats. Each row is a JSON text without a newline."""
 
     def result_row(self, payload: bytes) -> bytes:
         return payload

@@ -1,6 +1,6 @@
-"""Arrow columns of packed arrays (``core.logprobs``): their bytes become the column's, with no object per number.
+"""Arrow columns of packed arrays (``core.logprobs``), made of their bytes without an object per number.
 
-If all items in a file have the same size, so has their type; a type declared with size 1 is a placeholder.
+If all items in a file have the same size, their type states it; a type declared with size 1 is a placeholder.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def vector_types(dtype: str) -> dict[str, Any]:
 
 
 def holds_numbers(kind: Any) -> bool:
-    """Whether a type is lists of numbers, at any depth."""
+    """Whether a type is a list of numbers, or of lists of numbers at any depth."""
     return _is_list(kind) and (holds_numbers(kind.value_type) or pa.types.is_primitive(kind.value_type))
 
 
 def sized_type(kind: Any, values: Iterable[Any], before: Any = None) -> Any:
-    """The type of a column of packed arrays or nulls, with the size that all ``values`` share, or without one.
+    """The type of a column of packed arrays or nulls: lists of fixed size if all ``values`` share it.
 
-    ``before`` is the type of the column in the rows before, None for the first ones. Other types have no size.
+    ``before`` is the column's type in earlier rows, None for the first ones. Other types are returned unchanged.
     """
     inner = kind.value_type if pa.types.is_list(kind) else kind
     if not pa.types.is_fixed_size_list(inner):
@@ -71,7 +71,7 @@ def array_of(value: Any, kind: Any) -> Any:
 
 
 def _lists(column: Any, kind: Any, counts: Iterable[int], is_null: Any = None) -> Any:
-    """Lists from the items of a column, of ``counts`` items unless the kind fixes their size; null if ``is_null``."""
+    """The items of ``column`` as lists: ``counts`` items each unless ``kind`` fixes the size; null if ``is_null``."""
     if pa.types.is_fixed_size_list(kind):
         return pa.FixedSizeListArray.from_arrays(column, kind.list_size, mask=is_null)
     offsets = pa.array([*accumulate(counts, initial=0)], pa.int32())

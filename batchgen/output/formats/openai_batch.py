@@ -21,10 +21,10 @@ from batchgen.output.formats import OutputFormat
 
 @dataclass(frozen=True, slots=True)
 class OpenAIBatchFormat(OutputFormat):
-    """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``.
+    """``outputs.jsonl`` of batch responses. ``chat`` says whether rows without a ``url`` are chats.
 
     ``model`` is used for requests that do not name a model; ``created`` is when the run was begun, in seconds since
-    1970. With ``has_ids`` ids come from a column; otherwise an integer is the row's index.
+    1970. With ``has_ids`` ids come from a column; otherwise an integer id is the row's index.
     """
 
     model: str
@@ -80,7 +80,7 @@ class OpenAIBatchFormat(OutputFormat):
         return name if isinstance(name, str) and name else self.model
 
     def _embedding(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of one or several vectors; base64 encodes float32 numbers, lowest byte first."""
+        """The body for one or several vectors; base64 holds little-endian float32 numbers."""
         vectors, count = record.get("embeddings") or [record["embedding"]], record["usage"]["prompt_tokens"]
         if kept.get("encoding_format") == "base64":
             vectors = [b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() for vector in vectors]
@@ -95,7 +95,7 @@ def _head(record: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _choice(index: int, sample: Mapping[str, Any], chat: bool, row: int) -> dict[str, Any]:
-    """A choice of the body, from a sample, or from the record of a row with a single sample."""
+    """A choice of the body, made from a sample; a record with a single sample is one itself."""
     text, reason, calls = sample.get("text"), sample["finish_reason"], sample.get("tool_calls")
     choice: dict[str, Any] = {"index": index}
     more = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
@@ -139,7 +139,7 @@ def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _chat_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
-    """``bytes`` is null if the token holds a part of a character and the record lacks its bytes."""
+    """A token's log-probability; ``bytes`` is null for part of a character if the record lacks the bytes."""
     text, content = _token_text(token), token.get("bytes")
     if content is None:
         return {"token": text, "logprob": token["logprob"], "bytes": None if "\ufffd" in text else [*text.encode()]}
@@ -148,7 +148,7 @@ def _chat_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``text_offset`` counts the characters of the tokens before, each decoded by itself."""
+    """Log-probabilities of a completion; ``text_offset`` is the sum of the lengths of all earlier tokens' texts."""
     texts = [_token_text(token) for token in tokens]
     tops = [_by_text(token["top_logprobs"]) for token in tokens]
     return {
@@ -160,7 +160,7 @@ def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _by_text(tops: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Log-probabilities by text; if tokens have the same text, the likeliest, which comes first, counts."""
+    """Log-probabilities by text; if tokens share a text, the first and likeliest counts."""
     logprobs: dict[str, float] = {}
     for top in tops:
         logprobs.setdefault(_token_text(top), top["logprob"])

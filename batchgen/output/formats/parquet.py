@@ -34,7 +34,7 @@ _INFERRED = pa.null()  # stands for the type of a column that is found from its 
 
 
 def field_of(name: str, kind: Any) -> Any:
-    """The field of a column of Arrow type ``kind``, or of JSON text if that is None."""
+    """The field of a column: of Arrow type ``kind``, or of JSON text if ``kind`` is None."""
     return pa.field(name, kind) if kind is not None else pa.field(name, pa.string(), metadata=_JSON_MARK)
 
 
@@ -124,7 +124,7 @@ def _parsed_type(text: str) -> Any:
 def table_of(lines: Sequence[bytes], fixed: Mapping[str, Any]) -> pa.Table:
     """Records as the table of ``outputs.parquet``.
 
-    Only this thread reads it. Arrow's own threads release a Python file after the content was returned; if the
+    Arrow's own threads are not used: they may release a Python file after its content was returned, and if the
     interpreter ends just then, they are unwound within C++, which aborts the process.
     """
     file = BytesIO()
@@ -139,7 +139,7 @@ class ParquetFormat(OutputFormat):
         self._fixed, self._carried = fixed, carried
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """Iterate ``rows`` twice, and again for each column whose type turns out not to fit while it is written."""
+        """Iterate ``rows`` twice, and once more for each column with a value that turns out not to fit its type."""
         fields = infer_fields(rows, self._fixed, self._carried)
         while (unfit := self._write_groups(file, rows, fields)) is not None:
             fields[unfit] = None
@@ -214,7 +214,7 @@ def _restored(values: Sequence[Any], kind: Any) -> Any:
 
 
 def _common_type(kind: Any, values: list[Any]) -> Any:
-    """The type that holds all values of type ``kind`` and ``values`` too, None if no type does."""
+    """The type that can hold both ``values`` and any value of type ``kind``; None if there is none."""
     try:
         schemas = [pa.schema([("column", each)]) for each in (kind, pa.array(values).type)]
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
@@ -224,7 +224,7 @@ def _common_type(kind: Any, values: list[Any]) -> Any:
 
 
 def _is_storable(kind: Any, levels: int = _MAX_LEVELS) -> bool:
-    """Whether Parquet can hold the type, readers accept its depth (``levels``), and its keys look like fields."""
+    """Whether Parquet can hold the type, at most ``levels`` deep, and its objects have few enough keys."""
     if not pa.types.is_nested(kind):
         return True
     if pa.types.is_struct(kind) and not 0 < kind.num_fields <= _MAX_FIELDS:
@@ -242,7 +242,7 @@ def _is_json(field: Any) -> bool:
 
 
 def _has_flags(kind: Any, values: Iterable[Any]) -> bool:
-    """Whether a bool is among floats: Arrow makes it a number, but refuses all other values that it would change."""
+    """Whether a bool is among floats: the only value that Arrow changes, to a number, instead of refusing it."""
     present = [value for value in values if value is not None]
     if pa.types.is_struct(kind):
         return any(_has_flags(item.type, [value.get(item.name) for value in present]) for item in kind)
