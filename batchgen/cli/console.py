@@ -1,6 +1,6 @@
 """Output of commands: results on stdout, one-line messages on stderr, without terminal control characters.
 
-A stdout that is full or closed changes the exit code, a stderr does not.
+A full or closed stdout changes the exit code; a full or closed stderr does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def show(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Write a message to stderr; further lines are indented, so that they do not look like messages of their own."""
+    """Write a message to stderr; its further lines are indented, so that they do not look like separate messages."""
     first, *more = (printable(line) for line in masked_in(text).split("\n"))
     with suppress(OSError, ValueError):
         click.echo("\n".join([f"batchgen: {first}", *(f"  {line.strip()}" for line in more)]), err=True)

@@ -132,7 +132,7 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
 
 
 def _of_message(topic: str, rows: Sequence[str]) -> Iterator[str]:
-    """The help on a message: ``rows`` of the tables in page ``faq``, or else the page on the module that prints it."""
+    """The help on a message: ``rows`` of the tables in page ``faq``, or the page about the module that prints it."""
     if rows:
         yield from (f"# {topic}", "", "| message | what to do |", "|---|---|", *rows, "")
     elif message := printed(topic):
@@ -185,7 +185,7 @@ def _pages() -> dict[str, str]:
 
 
 def sections(page: str, text: str) -> Iterator[Section]:
-    """All sections of a page, itself first."""
+    """All sections of a page; the first is the page itself."""
     lines = text.splitlines()
     heads: list[tuple[int, int]] = []  # line, level
     is_code = False

@@ -40,7 +40,7 @@ def plan(job: str | None, as_json: bool, **values: Any) -> int:
 
     Writes nothing and needs no weights. Shows rows, rows with results in the output folder, bad rows by line, token
     counts and KV memory. The time is estimated from the last run's report, or with --calibrate from up to 64 rows of
-    the input, within about 25 %. The flags of run are taken too; those that say how to run, such as --deadline, have no
+    the input, within about 25 %. All flags of run are accepted; those that say how to run, such as --deadline, have no
     effect here.
 
     \b

@@ -43,10 +43,10 @@ def report(
 ) -> int:
     """Show how a finished run went: time, throughput, failures.
 
-    With --compare the figures of OTHER appear next to it and, where it is a folder, which answers changed. Each gate
-    counts only where it is given; with either, a larger share of failed rows is a regression too. A gate that finds
-    nothing to judge, such as accuracy over other rows, is an error (exit 2). --html writes one file that loads nothing
-    else, with the comparison if there is one; its charts need matplotlib.
+    With --compare the figures of OTHER appear next to it and, if it is a folder, which answers changed. A gate is
+    checked only if it is given; with either gate, a larger share of failed rows is a regression too. A gate that cannot
+    be judged, such as accuracy over other rows, is an error (exit 2). --html writes one file that loads nothing else,
+    with the comparison if there is one; its charts need matplotlib.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Addresses of remote files: which of them a job takes, and what files and messages show of them.
+"""Addresses of remote files: which ones a job accepts, and how files and messages show them.
 
 A query, parameter or fragment may give access: it is shown as ``***`` with a digest. Passwords are refused.
 """
@@ -32,7 +32,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def prefix_of(text: str) -> str:
-    """The start that makes a text an address: ``https://``, ``hf:``, or ``https:/`` with a slash too few; else ""."""
+    """The start that makes a text an address: ``https://``, ``hf:``, or ``https:/`` with one slash missing; else ""."""
     match = _START.match(text)
     return match[0] if match else ""
 

@@ -68,12 +68,12 @@ def is_right(rule: str, answer: str | None, expected: Any) -> bool:
 
 
 def normal(text: str) -> str:
-    """A text as it is compared: without white space around it, case, commas, dollar signs and a last full stop."""
+    """A text as it is compared: in lower case, without outer white space, commas, dollar signs and a last full stop."""
     return text.strip().casefold().replace(",", "").replace("$", "").removesuffix(".").strip()
 
 
 def text_of(value: Any) -> str:
-    """The text of an expected answer, which the input may hold as a number or another type: JSON, with 3.0 as 3."""
+    """The text of an expected answer; a number or another type becomes JSON, with 3.0 as 3."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT:
         value = int(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

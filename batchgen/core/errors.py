@@ -10,7 +10,7 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
     ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
     │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
-    ├── InputError           exit 2   an input changed or cannot be read on while a run reads it; finished rows stay
+    ├── InputError           exit 2   an input changed or became unreadable during the run; finished rows stay
     ├── RunStopped           exit 75  the run was stopped before its last row; running it again continues it
     ├── GateFailed           exit 4   plan --fail-if-over, report --compare, check
     └── LockedError          exit 5   another process holds the run directory
@@ -92,7 +92,7 @@ class ResumeMismatch(UsageError):
 
 
 class InputError(BatchgenError):
-    """A file differs from what the run read first, or cannot be read on; the run ends and its finished rows stay."""
+    """A file has changed since the run began, or can no longer be read; the run ends and its finished rows stay."""
 
     exit_code = ExitCode.USAGE
 

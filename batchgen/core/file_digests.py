@@ -50,8 +50,8 @@ class _Entry:
 
 
 class Digests:
-    """SHA-256 of files by path, each read once; ``kept`` is an earlier run's ``to_plain``; invalid entries do not
-    count.
+    """SHA-256 of files by path, each read once; ``kept`` is an earlier run's ``to_plain``; invalid entries are
+    ignored.
     """
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:

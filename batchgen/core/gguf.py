@@ -42,7 +42,7 @@ class GgufHeader(NamedTuple):
 
 
 def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
-    """The header of a GGUF file, without arrays other than ``arrays``. Raises ModelError for a damaged file."""
+    """The header of a GGUF file; only the arrays named in ``arrays`` are kept. Raises ModelError for a damaged file."""
     size = file_bytes(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -56,7 +56,7 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads little-endian values one after the other, none beyond ``end``. Raises struct.error or ValueError."""
+    """Reads consecutive little-endian values that end before ``end``. Raises struct.error or ValueError."""
 
     def __init__(self, data: mmap.mmap, end: int) -> None:
         self._data = data

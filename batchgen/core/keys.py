@@ -54,7 +54,7 @@ Resume = Literal["same", "compared", "free"]
 
 
 class Key(NamedTuple):
-    """A declared key. ``help`` describes the value; for a switch, the one that is not its default.
+    """A declared key. ``help`` describes the value, for a switch the value that is not the default.
 
     ``resume`` says what a resume may change: nothing, because outputs depend on the value ("same"); the value, but not
     what it refers to, such as the content of a file ("compared"); or everything ("free").

@@ -24,7 +24,7 @@ _KEYS = {"dtype", "shape", "base64"}
 
 
 class TokenLogprob(NamedTuple):
-    """Natural log-probability of a token at its position, and (token id, log-probability) of the likeliest there."""
+    """Natural log-probability of a token, and (token id, log-probability) of the likeliest tokens at its position."""
 
     token_id: int
     logprob: float
@@ -83,7 +83,7 @@ class Logprobs:
 
 
 def record_bytes(nums_top: Iterable[int | None], nums_tokens: Iterable[int], *, is_packed: bool) -> int:
-    """About the bytes of log-probabilities in a record; per part, how many likeliest tokens (or None) and tokens."""
+    """About how many bytes a record's log-probabilities take; ``nums_top`` likeliest tokens (or None) for each part."""
     pairs = sum((1 + top) * count for top, count in zip(nums_top, nums_tokens, strict=True) if top is not None)
     return pairs * (PACKED_BYTES if is_packed else JSON_BYTES)
 

@@ -145,7 +145,7 @@ def limit_memory(max_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Free bytes: the least of the system's estimate and what each limit on memory leaves."""
+    """Free bytes: the system's estimate, or fewer if a limit on memory leaves less."""
     room = [_meminfo_available()]
     if (limit := address_space_bytes()) is not None:
         room.append(max(0, limit - _num_pages(0) * resource.getpagesize()))
@@ -189,7 +189,7 @@ def cpus_by_node() -> list[list[int]]:
 
 
 def visible_gpus(device: str) -> list[str]:
-    """Names, as in CUDA_VISIBLE_DEVICES, of the GPUs that a job may share out; empty if ``device`` names one or a CPU.
+    """Names, as in CUDA_VISIBLE_DEVICES, of the GPUs for a job's workers; empty if ``device`` names one or a CPU.
 
     The driver's files under /dev are read, so torch is not imported.
     """
@@ -240,7 +240,7 @@ def cpu_limits() -> list[int]:
 
 
 def _groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """The version and folder of each of this process's control groups that may limit what a controller controls."""
+    """The version and folder of each control group of this process that may have limits of ``controller``."""
     names = {"": "", controller: ""}  # by controller, which version 2 does not name
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():

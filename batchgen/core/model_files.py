@@ -200,8 +200,8 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
 def resolve_model(path: str, revision: str, patterns: Sequence[str]) -> Path:
     """The folder or GGUF file that ``path`` names: a local one, else a Hub id's files that match ``patterns``.
 
-    With ``HF_HUB_OFFLINE=1`` nothing is downloaded. For ORGANIZATION/NAME/FILE.gguf, other files of the repository are
-    not. Raises ModelError that says how the name was read, or which file cannot belong to a model.
+    With ``HF_HUB_OFFLINE=1`` nothing is downloaded. For ORGANIZATION/NAME/FILE.gguf, other weights are not downloaded.
+    Raises ModelError, which says how the name was read or which file cannot belong to a model.
     """
     model = Path(path)
     try:

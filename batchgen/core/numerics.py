@@ -16,7 +16,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Numerics of a run; values that plain data lacks are defaults, of which "auto" means "as the dtype decides".
+    """Numerics of a run. Values that plain data lacks have their defaults; "auto" there means "as for the dtype".
 
     A ``dtype`` or ``device`` of "auto" is known once the weights are loaded. ``head`` is "untied" if the checkpoint has
     a head although its config ties it. ``llguidance`` is the version of the library that masks tokens, if a job has
@@ -49,7 +49,7 @@ class Numerics:
 
     @property
     def integers(self) -> str:
-        """Tensors that are kept or multiplied in another type than the dtype."""
+        """The tensors that are stored or multiplied in a type other than ``dtype``, as words."""
         parts = {"weights": self.weights, "activations": self.activations, "keys and values": self.kv_cache_dtype}
         return ", ".join(f"{value} {name}" for name, value in parts.items() if value != AUTO)
 

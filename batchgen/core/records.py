@@ -114,12 +114,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input row, with what is known of it so far: first its columns, then its id, then its prompt.
+    """One input row; its columns come first, then its id, then its prompt.
 
     ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line (or row) in
-    ``source``; ``after`` is where the next row starts. A row with an ``error`` cannot become a request; ``text`` is a
-    line without columns. ``params`` and ``prompt_token_ids`` (``Request.identity_tokens``) are its request's. An
-    earlier run generated ``output_token_ids``. ``answers`` are ranges of the assistant's tokens in a prompt.
+    ``source``; ``after`` is where the next row starts. A row with an ``error`` cannot become a request; ``text`` is its
+    line if it could not be parsed. ``params`` and ``prompt_token_ids`` (``Request.identity_tokens``) are the request's.
+    An earlier run generated ``output_token_ids``. ``answers`` are ranges of the assistant's tokens in a prompt.
     """
 
     index: int
@@ -221,9 +221,9 @@ class Timings:
     """Durations of one request in seconds of one monotonic clock; everything here depends on the schedule.
 
     ``queue_s`` runs from submission to the first scheduling, ``prefill_s`` to the first token, ``decode_s`` to the
-    last; ``ttft_s`` and ``total_s`` count from submission; ``tpot_s`` is decode time over (tokens - 1), of the longest
-    sample's tokens of this run. ``cached_tokens`` of the prompt were not computed: all of them in a copy of an
-    identical answer.
+    last; ``ttft_s`` and ``total_s`` count from submission; ``tpot_s`` is decode time / (tokens - 1), for the tokens
+    that this run generated for the longest sample. ``cached_tokens`` of the prompt were not computed; in a copy of an
+    identical answer these are all.
     """
 
     queue_s: float = 0.0

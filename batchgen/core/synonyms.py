@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Synonym(NamedTuple):
-    """Name of a word here: a key (``engine.threads``) or a page, heading or command of ``help``; with a note."""
+    """Counterpart of a word: a key (``engine.threads``) or a page, heading or command of ``help``; with a note."""
 
     topic: str
     note: str = ""
@@ -20,7 +20,7 @@ class Synonym(NamedTuple):
         return bool(re.fullmatch(r"[a-z]+\.[a-z_]+", self.topic))
 
     def hint(self, name: str = "") -> str:
-        """The end of an error's line: what to type in place of the word, or to read; ``name`` is the key's name."""
+        """The hint at an error's end: the key to use in place of the word, as ``name``, or the page to read."""
         pointer = f"here it is {name or self.topic}" if self.is_key else f"see batchgen help {self.topic}"
         return f" ({self.note}; {pointer})" if self.note else f" ({pointer})"
 
@@ -287,17 +287,17 @@ _WORDS = {_plain(word): synonym for synonym, words in _TABLE.items() for word in
 
 
 def synonym_of(word: str) -> Synonym | None:
-    """Entry of a word of another tool; None for a word that the table does not hold."""
+    """The entry for another tool's word; None for a word that the table lacks."""
     return _WORDS.get(_plain(word))
 
 
 def command_of(word: str) -> str:
-    """Text to type in place of a command of another tool; "" for a word that the table does not hold."""
+    """The text to type in place of another tool's command; "" for a word that the table lacks."""
     return _TYPED.get(_plain(word), "")
 
 
 def value_of(key: str, value: str) -> str:
-    """Value of ``section.key`` that another tool calls ``value``; "" if the table does not hold it."""
+    """The value of ``section.key`` that another tool calls ``value``; "" if the table lacks it."""
     return _VALUES.get(key, {}).get(value.lower(), "")
 
 

@@ -1,4 +1,4 @@
-"""What devices can do beyond running a step: queue the next step behind it, and repeat a step from a recording.
+"""Abilities of a device beyond running a step: queueing the next step after it, and repeating a recorded step.
 
 A step of one token per sequence repeats the launches of any other of its size; only the inputs' content differs.
 """

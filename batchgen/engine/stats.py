@@ -79,7 +79,7 @@ class EngineStats:
         steps_s: seconds of all steps, without idle time.
         sequences_s, tokens_s, kv_use_s: sums over steps of sequences, tokens and the share of held blocks, each times
             the step's seconds; divided by ``steps_s`` they are means over time.
-        sum_experts: sum over steps of the share of experts that their tokens are expected to meet.
+        sum_experts: sum over steps of the share of experts that their tokens are expected to use.
         forward_prefill_s: part of phase "forward" for prefill tokens, if a step's time is divided evenly by tokens.
         phase_s: seconds per phase of a step.
     """

@@ -49,10 +49,10 @@ NO_ROPE = Rope(1.0, "proportional", rotated_share=0.0)  # all cosines 1, all sin
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward of ``num_experts``, of which each token meets the ``num_active`` with the highest scores.
+    """A feed-forward of ``num_experts`` experts; each token uses the ``num_active`` ones with the highest scores.
 
     Scores are ``sigmoid`` or ``softmax`` of the router's float32 logits; with ``has_bias``, a bias counts for the
-    choice only. Weights are scores times ``scale``, if ``is_normalized`` over (their sum + ``normalizer_eps``).
+    choice only. Weights are scores times ``scale``, divided by (their sum + ``normalizer_eps``) if ``is_normalized``.
     """
 
     num_experts: int
@@ -131,7 +131,7 @@ class ModelConfig:
 
     @property
     def saved_dtype(self) -> str:
-        """The dtype of the checkpoint's numbers; "" if tensors get the model's: from GGUF, or with an adapter."""
+        """The dtype of the checkpoint's numbers; "" for GGUF and with an adapter, as tensors get the model's dtype."""
         return "" if self.is_gguf or self.has_adapter else self.dtype
 
     def stored_name(self, module: str) -> str:
@@ -146,7 +146,7 @@ class ModelConfig:
 
     @property
     def parts(self) -> str:
-        """Parts with kernels of their own: "dense" or "experts", "scales" for factors, "tiles" if heads fill tiles."""
+        """Parts that need special kernels: "dense" or "experts", "scales" for factors, "tiles" if heads fill tiles."""
         scales = " scales" if (self.embedding_scale, self.logits_scale) != (1, 1) else ""
         return self.feed_forward + scales + ("" if self.head_dim % TILE_STEP else " tiles")
 
@@ -165,7 +165,7 @@ class ModelConfig:
 
     @property
     def ff_dim(self) -> int:
-        """The largest feed-forward width that a token meets in one layer."""
+        """The largest feed-forward width that a token uses in one layer."""
         return max(map(_active_width, self.layers))
 
     @property
@@ -188,13 +188,13 @@ class ModelConfig:
 
     @property
     def tail_reach(self) -> int | None:
-        """Tokens before a token (if not causal, also after it) that tail layers read; None without attention."""
+        """How many tokens before a token (if not causal, also after it) tail layers read; None without attention."""
         reach = self.conv_l_cache - 1 if self.is_causal else self.conv_l_cache // 2
         return None if self.num_tail_layers is None else self.num_tail_layers * reach
 
     @property
     def linear_params_per_token(self) -> int:
-        """Weights of the linears that one token meets, except the output projection; each costs 2 FLOP."""
+        """Weights of the linears that one token uses, except the output projection; each costs 2 FLOP."""
         return sum(map(self._params_per_token, self.layers))
 
     @property
@@ -205,14 +205,14 @@ class ModelConfig:
 
     @property
     def expert_params(self) -> int:
-        """Parameters of experts, which a step reads only if one of its tokens meets them."""
+        """Parameters of experts, which a step reads only if one of its tokens uses them."""
         experts = [layer.experts for layer in self.layers if layer.experts]
         return 3 * self.hidden_size * sum(some.num_experts * some.ff_dim for some in experts)
 
     def expected_experts(self, num_tokens: int) -> float:
-        """The share of a layer's experts that ``num_tokens`` meet, if each expert is equally likely for every token.
+        """The share of a layer's experts that ``num_tokens`` use, if each expert is equally likely for every token.
 
-        This is an upper bound: tokens with similar choices meet fewer. 0 for a model without experts.
+        This is an upper bound: tokens with similar choices use fewer. 0 for a model without experts.
         """
         shares = (some.num_active / some.num_experts for layer in self.layers if (some := layer.experts))
         return 1.0 - (1.0 - next(shares, 0.0)) ** num_tokens
@@ -232,7 +232,7 @@ class ModelConfig:
         return (self.vocab_size if self.has_head else len(self.labels)) * self.hidden_size
 
     def _params_per_token(self, layer: LayerShape) -> int:
-        """Weights of the linears of a layer that one token meets: with experts the router and the active ones."""
+        """Weights of a layer's linears that one token uses; of experts, the router and the active ones."""
         heads = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
         gates = self.num_heads if self.has_attention_gate else 0
         mixer = 4 * self.hidden_size if layer.mixer == CONV else heads + gates
@@ -286,7 +286,7 @@ class ModelConfig:
 
 
 def _active_width(layer: LayerShape) -> int:
-    """The feed-forward width of one layer that a token meets."""
+    """The feed-forward width of one layer that a token uses."""
     return layer.experts.num_active * layer.experts.ff_dim if layer.experts else layer.ff_dim
 
 

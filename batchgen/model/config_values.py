@@ -72,7 +72,7 @@ class ConfigValues:
         return self._typed("a string", names, default)
 
     def _typed(self, expected: str, names: tuple[str, ...], default: T) -> T:
-        """A value of the type of ``default``, which ``expected`` names in errors; for texts the newest name counts."""
+        """A value of the type of ``default``, which errors call ``expected``; for texts the newest name counts."""
         value = self.get(*names, default=default) if isinstance(default, str) else self._agreed(names, default)
         if not isinstance(value, type(default)):
             raise self.error(f"{self._name(names)} must be {expected}, not {shown(value)}")
@@ -110,7 +110,7 @@ class ConfigValues:
         return values._scaled(theta, rope_type, positions)
 
     def _scaled(self, theta: float, rope_type: str, positions: int) -> Rope:
-        """The rotary embedding of a type that these values scale; ``positions`` is from the config itself, or 0."""
+        """The rotary embedding of this type; ``positions`` comes from the config itself, or is 0 if it lacks them."""
         if rope_type == "llama3":
             low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
             if low >= high:
@@ -166,7 +166,7 @@ class ConfigValues:
         return ConfigValues(self._typed("an object", (name,), empty), f"{self.location}: {shown(name)[1:-1]}")
 
     def expect(self, name: str, value: object, why: str) -> None:
-        """Refuse any value except the supported one, which is the default; ``why`` says so."""
+        """Refuse any value except the supported one, ``value``, which is the default; ``why`` ends the message."""
         if (other := self.get(name, default=value)) != value:
             raise self.error(f"{name} is {shown(other)}; {why}")
 

@@ -37,7 +37,7 @@ class Layer:
 
     @property
     def linears(self) -> list[tuple[Linear, int]]:
-        """All linears that a token meets, each with the width of its input."""
+        """All linears that a token passes through, each with the width of its input."""
         return self.mixer.linears + self.feed_forward.linears
 
 
@@ -72,7 +72,7 @@ class Decoder:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """``dtype``, ``device``, ``kernels``' variant, and unusual settings; with others the tokens would differ."""
+        """``dtype``, ``device``, the variant of ``kernels``, and unusual settings: all that may change tokens."""
         dtype = str(self.dtype).removeprefix("torch.")
         integers = {"weights": self.kernels.weights, "activations": self.kernels.activations}
         named = {name: value for name, value in integers.items() if value != "auto"}

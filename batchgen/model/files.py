@@ -55,7 +55,7 @@ class ModelFiles:
         return fingerprint
 
     def check_unchanged(self, digests: Digests) -> None:
-        """Raises ModelError if a file may have changed since its digest was taken: it may have been loaded changed."""
+        """Raises ModelError if a file may have changed since its digest was taken, and so before it was loaded."""
         for _, folder, patterns in self.parts:
             for path in model_files(folder, patterns):
                 with suppress(OSError):

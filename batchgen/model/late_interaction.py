@@ -28,8 +28,8 @@ class Side:
     """Settings by which the texts of one side, queries or documents, become tokens and vectors.
 
     ``prefix`` precedes each text, without the white space around it if ``strips``; ``marker`` ("" for none) follows the
-    first token. A text has at most ``max_tokens`` (None: the model's most). ``filler`` fills shorter ones up to
-    ``filled_to``; others see it if ``attends``. Tokens in ``skipped`` have no vector.
+    first token. A text has at most ``max_tokens`` (None: the model's most). Shorter ones are filled with ``filler`` up
+    to ``filled_to``; other tokens see the filler if ``attends``. Tokens in ``skipped`` do not get a vector.
     """
 
     prefix: str = ""

@@ -1,6 +1,6 @@
 """Parts of a decoder layer: attention, short convolution, feed-forward; weights by role, state as an argument.
 
-Activations are [num_tokens, hidden_size]; ``linears`` are those that a token meets, with the width of each input.
+Activations are [num_tokens, hidden_size]; ``linears`` lists what a token passes through, with the width of each input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchgen.model.weights import ROUTER_BIAS, TAPS, NamedTensors
 
 
 class AddedLinear:
-    """The last linear of a mixer or feed-forward: its product, normed in some families, is added to the residual."""
+    """The last linear of a mixer or feed-forward; its product (normed in some families) is added to the residual."""
 
     def __init__(
         self, linear: Linear, post_norm: str, tensors: NamedTensors, config: ModelConfig, kernels: Kernels
@@ -33,7 +33,7 @@ class AddedLinear:
 
 
 class FeedForward:
-    """SwiGLU: ``down(silu(gate x) * up x)``, or with gelu for silu."""
+    """SwiGLU: ``down(silu(gate x) * up x)``, or the same with gelu in place of silu."""
 
     def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
         width, inner = config.hidden_size, shape.ff_dim
@@ -109,7 +109,7 @@ class ShortConv:
         self.bias = torch.zeros(width, device=weight.device) if bias is None else bias.float()
 
     def mix(self, x: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        """Input of ``out_proj``; updates ``state``."""
+        """Compute the input of ``out_proj`` from ``x``, and update ``state``."""
         bcx = self.in_proj(x)
         if inputs.unseen is not None:
             bcx[inputs.unseen] = 0
@@ -119,8 +119,8 @@ class ShortConv:
 class Attention:
     """Grouped-query attention.
 
-    Depending on the family with biases; with a norm per head on queries and keys, before the rotary embedding; with a
-    gate on each head's output; over a window of positions.
+    Families may add biases, a norm per head on queries and keys before the rotary embedding, a gate on each head's
+    output, or a window of positions.
     """
 
     def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
@@ -141,5 +141,5 @@ class Attention:
         self.linears = [(self.qkv, width), (out_proj, config.num_heads * d)]
 
     def mix(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor, subset: LogitsSubset | None) -> Tensor:
-        """Input of ``out_proj``, of the tokens of ``subset`` if it is given; writes all tokens to ``cache``."""
+        """Compute the input of ``out_proj``, for all tokens or those of ``subset``; writes all tokens to ``cache``."""
         return self.kernels.attend(self.qkv(x), self.heads, rotary, inputs, cache, subset)

@@ -32,7 +32,7 @@ class MeasureConfig:
     buffer_bytes: int
 
     def on(self, device: torch.device) -> MeasureConfig:
-        """The same for this device: on a GPU, few rows would measure launches, and a small buffer its cache."""
+        """The settings for a device: on a GPU, few rows would measure launches, and a small buffer the cache."""
         if device.type != "cuda":
             return self
         rows = tuple(_GPU_ROWS * count for count in self.row_counts)
@@ -62,7 +62,7 @@ def weight_bytes(model: Decoder) -> float:
 
 
 def _rate(work: Callable[[], object], amount: float, device: torch.device, config: MeasureConfig) -> float:
-    """The best rate per second of work that does ``amount`` of something."""
+    """The best rate of several calls of ``work``: ``amount``, what one call does, per second."""
     return amount / min(_times_s(work, device, config.repeats, 0.0))
 
 

@@ -43,11 +43,11 @@ class Work:
 class Costs:
     """FLOP and bytes per unit of each thing that the engine counts.
 
-    FLOP: two per weight that a token meets, four per head dimension and position that it attends to. What follows the
-    last attention's keys and values counts with the logits; one token per sequence and step attends there. Bytes: per
-    step every weight (of experts the expected share) and each sequence's keys and values. Layers with a window count at
-    most that many positions. Counts assume a causal model: in others each of n tokens attends to n positions, not (n +
-    1) / 2.
+    FLOP: two per weight that a token uses, four per head dimension and position that it attends to. All work after the
+    last attention's keys and values is counted with the logits; one token per sequence and step attends there. Bytes:
+    per step every weight (the expected share of experts) and each sequence's keys and values. Layers with a window
+    count at most that many positions. Counts assume a causal model: in others each of n tokens attends to n positions,
+    not (n + 1) / 2.
     """
 
     flops_per_token: int

@@ -27,7 +27,7 @@ _ACTIVATIONS = {"Identity": False, "Tanh": True}
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer after the model, in a folder of its own; ``has_tanh``: a hyperbolic tangent follows."""
+    """A linear layer after the model, in a separate folder; ``has_tanh``: a hyperbolic tangent follows."""
 
     folder: Path
     inputs: int
@@ -140,7 +140,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 
 def _max_tokens(folder: Path) -> int | None:
-    """The longest text, which newer releases only write into the tokenizer's settings; None if it is not given."""
+    """The most tokens of a text, which newer releases only write into the tokenizer's settings; None if not given."""
     for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
         path = folder / name
         values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))

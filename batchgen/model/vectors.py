@@ -1,6 +1,6 @@
 """The head of a model that gives vectors: dense layers, cut, L2 norm, in sentence-transformers' order; or label scores.
 
-Each row is worked on by itself in float32, so that its bits do not depend on other rows.
+Each row is computed separately in float32, so that its bits do not depend on other rows.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class TensorSource(Protocol):
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name, in ``dtype`` if not the model's.
 
-        Raises ModelError: it is missing, or its shape is not ``shape``.
+        Raises ModelError if it is missing or its shape is not ``shape``.
         """
 
     def finish(self, optional: str = "") -> None:
@@ -153,7 +153,7 @@ class Checkpoint(StoredTensors[str]):
         return self._mapped[1]
 
     def read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
-        """The tensor of that name as it is stored. Raises ModelError: it is missing, or of another shape."""
+        """The tensor of that name as it is stored. Raises ModelError if it is missing or has another shape."""
         if name not in self._locations:
             raise ModelError(f"{self.path}: the weights lack tensor {name!r}, which config.json asks for")
         file = self._open(self._locations[name])
@@ -169,7 +169,7 @@ class Checkpoint(StoredTensors[str]):
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name on the source's device, in its dtype or as ``stored_dtype`` says.
 
-        Raises ModelError: as ``read``, or its numbers are not floating-point.
+        Raises ModelError as ``read``, and for numbers that are not floating-point.
         """
         tensor = self.read(name, shape)
         if tensor.dtype not in WEIGHT_DTYPES:
@@ -183,8 +183,8 @@ class Checkpoint(StoredTensors[str]):
 class RandomTensors:
     """Random weights of any shape, the same in every run: for measuring speed without a checkpoint.
 
-    Without an ``Init`` of their own they are normal around zero with deviation ``std``. They have the dtypes of tensors
-    from a checkpoint saved in ``saved``.
+    Tensors without an ``Init`` are normally distributed around zero with deviation ``std``. They have the dtypes of
+    tensors from a checkpoint saved in ``saved``.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class NamedTensors:
         return self._source.take(self.name(role, part), shape, init, dtype)
 
     def norm(self, role: str, width: int) -> Tensor:
-        """Weights [width] of a norm, in memory of their own and the model's dtype."""
+        """A copy of the weights [width] of a norm, in the model's dtype."""
         offset = self._config.norm_offset
         weight = self.take(role, width, init=Init(1.0 - offset, 0.1))
         return (weight.float() + offset).to(self.dtype, copy=True)
@@ -267,10 +267,10 @@ class NamedTensors:
 
 
 def untied(config: ModelConfig, tensors: NamedTensors) -> ModelConfig:
-    """The shape with its own output projection, if the checkpoint's differs from the embedding.
+    """The shape with an untied output projection, if the checkpoint's projection differs from the embedding.
 
-    Some fine-tunes are saved with such a head, although their config says that it is tied. As in transformers, both are
-    compared in the dtype of the model.
+    Some fine-tunes are saved with such a head, although their config says that it is tied. As in transformers, the two
+    are compared in the model's dtype.
     """
     if not (config.tie_embedding and config.has_head and tensors.holds("head")):
         return config

@@ -1,6 +1,6 @@
 """Calibration: runs a sample of a job's rows in the real engine and scales their time to the whole job. Imports torch.
 
-Rates come from steps at least half as full as the fullest; the steps after these count once, as a job's end does.
+Rates come from steps at least half as full as the fullest; the later, emptier steps count once, as the job's end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALIBRATION_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Seconds per token of prompts and of answers; and the seconds and answer tokens of the end of the sample."""
+    """Seconds per prompt token and per answer token; seconds and answer tokens of the end of the sample."""
 
     prefill_s: float
     decode_s: float
@@ -103,7 +103,7 @@ def _observed(engine: Engine, requests: Sequence[Request], results: Sequence[Res
 
 
 def _warm_up(engine: Engine, requests: Sequence[Request]) -> None:
-    """Run first steps, which touch memory, over reversed prompts: blocks of real prompts would be found again."""
+    """Run first steps, which touch memory. Prompts are reversed, so that the real ones find no cached blocks later."""
     params = SamplingParams(max_tokens=0 if requests[0].pooling else 2)
     prompts = [request.prompt_token_ids[::-1] for request in requests]
     for _ in engine.run([Request(key, ids, params, pooling=requests[0].pooling) for key, ids in enumerate(prompts)]):

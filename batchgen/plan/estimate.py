@@ -143,7 +143,7 @@ class ExpectedLengths:
     def observed(cls, finished: list[int], unfinished: list[int]) -> ExpectedLengths | None:
         """Lengths of sampled rows, some of them still unfinished; None if none finished.
 
-        If some are unfinished, each row gets the mean: all tokens so far per ended row.
+        If some are unfinished, each row gets the mean: all tokens so far, divided by the number of ended rows.
         """
         if not finished:
             return None
@@ -170,7 +170,7 @@ class Estimate:
     engine_s: float
 
     def on_workers(self, number: int) -> Estimate:
-        """The same with the engine's work shared out."""
+        """The same with the engine's work divided among workers."""
         engine_s = self.engine_s / number
         return Estimate(self.basis, self.wall_s - self.engine_s + engine_s, engine_s)
 

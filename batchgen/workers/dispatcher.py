@@ -44,7 +44,7 @@ class RowDispatcher:
         num_chars: Callable[[Row], int] = lambda row: 0,
         num_workers: int = 1,
     ) -> None:
-        """``num_chars`` of a task is about how much memory it takes; ``num_workers`` are those that may join."""
+        """``num_chars`` estimates the memory of a task; up to ``num_workers`` workers may join."""
         self.workers: dict[str, WorkerState] = {}  # that are here
         self._clock = clock
         self._num_chars_of = num_chars
@@ -269,7 +269,7 @@ class RowDispatcher:
         return alone
 
     def _isolate(self) -> dict[str, Assignment]:
-        """Run each lease that must run alone in an idle worker. They come last, when workers are idle."""
+        """Give each lease that must run alone to an idle worker. This comes last: only then are workers idle."""
         assignments = {}
         for worker in [worker for worker in self._takers() if not worker.tasks][: len(self._alone)]:
             assignments[worker.name] = Assignment(tuple(self._give(worker, self._alone.popleft())))
@@ -279,7 +279,7 @@ class RowDispatcher:
     def _back_up(self) -> dict[str, Assignment]:
         """Send copies of the fullest worker's newest rows to workers with free slots, in equal parts.
 
-        Waiting rows are copied to any of these workers, running rows only to a worker that has nothing but copies.
+        Waiting rows are copied to any of these workers, running rows only to a worker whose rows are all copies.
         """
         helpers = sorted((w for w in self._takers() if w.num_waiting < 0), key=lambda w: len(w.tasks))
         holders = self.workers if helpers else {}

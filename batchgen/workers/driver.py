@@ -40,9 +40,9 @@ class NoWorkers(RunStopped):
 
 
 class WorkersEngine:
-    """Runs tasks on the workers of a launcher. ``begin`` is to be called before ``run``, ``close`` at the end.
+    """Runs tasks on the workers of a launcher. Call ``begin`` before ``run``, and ``close`` at the end.
 
-    ``refuse`` says why a worker may not take part, or nothing; ``note`` shows a line to the user.
+    ``refuse`` returns why a worker may not take part, or ""; ``note`` shows a line to the user.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class WorkersEngine:
 
     @property
     def _num_useful(self) -> int:
-        """The most workers worth having: fewer after some were given up, 0 after too many ended in vain."""
+        """The most workers to run: fewer after some were given up, 0 after too many ended without a finished row."""
         max_workers = self._launcher.num_wanted[1]
         return 0 if self._num_in_vain > max(_MAX_IN_VAIN, 2 * max_workers) else max_workers - self._num_given_up
 

@@ -150,11 +150,11 @@ class WorkerLauncher(ABC):
 
     @abstractmethod
     def place(self) -> tuple[Remote, Future[str]]:
-        """A new process, and its future place."""
+        """A new process, and a future of its place."""
 
     @abstractmethod
     def begin(self, handle: WorkerHandle) -> Future[Any]:
-        """Let a worker that has a place load the model: a ``WorkerReady``, or a ``WorkerLost``."""
+        """Let a placed worker load the model; the future gives a ``WorkerReady`` or a ``WorkerLost``."""
 
     def reason_of(self, error: Exception) -> str:
         """Reason why a call gave no result, in a few words."""

@@ -1,6 +1,6 @@
 """Workers that are processes of this machine, each with its slice of processors, devices and memory.
 
-A fork of the driver, which has threads, could deadlock: workers are fresh interpreters, called over sockets by pickles.
+Workers are fresh interpreters, called with pickles over sockets: forks of the driver could deadlock, as it has threads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loop around a worker's engine: steps it in one thread, and makes rows into requests in another.
 
-So neither messages nor the tokenizer delay a step; ``assign`` and ``collect`` are called by ``Worker``.
+Thus neither messages nor the tokenizer delay a step. ``Worker`` calls ``assign`` and ``collect``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RowProcessor:
         self._rows: dict[int, Row] = {}  # whose requests are with the engine
 
     def build(self, rows: Sequence[Row]) -> Iterator[Request | JournalEntry]:
-        """The request of each row, or the row as failed."""
+        """The request of each row, or the journal entry of a failed row."""
         for row, request in self._builder.build(rows):
             if request is None:
                 yield failed_entry(row, self._record_builder)
@@ -50,7 +50,7 @@ class RowProcessor:
                 yield request
 
     def finish(self, result: Result) -> JournalEntry | ChatRow:
-        """The row of a result, ready for the journal, or to be built again since it has another turn."""
+        """The journal entry of the row that ``result`` ends, or the row itself if its next turn must be built."""
         row = self._rows.pop(result.key)
         if isinstance(row, ChatRow) and isinstance(self._builder, TurnBuilder):
             row, whole = self._builder.after(row, result)

@@ -52,11 +52,11 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUpdate:
-    """Message of a worker to the driver, at least every ``HEARTBEAT_S``, so that its silence means something.
+    """Message of a worker to the driver, at least every ``HEARTBEAT_S``.
 
     ``progress`` counts steps, launches of kernels and rows made into requests: a worker with rows hangs if it does not
-    grow. ``finished`` are answers, ``partials`` the tokens so far of half-done tasks, by key, which replace those sent
-    before. ``stats`` are ``EngineStats.counts`` or None. With ``stopped`` unfinished tasks are given back.
+    grow. ``finished`` are answers; ``partials`` are the tokens so far of half-done tasks by key, in place of earlier
+    ones. ``stats`` are ``EngineStats.counts`` or None. With ``stopped`` unfinished tasks are given back.
     """
 
     finished: tuple[Answer, ...] = ()
@@ -69,7 +69,7 @@ class WorkerUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is gone. ``error`` is what it ended with, which would also have ended a single process."""
+    """A worker is gone. ``error`` ended it, and would also have ended a run in a single process."""
 
     reason: str
     error: Exception | None = None

@@ -60,7 +60,7 @@ class WorkerResources:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, device: str, nodes: Collection[Node]) -> WorkerResources:
-        """The resources that a job asks for.
+        """The resources that a job asks for, per worker.
 
         By default a worker has one GPU, if the job may run on GPUs and the cluster has some; otherwise as many CPUs as
         the smallest machine.

@@ -36,7 +36,7 @@ class NoRoom(BatchgenError):
 
 
 class RayWorker(Worker):
-    """Worker on the cluster, in the main thread of a process of its own."""
+    """Worker on the cluster, in the main thread of a separate process."""
 
     def place(self) -> str:
         """The machine's id; the call returns as soon as the process has started."""

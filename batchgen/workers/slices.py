@@ -40,9 +40,9 @@ def split_machine(
 ) -> list[MachineSlice]:
     """The slices of the most workers that a job may have on this machine; ``num_rows`` is the number of rows, if known.
 
-    "auto" is a worker for each GPU that the job may use, or else for each NUMA node, whose memory is fastest: at most
-    as many as get some full batches. A number is lowered, with a line for ``note``, to the rows and, without GPUs, to
-    the processors and the memory (``weight_bytes`` each). Raises UsageError if there are fewer GPUs.
+    "auto" is a worker per GPU that the job may use, or else per NUMA node, whose own memory is fastest, as long as each
+    gets some full batches. A given number that exceeds the rows or, without GPUs, the processors or the memory
+    (``weight_bytes`` each) is lowered, with a line for ``note``. Raises UsageError if there are fewer GPUs.
     """
     cluster, nodes, gpus = spec.cluster, cpus_by_node(), visible_gpus(spec.model.device)
     gpus_each = (1 if cluster.gpus_per_worker is None else cluster.gpus_per_worker) if gpus else 0

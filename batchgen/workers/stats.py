@@ -1,4 +1,4 @@
-"""Counts of all workers of a run: together in the shape of one engine's (``EngineStats``), and of each by itself.
+"""Counts of all workers of a run: their sums in the shape of one engine's (``EngineStats``), and each worker's.
 
 Phases are means over the workers, steps and tokens sums.
 """

@@ -49,7 +49,7 @@ class Start:
 
 
 class Worker:
-    """A loaded model and the loop around its engine. Each method is called once the one before has returned."""
+    """A loaded model and the loop around its engine. Calls of its methods do not overlap."""
 
     def begin(self, start: Start, part: MachineSlice) -> WorkerReady | WorkerLost:
         """Load the model in this process, which takes its slice of the machine."""
@@ -98,7 +98,7 @@ def lost_to(error: BaseException) -> WorkerLost:
 
 
 def _portable(error: BaseException) -> Exception:
-    """The error as it can be raised in another process; its traceback is a note."""
+    """A copy of the error that can be pickled, with the traceback as a note; else a RuntimeError with its message."""
     with suppress(Exception):
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is type(error) and isinstance(copy, Exception) and str(copy) == str(error):
@@ -110,8 +110,8 @@ def _portable(error: BaseException) -> Exception:
 def main(handle: int, driver: int) -> NoReturn:
     """Run the methods that the process ``driver`` calls through the socket ``handle``.
 
-    This process ends with its driver: when their socket closes, and on Linux also by the system. It ignores signals
-    that reach all processes of a job: its driver says when to stop.
+    When the driver ends, the socket closes and this process ends too; on Linux the system also kills it. It ignores
+    signals that reach all processes of a job: its driver says when to stop.
     """
     _follow(driver)
     connection, worker = Connection(handle), Worker()

@@ -44,9 +44,9 @@ class WorkerState:
         return len(self.tasks) - self.max_num_seqs
 
     def num_ahead(self, num_workers: int) -> int:
-        """Rows that should wait in it: more than it finishes before others can come, and many if workers are few.
+        """How many rows should wait in the worker, so that it does not run out before new ones arrive.
 
-        An engine fills its steps best from many rows, and a few workers soon repeat each other's last rows.
+        More if workers are few: full steps need many rows, and few workers soon repeat each other's last rows.
         """
         shared = _SHARED_AHEAD * self.max_num_seqs // num_workers
         return max(round(2 * self.peak_rows), self.max_num_seqs // 8, shared, 1)
@@ -64,9 +64,9 @@ class WorkerState:
 class Lease:
     """Rows that are given to a worker, and lost, together; ``tasks`` are the unanswered ones, by key.
 
-    ``holders`` are the workers that run it: none while it waits, two if it has a backup. From ``num_losses`` of
-    ALONE_AFTER on, with which a half begins, it is its worker's only lease, so that a loss says which one caused it; a
-    single row that reaches twice that number has ended its workers.
+    ``holders`` are the workers that run it: none while it waits, two if it has a backup. With ALONE_AFTER losses, with
+    which a half begins, it must be its worker's only lease, so that a loss can be blamed on it. A single row with twice
+    as many losses has ended its workers.
     """
 
     tasks: dict[int, Row]

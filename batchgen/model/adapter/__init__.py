@@ -1,1 +1,1 @@
-"""A LoRA adapter, as peft saves it, whose products are added to the weights of a model as they are loaded."""
+"""A LoRA adapter, as peft saves it; its products are added to the model's weights while they are loaded."""

@@ -1,6 +1,6 @@
 """Settings of a LoRA adapter, from its ``adapter_config.json``; without torch, so that a plan can check them.
 
-Keys mean the same as in peft. Unknown keys, and keys that ask for more than products and another head, are refused.
+Keys mean the same as in peft. Unknown keys are refused, and keys that ask for more than products and a new head.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ USE_MERGED = "only a plain LoRA is added here: merge it by what it was trained w
 class Lora:
     """A LoRA, which adds ``scale * B A``, a product of rank ``rank``, to the weight of each of its modules.
 
-    The scale is alpha over the rank, or over its root if the adapter is rank-stabilized (rsLoRA). ``alphas`` has the
-    alpha of the modules whose names end with a match of each pattern; the last pattern matches all.
+    The scale is alpha / rank, or alpha / sqrt(rank) if the adapter is rank-stabilized (rsLoRA). ``alphas`` has alphas
+    by pattern: a module has the first one whose pattern the end of its name matches; the last pattern matches all.
     """
 
     folder: Path
@@ -66,7 +66,7 @@ class Lora:
         return replace(config, has_adapter=True)
 
     def scale(self, module: str, rank: int) -> float:
-        """Factor of the product of a module's matrices of that rank. The first pattern counts, as in peft."""
+        """The scale of a module with matrices of rank ``rank``. The first pattern that matches counts, as in peft."""
         alpha = next(alpha for pattern, alpha in self.alphas.items() if re.match(rf"(.*\.)?({pattern})$", module))
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
@@ -80,7 +80,7 @@ def resolve_adapter(path: str) -> Path:
 
 
 def read_lora(folder: Path) -> Lora:
-    """The settings of the adapter in ``folder``. Raises ModelError: they are damaged, or not for a plain LoRA."""
+    """The settings of the adapter in ``folder``. Raises ModelError if they are damaged or not for a plain LoRA."""
     path = folder / ADAPTER_CONFIG
     values = ConfigValues(read_object(path, _MAX_BYTES), str(path))
     if (peft_type := values.get("peft_type")) != "LORA":
@@ -110,7 +110,7 @@ def _alphas(values: ConfigValues) -> dict[str, float]:
 
 
 def doubts(lora: Lora | None, model: str, folder: Path | None) -> list[str]:
-    """A line if the adapter was trained on another model, or lies in the model's ``folder`` and is not added."""
+    """A line if the adapter was trained on another model, or if the model's ``folder`` has one that is not added."""
     if lora is not None and not lora.is_for(model):
         return [f"the adapter was trained on {shown(lora.base)}, and is added to {model}"]
     if lora is None and folder is not None and (folder / ADAPTER_CONFIG).exists():

@@ -1,6 +1,6 @@
 """Weights of a model with a LoRA adapter added, as a source of plain weights.
 
-Products of float32 are exact in float64, where they are added rank by rank: no thread or processor changes a bit.
+Products of float32 numbers are exact in float64 and are added rank by rank: no thread or processor changes a bit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LoraTensors:
         return (is_untied and name == self._head) or self._plain.holds(name)
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The model's tensor with the adapter added. Raises ModelError also if it does not fit or sums overflow."""
+        """The model's tensor with the adapter added. Raises ModelError, also if it does not fit or sums overflow."""
         own = self._embedding if name == self._head and not self._plain.holds(name) and self._is_tied else name
         if name not in self._parts:
             tensor = self._plain.take(own, shape, init, dtype)

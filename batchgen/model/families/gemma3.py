@@ -76,7 +76,7 @@ def _window(values: ConfigValues, *, looks_ahead: bool) -> int:
 
 
 def _kinds(values: ConfigValues) -> tuple[str, ...]:
-    """The kind of each layer: as listed, or each sixth with full attention."""
+    """The kind of each layer: as listed, or every sixth with full attention."""
     if values.get("layer_types", default=None) is not None:
         return values.layer_types(_SLIDING, ATTENTION)
     pattern = values.integer("sliding_window_pattern", default=6)

@@ -45,7 +45,7 @@ def _read_smollm3(values: ConfigValues) -> ModelConfig:
 
 
 def _rotated(values: ConfigValues, num_layers: int) -> list[int]:
-    """1 for each layer with a rotary embedding, 0 for each without, which is what ``no_rope_layers`` lists."""
+    """1 for each layer with a rotary embedding, 0 for each without one, as in ``no_rope_layers``."""
     interval = values.integer("no_rope_layer_interval", default=4)
     listed = values.get("no_rope_layers", default=[int((i + 1) % interval > 0) for i in range(num_layers)])
     if not isinstance(listed, list) or len(listed) < num_layers or any(x not in (0, 1) for x in listed):

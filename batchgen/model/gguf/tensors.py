@@ -27,11 +27,11 @@ _CHUNK = 1 << 18  # values turned into float32 at once: these stay in the proces
 
 
 class GgufTensors(StoredTensors[GgufTensor]):
-    """Tensors of a GGUF file, each read back into ``dtype``; a layer's experts, which share a tensor, one by one.
+    """Tensors of a GGUF file, each read back into ``dtype``. A tensor of all experts is read one expert at a time.
 
-    Converters of the architectures ``ROTATED`` put rotated outputs i and i + head_dim / 2 of each head side by side;
-    here they are moved back. With ``is_exact`` blocks are read into float32, and the integers of Q8_0 are the file's
-    own.
+    For the architectures ``ROTATED``, converters put outputs i and i + head_dim / 2 of each head side by side; they are
+    moved back here. With ``is_exact``, blocks are read into float32, from which the file's integers of Q8_0 can be made
+    again.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GgufTensors(StoredTensors[GgufTensor]):
         """The tensor of that name; axes of one element may be missing in the file, as in convolutions.
 
         Raises ModelError: no such tensor, another shape, a type that is not read, data beyond the end of the file, or
-        no finite numbers.
+        numbers that are not finite.
         """
         entry = self._locations.get(name)
         if entry is None:
@@ -108,7 +108,7 @@ class GgufTensors(StoredTensors[GgufTensor]):
 
 
 def _by_expert(entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
-    """The places of tensors; a tensor of all experts ``x.weight`` is split into ``x.0.weight`` and so on."""
+    """The tensors' places by name; a tensor of all experts, ``x.weight``, is split into ``x.0.weight`` and so on."""
     for name, entry in entries.items():
         module = name.removesuffix(".weight")
         if not module.endswith("_exps") or len(entry.shape) != 3:
