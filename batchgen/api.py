@@ -136,11 +136,11 @@ def generate(
 
     ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list, column or other iterable of strings
     (column ``prompt``), mappings of columns and chats (lists of messages), a dict of columns, a pandas or Polars
-    DataFrame, a ``datasets.Dataset``, an Arrow table. Dates and other values of rows
-    in memory that JSON lacks become text, NaN becomes null.
+    DataFrame, a ``datasets.Dataset``, an Arrow table. Values in memory that JSON lacks, such as dates, become text;
+    NaN becomes null.
 
-    ``keys`` may be any keys of the job file, such as ``max_tokens`` or ``output``, its sections as mappings, where
-    ``sampling`` may be ``SamplingParams``, and the options of the command, such as ``max_runtime="55m"`` and
+    ``keys`` may be any keys of the job file, such as ``max_tokens`` or ``output``, its sections as mappings (or
+    ``SamplingParams`` for ``sampling``), and options of the command, such as ``max_runtime="55m"`` and
     ``overwrite=True``. With an ``output``, the same call continues an interrupted run and returns at once for a
     finished one; without an ``output``, nothing is kept. Progress is shown on a terminal and in a notebook only. Each
     call loads the model: ``LLM`` keeps one.

@@ -126,7 +126,7 @@ class LLM:
     ) -> list[dict[str, Any]]:
         """A record per chat, in order; ``messages`` is one chat or a list of them.
 
-        With ``continue_final_message`` a text is the continuation of the chat's last message, the assistant's.
+        With ``continue_final_message`` each text continues the chat's last message, which is the assistant's.
         """
         if isinstance(messages, str):
             raise UsageError("LLM.chat: messages is a string: a chat is a list of messages")
@@ -227,7 +227,7 @@ class LLM:
     def _records(
         self, rows: Iterable[Row], spec: JobSpec, *, shows: bool = False, needs_id: bool = False
     ) -> list[dict[str, Any]]:
-        """The output record or the error's of each row, in order."""
+        """The output record of each row, or its error record, in order."""
         listed = [with_id(row, spec.input) for row in rows]
         made = self._model.record_builder(spec)
         records: list[Any] = [None] * len(listed)
@@ -283,7 +283,7 @@ def _refuse_jobs(sections: Mapping[str, Any]) -> None:
 
 
 def _asks(spec: JobSpec, prompt: str | None = None, messages: str | None = None) -> JobSpec:
-    """The job with the prompt in another column."""
+    """The job with its prompt or its chat in another column."""
     return replace(spec, input=replace(spec.input, prompt=prompt, messages=messages, prompt_token_ids=None))
 
 

@@ -1,6 +1,6 @@
 """The model "batchgen" of lm-evaluation-harness, which importing this module registers; ``python -m`` runs ``lm_eval``.
 
-Each kind of request is a run; prompts are cut from the left, begun and scored as by lm-eval's model "hf".
+Each kind of request is a run; prompts are cut on the left, get first tokens and are scored as by lm-eval's model "hf".
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class BatchgenLM(TemplateLM):
         read: Callable[[Run], list[Any]],
         sampling: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """The result of ``read`` on a run over ``rows``, which has a folder of its own in ``output``, if given."""
+        """The result of ``read`` on a run over ``rows``, in a separate folder of ``output`` if that is given."""
         if not rows:
             return []
         with ExitStack() as stack:

@@ -67,7 +67,7 @@ def pooling_of(model_spec: ModelSpec) -> str:
 
 
 def load(model_spec: ModelSpec, threads: int | None, *, has_head: bool = True) -> Decoder:
-    """The model; without a head it gives vectors."""
+    """The loaded model; without a head it gives hidden states, from which vectors are made."""
     use_threads(threads, load_config(model_spec.path, model_spec.revision))
     return load_weights(model_spec, has_head=has_head)
 

@@ -128,7 +128,7 @@ def hide_lengths(requests: list[Request]) -> list[Request]:
 
 
 class EndAfter:
-    """Stop watch that reads its stop string as a number, and ends the answer after that many tokens."""
+    """Stop matcher that reads its stop string as a number, and ends the answer after that many tokens."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         (self._stop,) = stop

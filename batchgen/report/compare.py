@@ -86,7 +86,7 @@ def _is_worse(name: str, before: float | None, now: float | None, gates: Gates) 
 
 
 def comparison_tables(comparison: Mapping[str, Any], title: str) -> tuple[Table, Table]:
-    """The figures of a comparison, and lines on changed answers and on differences that should not be."""
+    """The figures of a comparison, and lines on changed answers and on values that should be equal but differ."""
     figures = []
     for figure in comparison["figures"]:
         name, before, now = figure["name"], figure["before"], figure["now"]

@@ -88,7 +88,7 @@ def pace(report: Report) -> str:
 
 
 def figures(report: Report) -> Facts:
-    """The headline numbers, each by itself."""
+    """The headline numbers, each with its own label."""
     rows, tokens = report["rows"], report["tokens"]
     rates = {side: rate(report, side) or 0.0 for side in ("prompt", "completion", "total")}
     yield "wall time", format_duration(report["wall_s"])
@@ -317,7 +317,7 @@ def _cut(text: str) -> str:
 
 
 def _answer(record: Mapping[str, Any]) -> str:
-    """The answer of a record as one text; of vectors only their size."""
+    """The answer of a record as one text; for vectors only their size."""
     for name in ("embedding", "embeddings"):
         if name in record and "finish_reason" not in record:
             return f"{name[:9]} of {len(lists_of(record[name])):,} {'numbers' if name == 'embedding' else 'tokens'}"
@@ -327,7 +327,7 @@ def _answer(record: Mapping[str, Any]) -> str:
 
 
 def _hours(report: Report) -> tuple[str, str] | None:
-    """Hours per output token or, for a job that does not generate, per prompt token."""
+    """Device hours per million output tokens or, for a job that does not generate, prompt tokens, with a label."""
     tokens = "output" if report["tokens"]["completion"] else "prompt"
     figure = report[f"device_hours_per_million_{tokens}_tokens"]
     label = f"{figure['unit'].upper()}-hours per million {tokens} tokens"

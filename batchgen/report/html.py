@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML file: no script, no font, no request. matplotlib, if there, draws SVG charts.
+"""The report as one self-contained HTML file: no script, font or request. If installed, matplotlib draws SVG charts.
 
 Its content security policy forbids all loading, and every text is escaped, since ids and paths are untrusted.
 """

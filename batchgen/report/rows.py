@@ -29,7 +29,7 @@ Value = TypeVar("Value", int, float)
 
 
 def percentile(counts: Iterable[tuple[Value, int]], num_values: int, percent: int) -> Value | None:
-    """The least value that ``percent`` % do not exceed, or None; ``counts`` holds values in order."""
+    """The least value that ``percent`` % of the values do not exceed, or None; ``counts`` is in order of value."""
     rank = -(-num_values * percent // 100)
     for value, number in counts:
         rank -= number

@@ -33,7 +33,7 @@ def failures(report: Report) -> Table:
 
 
 def labels(report: Report) -> Table:
-    """For the most frequent labels: rows with the label as right and as found answer, precision and recall."""
+    """For each of the most frequent labels: rows whose right answer it is, rows that found it, precision, recall."""
     accuracy = report.get("accuracy") or {}
     labels = accuracy.get("labels", ())[:SHOWN_LABELS]
     rows = [

@@ -112,7 +112,7 @@ def _worker_usage(worker: Numbers) -> dict[str, Any]:
 
 
 def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
-    """The clock's accounts with "generate" broken down by what the engine measured, the sum unchanged.
+    """The clock's accounts with "generate" divided by the engine's own measurements; the sum stays the same.
 
     The time of a step with prompts and single tokens is divided between prefill and decode by their numbers of tokens.
     ``host`` is the rest of generating: scheduling, bookkeeping, handing rows in and out.
@@ -129,7 +129,7 @@ def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
 
 
 def since(engine: Numbers, started_at: float) -> dict[str, Any]:
-    """An engine's counts with the instants of its series as seconds since ``started_at`` on the same clock."""
+    """An engine's counts; the instants of its series become seconds since ``started_at``, on the same clock."""
     if "series" not in engine:
         return dict(engine)
     series = dict(engine["series"])
@@ -138,7 +138,7 @@ def since(engine: Numbers, started_at: float) -> dict[str, Any]:
 
 
 def tail_s(series: Numbers) -> float | None:
-    """Seconds from the end back to the last time when at least half of the maximum ran; None without a series."""
+    """Seconds after the last time when at least half of the most sequences ran; None without a series."""
     sequences = series.get("sequences")
     if not sequences:
         return None

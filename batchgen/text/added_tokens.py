@@ -1,4 +1,4 @@
-"""Tokens that ``tokenizer_config.json`` adds to ``tokenizer.json``, or marks in another way, as in transformers 5.
+"""Tokens that ``tokenizer_config.json`` adds to ``tokenizer.json`` or declares differently, as in transformers 5.
 
 Fine-tunes and older files name special tokens only there.
 """
@@ -27,10 +27,10 @@ _MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """``tokenizer_config.json``; if it does not list tokens, values of ``special_tokens_map.json`` replace its own.
+    """The settings in ``tokenizer_config.json``, which in older models lack the list of tokens.
 
-    In this case the tokens of ``added_tokens.json``, of still older files, are added too. Raises ModelError, also for
-    entries that are not tokens.
+    Then values of ``special_tokens_map.json`` replace its values, and tokens of ``added_tokens.json`` are added. Raises
+    ModelError, also for entries that are not tokens.
     """
     own, older = (read_object(p, _MAX_FILE_BYTES) if (p := folder / name).exists() else {} for name in (CONFIG, _MAP))
     settings = own if "added_tokens_decoder" in own else own | older
@@ -54,7 +54,7 @@ def identity_tokens(settings: Mapping[str, Any]) -> dict[str, str | AddedToken]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], vocab_size: int | None) -> None:
-    """Add what ``settings`` name to a tokenizer; ``vocab_size`` is its model's, if that is known.
+    """Add the tokens of ``settings`` to a tokenizer; ``vocab_size`` is its model's, if that is known.
 
     A named token whose id is beyond the model's rows, such as one for padding, is left out: no text can use it.
     """
@@ -110,7 +110,7 @@ def _extra(settings: Mapping[str, Any]) -> list[str | AddedToken]:
 
 
 def _listed(settings: Mapping[str, Any]) -> list[AddedToken]:
-    """All added tokens with their marks, in the order of their ids."""
+    """All added tokens with their properties, in the order of their ids."""
     value = settings.get("added_tokens_decoder") or {}
     are_tokens = isinstance(value, dict) and all(isinstance(item, dict) for item in value.values())
     if not are_tokens or not all(key.isdecimal() and len(key) <= _MAX_DIGITS for key in value):

@@ -34,9 +34,9 @@ TOOL_SIGNS = {
 class AnswerFacts:
     """Facts of answers that a template states.
 
-    ``closing`` ends thoughts: ``</think>`` if the template mentions it or no marker, otherwise its first marker, such
-    as ``[/THINK]``. ``thinks``: the template mentions the marker, or it is a token. ``tools`` names the family
-    (``TOOL_SIGNS``) in whose format tool calls are written, "" if it is unknown.
+    ``closing`` is the marker that ends thoughts: ``</think>`` if the template has it or lacks a marker, otherwise its
+    first one, such as ``[/THINK]``. ``thinks``: the marker is in the template or is a token. ``tools`` names the family
+    of ``TOOL_SIGNS`` in whose format tool calls are written, "" if it is unknown.
     """
 
     closing: str

@@ -35,8 +35,8 @@ class ChatTemplate:
     """A compiled template. Raises ChatTemplateError when the source does not compile.
 
     ``special_tokens`` are named as a template expects, such as ``bos_token``. ``now`` is the local time that it may
-    print. ``names`` are variables that it takes from outside, ``words`` keys and texts that it may look for in their
-    values. ``has_marks``: it has generation blocks.
+    print. ``names`` are the variables that it takes from outside, ``words`` the keys and texts that it may look for in
+    them. ``has_marks``: it has generation blocks.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ChatTemplate:
         now: datetime | None = None,
         marks: tuple[str, str] = ("", ""),
     ) -> None:
-        """``marks`` are written around what stands in generation blocks."""
+        """``marks`` are written before and after the content of generation blocks."""
         self.source, self._now, self._special_tokens = source, now or datetime.now(), special_tokens
         environment = _environment(self._now.replace(tzinfo=None), marks)
         try:
@@ -64,7 +64,7 @@ class ChatTemplate:
         self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it per prompt
 
     def render(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
-        """Per chat, in order, the prompt including the header of the assistant's turn, or an error.
+        """Yield the prompt of each chat, including the header of the assistant's turn, or an error.
 
         With ``CONTINUES`` the prompt ends with the text of the final message, as in transformers.
         """
@@ -75,7 +75,7 @@ class ChatTemplate:
                 yield ChatTemplateError(f"the chat template failed: {one_line(error)}")
 
     def marking(self, begin: str, end: str) -> ChatTemplate:
-        """The same template, which writes these marks around what stands in generation blocks."""
+        """The same template, but it writes these marks before and after the content of generation blocks."""
         return ChatTemplate(self.source, self._special_tokens, self._now, (begin, end))
 
     def behind_answer(self) -> str:

@@ -59,8 +59,8 @@ _TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UP
 class _Kind(NamedTuple):
     """Settings that the name of a pre-tokenizer selects, taken from the ``tokenizer.json`` of its models.
 
-    ``words``: expressions, each applied between the matches of the one before. ``whole_words``: a word of the
-    vocabulary is its token, whatever the merges say. ``is_composed``: texts become NFC. ``has_bos`` is the default.
+    ``words``: expressions, each applied between the matches of the previous one. ``whole_words``: a word that is in the
+    vocabulary becomes one token, whatever the merges say. ``is_composed``: texts become NFC. ``has_bos``: the default.
     """
 
     words: tuple[str, ...]
@@ -188,7 +188,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Seq
 
 
 def _template_sources(path: Path, metadata: Mapping[str, Any]) -> Templates:
-    """Templates by name; none without a default one."""
+    """Templates by name; empty if the file lacks a default one."""
     key = "tokenizer.chat_template"
     keys = {"default": key, "tool_use": f"{key}.tool_use"}
     templates = {name: metadata[key] for name, key in keys.items() if metadata.get(key) is not None}

@@ -92,7 +92,7 @@ class Grammars:
         return self._prototype(text).deep_copy()
 
     def compile(self, text: str) -> Any:
-        """A matcher of its own, whose first mask has been made. Raises GrammarError."""
+        """A newly compiled matcher, checked by making its first mask. Raises GrammarError."""
         llguidance = library()
         vocabulary = self.vocabulary
         try:

@@ -49,7 +49,7 @@ def library() -> Any:
 
 
 def source(llguidance: Any, text: str) -> str:
-    """The library's own grammar for a canonical text of structured outputs."""
+    """The grammar, in llguidance's format, for a canonical text of structured outputs."""
     outputs = parsed(text)
     matcher = llguidance.LLMatcher
     schema = schema_of(text)
@@ -66,7 +66,7 @@ def source(llguidance: Any, text: str) -> str:
 
 
 def _json_options(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for JSON, with fixed white space by default: free white space wastes tokens, and few can be forced."""
+    """Options for JSON. White space is fixed by default: if it is free, tokens are wasted and few can be forced."""
     if pattern := outputs.get("whitespace_pattern"):
         return {"whitespace_flexible": True, "whitespace_pattern": white_space(pattern), **_STRICT}
     separators = {"item_separator": ",", "key_separator": ":"} if outputs.get("disable_any_whitespace") else _SEPARATORS

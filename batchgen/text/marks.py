@@ -1,4 +1,4 @@
-"""Marks in a chat: words after its texts, calls and tools, so that a prompt shows which of them a template writes.
+"""Marks in a chat: words added to its texts, calls and tools, so that a prompt reveals which of them a template shows.
 
 They are letters and digits, which templates leave unchanged; equal texts get equal marks, as templates compare them.
 """
@@ -20,7 +20,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's though
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A part of a chat: message number, if any, and key; ``is_unread`` if its mark shows only in a raw list."""
+    """A part of a chat: message number, if any, and key; ``is_unread``: only a raw list can show its mark."""
 
     message: int | None
     key: str
@@ -29,7 +29,7 @@ class Location:
 
 
 class MarkedChat:
-    """A chat with a mark in each part: its ``variables``. Ids and types stay, since a template may branch on them."""
+    """A chat with marks: each part of its ``variables`` has one. Ids and types stay: templates may branch on them."""
 
     def __init__(self, chat: Variables) -> None:
         self._locations: list[tuple[int, Location]] = []  # each with the number of its mark
@@ -41,7 +41,7 @@ class MarkedChat:
         self.variables: dict[str, Any] = {**chat, "messages": messages, **({"tools": tools} if tools else {})}
 
     def hidden(self, prompt: str) -> Sequence[Location]:
-        """The parts that the template's prompt of this chat does not show, or prints as a raw list of parts."""
+        """The parts that ``prompt``, made of this chat, does not show, or prints as a raw list."""
         left, hidden = Counter(map(int, re.findall(rf"{self._head}(\d+)qz", prompt.casefold()))), []
         for number, location in reversed(self._locations):  # of equal texts, the last ones are those that show
             left[number] -= 1
@@ -84,7 +84,7 @@ class MarkedChat:
         return {**tool, **marked}
 
     def _marked(self, value: Any, location: Location) -> Any:
-        """A value with a mark at its end; in an object, a key for each type of its values. A blank value stays."""
+        """A value with a mark at its end; an object gets a marked key per type of its values. Blank values stay."""
         if value is None or (isinstance(value, str) and not value.strip()):
             return value
         if isinstance(value, dict):
@@ -100,6 +100,6 @@ class MarkedChat:
 
 
 def _inside(item: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """A tool or call after ``change`` to its function; an item without ``function`` is a function itself."""
+    """A tool or call with ``change`` applied to its function, which is the item itself if it lacks ``function``."""
     function = item.get("function")
     return {**item, "function": change(function)} if isinstance(function, dict) else change(item)

@@ -69,7 +69,7 @@ def _in_set(piece: re.Match[str], is_negated: bool) -> str:
 
 
 def _escaped(piece: str, is_negated: bool) -> str:
-    """A piece that begins with a backslash; a piece of a negated set must leave out more, not less."""
+    """An escape that matches what all three syntaxes agree on or, inside a negated set, what any of them matches."""
     kind = piece[1].lower()
     if piece[1:] not in (kind, kind.upper()) or kind not in _SURE:
         return piece

@@ -61,7 +61,7 @@ def prepared(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A schema without misplaced nulls: in a table each row has the keywords and names of all others."""
+    """A schema without misplaced nulls: tables give each row the keywords and names of all rows."""
     if isinstance(value, list):
         return [_without_nulls(part) for part in value]
     if not isinstance(value, Mapping):
@@ -134,7 +134,7 @@ class _Preparation:
         return keys <= _PLAIN or keys in ({"$ref"}, {"anyOf"}, {"anyOf", "type"})
 
     def _are_told_apart(self, branches: Any) -> bool:
-        """Whether a required property has another text as its constant in each branch: no value fits two of them."""
+        """Whether a required property has a different constant in each branch, so that no value fits two branches."""
         constants = []
         for branch in branches if isinstance(branches, list) else ():
             reference = str(_mapping(branch).get("$ref"))

@@ -11,7 +11,7 @@ import tokenizers
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer; ``normalized`` is the first that it also finds in other spellings, or None."""
+    """The special tokens of a tokenizer; ``normalized`` is the first one that other spellings also match, or None."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()

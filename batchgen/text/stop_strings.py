@@ -25,9 +25,9 @@ class Decode(Protocol):
 class StopStrings:
     """Search for stop strings in one text that grows token by token, at a constant cost per token.
 
-    The text of the newest, open tokens may still change. The last settled tokens before them are kept, since a decoder
-    may write a first token differently, and so is the end of their text. ``DecodeStream`` would hold back unfinished
-    characters.
+    The text of the newest, open tokens may still change. The last settled tokens are kept as context, since a decoder
+    may write the first token that it gets differently, and the end of their text is kept too. ``DecodeStream`` would
+    hold back unfinished characters.
     """
 
     __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "remainder")

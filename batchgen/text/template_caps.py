@@ -1,6 +1,6 @@
 """Capabilities of a chat template, found with a few chats, and the check that a prompt shows each part of its chat.
 
-If plain texts do not suffice, the chat is rendered with marks, which miss changes that leave a text's end in place.
+If plain texts do not suffice, the chat is rendered with marks, which miss changes before the end of a text.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class TemplateCaps:
         self._template = template
 
     def render(self, chats: Sequence[Variables]) -> Iterator[str | ChatTemplateError]:
-        """Per chat, in order, the prompt of its ``form``, or an error of the template, or a HiddenError."""
+        """Yield the prompt of each chat's ``form``, or an error of the template, or a HiddenError."""
         for chat in chats:
             yield self._rendered(chat)[1]
 
     def form(self, chat: Variables) -> Variables:
-        """The first form of a chat whose prompt shows all parts; the first of all if none does.
+        """The first form of a chat whose prompt shows all parts; otherwise the form that shows the most messages.
 
-        A content is tried as a list, if the template takes lists, as one text with its parts joined by newlines, as in
-        vLLM, with each text as a list of one part, and joined in such a list. A role of ``ALIASES`` is replaced by its
-        alias if the template does not know it.
+        Contents are tried unchanged (if the template takes lists), then with lists joined by newlines to one text, as
+        in vLLM, then with each text as a list of one part, then joined in such a list. A role of ``ALIASES`` is
+        replaced by its alias if the template does not know it.
         """
         return self._rendered(chat)[0]
 

@@ -181,10 +181,10 @@ class Tokenizer:
         return bytes(_BYTES[char] for char in token)
 
     def render_chats(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
-        """Per chat, in order, its prompt text, bos included, or an error; see ``ChatTemplate.render``.
+        """Yield each chat's prompt text, bos included, or an error; see ``ChatTemplate.render``.
 
-        Messages are as ``input.messages`` gives them; a chat of which the template would not show every part is an
-        error, see ``TemplateCaps``. Encode it with ``add_special_tokens=False``.
+        Messages are as ``input.messages`` gives them; a chat with a part that the template does not show becomes an
+        error, see ``TemplateCaps``. Encode the text with ``add_special_tokens=False``.
         """
         if self.template_caps is None:
             return repeat(ChatTemplateError("the model has no chat template"), len(chats))
@@ -192,7 +192,7 @@ class Tokenizer:
 
 
 def reason(error: BaseException) -> str:
-    """The message of an error of the Rust library, which raises plain ``Exception`` and, as panics, BaseException.
+    """The message of an error of the Rust library: a plain ``Exception``, or a ``BaseException`` if it panicked.
 
     Raises ``error`` itself if it has another origin: the handler of a signal, or memory that has run out.
     """

@@ -141,7 +141,7 @@ FAMILIES = ", ".join(form.family for form in FORMATS)
 
 
 def _between(opening: str, closing: str, text: str, read: Callable[[str, int], tuple[list[Call], int]]) -> Found:
-    """The calls after each ``opening``; a ``closing`` may be missing only where nothing else follows."""
+    """The calls after each ``opening``; a ``closing`` may be missing only if nothing else follows."""
     calls: list[Call] = []
     rest, at = [], 0
     while (begin := text.find(opening, at)) >= 0:

@@ -1,6 +1,6 @@
-"""Turns of the assistant in the prompt of a chat: what a student is trained on.
+"""Turns of the assistant in the prompt of a chat: the tokens that a student model is trained on.
 
-``{% generation %}`` may mark them; else a turn is what changes in the prompt with its message, and its end token.
+``{% generation %}`` may mark them; otherwise a turn is what its message changes in the prompt, and its end token.
 """
 
 from __future__ import annotations

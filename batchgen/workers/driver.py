@@ -128,7 +128,7 @@ class WorkersEngine:
 
     @property
     def _num_useful(self) -> int:
-        """The most workers to run: fewer after some were given up, 0 after too many ended without a finished row."""
+        """The most workers to run: fewer if some were given up, 0 if too many were lost since a row was finished."""
         max_workers = self._launcher.num_wanted[1]
         return 0 if self._num_in_vain > max(_MAX_IN_VAIN, 2 * max_workers) else max_workers - self._num_given_up
 

@@ -44,7 +44,7 @@ class WorkerState:
         return len(self.tasks) - self.max_num_seqs
 
     def num_ahead(self, num_workers: int) -> int:
-        """How many rows should wait in the worker, so that it does not run out before new ones arrive.
+        """The number of rows that should wait in the worker, so that it does not run out before new ones arrive.
 
         More if workers are few: full steps need many rows, and few workers soon repeat each other's last rows.
         """

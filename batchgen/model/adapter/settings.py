@@ -39,8 +39,8 @@ USE_MERGED = "only a plain LoRA is added here: merge it by what it was trained w
 class Lora:
     """A LoRA, which adds ``scale * B A``, a product of rank ``rank``, to the weight of each of its modules.
 
-    The scale is alpha / rank, or alpha / sqrt(rank) if the adapter is rank-stabilized (rsLoRA). ``alphas`` has alphas
-    by pattern: a module has the first one whose pattern the end of its name matches; the last pattern matches all.
+    The scale is alpha / rank, or alpha / sqrt(rank) if the adapter is rank-stabilized (rsLoRA). ``alphas`` has an alpha
+    for each pattern: the first pattern that matches the end of a module's name counts, and the last matches any name.
     """
 
     folder: Path
