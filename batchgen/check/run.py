@@ -127,7 +127,7 @@ def room(max_model_len: int) -> int:
 def read_prompts(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[Prompt]:
     """The prompts of a job's input, tokenized as in a run.
 
-    Raises UsageError if the input is unreadable, lacks a named column, has no rows, or has one that could not run.
+    Raises UsageError if the input is unreadable, lacks a named column, has no rows, or has a row that could not run.
     """
     with stdin_as_file(spec.input) as readable:
         spec = replace(spec, sampling=params, max_tokens_unset=False)

@@ -59,8 +59,8 @@ def fingerprint(
 def still_holds(record: Mapping[str, Any], params: SamplingParams, limit: int) -> bool:
     """Whether a record with the row's fingerprint can be reused under ``limit``, in tokens.
 
-    An answer that ended by itself can be reused under any limit that it fits in; one that was cut off, only under the
-    same. A chat's fingerprint has its limits. Raises KeyError or TypeError for a record that a run did not write.
+    An answer that ended by itself can be reused under any limit that it fits in; an answer that was cut off, only under
+    the same limit. Chats have their limits in the fingerprint. Raises KeyError or TypeError for foreign records.
     """
     if params.n > 1 or "finish_reason" not in record or "finish_reasons" in record:
         return True

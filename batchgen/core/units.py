@@ -115,7 +115,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def labelled(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Labels and texts as lines of 80 columns, wrapped below the text; an empty label continues the one before."""
+    """Labels and texts as lines of 80 columns, wrapped below the text; an empty label continues the previous one."""
     for label, text in lines:
         for number, part in enumerate(textwrap.wrap(printable(text), 67) or [""]):
             yield f"{'' if number else label:<12} {part}".rstrip()

@@ -41,7 +41,7 @@ class CudaRecorder:
         weakref.finalize(self, _destroy, device, self._graphs).atexit = False
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """See ``Recorder``; the result is valid after a replay. ``work`` runs once before. Raises CaptureFailed."""
+        """See ``Recorder``; the result is valid after a replay. ``work`` runs once unrecorded. Raises CaptureFailed."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -172,7 +172,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _prove(self, size: StepSize) -> None:
-        """Replay a recording on the padding with other tokens than at recording, half of them from the step before.
+        """Replay a recording on the padding with other tokens than were recorded, half of them from the last step.
 
         Raises CaptureFailed if logits or likeliest tokens differ from a launched step: by a bit, if the back end is
         batch-invariant.

@@ -63,9 +63,9 @@ class Overlap:
         self.pending: set[Sequence] = set()
 
     def step(self, schedule: Schedule) -> list[Result]:
-        """Launch a step after the one in flight, wait for the tokens of the latter, and return its results.
+        """Launch a step; then wait for the tokens of the step that was in flight, and return its results.
 
-        A step with sequences that need the host runs by itself, and its results come at once.
+        A step with sequences that need the host runs alone, and its own results are returned.
         """
         if schedule.needs_host:
             results = self.flush()

@@ -38,7 +38,7 @@ class SchedulerConfig:
     """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
 
     ``admits_in_batches`` is for devices that run single tokens far cheaper than steps with prompts. With
-    ``whole_prompts`` each prompt is computed in one step; a prompt beyond the token budget gets a step of its own.
+    ``whole_prompts`` each prompt is computed in one step; a prompt beyond the token budget gets a separate step.
     """
 
     max_num_batched_tokens: int

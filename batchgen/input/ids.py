@@ -27,7 +27,7 @@ Claim = tuple[int, str | int]
 
 
 def may_have_ids(spec: InputSpec) -> bool:
-    """Whether rows can have ids of their own: by a column the job names, or as OpenAI Batch lines."""
+    """Whether rows can have ids other than their index: in a column that the job names, or as OpenAI Batch lines."""
     return spec.id is not None or spec.format == "openai-batch" or (spec.format == "auto" and not spec.is_mapped)
 
 

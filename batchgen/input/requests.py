@@ -322,7 +322,7 @@ def _attempt(row: Row, make: Callable[..., _Made], *args: object) -> _Made | Row
 
 
 def _apart(text: str) -> PlainText:
-    """A text to be tokenized by itself."""
+    """A text to be tokenized without added special tokens."""
     return PlainText(text, add_special_tokens=False)
 
 

@@ -202,7 +202,7 @@ def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, si
 
 
 def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubset | None:
-    """The tokens of CPU ``inputs`` that later results depend on after the last attention; None if all of them are.
+    """The tokens of CPU ``inputs`` that must still be computed after the last attention; None if all must.
 
     The convolutions after the last attention reach back ``reach`` tokens in all. Logits need their token and ``reach``
     before it; states at the end of a chunk or KV block need the last ``reach``. At least one token of each sequence

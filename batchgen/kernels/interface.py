@@ -40,7 +40,7 @@ class Embedding(Protocol):
 
 
 class SparseFeedForward(Protocol):
-    """Feed-forward of several experts, of which each row meets a few."""
+    """Feed-forward of several experts; each row uses a few of them."""
 
     @property
     def linears(self) -> list[tuple[Linear, Linear]]:
@@ -246,7 +246,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Choice of the ``num_active`` experts that a row meets, and the weights of their outputs; all of it in float32.
+    """Choice of the ``num_active`` experts that a row uses, and the weights of their outputs; all of it in float32.
 
     Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The largest scores plus ``bias``
     [num_experts] are chosen, equal ones by ascending id, NaN last, and given by ascending id. Weights are the scores,

@@ -1,6 +1,6 @@
-"""The kernels in plain torch, vectorized over the sequences of a step: for devices without kernels of their own.
+"""The kernels in plain torch, vectorized over the sequences of a step: for devices without special kernels.
 
-The order of additions is not fixed. Steps of one token per sequence take all sizes from shapes, to be recorded.
+The order of additions is not fixed. Steps of one token per sequence can be recorded: all sizes come from shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_NUMBERS_ELSEWHERE = 1 << 26
 
 
 class PaddedRows(NamedTuple):
-    """Pieces of about one size, each of tokens of one sequence, padded to the longest.
+    """Pieces of similar length, each with tokens of one sequence, padded to the longest.
 
     Attributes:
         tokens: int64 [rows, longest], which tokens of the step they are; padding repeats the first of its row.
@@ -118,7 +118,7 @@ class PlainKernels(TorchKernels):
     """``Kernels`` by torch, all sequences at once; arguments as for ``TorchKernels``.
 
     ``why`` tells the user why faster kernels cannot be used. With ``may_wait``, the default on the CPU, the host may
-    ask the device for the positions of single tokens, to leave out more of what they do not see.
+    ask the device for the positions of single tokens, so that fewer positions that they do not see are computed.
     """
 
     name = "plain"
@@ -230,7 +230,7 @@ def _gathered(cache: KVCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tap_indexes(inputs: ModelInput, taps: int) -> Tensor:
-    """Indexes among a row of zeros, then the states of the sequences in order, then the inputs of this step."""
+    """Each token's indexes into these rows: one of zeros, the states of the sequences in order, the step's inputs."""
     device, num_tokens, kept = inputs.positions.device, inputs.num_tokens, taps - 1
     sequences = torch.arange(inputs.num_seqs, device=device)
     if num_tokens > inputs.num_seqs:

@@ -1,6 +1,6 @@
 """Numbers as 8-bit integers: one scale for each row and group of neighbours, of weights alone or of inputs too.
 
-Rotating both by a Hadamard matrix first, whose rows are orthogonal, spreads a channel that outgrows its group.
+Both may be rotated first by a Hadamard matrix, whose rows are orthogonal: it spreads a channel that outgrows its group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def quantize_weight(weight: Tensor, group: int = GROUP) -> Int8Weight:
 
 
 def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
-    """The weight in ``dtype``, for a back end that keeps no integers; ``weights`` is "auto" or "int8"."""
+    """The weight in ``dtype``, for a back end that does not keep integers; ``weights`` is "auto" or "int8"."""
     return quantize_weight(weight).dequantize(dtype) if weights == "int8" else weight.to(dtype)
 
 
@@ -83,7 +83,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def quantize_rotated(weight: Tensor) -> Int8Weight:
-    """``quantize_weight`` of a rotated weight over ``WEIGHT_DIVISOR``, [out_features, groups * DOT_GROUP]."""
+    """``quantize_weight`` of a rotated weight divided by ``WEIGHT_DIVISOR``, [out_features, groups * DOT_GROUP]."""
     parts = torch.split(weight, _ROWS_AT_ONCE)
     return _joined([_quantized(rotate(rows).flatten(1) / WEIGHT_DIVISOR, DOT_GROUP) for rows in parts])
 

@@ -25,7 +25,7 @@ def select(
     """The fastest back end for a device and dtype; on CUDA, with ``batch_invariant``, the one with independent rows.
 
     Plain torch is for models that are not causal on CUDA, GPUs with a ``triton_obstacle``, and other devices. For
-    ``weights`` and ``activations``, which CUDA ignores, see ``Kernels``. A CPU needs ``processor.cpu_obstacle`` "".
+    ``weights`` and ``activations``, which CUDA ignores, see ``Kernels``. For a CPU ``processor.cpu_obstacle`` is "".
     """
     if device.type == "cpu":
         from batchgen.kernels.cpu.backend import CpuKernels
@@ -63,7 +63,7 @@ def triton_obstacle(device: torch.device) -> str:
 
 
 def _launch_one(device: torch.device) -> None:
-    """Compile and launch a small kernel; for the first of a machine Triton calls the C compiler."""
+    """Compile and launch a small kernel; for the first one on a machine Triton calls the C compiler."""
     from batchgen.kernels.cuda.backend import CudaKernels
 
     CudaKernels(device).swiglu(torch.zeros(1, 2, device=device))

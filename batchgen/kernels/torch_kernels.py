@@ -1,4 +1,4 @@
-"""Kernels in plain torch that treat each row alone, as ``plain`` and ``cuda`` share them.
+"""Kernels in plain torch that treat each row separately, shared by ``plain`` and ``cuda``.
 
 Attention, the short convolution and experts, which look at several rows, are left to these back ends.
 """
@@ -41,7 +41,7 @@ class Int8Linear:
 
 
 class TwoStepGatedLinear:
-    """``GatedLinear`` of back ends that multiply first and gate after."""
+    """``GatedLinear`` of back ends that multiply first and then gate."""
 
     def __init__(self, kernels: TorchKernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
         self.linear = kernels.linear(torch.cat((gate, up)))

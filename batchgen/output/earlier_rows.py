@@ -53,7 +53,7 @@ class EarlierRows:
                 offset += len(raw)
 
     def seal(self) -> None:
-        """Sort what was added."""
+        """Sort the added rows."""
         keys, locations = (np.frombuffer(column, np.uint64) for column in (self._keys, self._locations))
         order = np.argsort(keys, kind="stable")
         self._keys, self._locations = (column[order].data for column in (keys, locations))

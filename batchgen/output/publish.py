@@ -178,7 +178,7 @@ class Publication:
         return [f"published to {to.address}"]
 
     def _is_there(self, name: str, state: dict[str, Any], published: Mapping[str, Any] | None) -> bool:
-        """Whether the destination has the file as it is here."""
+        """Whether the destination has this file with the same content."""
         entry = self._to.entry(name)
         if published is None or entry is None or published["sha256"] != state["sha256"]:
             return False

@@ -79,7 +79,7 @@ def usage_of(report: Numbers) -> dict[str, Any]:
 
 
 def device_s(usage: Numbers) -> float:
-    """Seconds of all devices together: ``wall_s`` times their mean number; also of a report."""
+    """Seconds of all devices together: ``wall_s`` times their mean number. ``usage`` may be a report."""
     return float(max(usage.get("device_s", 0.0), usage.get("wall_s", 0.0)))
 
 

@@ -44,9 +44,9 @@ class EngineLike(Protocol):
 class LoadedEngine:
     """An engine with its weights; ``close`` releases resources outside this process.
 
-    ``numerics`` must stay the same for a run: others give other tokens. ``facts`` are sizes for the report, complete
-    once the engine has run; ``prepare`` waits for the kernels, then ``notes`` are shown. An engine that ``takes_rows``
-    returns journal entries. ``num_launches`` tells a long step from one that hangs. ``workers`` describes the current
+    ``numerics`` may not change in a run: they decide tokens. ``facts`` are sizes for the report, complete once the
+    engine has run; ``prepare`` waits for the kernels, then ``notes`` are shown. An engine that ``takes_rows`` returns
+    journal entries. ``num_launches`` tells a long step from one that hangs. ``workers`` describes the current
     workers: name, place, state, rows, tokens_per_s, in_flight.
     """
 

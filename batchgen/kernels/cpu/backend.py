@@ -58,7 +58,7 @@ def _fields(cache: KVCache) -> tuple[int, ...]:
 
 
 class Alone(NamedTuple):
-    """Queries, keys and values of tokens that are alone, which attention makes itself; see ``compiled.heads``."""
+    """Queries, keys and values of the ``num_alone`` tokens, which attention makes itself; see ``compiled.heads``."""
 
     qkv: Tensor
     heads: Heads
@@ -74,7 +74,7 @@ _ALONE_WORDS = 12  # of these fields and of ``compiled.attention.ALONE``
 
 
 def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
-    """KV heads in an item of attention: as many as leave every worker a share of each query block, or a few of all."""
+    """KV heads per item of attention: the most that leave each worker a share of every query block, or enough items."""
     workers = torch.get_num_threads()
     for heads in range(min(num_kv_heads, MAX_HEADS), 1, -1):
         shares = num_kv_heads // heads

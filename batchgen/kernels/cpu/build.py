@@ -63,7 +63,7 @@ def is_started() -> bool:
 
 
 def finish(*forms: str) -> None:
-    """Wait until every kernel that each step of a model needs is compiled."""
+    """Wait until all kernels that every step of a model needs are compiled."""
     for spec, kind in needed(*forms):
         address(spec, kind)
 

@@ -1,6 +1,6 @@
-"""Experts of the CPU: one launch multiplies the panels of all; it reads from memory which rows meet which expert.
+"""Experts on the CPU: one launch multiplies the panels of all; it reads from memory which rows use which expert.
 
-Rows of one expert are copied next to each other, so that tiles of rows meet a panel as in any linear.
+The rows of an expert are copied next to each other, so that tiles of rows are multiplied by panels as in any linear.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Linears of the CPU: weights in their stored type in panels, in the order in which kernels read them.
+"""Linears on the CPU: weights in their stored type, arranged in panels in the order in which kernels read them.
 
-Four places are read at once, which a single core needs to use its share of the memory bandwidth.
+Kernels read four places at once: a single core needs this to use its share of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Experts(NamedTuple):
     """Assignment of a product's rows to several weights of one shape and kind.
 
     ``weights`` int64 [num_experts] are the addresses of the weights' strips. ``segments`` int64 has the number of
-    experts that rows meet, then for each its id, its first row and the end of its rows.
+    experts that rows use, then for each its id, its first row and the end of its rows.
     """
 
     num_experts: int

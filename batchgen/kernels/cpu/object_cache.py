@@ -1,6 +1,6 @@
 """Machine code of kernels, kept on disk from one process to the next and loaded by llvmlite alone, without numba.
 
-A torn, foreign or other user's file counts as missing: LLVM would crash on garbage, and run code of another user.
+A torn or foreign file, or another user's, counts as missing: LLVM would crash on garbage, or run that user's code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _sources(module: str) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """The object of that name; None without one that can be trusted."""
+    """The object of that name; None if it is missing or cannot be trusted."""
     folder = _folder()
     if folder is None:
         return None

@@ -1,6 +1,6 @@
 """Launches kernels on threads, or lets a ``CaptureHook`` record their launches.
 
-OpenMP's launches end when all threads have taken part, which takes many times longer next to a busy process.
+It does not use OpenMP, whose launches wait for all threads: next to a busy process they take many times longer.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CaptureHook(threading.local):
     """Collects the calling thread's launches and allocates their results while a step is recorded, or run in one go.
 
     It is a thread-local variable: the model, which runs between recorder and launches, does not know it. A launch costs
-    Python 20 microseconds, over a hundred times a step; recorded in a row half, while other threads run them.
+    Python 20 microseconds, over a hundred times per step; half of that if it is recorded while other threads run it.
     """
 
     launches: list[Launched] | GrowingProgram | None = None  # None: launches run at once

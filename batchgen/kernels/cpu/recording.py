@@ -18,7 +18,7 @@ _MIN_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffe
 class Memory:
     """Buffers for results; each belongs to a tensor until the tensor is dropped.
 
-    Launches run in order, while recording as in each replay, so a later one may use dropped memory at once.
+    Launches run in order, when recorded and in each replay, so a later one may use dropped memory at once.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Ragged paged attention with an online softmax: single tokens split over their context, prompts in tiles.
 
-Spans of ``SPAN`` positions are summed alone, then merged in order, by the same functions: bits are a row's own.
+Spans of ``SPAN`` positions are summed separately, then merged in order: a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class CublasLinear:
 
 
 def parts_of(out_features: int, width: int) -> int:
-    """The number of parts of a product's sums; each is added up by itself, then to the earlier parts.
+    """The number of parts of a product's sums; each is summed separately, then added to the earlier parts.
 
     A weight with few rows, as at the end of a mixer or feed-forward, has several: one program per tile would leave most
     of a GPU idle. Width and dtype decide where parts begin, so that both kernels give the same bits.

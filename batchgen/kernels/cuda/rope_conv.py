@@ -41,7 +41,7 @@ def _normed_and_rotated(a, b, weight, eps, cosine, sine, HALF: tl.constexpr, dty
 
 @triton.jit
 def _store_halves(to, a, b, inside, HALF: tl.constexpr):
-    """Heads as they lie in memory, each at its ``to`` [rows], of halves a, b [rows, HALF_BLOCK]."""
+    """Write heads, given as halves a, b [rows, HALF_BLOCK], each to its place in ``to`` [rows]."""
     i = tl.arange(0, a.shape[1])
     at, inside = to[:, None] + i[None, :], inside[:, None] & (i < HALF)[None, :]
     tl.store(at, a.to(to.dtype.element_ty), mask=inside)
@@ -79,7 +79,7 @@ def _cache_halves(to, scales, at, a, b, inside, HALF: tl.constexpr):
 
 @triton.jit
 def rope_and_cache(qkv, columns, tensors, sizes, LAYOUT: tl.constexpr, POWERS: tl.constexpr):
-    """One program per token. POWERS: of two, holding num_heads and num_kv_heads.
+    """One program per token. POWERS: the powers of two that hold num_heads and num_kv_heads.
 
     LAYOUT: width, block_size and lanes of ``KVCache``, half of head_dim, and the next power of two.
     """

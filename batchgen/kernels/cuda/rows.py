@@ -14,7 +14,7 @@ WRITTEN_OUT = {"enable_fp_fusion": False}  # nothing is fused but ``tl.fma``
 
 @triton.jit
 def scaled(v, scale, weight, dtype: tl.constexpr):
-    """Float32 rows times ``scale``, rounded to ``dtype`` before they meet the norm's weight, as models are trained.
+    """Float32 rows times ``scale``, rounded to ``dtype`` before the norm's weight, as models are trained.
 
     ``scale`` is one over their root mean square. The product is rounded too; the result is float32 again.
     """

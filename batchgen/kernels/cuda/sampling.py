@@ -26,7 +26,7 @@ def _probabilities(logits, start, width, peak, temperature):
 
 @triton.jit
 def _total(logits, width, peak, temperature):
-    """Sum of a row's probabilities; NaN if a logit is NaN or infinite upward, or all are infinite downward."""
+    """Sum of a row's probabilities; NaN if a logit is NaN or +inf, or all are -inf."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         total += _probabilities(logits, start, width, peak, temperature)
@@ -37,7 +37,7 @@ def _total(logits, width, peak, temperature):
 def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.constexpr):
     """Weight of the tokens from each of ``candidates`` (bits) upward, without tokens below ``floor``.
 
-    A token weighs its probability if ``BY_MASS``, else one. All sums have one shape: a subset never weighs more.
+    A token weighs its probability if ``BY_MASS``, else one. Sums have one shape, so that a subset never weighs more.
     """
     weighed = tl.zeros([candidates.shape[0], BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
@@ -72,7 +72,7 @@ def _mass(logits, width, peak, temperature, floor):
 
 @triton.jit
 def _cumulative(logits, start, width, peak, temperature, floor, reached):
-    """(kept tokens, cumulative probability in float64) of ``BLOCK`` tokens; ``reached`` is the probability before."""
+    """(kept tokens, cumulative probability in float64) of ``BLOCK`` tokens; ``reached`` is that of earlier blocks."""
     p = _probabilities(logits, start, width, peak, temperature)
     kept = p.to(tl.int32, bitcast=True) >= floor
     return kept, reached + tl.cumsum(tl.where(kept, p, 0.0).to(tl.float64), 0)

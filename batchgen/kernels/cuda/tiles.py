@@ -27,7 +27,7 @@ def power_of_two(n: int) -> int:
 class SplitCounters:
     """Counters of the programs that have arrived, all zero between launches.
 
-    They stay at their address as long as this object lives, since recordings hold it: more are allocated elsewhere.
+    Their address stays as long as this object lives, since recordings hold it; if more are needed, they lie elsewhere.
     """
 
     def __init__(self) -> None:

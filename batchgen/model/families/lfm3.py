@@ -1,4 +1,4 @@
-"""LFM3: LFM2's layers with gated attention, partly over a sliding window, and a norm on what each adds.
+"""LFM3: LFM2's layers with gated attention, partly over a sliding window, and norms on mixer and feed-forward outputs.
 
 Facts of the architecture: the published checkpoint's ``config.json`` and transformers' model of it.
 """
