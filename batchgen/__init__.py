@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from batchgen.core.version import __version__
 
-TYPE_CHECKING = False  # typing takes a while to import, and until it is there no signal is answered
+TYPE_CHECKING = False  # importing typing takes a while, and signals are not handled before that
 if TYPE_CHECKING:
     from typing import Any
 
@@ -47,7 +47,7 @@ _NAMES = {  # public names by their module
     "text.tokenizer": "Tokenizer",
 }
 _MODULES = {name: f"batchgen.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = [  # of the same names, as texts that type checkers read
+__all__ = [  # the same names as literal strings, for type checkers
     "LLM", "BatchgenError", "Engine", "EngineConfig", "GateFailed", "InputError", "JobSpec", "LockedError",
     "ModelError", "OutOfMemory", "RemoteError", "Request", "Result", "ResumeMismatch", "Run", "RunStopped",
     "SamplingParams", "StorageError", "Tokenizer", "UsageError", "__version__", "generate", "load_job",

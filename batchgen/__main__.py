@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # typing and collections.abc take a while to import, as do their likes
+TYPE_CHECKING = False  # importing typing or collections.abc takes a while
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code; 75 if a signal comes before the command handles signals itself."""
     try:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, _interrupt)
         _fill_standard_streams()
         from batchgen.cli.main import call
@@ -60,7 +60,7 @@ def _fill_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this stream's
 
 
 def _ignore_signals() -> None:

@@ -209,7 +209,7 @@ def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 _SWITCHES = ("overwrite", "update", "allow_mixed_kernels", "quiet")  # options of the command ``run``
-_OPTIONS: dict[str, Callable[[str], Any]] = {  # those that take a value, and how it is read
+_OPTIONS: dict[str, Callable[[str], Any]] = {  # options with a value, and how it is read
     "max_error_rate": parse_share,
     "shard": Shard.parse,
     "deadline": lambda text: parse_clock(text, datetime.now().astimezone()),
@@ -272,7 +272,7 @@ def _spec(path: str | None, sections: Mapping[str, Any]) -> JobSpec:
     """The job; ``path`` is None for rows in memory. Raises UsageError."""
     values = sections.get("input", {})
     if not isinstance(values, Mapping):
-        return job_from_values(sections, "generate")  # which refuses it
+        return job_from_values(sections, "generate")  # raises UsageError for it
     if "path" in values:
         raise UsageError("generate: input has a path, and the rows are given as the first argument")
     if path is None and values.get("format", "auto") not in _LINES_FORMATS:

@@ -35,7 +35,7 @@ from batchgen.run.results import entry_of, failed_entry
 
 _NOWHERE = Cursor(0, 0, 0, 0)
 _NEEDS_ID = 'draws at random need an id in tables: name a column of unique values, as id="..."'
-_PLACES = ("id", "index", "fingerprint")  # by which a run finds a record: they mean nothing in a table
+_PLACES = ("id", "index", "fingerprint")  # a run finds a record by these; they mean nothing in a table
 _OF_JOBS = {  # keys of a job that say nothing of how a request is answered
     "input": ("path", "format", "delimiter", "encoding", "limit", "regenerate"),
     "output": ("path", "format", "logprobs_dtype", "reuse", "publish"),

@@ -32,7 +32,7 @@ from batchgen.text.chat import CONTINUES, ChatTemplateError
 from batchgen.text.tokenizer import special_tokens
 
 _SECTIONS = ("model", "engine")
-_NO_EFFECT = ("batch_size", "max_batch_size")  # which lm-eval always gives
+_NO_EFFECT = ("batch_size", "max_batch_size")  # lm-eval always gives them
 _TOKENS = "prompt_token_ids"
 _DEFAULT_DEVICE = ("device", "cuda:0")  # lm-eval's command adds it, and its "hf" runs on the CPU without a GPU
 Scored = tuple[Any, list[int], list[int]]  # what lm-eval names the request by, its context, and what is scored
@@ -131,7 +131,7 @@ class BatchgenLM(TemplateLM):
         for context, kwargs in (request.args for request in requests):
             values = normalize_gen_kwargs(kwargs, self.max_gen_toks)
             until, num_tokens = values.pop("until", None) or [], values.pop("max_gen_toks")
-            values.pop("do_sample", None)  # the temperature says it
+            values.pop("do_sample", None)  # the temperature already says so
             if not 0 < num_tokens < self.max_length:
                 raise UsageError(f"lm-eval: max_gen_toks = {num_tokens} must be below max_length = {self.max_length}")
             stop = [text for text in ([until] if isinstance(until, str) else until) if text]

@@ -27,8 +27,8 @@ from batchgen.run.stdin import stdin_as_file
 # Largest gap between fast kernels and plain torch as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-3, torch.float16: 2**-6}
-# More of it if a last bit decides to which of two neighbouring numbers a key, value or input is rounded: then most rows
-# are as near as ever, and a few are 5 % apart in float32.
+# Added to it where keys, values or inputs are rounded once more, and a last bit decides how: most rows are as near as
+# before, and a few are 5 % apart in float32.
 KV_TOLERANCE = {"auto": 0.0, "bfloat16": 2**-6, "int8": 2**-6}
 ACTIVATIONS_TOLERANCE = {"auto": 0.0, "int8": 2**-3}
 LENGTHS = (1, 5, 40, 100, 520)  # of made-up prompts: below a KV block, above one, above a CPU's step

@@ -55,7 +55,7 @@ def open_store(address: str) -> tuple[Any, str]:
         except ImportError:
             package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, "huggingface_hub")
             raise UsageError(f"{masked(address)}: {package} is not installed: pip install {package}") from None
-        lower = scheme + address[len(scheme) :]  # stores know their schemes in lower case only
+        lower = scheme + address[len(scheme) :]  # stores only accept schemes in lower case
         return store, str(store._strip_protocol(lower)).rstrip("/")
 
 
@@ -66,7 +66,7 @@ def _make_store(scheme: str) -> Any:
         from huggingface_hub import get_session
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        get_session().timeout = STILL_S  # by itself most requests wait for ever
+        get_session().timeout = STILL_S  # by default most requests wait forever
         disable_progress_bars()  # the run has a display of its own
         return fsspec.filesystem("hf")
     if scheme in ("gs", "http", "https"):
@@ -129,7 +129,7 @@ def _explanation(error: BaseException, address: str) -> tuple[RemoteKind, str]:
     scheme = scheme_of(address)
     causes = _causes(error)
     names = {base.__name__ for cause in causes for base in type(cause).__mro__}
-    is_torn = "ClientPayloadError" in names  # whose cause has a status that did not come from a server
+    is_torn = "ClientPayloadError" in names  # its cause has a status that does not come from a server
     status = None if is_torn else next(filter(None, map(_status, causes)), None)
     code = next(filter(None, map(_code, causes)), "")
     text = _message(causes[0], address[len(bare(address)) :])

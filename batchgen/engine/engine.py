@@ -158,7 +158,7 @@ class Engine:
             with self.stats.phase("mask"):  # during the forward pass, if launches return before it is done
                 mask = build_mask(self.text.constraints, sampled, logits.shape[1], logits.device)
         with self.stats.phase("sample"):
-            if len(logits) > len(sampled):  # first: given tokens stand before the new ones
+            if len(logits) > len(sampled):  # first, since given tokens come before new ones
                 self.sampler.score(logits[len(sampled) :], schedule.scored)
             token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask, argmax_ids)
         with self.stats.phase("update"):

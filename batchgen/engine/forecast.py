@@ -16,7 +16,7 @@ from batchgen.engine.sequence import Sequence
 _MEMORY = 512  # ended sequences remembered
 _HUGE = 1 << 40
 _ENOUGH = 32  # ended sequences from which lengths can be estimated
-_UNKNOWN = 1024  # tokens that a sequence is expected to reach without an estimate, and later twice what it has
+_UNKNOWN = 1024  # expected tokens of a sequence without an estimate; beyond them, twice its tokens
 
 
 class OutputLengths:

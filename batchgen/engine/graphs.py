@@ -20,7 +20,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
 _USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
-_UPLOADS = 3  # that may be under way: for a running step, the step after it, and one more
+_UPLOADS = 3  # under way at once: for a running step, the next step, and one more
 _ANOTHER_TOKEN = 1
 _MAX_APART = 2**-6  # logits of two launches of one step, of kernels that may add up in another order each time
 _ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
@@ -58,7 +58,7 @@ class CudaRecorder:
         self._graphs.append(graph)
 
         def replay() -> Tensor:
-            self._graphs[number].replay()  # by way of the recorder, which thus outlives the last recording
+            self._graphs[number].replay()  # through ``self``, so that the recorder outlives the last recording
             return result
 
         return result, replay

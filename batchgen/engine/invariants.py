@@ -171,7 +171,7 @@ class Comparison:
 
     def _gap(self, wanted: Tensor, row: Tensor | None) -> tuple[float, float]:
         """The largest gap between two logits of a row, and its share of the largest logit."""
-        if row is None:  # the run ended before
+        if row is None:  # the run ended earlier
             return 0.0, 0.0
         self.num_tokens += 1
         if torch.equal(row, wanted):
@@ -230,7 +230,7 @@ class Runs:
         requests = [self._text(request, tokens[request.key], with_prompts) for request in self.requests]
         engine = self.engine(requests)
         if routing.wrap(self.model):
-            engine.runner.replays = None  # which would give ids of experts only after a step
+            engine.runner.replays = None  # a recording gives ids of experts only after the step
         trace = Trace()
         trace.add(engine, requests)
         return trace

@@ -127,6 +127,6 @@ def state_and_replays(model: Decoder, config: SchedulerConfig) -> tuple[StateCac
     if num_more:
         padding = PaddingSlot(config.num_blocks, config.max_num_seqs, config.block_size)
         return state, CudaGraphs(model, state, CudaRecorder(model.device), padding, config.max_model_len)
-    if isinstance(model.kernels, CpuKernels):  # whose launches are all of a step
+    if isinstance(model.kernels, CpuKernels):  # all launches of its steps can be recorded
         return state, CpuRecordings(model, state, Recorder())
     return state, None

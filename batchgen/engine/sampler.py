@@ -208,7 +208,7 @@ class Sampler:
     def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:
         params = [s.request.params for s in sequences]
         names = [*map(id, params)]
-        kinds = dict(zip(names, params, strict=True))  # the rows of a job share most of theirs
+        kinds = dict(zip(names, params, strict=True))  # most rows of a job have the same parameters
         numbers = dict(zip(kinds, range(len(kinds)), strict=True))
         kind_of = np.array([numbers[name] for name in names])
 

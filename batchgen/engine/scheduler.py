@@ -73,7 +73,7 @@ class Scheduler:
             if s.num_computed_tokens == len(s.token_ids) - 1 and s.num_computed_tokens < s.max_state_tokens
         ]
         counts = dict.fromkeys(single[:budget], 1)
-        later = single[budget:]  # then those that owe more; in order of admission within each
+        later = single[budget:]  # then sequences that owe more; both parts in order of admission
         if len(single) < len(self.running):
             later += [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1]
         budget -= len(counts)

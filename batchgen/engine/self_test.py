@@ -49,7 +49,7 @@ _PENALIZED = replace(_DRAWN, repetition_penalty=1.05, presence_penalty=0.2)
 _NUM_ALLOWED = 50
 # Largest gap of a logit as a share of the row's largest one: some four times the effect of rounding.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-7, torch.bfloat16: 2**-4}
-# More of it if a last bit decides to which number of a type an input of a linear, or a key or value, is rounded.
+# Added to it where values are rounded once more (inputs of linears, keys, values): a last bit decides how.
 _ROUNDED_TOLERANCE = {"auto": 0.0, "bfloat16": 2**-8, "int8": 2**-4}
 _UNTRIED_TOLERANCE = {torch.float32: 2**-7, torch.float16: 2**-5, torch.bfloat16: 2**-2}  # GPUs may round products
 _NUM_LOGITS = 1024  # of a row, plus the remainder

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from batchgen.model.decoder import Decoder
 
 # CPU: a linear is near its best rate from 128 rows up, but what each launch costs is shared by more rows, and an expert
-# meets only some of them. Twice as many gain nothing more.
+# gets only some of them. Twice as many do not gain more.
 _CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 256, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": 64}
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
 _CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less other known needs
 _MAX_HALVINGS = 5  # of the tokens and sequences of a step, for a card that is too small
-_CUDA_BYTES = 1 << 30  # that libraries and graphs take
+_CUDA_BYTES = 1 << 30  # for libraries and graphs
 _SHARED_PARAMS = 10_000_000  # a smaller model's products end before a second thread has joined in
 _MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands the OpenMP runtime ends the process
 _ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines

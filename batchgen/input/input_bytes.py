@@ -19,7 +19,7 @@ BUFFER_BYTES = 1 << 18
 BLOCK_BYTES = 4 << 20  # of a remote file, fetched at once
 _CHEAP_BYTES = 64 << 20  # a remote file that is larger is not read once more to count its rows
 _VERSIONS = ("generation", "blob_id", "ETag", "Last-Modified")  # of Google Cloud, the Hub, S3 and the web
-_FRESH = {"hf": {"expand_info": True, "refresh": True}}  # so that a store returns them, and without a cache
+_FRESH = {"hf": {"expand_info": True, "refresh": True}}  # makes the store return them, uncached
 
 
 class LocalFile:

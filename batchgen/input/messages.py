@@ -186,7 +186,7 @@ def _with_arguments(field: str, function: dict[str, Any]) -> dict[str, Any]:
     try:
         parsed = parse_json(text) if isinstance(text, str) else arguments
     except RowProblem:
-        return function  # a text that is not JSON is shown unchanged
+        return function  # a text that is not JSON stays unchanged
     return {**function, "arguments": parsed} if isinstance(parsed, dict) else function
 
 

@@ -88,7 +88,7 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._grammars, self._vocab_size = grammars, vocab_size
         self._max_model_len = max_model_len
-        self.cut_at = max_model_len if self._embedded and self._embedded.cuts else None  # tokens of a text that was cut
+        self.cut_at = max_model_len if self._embedded and self._embedded.cuts else None  # the length of cut texts
         if refused := self._refusal(sampling):
             raise UsageError(f"{'classify' if refused.startswith('labels') else 'sampling'}.{refused}")
         try:

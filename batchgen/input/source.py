@@ -216,7 +216,7 @@ def _find_files(address: str) -> list[str]:
     They are sorted; hidden files are left out of a folder, as Arrow does. Raises UsageError if none is found.
     """
     scheme = str(scheme_of(address))
-    if scheme in ("http", "https"):  # which cannot list files
+    if scheme in ("http", "https"):  # web servers cannot list files
         return [address]
     store, path = open_store(address)
     with refusals_as_usage():

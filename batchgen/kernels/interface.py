@@ -26,7 +26,7 @@ class Linear(Protocol):
 class GatedLinear(Protocol):
     """Two matrix products of one input; the first gates the second."""
 
-    linear: Linear  # both products side by side, their columns in an order of the back end's own
+    linear: Linear  # both products side by side; the back end decides the order of columns
 
     def __call__(self, x: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` for x [rows, in_features], or gelu for silu; [rows, out_features]."""

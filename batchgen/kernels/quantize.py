@@ -57,7 +57,7 @@ def hadamard(x: Tensor) -> Tensor:
     The matrix is Sylvester's: H(2n) = [[H(n), H(n)], [H(n), -H(n)]]. Its product with itself is 2n times the identity.
     """
     length = x.shape[-1]
-    terms = x.reshape(-1, length).t().clone(memory_format=torch.contiguous_format)  # what is added lies side by side
+    terms = x.reshape(-1, length).t().clone(memory_format=torch.contiguous_format)  # numbers to be added are adjacent
     sums, half = torch.empty_like(terms), length // 2
     while half:
         pairs, results = (numbers.view(length // (2 * half), 2, half, -1) for numbers in (terms, sums))
@@ -96,7 +96,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = rotate(x)
     largest = groups.abs().amax(2)
-    reciprocals = torch.full_like(largest, MAX) / largest  # rounded once, which torch's ``MAX / x`` is not
+    reciprocals = torch.full_like(largest, MAX) / largest  # rounded once; torch rounds ``MAX / x`` twice
     reciprocals = torch.where(largest < MIN_QUANTIZED, 0.0, reciprocals)
     divisors = torch.full((groups.shape[1],), MAX * DOT_GROUP / WEIGHT_DIVISOR, device=x.device)
     if last := x.shape[1] % DOT_GROUP:

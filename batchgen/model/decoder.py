@@ -76,7 +76,7 @@ class Decoder:
         dtype = str(self.dtype).removeprefix("torch.")
         integers = {"weights": self.kernels.weights, "activations": self.kernels.activations}
         named = {name: value for name, value in integers.items() if value != "auto"}
-        named |= {"head": "untied"} if self.config.has_unexpected_head else {}  # which once was not used
+        named |= {"head": "untied"} if self.config.has_unexpected_head else {}  # earlier versions ignored it
         return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.variant, **named}
 
     @torch.inference_mode()

@@ -60,7 +60,7 @@ class ExpertFeedForward:
         self.eps = config.norm_eps
         weight = tensors.take("router", count, width, dtype=exact)
         bias = None
-        if experts.has_bias:  # whose last bits decide between experts
+        if experts.has_bias:  # its last bits decide between experts
             bias = tensors.take("router_bias", count, part="", init=ROUTER_BIAS, dtype=exact).clone()
         is_softmax, weighing = experts.scores == "softmax", (experts.normalizer_eps, experts.scale)
         routing = Routing(weight, bias, experts.num_active, is_softmax, experts.is_normalized, *weighing)

@@ -95,7 +95,7 @@ def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:
     trunk = next((trunk for trunk in _OTHER_TRUNKS if source.holds(f"{trunk}{bare}.weight")), None)
     if config.is_gguf or bare == name or source.holds(f"{name}.weight") or trunk is None:
         return config
-    around = trunk.removesuffix(_TRUNK) if trunk.endswith(f".{_TRUNK}") else ""  # of the head too
+    around = trunk.removesuffix(_TRUNK) if trunk.endswith(f".{_TRUNK}") else ""  # the head's module
 
     def stored(module: str) -> str:
         is_inside = module.startswith(_TRUNK)

@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.kernels.inputs import ConvState, KVCache, upload
 from batchgen.model.config import ModelConfig, padded
 
-KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # that keys and values may be rounded to
+KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # types that keys and values may be rounded to
 
 
 def key_pack(dtype: torch.dtype, device: torch.device, width: int) -> int:

@@ -142,7 +142,7 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
     own = last.shard.rows(last.num_rows or 0)
     seen.intersection_update(own)
     is_whole = num_read == len(seen) == len(own)
-    if not is_whole and not any(job.has_all_rows for job in run_dir.unfinished()):  # whose outputs it may be
+    if not is_whole and not any(job.has_all_rows for job in run_dir.unfinished()):  # it may be that job's outputs
         lost = f"{counted(num_read, 'line')} with {len(seen):,} of {len(own):,} rows"
         problem = f"{path} or {run_dir.errors.name} is not as its run wrote it"
         raise StorageError(f"{problem}: {lost}; restore it, or run with --overwrite")

@@ -50,7 +50,7 @@ class RunLock:
                 f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it"
             )
         self._fd = fd
-        is_ours = stat.S_ISREG(os.fstat(fd).st_mode)  # of which a machine that failed may have left zeros
+        is_ours = stat.S_ISREG(os.fstat(fd).st_mode)  # after a crash of the machine it may hold zeros
         if not (is_ours and _HEAD.startswith(os.pread(fd, len(_HEAD), 0).rstrip(b"\0"))):
             os.close(fd)
             raise UsageError(f"{path} was not written by a run; choose another output.path")

@@ -58,7 +58,7 @@ class Bucket:
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file, None if it does not exist."""
-        at_once = {"max_concurrency": 1} if self._scheme == "s3" else {}  # which spares a look at its size
+        at_once = {"max_concurrency": 1} if self._scheme == "s3" else {}  # then its size need not be looked up
         content: bytes | None = self._if_present("read", name, lambda: self._store.cat_file(name, **at_once))
         return content
 

@@ -116,7 +116,7 @@ class RecordBuilder:
     def fingerprint(self, row: Row) -> str:
         limit, tokens = limit_of(row.params, len(row.prompt_token_ids), self.max_model_len), row.prompt_token_ids
         facts = self._facts_of(row)
-        if isinstance(row, ChatRow):  # whose prompts hold its answers
+        if isinstance(row, ChatRow):  # its prompts hold its answers
             facts, tokens = f"{facts} {row.digest} {row.params.max_tokens} {self.max_model_len}", ()
         return fingerprint(rng_key_of(row.id, row.index), row.params, tokens, limit, facts)
 
@@ -127,7 +127,7 @@ class RecordBuilder:
             return ""
         if params.thinking_token_budget is not None or "reasoning" in self._spec.output.parse:
             names = {"closing", "thinks"}
-        offered = self._offered(row)  # by whose names and types calls are read
+        offered = self._offered(row)  # calls are parsed by the names and types of its tools
         if offered is not None:
             names = {"closing", "thinks", "tools"}
         version = str(library().__version__) if params.structured_outputs else ""
@@ -261,7 +261,7 @@ class RecordBuilder:
         kept = {field: columns[name] for name, field in kept_columns(spec, columns).items()}
         if spec.output.format == "openai-batch" and spec.input.is_batch_line(columns):
             body = columns["body"]
-            kept["url"] = url_of(columns)  # which kind of answer was asked for
+            kept["url"] = url_of(columns)  # says which kind of answer was asked for
             if encoding := body.get("encoding_format"):
                 kept["encoding_format"] = encoding
             if isinstance(model := body.get("model"), str):

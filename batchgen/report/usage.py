@@ -54,7 +54,7 @@ def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
 def lengthened(usage: Numbers, seconds: float) -> dict[str, Any]:
     """The usage of an invocation that continued generating for ``seconds`` more."""
     wall_s, accounts = usage["wall_s"] + seconds, usage["seconds"]
-    devices_s = device_s(usage) * (wall_s / usage["wall_s"])  # which is itself for none
+    devices_s = device_s(usage) * (wall_s / usage["wall_s"])  # the new wall_s if the usage lacks device_s
     accounts = {**accounts, "generate": accounts.get("generate", 0.0) + seconds}
     return {**usage, "wall_s": wall_s, "device_s": devices_s, "seconds": accounts}
 

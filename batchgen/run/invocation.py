@@ -134,7 +134,7 @@ class Invocation:
             engine = loaded.engine
             if loaded.takes_rows:
                 stream.gives_rows = True
-                first = stream.pending[first.key]  # made a request before the engine was known; workers take the row
+                first = stream.pending[first.key]  # it is a request already, but workers take rows
             turns = Turns(None if loaded.takes_rows else validator.builder, stream.pending, sink.save_turns)
             try:
                 with self.progress.generating(loaded), self.stopper.drain_with(engine.stop):

@@ -113,7 +113,7 @@ class _Job:
                     self.progress.keep_file(False)
                 if not self.options.update:
                     raise
-            return self._run(source, None)  # as the engine computes that is loaded now
+            return self._run(source, None)  # with the numerics of the loaded engine
 
     def _run(self, source: Source, resumable: JournalledJob | None) -> Outcome:
         """Begin the job, or continue it from the journal ``resumable``, and write its outputs."""

@@ -18,7 +18,7 @@ from batchgen.report.build import warnings
 from batchgen.report.facts import pace, samples_text
 from batchgen.run.progress import Progress
 
-_MAX_UNREAD = 3  # lines about rows that took others
+_MAX_UNREAD = 3  # lines about rows that contain other rows' lines
 
 
 @dataclass(frozen=True)

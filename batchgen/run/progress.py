@@ -108,7 +108,7 @@ class Progress:
         with suppress(OSError):  # absent, or unreadable as for ``read_progress``
             self._found = read_regular(self._path)
         if (before := read_progress(self._path.parent)) is not None:
-            if before["state"] == "running":  # it was killed: its time goes up to its last row, as its tokens do
+            if before["state"] == "running":  # killed: its time, like its tokens, ends with its last row
                 lost_s = written_at(self._path.parent / JOURNALS_NAME / before["journal"]) - self._path.stat().st_mtime
                 before["spent"] = lengthened(before["spent"], min(max(lost_s, 0.0), _SAVE_EVERY_S + _TICK_S))
             self._before, self._keeps_file = before, True
@@ -123,7 +123,7 @@ class Progress:
         self._thread.join()
         if kind is not None:
             self.state = "stopped" if issubclass(kind, StopRequested) else "failed"
-            if isinstance(error, BatchgenError):  # which says what to do
+            if isinstance(error, BatchgenError):  # its message says what to do
                 self._failure = str(error)
         self.display.close(self.snapshot())
         if not self._keeps_file and self.state != "stopped":

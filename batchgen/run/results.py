@@ -24,7 +24,7 @@ from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.stop import Stopper
 
-MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows says nothing
+MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many, since a rate over a few rows means nothing
 Charge = Callable[[str], AbstractContextManager[None]]  # charges the time inside to an account (``Clock.on``)
 _Task = TypeVar("_Task")  # a request, or a row that workers make into one
 

@@ -203,7 +203,7 @@ def take_over(
         for row, request in prepared(rows.read(), validator.build):
             if progress.stopper.requested:
                 break
-            if request is None:  # it is recorded when the rest is run
+            if request is None:  # it is recorded when the missing rows run
                 continue
             num_good += 1
             record, tokens = earlier.find(row)

@@ -125,8 +125,8 @@ def in_one(templates: Mapping[str, str]) -> str:
     default = templates["default"]
     if (for_tools := templates.get("tool_use")) is None:
         return default
-    # Each template begins a line, as it does by itself: the newline before it goes with the block. A newline at the end
-    # of a template does not belong to it.
+    # Each template begins a line, as it would alone: the newline before it is removed with the block. A newline at the
+    # end of a template is not part of it.
     texts = [text.removesuffix("\n") for text in (for_tools, default)]
     return "{%+ if tools %}\n" + "{%+ else %}\n".join(texts) + "{%+ endif +%}"
 

@@ -71,11 +71,11 @@ class MarkedChat:
         return {**call, **{key: self._marked(call[key], location) for key in ("name", "arguments") if key in call}}
 
     def _tool(self, name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not tool.get("name"):  # no function: a template that writes the whole of a tool shows a key more
+        if not tool.get("name"):  # not a function: a template that prints all of it shows the added key
             return {**tool, self._mark(Location(None, name)): True}
         schema = tool.get("parameters")
         keys = ["name", "description"]
-        if schema is None:  # it may go by another name
+        if schema is None:  # it may have another name
             keys += [key for key, value in tool.items() if value and isinstance(value, dict)]
         marked = {key: self._marked(tool[key], Location(None, f"{name}, its {key}")) for key in keys if key in tool}
         if isinstance(schema, dict) and (properties := schema.get("properties")):

@@ -58,7 +58,7 @@ class Reasoning:
             return False
         text = self.shown.decode(prompt_token_ids[turn + 1 :])
         header, opening, thoughts = text.partition(self.opening)
-        names_a_role = len(header.split()) == 1 and header.endswith("\n")  # else it is a text that quotes the marker
+        names_a_role = len(header.split()) == 1 and header.endswith("\n")  # otherwise a text quotes the marker
         return bool(opening) and (names_a_role or not header.strip()) and self.closing not in thoughts
 
     def split(self, token_ids: Sequence[int], text: str, *, is_open: bool) -> tuple[str | None, str]:

@@ -16,7 +16,7 @@ from batchgen.text.regexes import portable
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name,
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # in a list,
 _SINGLE = ("items", "additionalProperties", "additionalItems")  # or with one schema
-# A part of a schema that has only these keywords may be closed without regard to other parts.
+# A part of a schema with only these keywords may be closed independently of other parts.
 _PLAIN = {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"} | {
     *("minProperties", "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum"),
     *("exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -77,8 +77,8 @@ class _Preparation:
             for key in ("$defs", "definitions")
             for name, schema in _mapping(root.get(key)).items()
         }
-        self._multiple = 1  # of all that may have to divide the same number
-        self._open: set[str] = set()  # what is combined with other schemas, by reference
+        self._multiple = 1  # of all divisors that may apply to the same number
+        self._open: set[str] = set()  # references to schemas that are combined with others
         self._closes = closes_objects and all(map(self._mark_open, self._combined(root)))
 
     def prepare(self, schema: Any, is_alone: bool) -> Any:
@@ -101,7 +101,7 @@ class _Preparation:
             elif key in _KEYWORDS:
                 ready[key] = value
                 _refuse_long_numbers(value)
-            else:  # what no keyword names may still be referred to, as in an OpenAPI document
+            else:  # an unknown keyword may hold a schema that a reference names, as in OpenAPI
                 ready[key] = value if key in _EXAMPLES else self.prepare(value, False)
         _spell_out(ready)
         self._refuse_long_multiples(schema.get("multipleOf"), is_alone)

@@ -136,7 +136,7 @@ class TemplateCaps:
         hidden = self._hidden(chat)
         if hidden is None:
             return HiddenError(Location(None, "messages"), _UNCHECKED)
-        # That earlier thoughts are left out is how a template is meant; that all are is a loss.
+        # Templates may leave out earlier thoughts by design; leaving out all thoughts is a loss.
         lost = (location for location in hidden if location.key not in REASONING or not self.table["thoughts"])
         return next(map(HiddenError, lost), None)
 

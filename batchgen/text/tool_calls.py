@@ -186,7 +186,7 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def _call(name: object, arguments: object) -> Call:
-    if isinstance(arguments, str):  # as JSON text, the way OpenAI's API has it
+    if isinstance(arguments, str):  # as JSON text, as in OpenAI's API
         arguments = json_value(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call lacks a name, or its arguments are not an object")

@@ -11,7 +11,7 @@ from typing import Any
 
 from batchgen.text.chat import ChatTemplate, ChatTemplateError
 
-Range = tuple[int, int]  # from a place, to the one after it
+Range = tuple[int, int]  # the first index, and the index after the last
 _OTHERS = ("a7q", "7qz")  # texts that begin and end with other characters
 
 

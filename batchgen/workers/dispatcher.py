@@ -19,8 +19,8 @@ from batchgen.workers.worker_state import ALONE_AFTER, Lease, WorkerState
 _HEAD_START = 256  # rows taken from the source before a worker has joined
 _MAX, _MIN = 1 / 2, 1 / 32  # rows of a lease, for each sequence that a worker runs at once
 _AHEAD = 2  # rows of the backlog for each of these: the largest leases need half as many
-_MAX_CHARS = 64 << 20  # of the rows of a worker, and for each worker of all rows that are not answered
-_BACKUP_S = 2 * HEARTBEAT_S  # between two looks at which leases to run once more
+_MAX_CHARS = 64 << 20  # of a worker's rows; times the number of workers, of all unanswered rows
+_BACKUP_S = 2 * HEARTBEAT_S  # between two checks for leases to copy to idle workers
 
 
 class RowDispatcher:
@@ -45,17 +45,17 @@ class RowDispatcher:
         num_workers: int = 1,
     ) -> None:
         """``num_chars`` estimates the memory of a task; up to ``num_workers`` workers may join."""
-        self.workers: dict[str, WorkerState] = {}  # that are here
+        self.workers: dict[str, WorkerState] = {}  # current workers by name
         self._clock = clock
         self._num_chars_of = num_chars
         self._num_expected = num_workers
-        self._chars: dict[int, int] = {}  # of each row that is not answered, by key
+        self._chars: dict[int, int] = {}  # of each unanswered row, by key
         self._num_chars = 0  # their sum
         self._fresh: deque[Row] = deque()  # in no lease yet
         self._lost: deque[Lease] = deque()
         self._alone: deque[Lease] = deque()  # leases that must run alone
         self._leases: dict[int, Lease] = {}  # in flight, by the keys of their rows, the oldest first
-        self._tokens: dict[int, tuple[int, ...]] = {}  # so far, of rows that are not answered
+        self._tokens: dict[int, tuple[int, ...]] = {}  # so far, by the key of an unanswered row
         self._to_stop: list[str] = []
         self._has_ended = False
         self._backed_up_at = clock()

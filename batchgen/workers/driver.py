@@ -67,7 +67,7 @@ class WorkersEngine:
         self._error: Exception | None = None
         self._false_start = ""  # why the last worker was lost before it was ready
         self._stopping = False
-        self._enough_at = 0.0  # when as many workers as are wanted at least were ready for the last time
+        self._enough_at = 0.0  # when the wanted minimum of workers was last ready
 
     def begin(self) -> WorkerReady:
         """Launch the workers; returns when the first is ready.
@@ -162,7 +162,7 @@ class WorkersEngine:
             who = f"worker {late[0]} has" if len(late) == 1 else f"{counted(len(late), 'worker')} have"
             self._note(f"{who} been loading the model for {spent}; the limit is {limit} (--load-timeout)")
         for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values(), loading).items():
-            # One that cannot load here would not in another's place.
+            # A worker that cannot load here could not load in another place either.
             error = None if name in self._ready else NoWorkers(f"no worker is left ({reason}); run again to resume")
             yield from self._on_lost(name, self._handles[name].give_up(WorkerLost(reason, error)), has_hung=True)
 

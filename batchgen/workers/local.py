@@ -87,7 +87,7 @@ class WorkerProcess:
             self.process.wait(_REAPED_S)  # it has closed its socket, so it is about to end
         code = self.process.returncode
         if code is not None and code < 0:
-            names = {number.value: number.name for number in signal.Signals}  # which lack most real-time signals
+            names = {number.value: number.name for number in signal.Signals}  # most real-time signals are missing there
             ending = f"it was ended by {names.get(-code, f'signal {-code}')}"
             return f"{ending}, as the system does when memory is short" if code == -signal.SIGKILL else ending
         self._output.seek(max(0, os.fstat(self._output.fileno()).st_size - 4096))

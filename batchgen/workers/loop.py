@@ -38,7 +38,7 @@ class RowProcessor:
     def __init__(self, builder: RequestBuilder, record_builder: RecordBuilder) -> None:
         self._builder = builder
         self._record_builder = record_builder
-        self._rows: dict[int, Row] = {}  # whose requests are with the engine
+        self._rows: dict[int, Row] = {}  # rows whose requests are with the engine
 
     def build(self, rows: Sequence[Row]) -> Iterator[Request | JournalEntry]:
         """The request of each row, or the journal entry of a failed row."""
@@ -120,7 +120,7 @@ class EngineLoop:
         time.sleep(max(self._took_at + _ROUND_S - self._clock(), 0.0))
         with self._changed:
             self._changed.wait_for(lambda: self._results or self._answers or self._is_stopped or self._error, timeout_s)
-            if self._error is not None and not (self._results or self._answers):  # what is finished goes first
+            if self._error is not None and not (self._results or self._answers):  # finished rows are returned first
                 raise self._error
             results, self._results = self._results, []
             answers, self._answers = self._answers, []
@@ -175,7 +175,7 @@ class EngineLoop:
                     self._progress += 1
                     waiting: list[Any] = self._ready if isinstance(made, Request) else self._answers
                     waiting.append(made)
-                    if len(waiting) == 1:  # else who waits for it is on its way
+                    if len(waiting) == 1:  # otherwise the waiting thread was notified already
                         self._changed.notify_all()
             size = next_size(size, self._clock() - began_at)
 

@@ -28,9 +28,9 @@ _CONNECT_S = 10.0
 _LOOK_S = 1.0  # between two looks at the machines
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # announces otherwise that this will be so
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # without it Ray announces that this will change
 }
-# What Ray says of a lost actor, and what to tell of it.
+# What Ray says about a lost actor, and what the user is told.
 _REASONS = {
     "node has died": "its machine is gone",
     "node is dead": "its machine is gone",

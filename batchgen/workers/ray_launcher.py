@@ -154,7 +154,7 @@ class RayLauncher(WorkerLauncher):
     def _find_no_place(self) -> WorkerLost | None:
         if self._losses[""] >= _MAX_UNPLACED:
             return WorkerLost("workers are lost before they have a place", self._error)
-        if self._nodes is not (nodes := self._cluster.nodes):  # which are looked at once a second
+        if self._nodes is not (nodes := self._cluster.nodes):  # the cluster updates them once a second
             self._nodes, self._fit = nodes, self._fitting(nodes)
         if self._fit and self._fit <= self._excluded:
             return WorkerLost(_NO_MACHINE, self._error)

@@ -131,5 +131,5 @@ def _follow(driver: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != driver:  # it ended before that
+        if os.getppid() != driver:  # the driver had ended before
             os._exit(1)

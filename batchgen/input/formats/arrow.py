@@ -218,7 +218,7 @@ def _item(feature: Any) -> Any:
 def _of_structs(arrow_type: pa.StructType, is_request: bool, feature: Any) -> _Convert | None:
     """Drops null fields of structs in a request: Arrow gives each row the fields of all rows."""
     children, is_sequence = feature, isinstance(feature, dict) and feature.get("_type") == "Sequence"
-    if is_sequence and isinstance(_item(feature), dict):  # so older files call a struct of lists
+    if is_sequence and isinstance(_item(feature), dict):  # the name that older files use for a struct of lists
         children = {name: [child] for name, child in _item(feature).items()}
     children = children if isinstance(children, dict) else {}
     all_conversions = {child.name: _conversion(child, is_request, children.get(child.name)) for child in arrow_type}

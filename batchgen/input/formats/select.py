@@ -50,7 +50,7 @@ _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe"
 _WIDE_ZEROS = {"UTF-16LE": "1010", "UTF-16BE": "0101", "UTF-32LE": "1?00", "UTF-32BE": "00?1"}
 _HEAD_BYTES = 1 << 16
 _TAR_AT = 257  # of the mark of a tar archive
-_PROBE_BYTES = 1 << 10  # in which text of two bytes a character shows its zeros
+_PROBE_BYTES = 1 << 10  # enough to find the zeros of text with two bytes per character
 
 
 def open_file(item: Path | str, spec: InputSpec) -> InputFile:
@@ -99,7 +99,7 @@ def _resolve(content: InputBytes, name: str, delimiter: str | None) -> str:
         resolved = "csv" if delimiter else _detect(content, head)
     if resolved in ("csv", "text") and not content.encoding:
         _refuse_other_encoding(content.name, head)
-    if resolved != "csv" and b"\r" in head.rstrip() and b"\n" not in head:  # a table's header says so itself
+    if resolved != "csv" and b"\r" in head.rstrip() and b"\n" not in head:  # a table's header reports this itself
         lines = f"the lines of {content.name} end with CR alone"
         raise UsageError(f"{lines}; convert it: tr '\\r' '\\n' < FILE > NEW_FILE")
     if resolved == "jsonl" and (program := _unrolling(head)):

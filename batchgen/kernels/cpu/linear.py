@@ -59,7 +59,7 @@ _TILED = {  # by the kind of the stored weights
 _UNPACKED_KINDS = {torch.bfloat16: kernel_specs.paired_kind("bfloat16"), torch.float32: "float32"}
 _NUMBER_BYTES = {torch.bfloat16: 2 if has_bfloat16_pairs() else 4, torch.float32: 4}  # of unpacked numbers
 _INTEGER_PRODUCTS = integer_products()
-_ROWS_AT_ONCE = 32 * TILE_COLUMNS  # that are laid out, so that no second copy of a large weight is held
+_ROWS_AT_ONCE = 32 * TILE_COLUMNS  # laid out at once: a second copy of a large weight is not held
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class PackedLinear:
         is_integer = self.packed.kind == "integers"
         unit = "int8" if is_integer else "bf16"
         self.by_tiles = (is_integer or dtype is torch.bfloat16) and has_matrix_unit(unit)
-        # Asked of a tensor each time, these cost a launch microseconds.
+        # Kept here, since reading them from a tensor costs microseconds per launch.
         self._num_panels, self.weight_at = self.packed.num_panels, self.packed.strips.data_ptr()
         self._sizes = self.packed.strip_size, self.packed.panel_bytes
         self._max_shares = self._num_panels if self.packed.panel_bytes <= _MAX_SHARED_BYTES else 1

@@ -42,7 +42,7 @@ LAUNCHING = threading.RLock()  # engines in several threads share the workers an
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
 _NAP_US = 50  # where threads cannot wake each other
 _MAX_LAUNCHES = 4096  # of a program that grows; then another program begins
-_LAUNCHES_AT_ONCE = 4  # that are added to it at once: they take less time than a thread spins before it sleeps
+_LAUNCHES_AT_ONCE = 4  # added to it at once: adding takes less time than a thread spins before it sleeps
 Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``KernelSpec.kinds``
 
 

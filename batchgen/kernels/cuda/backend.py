@@ -21,7 +21,7 @@ from batchgen.kernels.interface import Heads, Linear, Router, Routing, SamplingR
 from batchgen.kernels.quantize import stored
 from batchgen.kernels.torch_kernels import TorchKernels, TorchRouter
 
-_FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
+_FUSED = {"enable_fp_fusion": True}  # the default of compilers; Triton 3.9 warns if it is not stated
 
 
 class CudaKernels(TorchKernels):
@@ -84,7 +84,7 @@ class CudaKernels(TorchKernels):
         return sums, out
 
     def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
-        if is_gelu:  # which torch computes: no kernel of its own so far
+        if is_gelu:  # computed by torch: it does not have a kernel yet
             return super().swiglu(gate_up, is_gelu)
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, width)

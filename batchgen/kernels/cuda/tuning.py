@@ -12,7 +12,7 @@ SPAN = 512  # positions that one program takes of a single token's context
 TILE, TILE_FLOAT32 = 64, 32  # positions in a step of the loop
 MIN_ROWS = 16  # of a matrix instruction
 PROMPT_ROWS = 128  # of a prompt's tile: arithmetic enough for every key it reads
-PROMPT_ROWS_FLOAT32 = 16  # which does not use matrix instructions, and taller tiles would spill registers
+PROMPT_ROWS_FLOAT32 = 16  # without matrix instructions, taller tiles would spill registers
 ATTENTION_STAGES = (
     5  # the pipeline's first two fetch the block table; the others are tiles of keys and values under way
 )
@@ -28,7 +28,7 @@ FEW_TILE = (BLOCK_M.value, BLOCK_N.value)
 TALL_TILE, TALL_OPTIONS = (128, 128), {"num_warps": 8, "num_stages": 3}  # of many rows; its stages fit in 96 KiB
 BLOCK_K, BLOCK_K_FLOAT32 = 64, 32
 PART_TILE = (64, 32)  # of few rows of a product in parts
-NUM_PARTS = 4  # of the sum after a layer, for few rows each added up by programs of its own
+NUM_PARTS = 4  # of a sum; for few rows, separate programs add up each part
 FEW_ROWS = 256  # most that are multiplied in small tiles; taller tiles are better for more
 MAX_ROWS_IN_PARTS = 512  # more have tiles enough for all of a GPU
 GROUP_M = tl.constexpr(8)  # row tiles that read the weight together, so that it comes from the L2 cache

@@ -20,7 +20,7 @@ from batchgen.model.config import ModelConfig
 from batchgen.model.weights import Init, Shape, TensorSource, fill_rows, is_finite, open_weights
 
 _NAME = re.compile(r"base_model\.model\.(.{1,500}?)(?:\.lora_([AB])(?:\.default)?)?\.weight", re.DOTALL)
-_NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # whose products are exact in float64
+_NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # their products are exact in float64
 _CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch to wake its threads
 
 
@@ -30,14 +30,14 @@ class LoraTensors:
     def __init__(self, plain: TensorSource, lora: Lora, config: ModelConfig) -> None:
         self.dtype = plain.dtype
         self._plain = plain
-        self._exact = copy.copy(plain)  # counts what it gives as given by both
+        self._exact = copy.copy(plain)  # tensors taken from it count as taken from both
         self._exact.dtype = torch.float32  # so that a sum is rounded once
         self._lora = lora
         self._path = lora.folder / ADAPTER_WEIGHTS
         self._file = open_weights(self._path)
         self._embedding, self._head = (f"{config.tensor_names[role]}.weight" for role in ("embedding", "head"))
         self._is_tied = config.tie_embedding and config.has_head
-        self._modules: dict[str, str] = {}  # by the name of the model's weight, that in the adapter's names
+        self._modules: dict[str, str] = {}  # a weight's name in the model -> its name in the adapter
         self._parts: dict[str, dict[str | None, str]] = {}  # names of "A" and "B", or of a weight (None) in their place
         for name in sorted(self._file.keys()):
             match = _NAME.fullmatch(name)

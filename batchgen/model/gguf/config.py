@@ -141,7 +141,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
     if name in ("lfm2", "lfm2moe"):
         raw |= _lfm2_layers(path, name, raw)
     if metadata.get(f"{name}.attention.causal") is False:
-        raw["architectures"] = ["BidirectionalModel"]  # whose convolutions are centred, as in llama.cpp
+        raw["architectures"] = ["BidirectionalModel"]  # its convolutions are centred, as in llama.cpp
     head_dim, rotated = (metadata.get(f"{name}.{key}") for key in ("attention.key_length", "rope.dimension_count"))
     if None not in (head_dim, rotated) and head_dim != rotated:
         raise ModelError(f"{path}: {name}.rope.dimension_count {shown(rotated)} of {shown(head_dim)} is not supported")

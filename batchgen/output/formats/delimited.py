@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from batchgen.config.record_fields import RECORD_KEYS
 from batchgen.output.formats import OutputFormat
 
-BOM = "\ufeff"  # by which spreadsheets know UTF-8
+BOM = "\ufeff"  # by which spreadsheets recognize UTF-8
 _ANSWER = (  # what the model gave, in this order, after the columns of the input
     *("messages", "text", "extracted", "label", "score", "parsed", "reasoning"),
     *("tool_calls", "scores", "samples", "perplexity"),
