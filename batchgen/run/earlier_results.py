@@ -38,7 +38,7 @@ class EarlierResults:
     def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, skip: Path | None = None) -> None:
         self.lines: list[str] = []
         self._manifest, self._skip = manifest, skip
-        self._builder = job.records
+        self._builder, self._config = job.records, job.model.config
         self._rows = EarlierRows()
         self.sources = [*self._add(run_dir, job.digests)] if run_dir is not None else []
         for folder, earlier in earlier_runs(job.spec):
@@ -96,8 +96,9 @@ class EarlierResults:
 
     def _computes_alike(self, run_dir: RunDir, earlier: Manifest) -> bool:
         now, was = self._manifest, earlier.numerics
-        if now.numerics is None and was is not None:  # the model is not loaded: "auto" may resolve to the earlier value
-            now = now.with_numerics(was.in_job({}, now.job))
+        if now.numerics is None and was is not None:  # the model is not loaded: a device of "auto" may be the earlier
+            at_auto = replace(was, dtype=self._config.auto_dtype(is_cpu=was.device == "cpu"))
+            now = now.with_numerics(at_auto.in_job({}, now.job))
         changes = differences(_facts(earlier), _facts(now))
         if changes:
             self.lines.append(f"no row of {run_dir.path} can be kept: {'; '.join(changes)}")

@@ -191,7 +191,7 @@ def packs_logprobs(job: Mapping[str, Any]) -> bool:
 
 def dtype_of(job: Mapping[str, Any]) -> str:
     """The dtype in which the stub says that it computes."""
-    return "float32" if job["dtype"] == "auto" else str(job["dtype"])
+    return "bfloat16" if job["dtype"] == "auto" else str(job["dtype"])
 
 
 Sources = dict[Key, set[Found]]

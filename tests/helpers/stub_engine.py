@@ -22,6 +22,7 @@ from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.logprobs import Logprobs, TokenLogprob
 from batchgen.core.numerics import Numerics
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings
+from batchgen.model.config import ModelConfig
 from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import ModelInfo
 from batchgen.text.tokenizer import Tokenizer
@@ -212,10 +213,10 @@ class StubEngine:
         return {key: tuple(tokens) for key, (_, tokens, _) in self.running.items() if tokens}
 
 
-def stub_numerics(spec: JobSpec) -> Numerics:
-    """The numerics that a job asks for; "auto" is float32 on a device of its own."""
+def stub_numerics(spec: JobSpec, config: ModelConfig) -> Numerics:
+    """The numerics that a job asks for; "auto" is the checkpoint's dtype on a device of its own."""
     asked, cached = spec.model, spec.engine.kv_cache_dtype
-    dtype = "float32" if asked.dtype == "auto" else asked.dtype
+    dtype = config.auto_dtype(is_cpu=False) if asked.dtype == "auto" else asked.dtype
     device = "stub" if asked.device == "auto" else asked.device.partition(":")[0]
     return Numerics(dtype, device, asked.weights, asked.activations, "auto" if cached == dtype else cached)
 
@@ -235,7 +236,7 @@ class StubFactory:
         engine = StubEngine(vocab_size=model.config.vocab_size, max_model_len=longest, **self.options)
         if self.made is not None:
             self.made.append(engine)
-        return replace(LoadedEngine(engine, stub_numerics(spec).plain, 1), **self.loaded)
+        return replace(LoadedEngine(engine, stub_numerics(spec, model.config).plain, 1), **self.loaded)
 
 
 def stub_factory(

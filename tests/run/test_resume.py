@@ -82,9 +82,9 @@ def test_what_a_kill_leaves_of_a_journal_goes_with_the_next_run(job: JobMaker, m
 def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) -> None:
     job.write(rows_of(60))
     interrupted(job)
-    said = "here: bfloat16 on stub gives other tokens than float32 on stub; continue with --dtype float32; --update"
+    said = "here: float32 on stub gives other tokens than bfloat16 on stub; continue with --dtype bfloat16; --update"
     with pytest.raises(ResumeMismatch, match=said) as caught:
-        job.run(numerics=BFLOAT16)
+        job.run(numerics={"dtype": "float32", "device": "stub"})
     assert "\n" not in str(caught.value)
 
 

@@ -118,7 +118,7 @@ def test_many_rows_are_found_in_little_memory(job: JobMaker) -> None:
 MANIFEST_CHANGES = {
     "model": lambda found: found["fingerprints"]["model"].update({"model.safetensors": "0" * 64}),
     "adapter": lambda found: found["fingerprints"]["model"].update({"adapter": {"adapter_config.json": "0" * 64}}),
-    "dtype": lambda found: found["fingerprints"]["numerics"].update({"dtype": "bfloat16"}),
+    "dtype": lambda found: found["fingerprints"]["numerics"].update({"dtype": "float32"}),
     "kernels": lambda found: found["fingerprints"]["numerics"].update({"kernels": "avx9"}),
     "results": lambda found: found["fingerprints"]["code"].update({"results": 0}),
     "record version": lambda found: found.update({"version": 1}),
