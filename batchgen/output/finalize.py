@@ -101,9 +101,9 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
 def read_rows(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
     """The rows of a finished run, from its outputs or the kept journal: index, kind and payload, the results first.
 
-    Raises StorageError for a bad line and a missing row, in an ``outputs.jsonl`` of another size than written also for
-    a repeated or foreign one, once all lines are read. Raises UsageError if this file, or the journal that holds the
-    rows, was removed.
+    Raises StorageError for a bad line and, once all lines are read, for a missing row; in ``outputs.jsonl`` and
+    ``errors.jsonl`` also for a repeated or foreign one. Raises UsageError if ``outputs.jsonl``, or the journal that
+    holds the rows, was removed.
     """
     if output_format == EXACT_FORMAT:
         yield from _lines(run_dir)
@@ -124,26 +124,23 @@ def read_rows(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Litera
 def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
     """The rows of a run that wrote JSON Lines, as ``read_rows``; they may be edited, and ``errors.jsonl`` removed."""
     last, path, num_read = run_dir.read_manifest(), run_dir.outputs(EXACT_FORMAT), 0
-    files = last.files if last is not None else {}
     if not path.is_file():
         raise UsageError(f"{path} was removed: restore it, or run the job again, which computes all rows")
-    is_edited = path.name in files and path.stat().st_size != files[path.name]["bytes"]
-    seen: set[int] = set()
+    own = last.shard.rows(last.num_rows or 0) if last is not None else range(0)
+    seen = bytearray(len(own))
     kinds: dict[Literal["result", "error"], Iterator[IndexedRow]]
     kinds = {"result": read_lines(path), "error": read_errors(run_dir)}
     for kind, rows in kinds.items():
         for index, line in rows:
-            if is_edited:
-                num_read += 1
-                seen.add(index)
+            num_read += 1
+            if index in own:
+                seen[own.index(index)] = True
             yield index, kind, line
-    if last is None or not is_edited or (run_dir.errors.name in files and not run_dir.errors.exists()):
+    if last is None or not own or (run_dir.errors.name in last.files and not run_dir.errors.exists()):
         return
-    own = last.shard.rows(last.num_rows or 0)
-    seen.intersection_update(own)
-    is_whole = num_read == len(seen) == len(own)
+    is_whole = num_read == sum(seen) == len(own)
     if not is_whole and not any(job.has_all_rows for job in run_dir.unfinished()):  # it may be that job's outputs
-        lost = f"{counted(num_read, 'line')} with {len(seen):,} of {len(own):,} rows"
+        lost = f"{counted(num_read, 'line')} with {sum(seen):,} of {len(own):,} rows"
         problem = f"{path} or {run_dir.errors.name} is not as its run wrote it"
         raise StorageError(f"{problem}: {lost}; restore it, or run with --overwrite")
 

@@ -198,12 +198,19 @@ def test_outputs_that_were_cut_at_a_line_are_an_error_and_edited_ones_are_read(j
         assert "equal answers" not in compared.out
     first, second, *others = whole.splitlines(keepends=True)
     foreign = first.replace(b'"index": 0', b'"index": 10')
-    assert foreign != first
+    alike = first.rstrip().ljust(len(second) - 1) + b"\n"  # the size of the file stays
+    assert foreign != first and len(alike) == len(second)
     edits = [([second, second, *others], -1), ([first, first, second, *others], 0), ([foreign, second, *others], -1)]
-    for lines, held in edits:
+    for lines, held in [*edits, ([first, alike, *others], -1)]:
         path.write_bytes(b"".join(lines))
         lines_held = f"{len(lines) + 1} lines with {len(ROWS) + held} of {len(ROWS)} rows"
         assert lines_held in shell("cat", job.output, code=1).err
+    path.write_bytes(whole)
+    failed = errors.read_bytes()
+    errors.write_bytes(failed * 2)
+    lines_held = f"{len(ROWS) + 1} lines with {len(ROWS)} of {len(ROWS)} rows"
+    assert lines_held in shell("cat", job.output, code=1).err
+    errors.write_bytes(failed)
     path.write_bytes(whole.replace(b"stop", b"edited"))
     assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1
     errors.unlink()
