@@ -192,16 +192,13 @@ def _with_arguments(field: str, function: dict[str, Any]) -> dict[str, Any]:
 
 def checked_tools(value: object) -> list[dict[str, Any]]:
     """The tools of a row, if there are any; datasets often hold such objects as JSON text. Raises RowProblem."""
-    tools = _from_text("'tools'", [] if is_null(value) else value, "a list of objects")
-    try:
-        objects = [_object("a tool", tool) for tool in tools]
-    except RowProblem:
-        raise wrong_type("'tools'", tools, "a list of objects") from None
-    return [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(objects)]
+    tools = _from_text("'tools'", [] if is_null(value) or value == "null" else value, "a list of objects")
+    return [_checked_tool(f"tools[{number}]", tool) for number, tool in enumerate(tools)]
 
 
-def _checked_tool(field: str, tool: dict[str, Any]) -> dict[str, Any]:
+def _checked_tool(field: str, tool: object) -> dict[str, Any]:
     """A tool with its function, schema and properties, if given, as objects; they may be JSON text."""
+    tool = _object(field, tool)
     if tool.get("function") is None:
         return _with_objects(field, tool)
     field = f"{field}.function"

@@ -104,7 +104,7 @@ def test_a_name_that_the_template_gives_itself_is_none_of_its_variables(tokenize
 @pytest.mark.parametrize("tools", [{}, 7, "x", "{}", ["weather"], [TOOLS], [*TOOLS, None], "[" * 100_000])
 def test_tools_of_another_kind_are_of_a_bad_type(tokenizer: Tokenizer, tools: Any) -> None:
     for row in ({"messages": MESSAGES, "tools": tools}, openai_line(tools=tools)):
-        assert answer(tokenizer, row).startswith("bad_type: 'tools' is ")
+        assert answer(tokenizer, row).startswith(("bad_type: 'tools' is ", "bad_type: tools["))
 
 
 def test_tools_that_the_template_would_leave_out_are_refused() -> None:

@@ -186,7 +186,7 @@ def test_parts_without_any_text_are_an_empty_prompt() -> None:
 def test_messages_and_tools_may_be_json_text() -> None:
     assert checked_messages("messages", json.dumps([USER])) == [USER]
     assert checked_tools(json.dumps([{"a": None}])) == [{"a": None}]
-    assert checked_tools(float("nan")) == checked_tools(None) == []
+    assert checked_tools(float("nan")) == checked_tools(None) == checked_tools("null") == []
 
 
 @pytest.mark.parametrize(
@@ -232,6 +232,7 @@ def test_what_lost_its_type_on_the_way_is_read_of_its_text() -> None:
 @pytest.mark.parametrize(
     ("tool", "place"),
     [
+        (None, "tools[0] is null"),
         ({"function": "x"}, "tools[0].function is a string"),
         ({"function": 7}, "tools[0].function is a number"),
         ({"function": {"parameters": "x"}}, "tools[0].function.parameters is a string"),
