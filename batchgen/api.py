@@ -177,9 +177,9 @@ def generate(
 def run_job(
     job: str | os.PathLike[str] | None = None, *, engine_factory: EngineFactory | None = None, **keys: Any
 ) -> Run:
-    """Run a job, as ``batchgen run`` does: a job file, data, or the folder of a run; again to resume.
+    """Run a job, as ``batchgen run`` does: a job file, data, or the folder of a run. Call it again to resume.
 
-    ``keys`` are as in ``generate``, and win over the job's. Warns of failed rows; raises and is stopped as
+    ``keys`` are as in ``generate``, and override the job's. Warnings, errors and signals are the same as in
     ``generate``.
 
     Example:

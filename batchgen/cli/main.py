@@ -44,7 +44,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command. Raises UsageError, for another tool's name of a command with the name to use here."""
+        """Find the command. Raises UsageError; for another tool's command it names the one to use here."""
         if args and args[0] not in self.commands and (meant := command_of(args[0])):
             raise UsageError(f"No such command {args[0]!r} (here it is {meant})")
         return super().resolve_command(ctx, args)

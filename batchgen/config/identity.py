@@ -31,7 +31,7 @@ def rng_key_of(row_id: str | int | None, index: int) -> int:
 
 
 def rng_key_of_turn(rng_key: int, number: int) -> int:
-    """Key of the randomness of a row's turn, counted from 0: the first turn draws as a row with one answer does."""
+    """Key of the randomness of a row's turn, counted from 0: the first one draws the same as a row with one answer."""
     if not number:
         return rng_key
     return int.from_bytes(blake2b(b"%d turn %d" % (rng_key, number), digest_size=8).digest()) >> 1

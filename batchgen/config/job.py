@@ -117,7 +117,7 @@ class ModelSpec:
 class InputSpec:
     """The rows, and the way from a row to its prompt; at most one of ``prompt``, ``messages``, ``prompt_token_ids``.
 
-    ``path`` entries are absolute (or ``-``, ``hf:...``, an address); only commands that read no input have none.
+    ``path`` entries are absolute (or ``-``, ``hf:...``, an address); only commands without an input have none.
     ``columns == ("*",)`` keeps all columns. ``chat_template`` is "auto", "none", or the text of a template.
     """
 

@@ -32,9 +32,9 @@ _DIMENSIONS = integer(1, 1 << 20)
 class EmbedSpec:
     """Settings for embedding texts; ``pooling`` is None for a job that generates text.
 
-    "auto", or None for ``normalize``, means the checkpoint's. ``prompt`` precedes each text: the name of a prompt of
-    the checkpoint, or else the text itself; for late interaction, the side, "query" or "document". ``dimensions`` keeps
-    the first numbers of a vector. Texts longer than the model takes are cut if ``truncate``, else refused.
+    "auto", or None for ``normalize``, means the checkpoint's value. ``prompt`` is put before each text: it names a
+    prompt of the checkpoint or is the prompt itself; for late interaction it is the side, "query" or "document".
+    ``dimensions`` keeps the first numbers of a vector. ``truncate`` cuts texts too long for the model, or refuses them.
     """
 
     pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make an embedding", None)
@@ -69,6 +69,7 @@ def _destination(*schemes: str) -> Kind:
     """Addresses that files are written to, or "" for no address."""
 
     def parse(text: str) -> str:
+        """The address, if files can be written to it. Raises ValueError, which says what is wrong with it."""
         scheme = scheme_of(text)
         if text and scheme is None:
             addresses = ", ".join(f"{name}://" for name in schemes)

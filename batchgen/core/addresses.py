@@ -40,7 +40,7 @@ def prefix_of(text: str) -> str:
 def check_address(text: str, schemes: Collection[str]) -> None:
     """Raises ValueError, whose text follows "<key> = <value>: ", for an address that cannot be used.
 
-    Refused are other schemes than ``schemes``, passwords, and addresses without a file or folder.
+    It refuses other schemes than ``schemes``, passwords, and addresses without a file or folder.
     """
     scheme = scheme_of(text)
     supported = ", ".join(f"{name}://" for name in schemes)

@@ -50,9 +50,7 @@ class _Entry:
 
 
 class Digests:
-    """SHA-256 of files by path, each read once; ``kept`` is an earlier run's ``to_plain``; invalid entries are
-    ignored.
-    """
+    """SHA-256 of files by path, each read once. ``kept`` is an earlier ``to_plain``; its invalid parts are ignored."""
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
         self._kept = kept or {}

@@ -83,7 +83,7 @@ class Logprobs:
 
 
 def record_bytes(nums_top: Iterable[int | None], nums_tokens: Iterable[int], *, is_packed: bool) -> int:
-    """About how many bytes a record's log-probabilities take; ``nums_top`` likeliest tokens (or None) for each part."""
+    """About how many bytes log-probabilities take in a record; ``nums_top`` is None for a part without them."""
     pairs = sum((1 + top) * count for top, count in zip(nums_top, nums_tokens, strict=True) if top is not None)
     return pairs * (PACKED_BYTES if is_packed else JSON_BYTES)
 

@@ -84,7 +84,7 @@ class Numerics:
         return replace(self, **changes)
 
     def flags(self, other: Numerics) -> str:
-        """The flags of ``run`` and the release of llguidance to install that turn ``other`` into these; "" if none."""
+        """The flags of ``run``, and the release of llguidance to install, that change ``other`` to these; or ""."""
         parts = []
         for name in ("dtype", "device", "kv_cache_dtype"):
             if (value := getattr(self, name)) != getattr(other, name):

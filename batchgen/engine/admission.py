@@ -76,7 +76,7 @@ class WaitingQueue:
     """Queue of requests pulled from the input but not yet admitted, in order of admission.
 
     Preempted sequences come first, then later turns of chats, whose prefix is cached. The others come in order of
-    arrival or, with ``longest_first``, of their most tokens, so that a job does not end with a few stragglers.
+    arrival or, with ``longest_first``, the longest possible answers first, so that a job does not end with stragglers.
     """
 
     def __init__(self, longest_first: bool = True) -> None:

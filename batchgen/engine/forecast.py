@@ -46,7 +46,7 @@ class OutputLengths:
         return min(limit, int(self._expected()[index]) - output)
 
     def expected_ends(self, num_tokens: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
-        """The expected final ``num_tokens`` of sequences that only end by their own end tokens, int64."""
+        """The expected final ``num_tokens``, int64, of sequences that can only end by an end token."""
         outputs = num_tokens - num_prompt_tokens
         lengths: np.ndarray = np.maximum(2 * outputs, _UNKNOWN)
         if len(self._sorted) >= _ENOUGH:

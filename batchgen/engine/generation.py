@@ -106,7 +106,7 @@ class Generation:
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
     ) -> int:
-        """Set up observers (``counts``: also penalties) with an earlier run's tokens; returns how many are forced."""
+        """Set up observers (``counts``: penalties too) after an earlier run's tokens; returns how many are forced."""
         self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
         request, params = self.request, self.request.params
         self.observers = _ending_observers(params, text)
@@ -213,7 +213,7 @@ class Generation:
             self.first_token_at = at
 
     def check_scores(self) -> None:
-        """Fail the sequence if a log-probability is not finite; to be called after the last one."""
+        """Fail the sequence if a log-probability is not finite; to be called after the last score."""
         if not all(isfinite(value) for part in (*self.scores, *self.logprobs) for value in part.own):
             self.fail("the model's logits over the given tokens are not finite")
 

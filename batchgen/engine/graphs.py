@@ -120,7 +120,7 @@ class CudaGraphs:
         self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
 
     def record_all(self) -> None:
-        """Record each bucket, for contexts of ``_USUAL_TOKENS``: the largest first, whose memory the others share.
+        """Record each bucket, for contexts of ``_USUAL_TOKENS``: the largest first, so that others share its memory.
 
         Raises CaptureFailed as ``CudaRecorder``, or if the largest or smallest, replayed once, differs from a launched
         step.

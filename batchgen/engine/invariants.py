@@ -216,7 +216,7 @@ class Runs:
         return trace
 
     def together(self, name: str) -> tuple[Trace, Engine]:
-        """All requests with the sizes of that name, and the engine that has run them."""
+        """The trace of all requests in one run, with the ``SIZES`` of that name, and the engine of the run."""
         trace, engine = Trace(), self.engine(self.requests, **self.SIZES[name])
         trace.add(engine, self.requests)
         return trace, engine

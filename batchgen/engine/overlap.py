@@ -31,7 +31,7 @@ class Launched:
     wait: Callable[[], list[int]]
 
     def pending(self, schedule: Schedule) -> PendingTokens | None:
-        """The tokens of the next ``schedule`` that this step samples, each its sequence's only token there."""
+        """The tokens that this step samples and the next ``schedule`` computes, one per sequence."""
         sequences, sampled = schedule.sequences, self.schedule.completing
         if sampled == sequences:
             return PendingTokens(self.token_ids)
@@ -137,7 +137,7 @@ class DeviceTokenCounts:
     def penalize(self, logits: Tensor, rows: Sequence_[int], sequences: Sequence_[Sequence]) -> Tensor:
         """Lower logits by ``penalized_logits``; returns the slots of ``sequences``, int64 [num_penalized].
 
-        Row ``rows[i]`` of the float32 logits [num_seqs, vocab_size] is what follows ``sequences[i]``.
+        Row ``rows[i]`` of the float32 logits [num_seqs, vocab_size] is for the next token of ``sequences[i]``.
         """
         if not self._times.numel():
             self._times = torch.zeros(len(self._owners), logits.shape[1], dtype=torch.int32, device=logits.device)

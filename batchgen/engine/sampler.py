@@ -309,8 +309,8 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _largest(values: Tensor, ids: Tensor, k: int) -> Tensor:
     """The ids of each row's k largest values [num_rows, n], in descending order, ties by ascending id.
 
-    Value and id make one integer, which is smaller where the value is larger or the id is lower. A negative NaN comes
-    last, another one first.
+    Value and id make one integer, which is smaller if the value is larger or the id is lower. A negative NaN comes
+    last, any other NaN first.
     """
     bits = values.float().view(torch.int32)
     ordered = torch.where(bits < 0, _SIGN_BIT - bits, bits)  # -0.0 is 0

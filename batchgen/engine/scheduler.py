@@ -270,6 +270,7 @@ class Scheduler:
         yield from self.waiting
 
     def check(self) -> None:
+        """Assert that every slot and block is free or held by a running sequence, and that counts are right."""
         self.pool.check([block for s in self.running for block in s.block_table])
         slots = [s.conv_slot for s in self.running]
         assert None not in slots and len(set(slots)) == len(slots), "a conv slot is missing or shared"

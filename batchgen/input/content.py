@@ -104,7 +104,7 @@ class ContentFinder:
         return is_sure or not self.prompt_columns.keys().isdisjoint(columns)
 
     def find(self, columns: Mapping[str, Any]) -> Content:
-        """The content of a row. Raises RowProblem with any code of a row but ``bad_json`` and ``duplicate_id``."""
+        """The content of a row. Raises RowProblem, with any code except ``bad_json`` and ``duplicate_id``."""
         if not self._spec.is_batch_line(columns):
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
@@ -127,7 +127,7 @@ class ContentFinder:
         return Content(first, overrides, more)
 
     def _plain(self, name: str, value: object) -> PlainText | list[int]:
-        """A text that is not rendered as a chat, whatever the job's ``chat_template`` says, or token ids."""
+        """Token ids, or a text that is not rendered as a chat even if the job has a ``chat_template``."""
         if isinstance(value, list):
             return self._from_ids(name, value)
         text = _checked_text(f"column {name!r}", value)

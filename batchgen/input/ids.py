@@ -116,9 +116,9 @@ class RowValidator:
         return row.failed(RowError(RowErrorCode.DUPLICATE_ID, message))
 
     def _id_of(self, row: Row) -> str | int | None:
-        """The row's id; None without one, or its index as text if the id of another row may be that text.
+        """The row's id. A row without one has None, or its index as text if another row's id may be that text.
 
-        A ``custom_id`` is never a number, so the two are only equal as texts.
+        A ``custom_id`` is never a number, so an index can only equal it as text.
         """
         is_mixed = self.ids.as_text and self.spec.format == "auto" and not self.spec.is_mapped
         return str(row.index) if row.id is None and is_mixed else row.id

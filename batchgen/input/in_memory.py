@@ -25,7 +25,7 @@ _Row = dict[str, Any] | RowError  # the columns of a row, or why it cannot be re
 def json_lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
     """A line per row; ``request_columns`` as in ``rows_at``. A row that cannot be read or written becomes an error row.
 
-    Raises UsageError for a value that is not a row or a table of rows, and for chats that have lost their types.
+    Raises UsageError for a value that is not a row or a table of rows, and for message contents without their type.
     """
     for number, row in enumerate(_rows(rows, request_columns)):
         if isinstance(row, RowError):

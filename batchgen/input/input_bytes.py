@@ -23,7 +23,7 @@ _FRESH = {"hf": {"expand_info": True, "refresh": True}}  # makes the store retur
 
 
 class LocalFile:
-    """A file on this machine, called ``name`` in messages; ``encoding`` of its text, "" for UTF-8. Raises OSError."""
+    """A file on this machine, which messages call ``name``; ``encoding`` is "" for UTF-8. Raises OSError."""
 
     def __init__(self, path: Path, encoding: str = "") -> None:
         self.path = path

@@ -64,7 +64,7 @@ class RequestBuilder:
         max_model_len: the context. A prompt leaves room in it for a token to generate, or for the longest label; a
             row that does not generate may fill it.
         max_tokens_unset: whether a request in OpenAI's form without ``max_tokens`` may fill it, as at OpenAI.
-        packs_logprobs: whether rows have the turns of a chat to score.
+        packs_logprobs: whether log-probabilities are packed arrays, for which the assistant's turns are found.
     """
 
     def __init__(

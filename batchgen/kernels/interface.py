@@ -108,7 +108,7 @@ class Kernels(Protocol):
         """A feed-forward of experts with these weights (gate, up, down), laid out one after the other."""
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``x[rows]`` for int64 indices [num_rows], which are not checked; bfloat16 as float32 if ``dtype`` says so."""
+        """``x[rows]`` for int64 indices [num_rows], which are not checked; ``dtype`` may turn bfloat16 into float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """Rows of x [rows, width] over their root mean square, times weight [width], rounded; plus ``residual``."""

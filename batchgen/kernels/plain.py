@@ -118,7 +118,7 @@ class PlainKernels(TorchKernels):
     """``Kernels`` by torch, all sequences at once; arguments as for ``TorchKernels``.
 
     ``why`` tells the user why faster kernels cannot be used. With ``may_wait``, the default on the CPU, the host may
-    ask the device for the positions of single tokens, so that fewer positions that they do not see are computed.
+    ask the device for the positions of single tokens, so that fewer unseen positions are computed.
     """
 
     name = "plain"

@@ -267,7 +267,7 @@ class ModelConfig:
         return item_bytes("bfloat16" if self.saved_dtype == "bfloat16" else dtype)
 
     def model_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> int:
-        """Bytes of all weights in memory. A tied table counts as the output projection, and again if its form differs.
+        """Bytes of all weights in memory. A tied table counts once, or twice if the embedding needs another form.
 
         The CPU cannot look up rows in integers, so it also keeps the table as floating-point numbers.
         """

@@ -142,7 +142,7 @@ class ConfigValues:
         return Rope(theta, "yarn", factor, slow, fast, positions, scale=scale)
 
     def experts(self, scores: str, *, is_normalized: bool, **more: Any) -> Experts:
-        """Experts with scores by ``scores``; ``is_normalized`` is the config's default; ``more`` are further fields."""
+        """Experts with the function ``scores``; ``is_normalized``: the config's default; ``more``: further fields."""
         for name in ("num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"):
             self.expect(name, 0, "experts that every token meets are not supported")
         num_experts = self.integer("num_experts", "num_local_experts")

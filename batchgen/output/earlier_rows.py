@@ -85,7 +85,7 @@ class EarlierRows:
 
 
 def _record(path: Path, raw: bytes) -> Record:
-    """The record in a line of a file; a segment's record may be replaced later, but its own fingerprint stays right."""
+    """The record in a line of a file; in a segment also a replaced one, which is still right for its fingerprint."""
     if path.suffix == SUFFIX:
         line = decode_line(raw, 0)
         if line is None or line.kind != RESULT:

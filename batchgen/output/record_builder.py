@@ -203,7 +203,7 @@ class RecordBuilder:
         return self._answers is not None and self._answers.finds_calls and self._spec.parses_tools(row.columns)
 
     def _offered(self, row: Row) -> Offered | None:
-        """The tools that a row offers; None if no calls are looked for in its answer."""
+        """The tools that a row offers; None if calls are not looked for in its answer."""
         if not self._finds_calls(row):
             return None
         request = row.columns["body"] if self._spec.input.is_batch_line(row.columns) else row.columns

@@ -177,7 +177,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The number of engines that compute at once, each as fast as here; batches are full with ``at_most`` engines.
+    """The number of engines that compute at once, each as fast as here; up to ``at_most`` engines have full batches.
 
     ``number`` is None for a Ray cluster whose nodes are not known here.
     """

@@ -84,7 +84,7 @@ def device_s(usage: Numbers) -> float:
 
 
 def cost_of(report: Numbers, price_per_hour: float) -> dict[str, float | None]:
-    """Cost of a run's ``device_s``, in all and per million computed tokens: output tokens, or else prompt tokens."""
+    """Cost of a run's ``device_s``, in total and per million computed tokens: output tokens, or else prompt tokens."""
     side, name = ("completion", "output") if report["tokens"]["completion"] else ("prompt", "prompt")
     num_tokens = report["tokens"][side] - report["copied_tokens"][side] - report.get("reused", {}).get(side, 0)
     total = price_per_hour * device_s(report) / _SECONDS_PER_HOUR

@@ -159,7 +159,7 @@ class Invocation:
         return stream.is_exhausted and not stream.pending
 
     def _agreed_engine(self, job: OpenJob, manifest: Manifest) -> LoadedEngine:
-        """The engine, if it computes as the run did so far. Raises OtherNumerics if rows would differ."""
+        """The engine. Raises OtherNumerics if its numerics differ from the numerics of the run's rows so far."""
         loaded = self.load(job, manifest)
         now = Numerics.of(loaded.numerics)
         begun = manifest.numerics or now
@@ -177,7 +177,7 @@ class Invocation:
                 Publication(Bucket(self._publish), self.run_dir, manifest).claim(overwrite=self.options.overwrite)
 
     def published(self, outcome: Outcome, manifest: Manifest) -> Outcome:
-        """Publish the files of a finished run, except those already there, and return the outcome with a line on it.
+        """Publish the files of a finished run, except those already there; adds a line about it to the outcome.
 
         Raises StorageError: the run stays finished, and the next invocation tries again.
         """

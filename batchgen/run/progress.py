@@ -269,7 +269,7 @@ class Progress:
         self._saved_at = time.monotonic()
 
     def _tokens_left(self, rows_left: int) -> int | None:
-        """Tokens still to be computed if the other rows are like those finished so far; None before the first of these.
+        """Tokens still to be computed if other rows are like the finished ones; None before the first has finished.
 
         Cached tokens and copies of identical rows do not count. Tokens of unfinished rows are subtracted, up to half of
         the total: short rows end first, so unfinished rows seem ahead.

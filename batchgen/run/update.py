@@ -144,7 +144,7 @@ class FolderJobs:
             raise ResumeMismatch(f"{what}, and would be replaced: --update continues")
 
     def losses(self, counts: KeptCounts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
-        """Losses by a change of the input, if they are large; "" for a return to the job of the outputs.
+        """The reason for ``--update`` if a changed input would lose many results; "" if the outputs' job returns.
 
         Only results of this job count: results of a job that ``--update`` gave up are lost already.
         """

@@ -88,7 +88,7 @@ class Grammars:
         self._executor.unsafe_compute_mask_ptr(matchers, at, width, num_rows)
 
     def copy(self, text: str) -> Any:
-        """A matcher at its beginning that shares its lexer with others of the same text. Raises GrammarError."""
+        """A new matcher, which shares its lexer with all others of the same text. Raises GrammarError."""
         return self._prototype(text).deep_copy()
 
     def compile(self, text: str) -> Any:

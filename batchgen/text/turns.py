@@ -62,7 +62,7 @@ class Turns:
 
 
 def token_ranges(offsets: Sequence[Range], turns: Sequence[Range]) -> tuple[Range, ...]:
-    """The ranges of the tokens that have a character of a turn; ``offsets`` are the characters of each token."""
+    """The ranges of the tokens that contain a character of a turn; ``offsets`` are the characters of each token."""
     ranges, token = [], 0
     for start, end in turns:
         while token < len(offsets) and offsets[token][1] <= start:

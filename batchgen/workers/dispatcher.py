@@ -24,7 +24,7 @@ _BACKUP_S = 2 * HEARTBEAT_S  # between two checks for leases to copy to idle wor
 
 
 class RowDispatcher:
-    """Shares out rows over workers.
+    """Distributes rows over workers.
 
     Example:
         >>> dispatcher = RowDispatcher()
@@ -74,7 +74,7 @@ class RowDispatcher:
         return self._num_chars >= _MAX_CHARS * max(len(self.workers), 1)
 
     def put(self, task: Row) -> bool:
-        """Add a new row to the backlog; returns whether the caller should add no more now, since memory is full."""
+        """Add a new row to the backlog; returns True if memory is full and the caller should not add more now."""
         count = self._chars[task.key] = self._num_chars_of(task)
         self._num_chars += count
         self._fresh.append(task)
@@ -100,7 +100,7 @@ class RowDispatcher:
     # Workers that come and go
 
     def join(self, name: str, max_num_seqs: int) -> None:
-        """Begin to give rows to a worker; names are used once."""
+        """Begin to give rows to a worker; a name cannot be used again."""
         now = self._clock()
         self.workers[name] = WorkerState(name, max_num_seqs, now, now, interval_at=now, peak_rows=max_num_seqs / 6)
 
@@ -246,7 +246,7 @@ class RowDispatcher:
             self._tokens.pop(key, None)
 
     def _end(self, worker: WorkerState, state: str) -> list[Lease]:
-        """Remove a worker; returns the leases that only it had. Their rows are fresh again, unless it is lost."""
+        """Remove a worker; returns the leases that only it had. If it is not lost, their rows are fresh again."""
         run_continues = state == "lost" or worker.state == "leaving"
         del self.workers[worker.name]
         leases = list(dict.fromkeys(self._leases[key] for key in worker.tasks))

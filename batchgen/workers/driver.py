@@ -72,8 +72,8 @@ class WorkersEngine:
     def begin(self) -> WorkerReady:
         """Launch the workers; returns when the first is ready.
 
-        Raises the BatchgenError of a single process if no worker can load the model, NoWorkers if none could be
-        started.
+        Raises the BatchgenError that a single process would raise if no worker can load the model, NoWorkers if none
+        could be started.
         """
         while not self._ready:
             self._launch()
@@ -133,7 +133,7 @@ class WorkersEngine:
         return 0 if self._num_in_vain > max(_MAX_IN_VAIN, 2 * max_workers) else max_workers - self._num_given_up
 
     def _require_enough(self) -> None:
-        """Raises NoWorkers if fewer workers than wanted can start, or are ready within the time for loading."""
+        """Raises NoWorkers if fewer workers than wanted can start, or become ready within the time for loading."""
         min_workers = self._launcher.num_wanted[0]
         if len(self._ready) >= min_workers or self._dispatcher.is_winding_up:
             self._enough_at = time.monotonic()

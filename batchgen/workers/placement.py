@@ -44,7 +44,7 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
     """A factory of the engine that a job asks for, made by ``engine_factory`` here or in each worker."""
 
     def load_placed(spec: JobSpec, model: ModelInfo) -> LoadedEngine:
-        """See ``load_engine``; a cluster that cannot be reached raises UsageError, workers that all end NoWorkers."""
+        """See ``load_engine``; raises UsageError if a cluster cannot be reached, NoWorkers if all workers end."""
         if not spec.cluster.is_used:
             return engine_factory(spec, model)
 

@@ -64,9 +64,9 @@ class WorkerState:
 class Lease:
     """Rows that are given to a worker, and lost, together; ``tasks`` are the unanswered ones, by key.
 
-    ``holders`` are the workers that run it: none while it waits, two if it has a backup. With ALONE_AFTER losses, with
-    which a half begins, it must be its worker's only lease, so that a loss can be blamed on it. A single row with twice
-    as many losses has ended its workers.
+    ``holders`` are the workers that run it: none while it waits, two if it has a backup. After ALONE_AFTER losses (a
+    half starts with as many) it must be its worker's only lease, so that the next loss can be blamed on it. A single
+    row with twice as many losses has ended its workers.
     """
 
     tasks: dict[int, Row]

@@ -272,7 +272,7 @@ def num_launches() -> int:
 
 
 def _begin_copy() -> None:
-    """Begin in a fork of the process, which lacks the pool's threads and any holder of the launch lock."""
+    """Reset lock and pool in a fork of the process: it lacks the pool's threads, and a holder of the lock."""
     global LAUNCHING  # noqa: PLW0603 - the lock may be held for ever by a thread that was not copied
     LAUNCHING = threading.RLock()
     for copied in _POOL.values():

@@ -32,7 +32,7 @@ def _lowest(position, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _gated(mixed, gates, token, head, valid, num_heads):
-    """Rows of heads times the sigmoid of their gate; ``gates`` are logits, whose row ends with one per head."""
+    """Rows of heads times the sigmoid of their gate; each row of ``gates`` ends with one logit per head."""
     logits, columns = gates
     if logits is not None:
         at = logits + token.to(tl.int64) * columns + columns - num_heads + head
@@ -42,7 +42,7 @@ def _gated(mixed, gates, token, head, valid, num_heads):
 
 @triton.jit
 def _merge(best, total, mixed, best2, total2, mixed2):
-    """One (largest score, sum of weights, weighted values) of two; fused by hand so that all callers round alike."""
+    """Merge two (largest score, sum of weights, weighted values), fused by hand so that all callers round alike."""
     largest = tl.maximum(best, best2)
     base = tl.where(largest == float("-inf"), 0.0, largest)  # a row that has seen nothing yet
     a, b = tl.exp2(best - base), tl.exp2(best2 - base)
@@ -54,7 +54,7 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
     """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end); returns values for ``_merge``.
 
     ``cache`` is (keys, values, scales, num_kv_heads). Scores of keys past ``end`` are replaced; values past it are not
-    read: zero times infinity is NaN. Integers, which 16-bit types hold exactly, are multiplied, then by scales; a
+    read: zero times infinity is NaN. Integers, which 16-bit types hold exactly, are multiplied before their scales; a
     weight times a scale may be too small for float16, so it is bfloat16.
     """
     keys, values, scales, num_kv_heads = cache

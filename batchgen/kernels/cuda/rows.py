@@ -43,7 +43,7 @@ def rms_norm(x, weight, residual, out, width, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_and_norm(y, post, residual, weight, sums, out, width, eps, BLOCK: tl.constexpr):
-    """One program per row: ``sums = y + residual``, y normed first by ``post`` if there is one; ``out`` their norm."""
+    """One program per row: ``sums`` is y (normed by ``post``, if there is one) + ``residual``; ``out`` is its norm."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
