@@ -32,10 +32,10 @@ def checked_messages(name: str, value: object) -> list[Message]:
 
     Null keys and empty ``tool_calls`` are dropped, as by transformers and vLLM, since templates ask whether a key is
     defined. Content is a text, or a list of text parts with any of OpenAI's names for their type. An assistant's turn
-    may lack it if it has calls, reasoning or a refusal, whose text becomes the content. ``function_call``, the older
-    form, is a call; arguments that are JSON text or empty become objects, as in vLLM: a template would quote them
-    twice. Reasoning may have any of its names; several must agree. ``from`` and ``value`` of ShareGPT are a role and a
-    content. Other fields are untouched. Raises RowProblem, bad_type or empty_prompt.
+    may lack content if it has calls, reasoning or a refusal (its text becomes the content). ``function_call``, the
+    older form, becomes a call. Arguments that are JSON text or empty become objects, as in vLLM: a template would quote
+    them twice. Reasoning may have any of its names, but several must agree. ``from`` and ``value`` of ShareGPT are role
+    and content. Other fields stay unchanged. Raises RowProblem, bad_type or empty_prompt.
     """
     value = _from_text(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
@@ -139,7 +139,7 @@ def _check_said(field: str, what: str, value: Mapping[str, Any], about: Collecti
 
 
 def _checked_part(field: str, part: object) -> dict[str, Any]:
-    """A part of a content as a part of type "text"."""
+    """A part of a message's content, checked and converted to a part of type "text"."""
     if not isinstance(part, dict):
         raise RowProblem(RowErrorCode.BAD_TYPE, f"{field} is {type_name(part)}: only text parts are supported")
     part = {key: value for key, value in part.items() if value is not None}

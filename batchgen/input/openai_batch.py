@@ -73,8 +73,8 @@ class BatchRequest:
 def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     """Read the fields of one line. ``method`` defaults to POST, ``url`` to the url that fits the body.
 
-    Raises RowProblem: missing_column for an absent field, bad_type for one of a wrong type, bad_param for a
-    method, url or body field that is not supported, which it names.
+    Raises RowProblem: missing_column for an absent field, bad_type for one of a wrong type, bad_param naming a
+    method, url or body field that is not supported.
     """
     line = {"method": "POST", **columns, "url": url_of(columns)}
     for name, expected in _LINE_FIELDS:

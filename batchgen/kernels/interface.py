@@ -61,8 +61,8 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Recorder(Protocol):
     """Records the kernels that a piece of work launches, to launch them again when only the contents of memory differ.
 
-    All that the work computes must come from kernels. It must neither read their results nor change what they read,
-    since they run during the work or after it. Other memory that they read must outlive the recording.
+    All that the work computes must come from kernels. Since kernels run during the work or after it, the work must
+    neither read their results nor change their inputs. Other memory that kernels read must outlive the recording.
     """
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -248,9 +248,9 @@ class Heads:
 class Routing:
     """Choice of the ``num_active`` experts that a row uses, and the weights of their outputs; all of it in float32.
 
-    Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The largest scores plus ``bias``
-    [num_experts] are chosen, equal ones by ascending id, NaN last, and given by ascending id. Weights are the scores,
-    divided by (their sum + ``normalizer_eps``) if ``is_normalized``, times ``scale``.
+    Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The experts with the largest
+    score plus ``bias`` [num_experts] are chosen (the lower id if equal, NaN last), and listed by ascending id. Weights
+    are the scores, divided by (their sum + ``normalizer_eps``) if ``is_normalized``, times ``scale``.
     """
 
     weight: Tensor

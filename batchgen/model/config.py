@@ -255,7 +255,7 @@ class ModelConfig:
         return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
 
     def weight_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> float:
-        """Bytes of memory per weight of the linears of a model that computes in ``dtype``.
+        """Bytes of memory per linear weight, for a model that computes in ``dtype``.
 
         Integers have a scale of 2 bytes per 32 of them, or of 4 bytes per 128 if activations are integers too. Only
         CPUs keep integers, and bfloat16 weights in a float32 model; for GPUs they are widened.

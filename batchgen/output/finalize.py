@@ -1,6 +1,6 @@
-"""Final files of a run: written from its journal, complete or not at all, with every row once, in order; and read back.
+"""Final files of a run: written from its journal, either complete or not at all, and read back.
 
-Rows are read back from JSON only: from ``outputs.jsonl``, or from the journal, kept with outputs of another format.
+Rows are read back from JSON only: ``outputs.jsonl`` or, with outputs of another format, the journal, which is kept.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_rows(run_dir: RunDir, output_format: str) -> Iterator[tuple[int, Litera
 
 
 def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], bytes]]:
-    """The rows of a run that wrote JSON Lines, as ``read_rows``; they may be edited, and ``errors.jsonl`` removed."""
+    """``read_rows`` of a run that wrote JSON Lines; lines may have been edited, and ``errors.jsonl`` removed."""
     last, path, num_read = run_dir.read_manifest(), run_dir.outputs(EXACT_FORMAT), 0
     if not path.is_file():
         raise UsageError(f"{path} was removed: restore it, or run the job again, which computes all rows")
@@ -153,7 +153,7 @@ def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Coun
 
 
 def _results(journal: Journal, form: OutputFormat, names: Set[str]) -> Iterator[IndexedRow]:
-    """The rows of a file of results, with lists in place of the packed arrays of the fields ``names``."""
+    """The rows of an outputs file; packed arrays in the fields ``names`` become lists."""
     for index in journal.done.indexes(errors=False):
         payload = journal.payload(index)
         if names and b'"base64":' in payload:  # it may be from before the format of an unfinished job was changed
@@ -183,8 +183,8 @@ def output_format(spec: JobSpec, manifest: Manifest) -> OutputFormat:
 def csv_format(spec: JobSpec, manifest: Manifest, columns: Sequence[str] = ()) -> CsvFormat:
     """The CSV format of a job's outputs, reduced to ``columns`` if they are given.
 
-    It begins with a mark of UTF-8, which spreadsheets look for, if a file of the input had one when the job was begun,
-    or was not UTF-8. The delimiter is the input's, or a comma if the input's tables differ.
+    It begins with a byte order mark, which spreadsheets look for, if an input file had one or was not UTF-8 when the
+    job was begun. The delimiter is the input's, or a comma if the input's tables differ.
     """
     files = manifest.fingerprints.get("input", {}).get("files", [])
     delimiters = {file["delimiter"] for file in files if "delimiter" in file}

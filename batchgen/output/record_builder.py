@@ -137,8 +137,8 @@ class RecordBuilder:
     def reused(self, row: Row, fingerprint: str, earlier: Mapping[str, Any]) -> dict[str, Any] | None:
         """The output record of a row, as ``result`` makes it, from an ``earlier`` record with that ``fingerprint``.
 
-        None if that lacks fields that this job asks for. Columns are taken from ``row``. Raises KeyError or TypeError
-        if ``earlier`` was not written by a run.
+        None if ``earlier`` lacks fields that this job asks for. Columns are taken from ``row``. Raises KeyError or
+        TypeError if ``earlier`` was not written by a run.
         """
         params = row.params
         if isinstance(row, ChatRow):

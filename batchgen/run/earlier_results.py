@@ -30,9 +30,9 @@ class EarlierResults:
     """The earlier results that the job of ``manifest`` can take its rows from. Close it.
 
     ``run_dir`` is the job's own folder, whose journal ``skip`` is not read. ``lines`` describes how each source
-    differs; one that computes in another way is not used. If the manifest lacks numerics, the jobs' keys decide that.
-    ``sources`` lists the folder's own: how many results each has, and its job. Raises UsageError as ``earlier_runs``,
-    and for files that cannot be read.
+    differs; a source with other numerics is not used (jobs' keys are compared if the manifest lacks numerics).
+    ``sources`` lists the sources in the job's own folder: the number of results, and the job of each. Raises UsageError
+    as ``earlier_runs``, and for files that cannot be read.
     """
 
     def __init__(self, job: OpenJob, manifest: Manifest, run_dir: RunDir | None, skip: Path | None = None) -> None:
@@ -50,10 +50,10 @@ class EarlierResults:
         return len(self._rows)
 
     def find(self, row: Row) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
-        """The output record of a row that was made into a request, if a source has its result.
+        """The output record of a row that has its prompt, or None if no source has its result.
 
-        Otherwise the tokens of an answer that a lower limit cut off, for the row to continue; () if there is no such
-        answer.
+        Then also the tokens of an answer that was cut off at a lower limit, which the row can continue; () without such
+        an answer.
         """
         fingerprint = self._builder.fingerprint(row)
         limit = limit_of(row.params, len(row.prompt_token_ids), self._builder.max_model_len)
@@ -69,7 +69,7 @@ class EarlierResults:
         return None, partial
 
     def _add(self, run_dir: RunDir, digests: Digests) -> Iterator[tuple[int, Manifest]]:
-        """Take in the sources of a folder; yields how many results each has, with its job."""
+        """Add the sources of a folder; yields the number of results and the job of each."""
         last, kept = run_dir.read_manifest(), run_dir.kept_job()
         if last is not None and self._computes_alike(run_dir, last):
             if last.job["output"]["format"] != EXACT_FORMAT:
@@ -115,7 +115,7 @@ class EarlierResults:
 def rendered_at(spec: JobSpec) -> datetime | None:
     """The latest time that the runs named by ``output.reuse`` printed in chat templates; None without such runs.
 
-    A new folder that reuses rows prints the same time: otherwise prompts of another day would differ. Raises as
+    A new folder that reuses rows prints the same time, since its prompts would differ on another day. Raises as
     ``earlier_runs``.
     """
     times = [earlier.rendered_at for _, earlier in earlier_runs(spec)]
@@ -123,7 +123,7 @@ def rendered_at(spec: JobSpec) -> datetime | None:
 
 
 def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest]]:
-    """The runs that ``output.reuse`` names, except the job's own run directory, which a script may name too.
+    """The runs that ``output.reuse`` names, except the job's own run directory, which scripts may list too.
 
     Raises UsageError for a folder without a run or with files of two jobs, LockedError for one in use.
     """
@@ -170,7 +170,7 @@ def is_own(spec: JobSpec, folder: str) -> bool:
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    """Values that must be equal for a row to have the same result, whatever the row asks for."""
+    """Values of a job that must be equal for any of its rows to have the same result."""
     keys = {name: value for name, value in manifest.output_keys.items() if name.startswith("embed.")}
     keys["output.parse"] = [part for part in manifest.output_keys.get("output.parse", ()) if part == "reasoning"]
     numerics = replace(manifest.numerics or Numerics(), llguidance="")  # is in the fingerprints of rows that it masks

@@ -119,7 +119,7 @@ class FolderJobs:
         return [name for name in changed if name != errors.name or errors.exists()]
 
     def changes(self, now: Manifest) -> tuple[str, ...]:
-        """Differences from the ``base`` job except the input; () if any job of the folder is equal apart from that."""
+        """Differences from the ``base`` job except the input; () if a job of the folder only differs in its input."""
         changes = [changes_of_job(manifest, now) for manifest in self.manifests]
         return changes[0] if all(changes[1:]) and changes else ()
 

@@ -19,7 +19,7 @@ from batchgen.kernels.cuda.tuning import GROUP_M
 
 
 class FixedOrderLinear:
-    """``Linear`` that adds every product in the order that its weight fixes, and the bias before it rounds."""
+    """``Linear`` whose weight alone decides the order of its sums; the bias is added before rounding."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, counters: SplitCounters) -> None:
         self.weight = weight.contiguous()

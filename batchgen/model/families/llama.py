@@ -1,4 +1,4 @@
-"""Llama 3, SmolLM2, which has the same layers, and SmolLM3, whose every fourth layer lacks a rotary embedding.
+"""Llama 3; SmolLM2, with the same layers; SmolLM3, in which every fourth layer lacks a rotary embedding.
 
 Facts: arXiv:2407.21783, arXiv:2502.02737, arXiv:2501.18795 (layers without rotation), transformers' model of SmolLM3.
 """
