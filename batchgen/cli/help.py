@@ -99,7 +99,7 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
         text = f"{textwrap.fill(about, width)}\n\n{text}"
     is_long = sys.stdout is not None and sys.stdout.isatty() and text.count("\n") >= rows
     if is_long:
-        with suppress(ValueError):  # of a PAGER that no shell could read
+        with suppress(ValueError):  # PAGER may be a text that no shell could read
             click.echo_via_pager(text)
             return
     click.echo(text)

@@ -97,7 +97,7 @@ _EXPERT_KEYS = {  # shown by --help-all alone
     "cluster": "cpus_per_worker gpus_per_worker resources step_timeout load_timeout",
 }
 _SHORT = {"model.path": "-m", "input.path": "-i", "input.prompt": "-p", "output.path": "-o"}
-_ALL = "batchgen.all"  # in a context: whether help shows options for experts
+_ALL = "batchgen.all"  # key in click's context: whether help shows options for experts
 
 
 def _show_all(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:

@@ -68,7 +68,7 @@ def report(
         raise UsageError("--compare shows no cost: leave out --price-per-hour")
     run_dir = RunDir(folder)
     content = read_report(run_dir)
-    with suppress(UsageError):  # of a job.json that cannot be read: the report can
+    with suppress(UsageError):  # job.json may be unreadable although the report is readable
         if run_dir.is_complete() and run_dir.unfinished():
             say(f"{folder} has an unfinished job; this report describes the previous one")
     if compare is None:

@@ -50,7 +50,7 @@ _MIXED_HELP = "Continue a run begun on another CPU type."
 @run_option("--max-total-tokens", type=COUNT, hidden=True, help="Stop after computing N tokens.")
 @run_option("--shard", type=SHARD, help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
-@run_option("--without", multiple=True, hidden=True, type=click.Choice(POLICIES))  # of measurements: no help shows it
+@run_option("--without", multiple=True, hidden=True, type=click.Choice(POLICIES))  # for measurements; not shown in help
 @run_option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @run_option("--json-progress", is_flag=True, hidden=True, help="Progress as JSON lines on stderr.")
 @run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP, hidden=True)

@@ -48,7 +48,7 @@ def _encoding(text: str) -> str | None:
     try:
         "a".encode(text)
         name = codecs.lookup(text).name
-        codecs.getincrementaldecoder(text)("surrogateescape").decode(b"a")  # not all can pass over other bytes
+        codecs.getincrementaldecoder(text)("surrogateescape").decode(b"a")  # some codecs cannot skip bad bytes
     except (LookupError, UnicodeError):
         raise ValueError('must be an encoding that Python knows, such as "cp1252" or "utf-16"') from None
     return None if name == "utf-8" else name
@@ -95,7 +95,7 @@ class ModelSpec:
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", resume="compared")
     device: str = key(_DEVICE, "Where the model runs", "auto", resume="compared")
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", resume="compared")
-    batch_invariant: bool = True  # on a GPU; no key of the job file, as the policies of the engine
+    batch_invariant: bool = True  # on a GPU; like the engine's policies, not a key of the job file
 
     @property
     def weights(self) -> str:
@@ -264,7 +264,7 @@ class JobSpec:
     eval: EvalSpec = EvalSpec()
     explicit_sampling_keys: tuple[str, ...] | None = None  # over the model's generation_config
     max_tokens_unset: bool = False  # OpenAI's requests may fill the context if neither they nor the job give max_tokens
-    chat_template_source: str = field(default="input.chat_template", compare=False)  # of its text, as errors name it
+    chat_template_source: str = field(default="input.chat_template", compare=False)  # where its text is, for errors
 
     def without(self, policies: Collection[str]) -> JobSpec:
         """The job with some of ``POLICIES`` switched off."""

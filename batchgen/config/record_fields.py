@@ -17,8 +17,8 @@ RECORD_KEYS = frozenset(
     | {"token_ids", "logprobs", "samples", "finish_reasons"}
     | {"prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "extracted"}
 )
-VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # of a job that generates no text
-WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # of such a job: the text that becomes a vector keeps its name
+VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # if a job does not generate text
+WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # fields of such a job; an input column "text" keeps its name
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request; kept only if named
 # Fields of its request in a response in OpenAI's form, under the names of RecordBuilder.
 OF_REQUEST = ("url", "encoding_format", "model")

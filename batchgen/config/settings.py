@@ -31,7 +31,7 @@ _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _MAX_BYTES = 16 << 20  # of a job file
 _HOMES = [(name, section) for section, keys in KEYS.items() for name in keys]
 _NUM_HOMES = Counter(name for name, _ in _HOMES)
-MAIN_SECTIONS = {"prompt": "input", "dtype": "model"}  # of keys that several sections have: the one that a user means
+MAIN_SECTIONS = {"prompt": "input", "dtype": "model"}  # the section that a user means by a key that several have
 # Keys that may be outside sections: keys of a single section, and these.
 _SHORT = {name: (section, name) for name, section in _HOMES if _NUM_HOMES[name] == 1}
 _SHORT |= {name: (name, "path") for name in ("model", "input", "output")}

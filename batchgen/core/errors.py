@@ -154,7 +154,7 @@ class RowErrorCode(StrEnum):
         return member
 
 
-NOT_READ = "not read as rows"  # in the message of a row that took the lines of others, which no count shows
+NOT_READ = "not read as rows"  # in the message of a row that contains other rows' lines; counts do not show these
 
 
 @dataclass(frozen=True, slots=True)

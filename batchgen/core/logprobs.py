@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_RECORD_BYTES = 1 << 28  # of the log-probabilities of one record, which is in memory as a whole
-ALWAYS_TOP = 20  # in the place of a token: OpenAI's most, taken whatever max_tokens is (it may be all of the context)
+ALWAYS_TOP = 20  # likeliest tokens per position that are always accepted, whatever max_tokens is: OpenAI's limit
 PACKED_BYTES = 8  # of an id with its log-probability
 JSON_BYTES = 64  # of the object with both and the token's text
 PACKED_KEYS = frozenset(  # fields of a record that may be packed

@@ -241,7 +241,7 @@ def cpu_limits() -> list[int]:
 
 def _groups(controller: str) -> Iterator[tuple[int, Path]]:
     """The version and folder of each control group of this process that may have limits of ``controller``."""
-    names = {"": "", controller: ""}  # by controller, which version 2 does not name
+    names = {"": "", controller: ""}  # by controller; version 2 does not name it
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
             _, controllers, name = (*line.split(":", 2), "", "")[:3]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 READABLE = ("s3", "gs", "hf", "https", "http")
 WRITABLE = ("s3", "gs", "hf")
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0)  # before each retry after a transient error
-PATIENCE_S = 60.0  # after which it is not tried again
+PATIENCE_S = 60.0  # after this time it is not retried
 STILL_S = 15.0  # how long a server may be silent
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})

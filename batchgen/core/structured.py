@@ -13,7 +13,7 @@ MAX_BYTES = 1 << 16  # of the canonical text; llguidance's own limits bound the 
 FORMS = ("json", "json_object", "regex", "choice", "grammar")  # exactly one of them
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "after")
 _OF_JSON = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
-_IGNORED = ("_backend", "_backend_was_auto", "disable_fallback", "backend")  # of vLLM: which library, not which text
+_IGNORED = ("_backend", "_backend_was_auto", "disable_fallback", "backend")  # vLLM's libraries: same text
 # Names of vLLM before 0.12, which are refused, and what they are called since.
 OLD_NAMES = {
     "guided_json": "json",

@@ -25,7 +25,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
-        self._means: np.ndarray | None = None  # of the lengths from each place of ``_sorted`` on, rounded
+        self._means: np.ndarray | None = None  # rounded means of the lengths from each place of ``_sorted`` on
 
     def add(self, length: int) -> None:
         """Remember the length of a sequence that has ended; beyond a fixed number, the oldest is forgotten."""

@@ -119,7 +119,7 @@ class Generation:
         self.rules = rules_for(params, request.bad_words, vocab_size)
         if params.structured_outputs and text.constraints is not None:
             self.constraint = text.constraints.begin(params.structured_outputs, request.prompt_token_ids)
-        del self.token_ids[len(self.token_ids) - len(request.output_token_ids) :]  # they are judged one by one
+        del self.token_ids[len(self.token_ids) - len(request.output_token_ids) :]  # appended one by one below
         for token_id in request.output_token_ids:
             if self.is_finished:  # the rest is of the row's next turn
                 break
@@ -256,7 +256,7 @@ class Generation:
         return has_history or self.is_scored or not self.generates or self.request.params.logprobs is not None
 
     def score_given(self) -> None:
-        """Mark for scoring the prompt and an earlier run's tokens, if the request asks for their log-probabilities."""
+        """Mark the prompt and an earlier run's tokens as to be scored, if the request asks for log-probabilities."""
         params, prompt = self.request.params, len(self.request.prompt_token_ids)
         self.next_scored = 1 if params.prompt_logprobs is not None else prompt
         self.end_scored = prompt if params.logprobs is None else len(self.token_ids)

@@ -149,7 +149,7 @@ class CudaGraphs:
         static, replay = self.recorded[size]
         pending = inputs.pending
         if pending is not None and pending.token_ids.data_ptr() != self.last_token_ids.data_ptr():
-            self.last_token_ids[: len(pending.token_ids)] = pending.token_ids  # of a step not replayed, or drawn
+            self.last_token_ids[: len(pending.token_ids)] = pending.token_ids  # drawn, or from a launched step
         static.fill(inputs)
         return StepOutput(replay()[:num_seqs], self.last_token_ids[:num_seqs])
 

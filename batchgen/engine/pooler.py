@@ -34,7 +34,7 @@ class Pooler(Sampler):
         super().__init__(kernels, eos_token_ids, num_slots)
         self._head = head
         self._skipped = np.array([*skipped], dtype=np.int64)
-        self._sums: dict[Sequence, np.ndarray] = {}  # of texts that are computed in part: [tokens, width]
+        self._sums: dict[Sequence, np.ndarray] = {}  # of partly computed texts: [tokens, width]
 
     @torch.inference_mode()
     def score(self, logits: Tensor, scored: Sequence_[tuple[Sequence, range]]) -> None:

@@ -293,7 +293,7 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 0:
         return logits.new_empty(num_rows, 0, dtype=torch.int64), logits.new_empty(num_rows, 0, dtype=torch.float32)
     candidates = ids = torch.arange(width, device=logits.device)
-    values, size = logits, 1 << ((width // k).bit_length() // 2)  # of a block, about the square root
+    values, size = logits, 1 << ((width // k).bit_length() // 2)  # size of a block: about the square root
     num_blocks = width // size
     if size > 1:
         maxima = logits[:, : num_blocks * size].reshape(num_rows, num_blocks, size).amax(2)

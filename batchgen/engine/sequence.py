@@ -39,7 +39,7 @@ class Sequence:
     num_cached_tokens: int = 0  # taken over from the prefix cache
     num_preemptions: int = 0
     block_table: array[int] = field(default_factory=partial(array, "i"))  # memory that a step copies unchanged
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks in order, as far as asked for
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks in order, made when needed
     conv_slot: int | None = None
     max_state_tokens: int = 0  # most tokens whose state it will hold while it runs
     first_scheduled_at: float | None = None

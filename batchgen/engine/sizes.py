@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # gets only some of them. Twice as many do not gain more.
 _CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 256, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": 64}
-_MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
+_MEMORY_SHARE = 0.5  # of free memory; the rest is for activations, the input and other processes
 _CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less other known needs
 _MAX_HALVINGS = 5  # of the tokens and sequences of a step, for a card that is too small
 _CUDA_BYTES = 1 << 30  # for libraries and graphs

@@ -45,7 +45,7 @@ class Chat:
 
 
 Prompt = PlainText | Chat | list[int]
-_Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name, of a row
+_Reader = Callable[[str, Mapping[str, Any]], Prompt]  # reads the column of that name from a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class ContentFinder:
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
             text = self.template.render(columns, self._checked)
-            if self._special:  # also a token of which only a part comes from the row
+            if self._special:  # finds tokens too of which only a part comes from the row
                 own = Counter(self._special.written(self.template.render(columns, lambda _: "")))
                 self._refuse(next(iter(Counter(self._special.written(text)) - own), ""))
             empty = self.template.empty_fields(columns)

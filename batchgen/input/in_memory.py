@@ -42,7 +42,7 @@ def json_lines(rows: Any, request_columns: Collection[str]) -> Iterator[bytes]:
             raise UsageError(f"{what}; a row is a string, a mapping of columns or a chat, a list of messages")
         try:
             yield encode_json(dict(columns)) + b"\n"
-        except Exception as error:  # of too many levels, of a huge integer, or of a value's own __str__
+        except Exception as error:  # too many levels, a huge integer, or an error in a value's __str__
             yield _no_line(number, f"cannot be written as JSON: {one_line(error)}")
 
 
@@ -67,7 +67,7 @@ def _rows(rows: Any, request_columns: Collection[str]) -> Iterator[Any]:
         try:
             batches = pa.RecordBatchReader.from_stream(rows)
         except pa.ArrowException:
-            yield from rows  # of one column, such as a pandas Series of texts
+            yield from rows  # one column, such as a pandas Series of texts
         else:
             yield from _typed(_arrow_rows(batches, request_columns), request_columns)
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):

@@ -18,7 +18,7 @@ from batchgen.core.remote import attempt, open_store, refusals_as_usage
 BUFFER_BYTES = 1 << 18
 BLOCK_BYTES = 4 << 20  # of a remote file, fetched at once
 _CHEAP_BYTES = 64 << 20  # a remote file that is larger is not read once more to count its rows
-_VERSIONS = ("generation", "blob_id", "ETag", "Last-Modified")  # of Google Cloud, the Hub, S3 and the web
+_VERSIONS = ("generation", "blob_id", "ETag", "Last-Modified")  # at Google Cloud, the Hub, S3 and on the web
 _FRESH = {"hf": {"expand_info": True, "refresh": True}}  # makes the store return them, uncached
 
 
@@ -124,7 +124,7 @@ class RemoteFile:
         try:
             self._file.seek(start)
             content: bytes = self._file.read(end - start)
-        except ValueError as error:  # of fsspec's files of the web
+        except ValueError as error:  # raised by fsspec's web files
             why = "the server does not support byte ranges: download the file to this machine first"
             raise RemoteError(f"cannot read {self.name}: {why}") from error
         if self._look() != (self.num_bytes, self.version):

@@ -25,7 +25,7 @@ _SERVICE = frozenset(
 # Fields that ask for something other than plain text, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "tools": ([],),  # of a completion: a chat's are read
+    "tools": ([],),  # only for completions: a chat's tools are read
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (False, True),
     "functions": ([],),
@@ -40,7 +40,7 @@ _ENCODINGS = ("float", "base64")
 _MAX_INPUTS = 2048  # OpenAI's limit
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _VARIABLES = ("chat_template_kwargs", "tools", "tool_choice", "continue_final_message")
-_PREDICTION = "prediction"  # it saves OpenAI's time alone
+_PREDICTION = "prediction"  # it only saves time at OpenAI
 _OF_CHATS = ("chat_template_kwargs", "continue_final_message", "tools", "top_logprobs", "reasoning_effort", _PREDICTION)
 # Fields of a request that decide its answer, and are only read in a body and in ``sampling``.
 REQUEST_FIELDS = frozenset(

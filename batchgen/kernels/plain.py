@@ -18,7 +18,7 @@ from batchgen.kernels.inputs import ConvState, KVCache, ModelInput, upload
 from batchgen.kernels.torch_kernels import TorchKernels, add_up
 
 _MAX_TOKENS = 256  # of a piece: the scores of all its tokens are in memory at once
-_MAX_NUMBERS = {"cpu": 1 << 20}  # in the keys or scores of one product: what stays in a processor's cache
+_MAX_NUMBERS = {"cpu": 1 << 20}  # numbers in the keys or scores of one product: they stay in the processor's cache
 _MAX_NUMBERS_ELSEWHERE = 1 << 26
 
 
@@ -192,9 +192,7 @@ def _attended(q: Tensor, cache: KVCache, layout: StepLayout, rows: PaddedRows, w
     inputs, size, num_kv_heads = layout.inputs, cache.block_size, cache.values.shape[1]
     positions, tables = inputs.positions[rows.tokens], inputs.block_tables[rows.sequences]
     columns = torch.arange(rows.num_blocks, device=q.device)[None]
-    if (
-        window and inputs.is_causal and rows.tokens.shape[1] == 1
-    ):  # of several tokens, some between them may have been left out
+    if window and inputs.is_causal and rows.tokens.shape[1] == 1:  # among several tokens, some may have been left out
         columns = (positions + 1 - window).clamp(min=0) // size + columns[:, : (window - 2) // size + 2]
     at = (columns[..., None] * size + torch.arange(size, device=q.device)).flatten(1)  # [rows or 1, positions]
     columns = columns.clamp(max=tables.shape[1] - 1).expand(len(tables), -1)  # later columns are not in use yet

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, MIN_QUANTIZED, WEIGHT_DIVISOR, rotated_length
 
-_ROWS_AT_ONCE = 1024  # of a weight: few enough that float32 copies of them are reused memory, not new pages
+_ROWS_AT_ONCE = 1024  # few enough for float32 copies in reused memory instead of new pages
 MAX = 127  # the largest integer; -128 is not used, so that a weight and its negative are treated alike
 
 
@@ -108,7 +108,7 @@ def _quantized(rows: Tensor, group: int) -> Int8Weight:
     num_rows, inputs = rows.shape
     groups = functional.pad(rows.float(), (0, -inputs % group)).view(num_rows, -1, group)
     scales = _round_up(groups.abs().amax(2) / MAX)
-    values = (groups / scales.float()[:, :, None]).round_().clamp_(-MAX, MAX).nan_to_num_(1.0)  # as the scale is
+    values = (groups / scales.float()[:, :, None]).round_().clamp_(-MAX, MAX).nan_to_num_(1.0)  # scale not finite
     return Int8Weight(values.to(torch.int8).flatten(1)[:, :inputs].contiguous(), scales, group)
 
 

@@ -64,7 +64,7 @@ class Decoder:
         self.layers = [Layer(tensors.of(layer=i), shape, config, kernels) for i, shape in enumerate(config.layers)]
         self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
         final_norm = tensors.norm("final_norm", config.hidden_size)
-        self.norms = [*(layer.mixer_norm for layer in self.layers), final_norm]  # of each layer's input, and the last
+        self.norms = [*(layer.mixer_norm for layer in self.layers), final_norm]  # of layer inputs, then the last
         scale = torch.tensor(config.embedding_scale, dtype=self.dtype if config.rounds_embedding_scale else None)
         self.embedding_scale = float(scale)
         self.rotary = Rotary(config, self.device)

@@ -77,7 +77,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     if target.type == "cpu":
         name = str(torch_dtype).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
-        if not build.is_started():  # by a caller that also knows the engine's settings
+        if not build.is_started():  # a caller that knows the engine's settings may have started it
             # While the weights are read.
             build.start(name, config.saved_dtype, weights, activations, "auto", config.parts)
     with torch.inference_mode():

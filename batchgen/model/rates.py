@@ -39,7 +39,7 @@ class MeasureConfig:
         return replace(self, row_counts=rows, buffer_bytes=_GPU_BUFFER_BYTES)
 
 
-_GPU_ROWS = 16  # for each on a CPU
+_GPU_ROWS = 16  # times as many rows as on a CPU
 _GPU_BUFFER_BYTES = 1 << 32
 THOROUGH = MeasureConfig((128, 256, 512), repeats=5, sustained_s=1.0, buffer_bytes=1 << 28)
 

@@ -21,7 +21,7 @@ from batchgen.model.gguf.config import read_gguf_config
 _PREFIX = "dummy:"
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # transformers; the same once; MLX
 _TRUNKS = {"llama_bidirec": "llama"}  # the family of a model_type that only states a purpose
-_TEXT_PARTS: Mapping[str, Mapping[str, Any]] = {  # of models that see pictures too: what a file may leave out of it
+_TEXT_PARTS: Mapping[str, Mapping[str, Any]] = {  # of models that also see images: values that a file may leave out
     "gemma3": {
         "model_type": "gemma3_text",
         **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072},

@@ -62,7 +62,7 @@ class Rotary:
         self.frequencies = [(frequencies(rope, config.head_dim).numpy(), rope.scale) for rope in config.ropes]
         self.device = device
         self.limit = config.max_position_embeddings
-        self._shorter: list[Sequence[Tensor]] = []  # in all no larger; recorded launches may still have to read them
+        self._shorter: list[Sequence[Tensor]] = []  # together not larger; recordings may still read them
         self._longest: tuple[int, Sequence[Tensor]] = 0, [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
 
     def upto(self, num_positions: int) -> Sequence[Tensor]:

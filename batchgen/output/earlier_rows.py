@@ -21,7 +21,7 @@ from batchgen.output.record_builder import check_record
 from batchgen.output.segments import RESULT, SUFFIX, SegmentReader, decode_line
 
 _OFFSET_BITS = 40
-_KEY_DIGITS = 16  # of the fingerprint, that are kept in memory
+_KEY_DIGITS = 16  # digits of the fingerprint that are kept in memory
 _DAMAGED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 Record = dict[str, Any]
 

@@ -173,7 +173,7 @@ class RecordBuilder:
         """The record of a row whose chat was generated again: its messages, and why each turn ended."""
         said = [turn.message | ({"reasoning_content": turn.reasoning} if turn.reasoning else {}) for turn in row.turns]
         messages = row.messages_before(said)
-        while messages[-1]["role"] != ASSISTANT:  # of turns that were not reached
+        while messages[-1]["role"] != ASSISTANT:  # messages of turns that were not reached
             messages.pop()
         last = {"text": row.turns[-1].text}
         usage = {"prompt_tokens": result.num_prompt_tokens, "completion_tokens": result.num_generated_tokens}

@@ -71,7 +71,7 @@ class Survey:
         self.logprob_bytes = self.max_logprob_bytes = 0  # in all records, and in the largest
         self.sampled = Reservoir(_NUM_SAMPLED)
         self.read_s = 0.0
-        self.empty_fields: Counter[str] = Counter()  # of the prompt's template: rows that can run without them
+        self.empty_fields: Counter[str] = Counter()  # fields of the prompt's template: rows that can run without them
 
     @property
     def num_good(self) -> int:

@@ -90,7 +90,7 @@ def try_job(
             yield Tried(row.line, 0, "", json.loads(failed_entry(row, job.records).payload))
             continue
         (ended, result), tokenizer = results[row.key], job.model.tokenizer
-        ids = ended.prompt_token_ids if isinstance(ended, ChatRow) else request.prompt_token_ids  # of the last turn
+        ids = ended.prompt_token_ids if isinstance(ended, ChatRow) else request.prompt_token_ids  # last turn's prompt
         prompt = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else str([*ids])
         record = json.loads(entry_of(ended, result, job.records).payload)
         yield Tried(row.line, len(ids), prompt, unpacked(record, packed_keys(job.spec)))

@@ -17,7 +17,7 @@ from batchgen.core.answers import find_answer, is_right, normal, text_of
 from batchgen.core.units import shortened
 
 Finder = Callable[[Mapping[str, Any]], Any]  # of the right answer in an output record
-SHOWN_LABELS = 12  # in a table of expected against found; of more labels the most frequent mistakes are shown
+SHOWN_LABELS = 12  # in the table of expected and found labels; with more, only frequent mistakes are shown
 _MAX_LABELS = 1000  # with more, answers are not labels: rows have answers of their own
 _NUM_WRONG = 5
 _SHOWN_CHARS = 200  # of a wrong answer, and of a label
@@ -93,7 +93,7 @@ class Accuracy:
             row = {"id": record["id"], "index": record["index"]}
             row["answer"] = None if answer is None else shortened(answer, _SHOWN_CHARS)
             text = text_of(expected)
-            part = find_answer(self.answer, text) if self.answer else None  # of a full solution, what is compared
+            part = find_answer(self.answer, text) if self.answer else None  # the compared part of a full solution
             row["expected"] = shortened(text if part is None else part, _SHOWN_CHARS)
             self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
 

@@ -44,7 +44,7 @@ _STYLE: Any = {  # matplotlib types its keys as one huge literal
 _LENGTHS = {"completion_tokens": "Tokens per answer", "prompt_tokens": "Tokens per prompt"}
 _TIMES = {"ttft_s": "Time to first token", "tpot_s": "Time per further token", "total_s": "Total time of a row"}
 _POINTS = 150  # of a series over time: more is noise at this size
-_MIN_GAP = 0.01  # of the whole time, that is drawn as one
+_MIN_GAP = 0.01  # share of the whole time: shorter gaps are not drawn
 _MIN_TICKS = 3
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 

@@ -130,9 +130,9 @@ class Progress:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             if self._found and kind is not None and issubclass(kind, UsageError):
-                self._save(self._found)  # of whatever version
+                self._save(self._found)  # unchanged, whichever version wrote it
         elif self._is_idle or (kind is not None and issubclass(kind, UsageError)):
-            self._save(self._before or self._content(self.snapshot()))  # as before: this invocation was refused
+            self._save(self._before or self._content(self.snapshot()))  # unchanged: this invocation was refused
         else:
             self._save(self._content(self.snapshot()))
 

@@ -28,7 +28,7 @@ from batchgen.text.grammar_source import library
 
 FEW_ROWS = 20  # fewer results are edited by hand, and a share of them says little
 MIN_GOOD, MIN_KEPT = 0.9, 0.5  # rows that can run, and results that are kept, as shares of the results before
-_MAX_PARTIAL_TOKENS = 1 << 21  # of answers that are continued, all of which are in memory
+_MAX_PARTIAL_TOKENS = 1 << 21  # of all answers that are continued: they are in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class FolderJobs:
             raise ResumeMismatch(f"{what}, and would be replaced: --update continues")
 
     def losses(self, counts: KeptCounts, sources: Sequence[tuple[int, Manifest]], now: Manifest, spec: JobSpec) -> str:
-        """The reason for ``--update`` if a changed input would lose many results; "" if the outputs' job returns.
+        """The reason for ``--update`` if a changed input would lose many results; "" for the job of the outputs.
 
         Only results of this job count: results of a job that ``--update`` gave up are lost already.
         """

@@ -22,7 +22,7 @@ ADDED = "added_tokens.json"  # and the key under which ``read_settings`` keeps w
 _MAP = "special_tokens_map.json"
 _MAX_FILE_BYTES = 1 << 26
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))  # new ones get ids so
-_MAX_DIGITS = 10  # of the id of a token, which 32 bits hold
+_MAX_DIGITS = 10  # of a token id, which fits 32 bits
 _MARKS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 

@@ -102,7 +102,7 @@ class ChatTemplate:
         end = prompt.rfind(_END.rstrip())
         if end < 0 or text.strip() not in prompt:
             raise jinja2.TemplateError("it changes the text of the final message, which is to be continued")
-        return prompt[:end] if prompt.startswith(_END, end) else prompt[:end].rstrip()  # it trims texts
+        return prompt[:end] if prompt.startswith(_END, end) else prompt[:end].rstrip()  # this template strips texts
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
         pieces, size = [], 0

@@ -43,7 +43,7 @@ class MarkedChat:
     def hidden(self, prompt: str) -> Sequence[Location]:
         """The parts that ``prompt``, made of this chat, does not show, or prints as a raw list."""
         left, hidden = Counter(map(int, re.findall(rf"{self._head}(\d+)qz", prompt.casefold()))), []
-        for number, location in reversed(self._locations):  # of equal texts, the last ones are those that show
+        for number, location in reversed(self._locations):  # if only some of equal texts show, they are the last ones
             left[number] -= 1
             if (left[number] >= 0) == location.is_unread:
                 hidden.append(location)

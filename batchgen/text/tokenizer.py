@@ -62,7 +62,7 @@ class Tokenizer:
         # Bytes C3 A9 of UTF-8.
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode(["Ã", "©"]) == "é"
         self.max_token_bytes = _max_token_bytes(backend) if self._is_byte_level else None
-        if getattr(backend.model, "dropout", None):  # of BPE: merges left out at random, for training
+        if getattr(backend.model, "dropout", None):  # BPE dropout leaves out merges at random, for training
             backend.model.dropout = None
         backend.encode("")  # fails here rather than on each row if it adds special tokens that it does not have
 

@@ -51,7 +51,7 @@ class RowDispatcher:
         self._num_expected = num_workers
         self._chars: dict[int, int] = {}  # of each unanswered row, by key
         self._num_chars = 0  # their sum
-        self._fresh: deque[Row] = deque()  # in no lease yet
+        self._fresh: deque[Row] = deque()  # not in a lease yet
         self._lost: deque[Lease] = deque()
         self._alone: deque[Lease] = deque()  # leases that must run alone
         self._leases: dict[int, Lease] = {}  # in flight, by the keys of their rows, the oldest first

@@ -29,7 +29,7 @@ from batchgen.workers.worker_state import Liveness
 _MAX_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
 _POISON = "the workers that ran this row died, each time; batchgen run --update runs it again"
-_MAX_FALSE_STARTS = 2  # in a row, of workers that did not say why
+_MAX_FALSE_STARTS = 2  # consecutive starts that failed without a reason
 # Workers lost in a row, without a row that was finished in between, after which no other is started: one that hung took
 # all of the time that it may, and counts twice. A run of many workers takes twice as many as it has.
 _MAX_IN_VAIN = 12
@@ -62,7 +62,7 @@ class WorkersEngine:
         self._note = note
         self._handles: dict[str, WorkerHandle] = {}
         self._ready: dict[str, WorkerReady] = {}
-        self._num_given_up = 0  # of the workers wanted
+        self._num_given_up = 0  # workers that will not be replaced
         self._num_false_starts = self._num_in_vain = 0
         self._error: Exception | None = None
         self._false_start = ""  # why the last worker was lost before it was ready
@@ -167,7 +167,7 @@ class WorkersEngine:
             yield from self._on_lost(name, self._handles[name].give_up(WorkerLost(reason, error)), has_hung=True)
 
     def _answers(self, name: str, event: WorkerEvent) -> Iterator[Answer]:
-        if name not in self._handles:  # it was let go by an event before this one
+        if name not in self._handles:  # an earlier event has already released it
             return
         if isinstance(event, WorkerReady):
             self._on_ready(name, event)

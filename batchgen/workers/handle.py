@@ -113,7 +113,7 @@ class WorkerLauncher(ABC):
     ``no_place`` says why workers will not get a place; None while they may.
     """
 
-    kind = "local"  # of the names
+    kind = "local"  # prefix of the names
     is_local = True
 
     def __init__(self, num_wanted: tuple[int, int]) -> None:

@@ -97,8 +97,8 @@ class EngineLoop:
         self._partials: Mapping[int, tuple[int, ...]] | None = None
         self._is_stopping = self._is_stopped = False
         self._error: BaseException | None = None
-        self._idle_s = 0.0  # of the thread that steps
-        self._progress = 0  # of both threads
+        self._idle_s = 0.0  # written by the thread that steps
+        self._progress = 0  # written by both threads
         # Of the owner's thread.
         self._took_at = self._told_stats_at = -STATS_S
         self._threads = [

@@ -25,9 +25,9 @@ _MAX_BATCH_ROWS = 64  # repeated values are stored once, so rows may be larger t
 _BATCH_BYTES = 4 << 20
 _VALUE_ERRORS = (ValueError, ArithmeticError, LookupError, pa.ArrowException)  # bad UTF-8, dates out of range, ...
 RowValues = tuple[dict[str, Any], RowError | None]  # the readable values, and the error of the others
-_Convert = Callable[[Any], Any]  # of a value as ``to_pylist`` gives it; never asked of null
+_Convert = Callable[[Any], Any]  # converts a value of ``to_pylist``; never called for null
 _JSON = "arrow.json"
-_EXTENSION = b"ARROW:extension:name"  # of a field whose type name was unknown when it was read
+_EXTENSION = b"ARROW:extension:name"  # metadata of a field whose type was unknown when it was read
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def rows_at(
 def _taken(batch: pa.RecordBatch | pa.Table, positions: Sequence[int]) -> pa.RecordBatch | pa.Table:
     try:
         return batch.take(pa.array(positions, pa.int64()))
-    except pa.ArrowNotImplementedError:  # of views of texts, which Arrow cannot take
+    except pa.ArrowNotImplementedError:  # Arrow cannot take rows of views of texts
         table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
         return pa.concat_tables([table.slice(0, 0), *(table.slice(position, 1) for position in positions)])
 

@@ -69,7 +69,7 @@ class DelimitedFile(LinesFile):
 
     def _read_header(self) -> Line:
         """Find the delimiter and the names of the columns; returns the header's record."""
-        csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # of the whole process
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # this limit is the whole process's
         is_tsv = ".tsv" in (suffix.lower() for suffix in self.content.suffixes[-2:])
         self._dialect = _dialect(self._delimiter or ("\t" if is_tsv else ","))
         header, _ = self._first_records()

@@ -40,7 +40,7 @@ from batchgen.kernels.quantize import quantize_rotated, quantize_weight
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
 _FEWEST_TILES = 8  # in each share of the rows: every share reads all panels again
-_MAX_SHARED_BYTES = 256 << 10  # of a panel that every share reads: with the next one it is to stay in the second cache
+_MAX_SHARED_BYTES = 256 << 10  # of a panel that every share reads: it and the next one should stay in the second cache
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored weights
     ("bf16", "bf16"): torch.bfloat16,

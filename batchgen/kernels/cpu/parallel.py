@@ -173,7 +173,7 @@ class Pool:
         self._words = array("q", [0] * (POOL_WORDS + 7))  # 7 more, so that the words can begin with a cache line
         self._start = (-self._words.buffer_info()[0] % 64) // 8
         self.at = self._words.buffer_info()[0] + 8 * self._start
-        library, key = ctypes.CDLL(None), ctypes.c_ulong()  # as wide as macOS has it; Linux writes the low half
+        library, key = ctypes.CDLL(None), ctypes.c_ulong()  # as wide as on macOS; Linux writes the low half
         library.pthread_key_create(ctypes.byref(key), None)
         self.numbering = _address(library.pthread_getspecific), key.value  # 0 in all threads but the pool's
         futex = _FUTEX_CALLS.get(platform.machine()) if platform.system() == "Linux" else None
@@ -185,7 +185,7 @@ class Pool:
         self._library, self._key = library, key
         self._num_workers = 1
         self.run_all = _function(kernel_specs.RUN_ALL)
-        self.publish = _function(kernel_specs.RUN_ALL, ctypes.PYFUNCTYPE)  # of what grows: no time to give away the GIL
+        self.publish = _function(kernel_specs.RUN_ALL, ctypes.PYFUNCTYPE)  # too short to release the GIL
 
     def program(self, launches: Launches, num_workers: int) -> array[int]:
         """The words of a program for ``run``, as in ``layout``."""
@@ -220,7 +220,7 @@ class Pool:
         """Have threads for ``num_workers`` workers, but not more than CPUs."""
         if num_workers > self._num_workers:
             for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
-                self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
+                self._num_workers = number + 1  # set first, as Ctrl-C may interrupt the start: numbers are unique
                 try:
                     threading.Thread(target=self._serve, args=(number,), daemon=True).start()
                 except RuntimeError:  # the system allows no more: this launch needs none, the next tries again

@@ -12,7 +12,7 @@ import torch
 from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
 from batchgen.kernels.cpu.parallel import CAPTURE, GrowingProgram, Launched, pool
 
-_MIN_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
+_MIN_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers should serve them all
 
 
 class Memory:
@@ -73,7 +73,7 @@ class Recorder:
         self._memory = Memory()
 
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        memory = Memory()  # of its own, until the kernels have run: the memory of a large step is not kept
+        memory = Memory()  # only until the kernels have run, so that a large step's memory is not kept
         return pool().run_growing(lambda launches: _recorded(work, memory, launches))
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:

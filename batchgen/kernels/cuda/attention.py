@@ -82,7 +82,7 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
         if scales is None:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2_E
         else:
-            scale = scales + place * (2 * LANES) + offset  # of keys, and ``LANES`` after it of values
+            scale = scales + place * (2 * LANES) + offset  # the keys' scales; the values' scales follow ``LANES`` later
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (tl.load(scale) * LOG2_E)[None, :]
         visible = at[None, :] <= position[:, None]
         if LAYOUT[WINDOW_AT]:

@@ -40,7 +40,7 @@ class CudaKernels(TorchKernels):
 
         From here on, products in this process are summed in float32: by default torch may round partial sums.
         """
-        if device is not None and device.index is not None:  # without one it is the current one already
+        if device is not None and device.index is not None:  # a device without an index is the current one
             torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -68,7 +68,7 @@ def _multiplier(values: ConfigValues, name: str) -> float:
 
 
 def _read_granite4(values: ConfigValues) -> ModelConfig:
-    kinds = values.get("layer_types", default=["mamba"])  # as transformers has it for a file that lists none
+    kinds = values.get("layer_types", default=["mamba"])  # transformers' default for a file without the list
     if not isinstance(kinds, list) or any(kind not in (_LISTED, ATTENTION) for kind in kinds):
         raise values.error("layers of Mamba are not computed here; granite-4.0-350m, -1b and -micro have none")
     if values.integer("num_local_experts", default=8, minimum=0):

@@ -202,11 +202,11 @@ def _rope_scaling(path: Path, name: str, header: GgufHeader, raw: Mapping[str, A
     metadata = header.metadata
     factor = metadata.get(f"{name}.rope.scaling.factor", metadata.get(f"{name}.rope.scale_linear", 1))
     rope_type = metadata.get(f"{name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
-    if name == "gemma3" and rope_type == "linear":  # of its layers with full attention
+    if name == "gemma3" and rope_type == "linear":  # only its layers with full attention are scaled
         return {"rope_type": rope_type, "factor": factor}
     if rope_type != "none":
         raise ModelError(f"{path}: rope scaling {shown(rope_type)} is not supported in GGUF files; use safetensors")
-    if name != "llama" or ROPE_FACTORS not in header.tensors:  # of others it is an unknown tensor
+    if name != "llama" or ROPE_FACTORS not in header.tensors:  # for other models it is an unknown tensor
         return None
     return _llama3_scaling(path, header, raw)
 
@@ -226,7 +226,7 @@ def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> d
     is_sound = all(type(value) in (int, float) and value >= 1 for value in (positions, theta))
     if len(factors) < shape[0] or not np.isfinite(factors).all() or not is_sound:
         raise ModelError(problem)
-    factor = float(factors[-1])  # of the longest wavelength
+    factor = float(factors[-1])  # the longest wavelength's
     turns = positions * float(theta) ** -(np.arange(len(factors)) / len(factors)) / (2 * np.pi)
     share = np.clip((turns - _LOW) / (_HIGH - _LOW), 0, 1)
     if factor < 1 or not np.allclose(factors, 1 / ((1 - share) / factor + share), rtol=1e-4, atol=0):

@@ -88,7 +88,7 @@ class GgufTensors(StoredTensors[GgufTensor]):
 
         def fill(rows: slice) -> None:
             part = data[rows]
-            with np.errstate(all="ignore"):  # of scales that are not finite, which the caller looks for
+            with np.errstate(all="ignore"):  # scales may not be finite; the caller checks
                 wide = gguf.dequantize(part.reshape(1, -1), block_type)
             tensor[rows] = torch.from_numpy(wide).view(len(part), -1)
 
