@@ -17,7 +17,7 @@ from batchgen.core.units import counted, labelled
 
 _SIZES = tuple(name for name in KEYS["engine"] if name not in ("threads", "kv_cache_dtype"))  # the proofs choose these
 _MAX_PROMPTS = 16  # of a file without --limit
-# Of the variables that change what a run does, those that hold no secret.
+# Environment variables that change what a run does and do not hold secrets.
 _VARIABLES = ("BATCHGEN_DEBUG", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "RAY_AUTH_MODE")
 
 

@@ -20,7 +20,7 @@ RECORD_KEYS = frozenset(
 VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # if a job does not generate text
 WITHOUT_TEXT = (RECORD_KEYS - {"text"}) | VECTOR_KEYS  # fields of such a job; an input column "text" keeps its name
 _REQUEST = ("custom_id", "method", "url", "body")  # an OpenAI Batch request; kept only if named
-# Fields of its request in a response in OpenAI's form, under the names of RecordBuilder.
+# Fields of the request that a response in OpenAI's format repeats, under the names of RecordBuilder.
 OF_REQUEST = ("url", "encoding_format", "model")
 CHAT_URL, COMPLETION_URL, EMBEDDING_URL = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 _PREFIX = "input_"

@@ -20,7 +20,7 @@ from batchgen.core.structured import OLD_NAMES, canonical, from_response_format,
 from batchgen.core.units import shown
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
-# Unsupported keys of it that would change the answer, with the values that do not.
+# Unsupported keys of generation_config.json that would change the answer, with the values that do not.
 _ALWAYS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (None, 1)),
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (None, 0)),

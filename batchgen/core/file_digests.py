@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from batchgen.core.errors import InputError, UsageError
 
-# A later start trusts a digest only if the file was older than a tick of its file system's clock: a change within one
-# tick leaves its times equal. FAT has the longest one, 2 s.
+# A later start trusts a digest only if the file was older than one tick of its file system's clock, since a change
+# within a tick leaves the times equal. FAT has the longest tick, 2 s.
 _TICK_NS = 2_000_000_000
 
 

@@ -39,7 +39,7 @@ _FILES = {  # by version: the limit, the usage, and the line of memory.stat with
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-# Of each version: microseconds of processor time in each period, and the period.
+# By version: the files with the microseconds of processor time in each period, and with the period.
 _CPU_QUOTAS = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 
 

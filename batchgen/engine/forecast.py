@@ -73,7 +73,7 @@ class MemoryForecast:
     def __init__(self, pool: BlockPool, lengths: OutputLengths, block_size: int, max_num_seqs: int) -> None:
         self._pool, self._lengths, self._size = pool, lengths, block_size
         self._running: list[Sequence] = []
-        # By convolution slot: ``num_tokens`` that a sequence can come to, and its prompt (huge if its length is fixed).
+        # By convolution slot: the most ``num_tokens`` of a sequence, and its prompt's (huge if its length is fixed).
         self._bounds = np.zeros((2, max_num_seqs), dtype=np.int64)
         # Made when first needed after ``begin``.
         self._rows: np.ndarray | None = None  # [3, running], by the first row: -tokens still to add, tokens alone, slot

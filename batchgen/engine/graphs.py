@@ -85,8 +85,8 @@ def unowned(tensor: Tensor) -> Tensor:
 
 def _destroy(device: torch.device, graphs: list[torch.cuda.CUDAGraph]) -> None:
     if graphs:
-        # All end together: newer torch frees the workspaces of a stream when the first graph that was captured on it is
-        # destroyed, while other graphs would still use them.
+        # All graphs end together: newer torch frees a stream's workspaces when the first graph captured on it is
+        # destroyed, although other graphs still use them.
         torch.cuda.synchronize(device)
         graphs.clear()
 

@@ -36,8 +36,8 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.load import DTYPES
 from batchgen.model.weights import Init, RandomTensors, Shape
 
-# Lengths of prompts that also run alone, of others in whose few positions each one counts, of a common prefix one token
-# longer than a KV block, and of what follows it: a convolution's state at the block's end reaches the next two tokens.
+# Lengths of prompts that also run alone; of short prompts, in which each position counts; of a common prefix, one token
+# longer than a KV block; of the texts after it, since a convolution's state at the block's end reaches two tokens.
 # A GPU's kernels divide more positions among threads.
 _ON_CPU, _ON_GPU = ((1, 5, 20, 72), (2, 3, 4, 7, 8, 9), 33, (0, 1)), ((1, 5, 40, 100, 520), (2, 3, 7, 9), 65, (0, 1))
 _MAX_TOKENS = 3

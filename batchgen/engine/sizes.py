@@ -19,7 +19,7 @@ from batchgen.model.config import ModelConfig
 if TYPE_CHECKING:
     from batchgen.model.decoder import Decoder
 
-# CPU: a linear is near its best rate from 128 rows up, but what each launch costs is shared by more rows, and an expert
+# CPU: a linear is near its best rate from 128 rows up, but more rows share the cost of each launch, and an expert
 # gets only some of them. Twice as many do not gain more.
 _CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 256, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": 64}

@@ -34,7 +34,7 @@ _OF_BOTH_PARTS = (  # keys outside the text part that count for it
 )
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _MAX_LABELS = 10_000
-# What scores are of logits, by ``problem_type`` and by the function that sentence-transformers writes.
+# The function from logits to scores, by ``problem_type`` and by the function that sentence-transformers writes.
 _PROBLEMS = {
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",

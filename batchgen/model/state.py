@@ -66,7 +66,7 @@ def allocate(
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        # The system backs this memory when it is first touched: a pool costs only what is used of it.
+        # The system provides this memory when it is first touched: unused parts of a pool cost nothing.
         return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
     kv = tuple(

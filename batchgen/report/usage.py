@@ -14,7 +14,7 @@ _ENGINE_ACCOUNTS = ("prefill", "decode", "mask", "sample", "host")
 _MEANS = ("sequences", "kv_use")  # columns of a series that are means over steps; the others but at_s are sums
 
 Numbers = Mapping[str, Any]
-# Errors of reading a file that holds other values than this package writes.
+# Errors of reading a file with values that this package does not write.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 

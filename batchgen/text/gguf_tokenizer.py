@@ -28,7 +28,7 @@ _WHOLE = (
     _USER_DEFINED,
 )  # types of tokens that are found whole in a text: unknown and control ones are special
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Texts of tokens that end an answer whatever the metadata say, and that are control tokens whatever their type is.
+# Texts of tokens that end an answer and are control tokens, whatever the metadata and their types say.
 _ENDS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|eom_id|>"),
     *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),

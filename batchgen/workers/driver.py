@@ -30,8 +30,8 @@ _MAX_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
 _POISON = "the workers that ran this row died, each time; batchgen run --update runs it again"
 _MAX_FALSE_STARTS = 2  # consecutive starts that failed without a reason
-# Workers lost in a row, without a row that was finished in between, after which no other is started: one that hung took
-# all of the time that it may, and counts twice. A run of many workers takes twice as many as it has.
+# No other worker is started after this many were lost in a row, without a finished row in between. A worker that hung
+# has used up its time and counts twice. A run of many workers may lose twice as many as it has.
 _MAX_IN_VAIN = 12
 
 

@@ -88,7 +88,7 @@ class EngineLoop:
         self._processor = processor
         self._clock = clock
         self._num_launches = num_launches
-        # Guards all below; notified when any of it has changed.
+        # Guards all fields below; notified when one of them has changed.
         self._changed = threading.Condition()
         self._inbox: list[Row] = []
         self._ready: list[Request] = []
@@ -99,7 +99,7 @@ class EngineLoop:
         self._error: BaseException | None = None
         self._idle_s = 0.0  # written by the thread that steps
         self._progress = 0  # written by both threads
-        # Of the owner's thread.
+        # Only for the owner's thread.
         self._took_at = self._told_stats_at = -STATS_S
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=f"batchgen-{name}", daemon=True)

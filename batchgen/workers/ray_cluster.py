@@ -176,7 +176,7 @@ def _connect(address: str) -> bool:
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
         raise UsageError(f"cluster.ray = {address}: {why or type(error).__name__}: {_REMEDIES}") from None
-    # Even so it would print each loss of a process to stdout.
+    # Otherwise Ray would still print each loss of a process to stdout.
     with suppress(AttributeError):  # private to Ray
         ray._private.worker._worker_logs_enabled = False
     return True

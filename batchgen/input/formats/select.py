@@ -46,7 +46,7 @@ _REMEDIES = {
 }
 _PARQUET_MAGIC = b"PAR1"
 _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-# Without a mark: which of four bytes are zeros in most places (0), and which in few (1).
+# For text without a byte order mark: which of four bytes are mostly zero (0), and which rarely (1).
 _WIDE_ZEROS = {"UTF-16LE": "1010", "UTF-16BE": "0101", "UTF-32LE": "1?00", "UTF-32BE": "00?1"}
 _HEAD_BYTES = 1 << 16
 _TAR_AT = 257  # offset of a tar archive's magic bytes

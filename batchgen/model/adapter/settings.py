@@ -24,7 +24,7 @@ _KNOWN = frozenset(
         # Which modules have matrices or weights, and of which rank, is read off the tensors.
         *("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("alpha_pattern", "rank_pattern", "modules_to_save"),
-        # Without effect on what a trained adapter computes; ``init_lora_weights`` says which of the configs is used.
+        # They do not change what a trained adapter computes; ``init_lora_weights`` says which of the configs is used.
         *("auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"),
         *("revision", "runtime_config", "task_type", "velora_config"),
         *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),

@@ -53,8 +53,8 @@ def _read_granite(values: ConfigValues) -> ModelConfig:
     return replace(
         dense,
         layers=tuple(map(scaled, dense.layers)),
-        # The residual stream is divided by the multiplier, not outputs multiplied: norms give the same with this
-        # epsilon, so weights, kernels and adapters need not know it.
+        # Outputs are not multiplied; the residual stream is divided by the multiplier instead. Norms with this epsilon
+        # give the same numbers, so weights, kernels and adapters need not know the multiplier.
         norm_eps=dense.norm_eps / residual**2,
         embedding_scale=embedding / residual,
         logits_scale=1 / logits,

@@ -74,7 +74,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "label": pa.string(),
     "score": pa.float64(),
 }
-# Columns of every file, in this order; ``parsed`` and ``extracted`` where the job asks for them.
+# Columns of every file, in this order; ``parsed`` and ``extracted`` only if the job asks for them.
 _ALWAYS = ("id", "index", "fingerprint", "text", "parsed", "extracted", "finish_reason", "usage", "timings")
 _OF_TEXT = ("text", "reasoning", "finish_reason", "finish_reasons", "complete", "token_ids", "logprobs", "samples")
 _NO_TYPES: Mapping[str, Any] = MappingProxyType({})
