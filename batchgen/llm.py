@@ -161,7 +161,7 @@ class LLM:
     def classify(
         self, prompts: Any, labels: Sequence[str] | None = None, *, use_tqdm: bool = True
     ) -> list[dict[str, Any]]:
-        """A record per text with its label and the scores of all: of ``labels``, or of a classifier's own.
+        """A record per text, with its label and the scores of all labels: ``labels``, or the classifier's own.
 
         Raises UsageError if ``labels`` are given although the checkpoint has its own, or are missing.
         """
@@ -179,8 +179,8 @@ class LLM:
         """The rows of a table with their results, for Ray Data's ``map_batches`` and Spark's ``mapInArrow``.
 
         ``batch`` is an Arrow table or record batch, a pandas DataFrame or a dict of arrays. The fields of records
-        follow its columns; ``error`` is null or "code: message". Random draws need ``id``, the column that keys them:
-        a pipeline may cut batches again.
+        follow its columns; ``error`` is null or "code: message". Random draws need ``id``, the column that keys them,
+        since a pipeline may divide rows into other batches when it repeats them.
         """
         table = _as_table(batch)
         spec = replace(self._spec, input=replace(self._spec.input, columns=()))

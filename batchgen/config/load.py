@@ -82,8 +82,8 @@ def job_from_values(values: Mapping[str, Mapping[str, Any]], source: str) -> Job
 def sections_of(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The arguments of a Python call as values by section and key; arguments that are None are left out.
 
-    An argument is a section (its path, or ``SamplingParams``) or a key of one section only, or one in
-    ``MAIN_SECTIONS``. Raises UsageError naming ``source`` and an argument that is neither.
+    An argument is a section (a path, a mapping or ``SamplingParams``), a key that only one section has, or a key in
+    ``MAIN_SECTIONS``. Raises UsageError naming ``source`` and any other argument.
     """
     sections: dict[str, Any] = {}
     single: list[tuple[str, str, Any]] = []

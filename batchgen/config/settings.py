@@ -69,7 +69,7 @@ class RawSettings:
         return UsageError(f"{self.location(section, key)} = {shown(value, 60)}: {why}")
 
     def parsed(self, section: str, key: str) -> Any:
-        """The value of a key, checked, paths made absolute. Raises UsageError."""
+        """The checked value of a key, with absolute paths. Raises UsageError."""
         value, kind = self.values[section][key], KEYS[section][key].kind
         try:
             parsed = kind.parse(value)

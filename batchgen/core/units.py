@@ -63,9 +63,9 @@ def parse_share(text: str) -> float:
 
 
 def parse_clock(text: str, now: datetime) -> datetime:
-    """The next local ``05:55`` or ``05:55:30`` after ``now``, which has a time zone, or an ISO date and time.
+    """The instant of an ISO date and time, or the next ``05:55`` or ``05:55:30`` after ``now``.
 
-    A date and time without a zone is local. Raises ValueError for other text.
+    ``now`` has a time zone; times without one are local. Raises ValueError for other text.
     """
     for form in ("%H:%M", "%H:%M:%S"):
         try:

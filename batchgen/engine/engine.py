@@ -54,8 +54,8 @@ class Engine:
     ) -> None:
         """Rows may have ``stop`` and ``structured_outputs`` if ``text`` is given.
 
-        ``eos_token_ids`` default to the model config's; ``sampler`` and ``runner`` make the engine's own. Raises
-        UsageError for a size that cannot work.
+        ``eos_token_ids`` default to the model config's; ``sampler`` and ``runner`` create the engine's sampler and
+        runner. Raises UsageError for a size that cannot work.
         """
         config = config or EngineConfig()
         use_host_threads(model, config.threads)
@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """Numerics, which decide tokens with weights and requests: the model's, and the cache's if not "auto"."""
+        """The model's numerics, and the cache's if not "auto"; with weights and requests they decide tokens."""
         kv_cache_dtype = self.config.kv_cache_dtype
         return self.runner.model.numerics | ({} if kv_cache_dtype == "auto" else {"kv_cache_dtype": kv_cache_dtype})
 
@@ -107,7 +107,7 @@ class Engine:
         yield from self.flush()
 
     def submit(self, request: Request) -> Result | None:
-        """Queue a request; a result at once if it can never run, was answered before, or is done already."""
+        """Queue a request; returns its result at once if it can never run, was answered before, or is done already."""
         state, vocab_size = RequestState(request), self.runner.model.config.vocab_size
         refusals = (unusable(request, vocab_size, self.text), *map(self.scheduler.refusal, state.sequences))
         state.refusal = next(filter(None, refusals), None)

@@ -131,7 +131,7 @@ class Generation:
         return num_forced
 
     def append(self, token_id: int, at: float) -> int:
-        """Append a sampled token and those forced after it; returns their number. -1 fails the text without a token."""
+        """Append a sampled token and those forced after it; returns their number. -1 fails the text instead."""
         if len(self.token_ids) < self.fast_path_until and token_id not in self.end_ids:
             self.token_ids.append(token_id)
             return 1

@@ -285,7 +285,7 @@ class StaticInput:
 
 
 class _Source:
-    """Host memory of one upload, pinned so that the host need not wait for the copy, and the event of its end."""
+    """Host memory of one upload, pinned so that the host need not wait for the copy; ``copied``: the copy's end."""
 
     def __init__(self, num_bytes: int, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], is_cuda: bool) -> None:
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)

@@ -20,7 +20,7 @@ class ModelRunner:
     """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out.
 
     Attributes:
-        overlaps: whether a step is launched before the last one is waited for; by default if launches return early.
+        overlaps: whether a step is launched before the last one has ended; by default if launches return early.
         fetch: copies token ids to the host.
         notes: lines for the user.
     """

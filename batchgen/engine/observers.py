@@ -70,7 +70,7 @@ class Constraint(Protocol):
         """Take in the next token, which is not an end token. May raise TokenizerError."""
 
     def release(self) -> None:
-        """Free large state until it is needed again: many sequences wait for each that runs."""
+        """Free large state until it is needed again: for each running sequence many others wait."""
 
 
 class Constraints(Protocol):

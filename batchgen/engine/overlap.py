@@ -156,7 +156,7 @@ class DeviceTokenCounts:
         return of_slots
 
     def add(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Count the tokens that were sampled after the sequences of ``penalize``; -1 ends its sequence."""
+        """Count tokens sampled for the sequences at ``slots``, which ``penalize`` returned; -1 ends a sequence."""
         ids = token_ids.clamp(min=0)
         times = self._times[slots, ids]
         self._times[slots, ids] = times + 1 + (times == 0)

@@ -70,7 +70,7 @@ def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
 
 
 def cache_dtype(kv_cache_dtype: str, model: Decoder) -> str:
-    """The type that keys and values are rounded to, "auto" for the computed one. Raises UsageError if unsupported."""
+    """The type that keys and values are rounded to; "auto" is the model's dtype. Raises UsageError if unsupported."""
     if kv_cache_dtype in ("auto", model.numerics["dtype"]):
         return "auto"
     if model.device.type != "cpu" and kv_cache_dtype != "int8":
@@ -173,7 +173,7 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
 
 
 def _memory(model: Decoder) -> tuple[int, int]:
-    """Free and total bytes of the model's device; memory that torch keeps on a GPU is given back first, or counted."""
+    """Free and total bytes of the model's device; unused memory that torch keeps on a CUDA device counts as free."""
     if model.device.type not in ("cuda", "xpu"):  # the memory of "mps" is the processor's
         return available_bytes(), total_bytes()
     import torch
@@ -189,7 +189,7 @@ def _memory(model: Decoder) -> tuple[int, int]:
 
 
 def use_host_threads(model: Decoder, threads: int | None) -> None:
-    """Set the CPU threads of this process, if ``threads`` is given; for a model on a GPU, one by default."""
+    """Set the CPU threads of this process if ``threads`` is given; to one by default if the model is on a GPU."""
     if threads is not None or model.device.type == "cuda":
         use_threads(threads or 1, model.config)
 

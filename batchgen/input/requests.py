@@ -301,7 +301,7 @@ class RequestBuilder:
     def _check_length(
         self, draft: _Draft, num_tokens: int, longest_label: int, *, is_estimate: bool = False, is_counted: bool = True
     ) -> None:
-        """Raises RowProblem too_long for a prompt without room after it; an estimate is shown as a lower bound."""
+        """Raises RowProblem too_long for a prompt that leaves no room; an estimate is shown as a lower bound."""
         room = longest_label or (1 if draft.params.max_tokens else 0)
         limit = self._max_model_len - room
         if num_tokens <= limit:

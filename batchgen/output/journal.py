@@ -160,7 +160,7 @@ class Journal:
         self.commit()
 
     def tick(self) -> None:
-        """Commit if it is time to. ``append`` calls it; otherwise call it while no row finishes."""
+        """Commit if it is time to. ``append`` calls it; call it from time to time while no row finishes."""
         if time.monotonic() - self._synced_at >= self._sync_every:
             self.commit()
 

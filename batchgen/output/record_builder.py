@@ -65,7 +65,7 @@ class RecordBuilder:
         """The output record of a row; a row without an id has its index as the id.
 
         ``docs/records.md`` describes the fields, whose order is fixed; fields that were not asked for are left out.
-        Fields of a sample are the first one's, and ``samples`` holds all if there are several.
+        Fields of a sample are the first sample's, and ``samples`` holds all if there are several.
         ``JobSpec.packs_logprobs`` makes log-probabilities packed arrays, with the ids of their tokens.
         ``vector_fields`` ([embed]) or ``scored_fields`` ([classify]) replace the text and the fields made from it. A
         chat that was generated again has ``messages`` and ``finish_reasons``; its text is the last answer. A kept
@@ -296,7 +296,7 @@ def _head(row: Row, fingerprint: str) -> dict[str, Any]:
 
 
 def _of_text(head: Fields, samples: Sequence[Fields], usage: Fields, timings: Fields) -> dict[str, Any]:
-    """The fields that samples have, up to ``samples``; fields of a sample are the first one's."""
+    """The record of a row with text, up to ``samples``; fields of a sample are the first sample's."""
     first = samples[0]
     payload = {**head, **{name: first[name] for name in _OF_SAMPLE if name in first}, "usage": usage}
     payload |= {"timings": timings} | {name: first[name] for name in _OF_TOKENS if name in first}

@@ -182,7 +182,7 @@ class RowIndex:
 
     @property
     def first_gap(self) -> int:
-        """The smallest unfinished index of the shard; all calls together cost one pass."""
+        """The smallest unfinished index of the shard; all calls together take one pass over the index."""
         packed = self._packed
         while self._gap < len(packed) and packed[self._gap] != _ABSENT:
             self._gap += 1

@@ -70,7 +70,7 @@ def rate(report: Report, side: str) -> float | None:
 
 
 def pace(report: Report) -> str:
-    """Tokens (except in kept rows), the time they took, their rate, and other work that took long, in one line."""
+    """One line: tokens (without kept rows), the time they took, their rate, and other work that took long."""
     tokens = report["tokens"]
     what, side = ("tokens out", "completion") if tokens["completion"] else ("prompt tokens", "prompt")
     wall_s, generate_s = report["wall_s"], report["generate_s"]

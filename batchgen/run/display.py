@@ -1,6 +1,6 @@
 """Displays of progress on stderr: a bar on a terminal, lines elsewhere, JSON lines for programs, or nothing.
 
-A display only shows snapshots (see ``progress``) and notes that it is given.
+A display only shows the snapshots (see ``progress``) and notes that it gets.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class BarDisplay(Display):
 
 
 def make_display(mode: Literal["auto", "bar", "json", "quiet"], interval_s: float) -> Display:
-    """The display of a mode; "auto" and "bar" depend on whether a person watches."""
+    """The display of a mode; "auto" and "bar" depend on whether stderr is a terminal or a notebook."""
     if mode == "quiet" or sys.stderr is None:  # None: the caller closed it
         return Display()
     file: Any = _Tolerant(sys.stderr)

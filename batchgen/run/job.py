@@ -137,7 +137,7 @@ class _Job:
         self.digests = self.jobs.digests()
 
     def _find_input(self) -> Source | None:
-        """The rows; None if they came on standard input once and are not given again. Raises UsageError."""
+        """The rows; None if an earlier start got them on standard input and this one does not. Raises UsageError."""
         if self.stdin is None:
             source = self._open_source()
             for path in source.paths:
@@ -320,7 +320,7 @@ class _Job:
         self.run_dir.write_job(self.begun)
 
     def _finish(self, journal: Journal, num_rows: int) -> Outcome:
-        """Write the outputs and the report; then the folder's ``job.json`` names them, and the journals go."""
+        """Write the outputs and the report; then name them in the folder's ``job.json``, and remove the journals."""
         with self.progress.phase("writing the outputs", "write"):
             self.begun = finalize(
                 self.run_dir, JournalledJob(self.begun.folder, self.manifest), self.spec, journal, num_rows=num_rows

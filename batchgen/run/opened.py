@@ -51,7 +51,7 @@ class OpenJob:
 
     @contextmanager
     def validator(self, shard: Shard = WHOLE) -> Iterator[RowValidator]:
-        """A new validator of a shard's rows, without claimed ids."""
+        """A new validator of a shard's rows, in which no id is claimed yet."""
         with closing(UniqueIds(as_text=self.spec.output.has_text_ids)) as ids:
             yield RowValidator(self.spec.input, self.builder, ids, shard)
 

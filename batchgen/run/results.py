@@ -182,7 +182,7 @@ class Turns:
             yield request
 
     def take(self, result: Result | JournalEntry) -> tuple[Row, Result | JournalEntry] | None:
-        """The row that ends with a result of the engine, with the result of all its turns; None if a turn follows.
+        """The row that an engine's result ends, and the result of all its turns; None if another turn follows.
 
         Workers give a ``JournalEntry`` for all turns, which is returned as it is.
         """

@@ -123,7 +123,7 @@ def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
 
 
 def _stage(pieces: Iterable[bytes], target: Path) -> Path:
-    """Write the pieces to a file next to ``target``. Raises OSErrors of reading unchanged."""
+    """Write the pieces to a file next to ``target``. OSErrors of reading are raised unchanged."""
     failures: list[OSError] = []
 
     def read() -> Iterator[bytes]:

@@ -88,7 +88,7 @@ def _check_side(embed: EmbedSpec, config: ModelConfig, files: VectorFiles, path:
 def side_of(embed: EmbedSpec, files: VectorFiles, tokenizer: Tokenizer | None, longest: int) -> TokenSide | None:
     """The job's side of late interaction with token ids, for texts of up to ``longest`` tokens; None for other models.
 
-    Raises UsageError if a token of it is not in the vocabulary.
+    Raises UsageError if one of its tokens is not in the vocabulary.
     """
     side = files.sides.get(embed.prompt or "")
     if side is None or tokenizer is None:

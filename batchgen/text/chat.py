@@ -144,7 +144,7 @@ def _environment(now: datetime, marks: tuple[str, str]) -> ImmutableSandboxedEnv
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what training counts; in a prompt only its content remains.
+    """``{% generation %}…{% endgeneration %}`` marks text to train on; in a prompt only its content remains.
 
     As in ``transformers`` it is a call block, so that variables set inside stay inside.
     """

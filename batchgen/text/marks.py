@@ -20,7 +20,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's though
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A part of a chat: message number, if any, and key; ``is_unread``: only a raw list can show its mark."""
+    """A part of a chat: message number, if any, and key; ``is_unread`` if only a raw list would show its mark."""
 
     message: int | None
     key: str

@@ -92,7 +92,7 @@ class StopStrings:
 
 
 def cut_text(decode: Decode, token_ids: Sequence[int], stop: str) -> str:
-    """Generated text up to the stop string that the last token completed; ``min_tokens`` may let earlier ones pass."""
+    """Generated text up to the stop string that the last token completed; earlier ones came before ``min_tokens``."""
     text, plain = decode(token_ids, shown_in=stop), decode(token_ids)
     match = _first_completed(text, (stop,), common_length(decode(token_ids[:-1], shown_in=stop), text))
     if match is None:

@@ -170,7 +170,7 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer cannot decode the tokens: {reason(error)}") from error
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token of byte-level or byte-fallback BPE; None for another one."""
+        """The bytes of a token of byte-level or byte-fallback BPE; None for any other token."""
         token = self._backend.id_to_token(token_id)
         if not token:
             return None

@@ -164,7 +164,7 @@ def _problem(name: str, column: pa.Array, error: Exception) -> RowError:
 
 @lru_cache(maxsize=8)
 def _features(metadata: bytes) -> Mapping[str, Any]:
-    """The description of each column in ``datasets``; empty if it cannot be read."""
+    """The description that ``datasets`` stores of each column; empty if it cannot be read."""
     features: Any = {}
     with suppress(ValueError, RecursionError, LookupError, TypeError):
         features = json.loads(metadata)["info"]["features"]

@@ -113,7 +113,7 @@ class DelimitedFile(LinesFile):
 
 
 def _dialect(delimiter: str) -> Any:
-    """The dialect as the reader checked and converted it, for reuse."""
+    """The dialect of a ``csv`` reader, which has checked and converted it, for reuse."""
     return csv.reader((), delimiter=delimiter, strict=True).dialect
 
 

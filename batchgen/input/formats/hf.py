@@ -38,8 +38,8 @@ def is_saved_dataset(folder: Path) -> bool:
 class DatasetFile(TableFile):
     """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
-    Raises UsageError when it cannot be opened; a connection that fails while rows are read raises BatchgenError, and
-    data files that disagree on a column's type InputError.
+    Raises UsageError if it cannot be opened, BatchgenError if the connection fails while rows are read, InputError if
+    data files disagree on a column's type.
     """
 
     def __init__(self, text: str, spec: InputSpec) -> None:

@@ -89,9 +89,10 @@ def is_writable() -> bool:
 
 
 def lock() -> bool:
-    """Whether this process (and its forks) may compile, until it ends; True if the lock cannot be used.
+    """Take the lock on compiling until this process and its forks end; returns False if another process holds it.
 
-    Processes that begin together, such as the workers of a run, need the same kernels: one compiles them for all.
+    Processes that begin together, such as the workers of a run, need the same kernels: one compiles them for all. True
+    if the lock cannot be used.
     """
     folder = _folder()
     if folder is not None:

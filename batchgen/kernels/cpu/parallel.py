@@ -100,10 +100,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Kernel:
-    """A kernel in its kinds, each compiled before its first launch, unless an earlier process has done so.
+    """A kernel of several kinds, each compiled before its first launch, unless an earlier process has done so.
 
-    It is a C function of int64 words: from ``ARGS`` on addresses and sizes. Workers begin with the same range of items
-    in each kernel, so that they find its rows in their caches, then help others: results must not depend on the worker.
+    It is a C function of int64 words; from ``ARGS`` on they are addresses and sizes. A worker begins with one range of
+    items in all kernels, so that its rows are in its cache, then helps others: results must not depend on workers.
     """
 
     def __init__(self, spec: KernelSpec) -> None:
@@ -261,7 +261,7 @@ _POOL: dict[None, Pool] = {}
 
 
 def pool() -> Pool:
-    """The pool of this process. There is only one: a thread's number is kept under the key of its own pool."""
+    """The only pool of this process; a thread's number is stored under a key that belongs to its pool."""
     pool = _POOL.get(None)
     return pool if pool is not None else _POOL.setdefault(None, Pool())  # as in ``scratch``
 

@@ -70,7 +70,7 @@ def _read(values: ConfigValues) -> ModelConfig:
 
 
 def _window(values: ConfigValues, *, looks_ahead: bool) -> int:
-    """Positions that a token sees to one side, with itself; with ``looks_ahead`` the file counts both sides."""
+    """Positions that a token sees to one side, including its own; with ``looks_ahead`` the file counts both sides."""
     window = values.integer("sliding_window")
     return window // 2 + 1 if looks_ahead else window
 

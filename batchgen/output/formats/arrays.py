@@ -63,7 +63,7 @@ def column_of(values: Sequence[Any], kind: Any) -> Any:
 
 
 def array_of(value: Any, kind: Any) -> Any:
-    """A packed array or lists as an array of the numbers of ``kind``."""
+    """A packed array, or lists, as a NumPy array with the number type of ``kind``."""
     dtype = _number(kind).to_pandas_dtype()
     if not is_packed(value):
         return np.array(value, dtype)

@@ -1,6 +1,6 @@
 """Output and error files in the format of OpenAI's Batch API: https://platform.openai.com/docs/guides/batch.
 
-All but ``timings`` follows from row and run; fields that OpenAI lacks are added, as readers ignore them.
+All except ``timings`` follows from the row and the run; fields unknown to OpenAI are added, since readers ignore them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _head(record: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _choice(index: int, sample: Mapping[str, Any], chat: bool, row: int) -> dict[str, Any]:
-    """A choice of the body, made from a sample; a record with a single sample is one itself."""
+    """A choice of the body, made from a sample, or from the record itself if it has a single sample."""
     text, reason, calls = sample.get("text"), sample["finish_reason"], sample.get("tool_calls")
     choice: dict[str, Any] = {"index": index}
     more = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
