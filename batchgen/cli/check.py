@@ -33,7 +33,7 @@ def check(path: str | None, as_json: bool, **values: Any) -> int:
     bit: all together (batched = solo), in small parts (chunked = whole), from cached prefixes (cached = cold), thrown
     out and run again (preempted = undisturbed), and with their answers as one text (decoded = prefilled). Last, the
     fast kernels are compared with plain torch, and a small gap is allowed. If a test fails, exits 4 and says where it
-    fails first. The kernels' self-test comes before, as in a run: if it fails, plain torch is checked. Two machines
+    fails first. The kernels' self-test comes first, as in a run: if it fails, plain torch is checked. Two machines
     compute the same bits if the digest of all logits in --json is the same. --limit sets how many rows of a file are
     used [16].
 

@@ -69,7 +69,7 @@ def require_address_space(weights_bytes: int = 0) -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error of Python, NumPy, torch or the loader, or one of its causes, reports exhausted memory."""
-    seen: set[int] = set()  # an error that was raised again may be a cause of its own
+    seen: set[int] = set()  # an error that was raised again may be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:

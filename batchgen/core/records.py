@@ -52,7 +52,7 @@ class SamplingParams:
     temperature. ``stop`` strings are not part of the text. After ``thinking_token_budget`` tokens of thought the marker
     that ends thoughts is forced (None: never). ``max_repeats`` ends a row whose newest tokens repeat one run of up to
     64 tokens this many times (0: never). ``logit_bias`` holds token ids with what is added to their logits, before
-    penalties. Only ``allowed_token_ids``, if any, may come, and none that completes one of ``bad_words`` within the
+    penalties. Only ``allowed_token_ids``, if given, may come, and no token that completes one of ``bad_words`` in the
     output. ``structured_outputs`` is the canonical text of ``core.structured``, "" for free text. ``labels`` are texts
     to be scored as continuations instead of generating; ``by`` "mean" takes the label with the best mean of
     log-probabilities per token, not the best sum. ``config.sampling.merge_params`` checks values.

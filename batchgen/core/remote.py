@@ -67,7 +67,7 @@ def _make_store(scheme: str) -> Any:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         get_session().timeout = STILL_S  # by default most requests wait forever
-        disable_progress_bars()  # the run has a display of its own
+        disable_progress_bars()  # the run has its own display
         return fsspec.filesystem("hf")
     if scheme in ("gs", "http", "https"):
         import aiohttp
@@ -76,7 +76,7 @@ def _make_store(scheme: str) -> Any:
         if scheme == "gs":
             return fsspec.filesystem("gs", use_listings_cache=False, requests_timeout=limits)
         return fsspec.filesystem(scheme, client_kwargs={"timeout": limits, "trust_env": True})  # its proxies
-    tries = {"mode": "standard", "total_max_attempts": 2}  # ``attempt`` does the rest, with a limit of its own
+    tries = {"mode": "standard", "total_max_attempts": 2}  # ``attempt`` makes all others, under its own limit
     config = {"retries": tries, "connect_timeout": STILL_S, "read_timeout": STILL_S}
     store = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs=config)
     store.retries = 1

@@ -263,7 +263,7 @@ def penalize(
 def build_mask(
     constraints: Constraints | None, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device
 ) -> TokenMask | None:
-    """The mask of ``sequences`` that are about to be sampled under a constraint; None without one."""
+    """The token mask of ``sequences`` that are about to be sampled; None if none of them needs one."""
     closing = {row: token_id for row, s in enumerate(sequences) if (token_id := s.generation.closing) is not None}
     free = [(row, s.generation) for row, s in enumerate(sequences) if row not in closing]
     guided = {row: c for row, g in free if (c := g.constraint) and c.is_active}

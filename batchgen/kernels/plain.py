@@ -250,7 +250,7 @@ def _keep_inputs(seen: Tensor, indexes: Tensor, state: ConvState, layout: StepLa
     state.slots[inputs.conv_slots.long()] = seen[indexes[inputs.cu_seqlens[1:].long() - 1]]
     if ends is not None:
         state.blocks[blocks[ends]] = seen[indexes[ends]]
-    else:  # each token has a block of its own, and rewrites it unchanged unless it is the block's last
+    else:  # each token has its own block, and rewrites it unchanged unless it is the block's last
         is_end = (inputs.positions + 1) % state.block_size == 0
         state.blocks[blocks] = torch.where(is_end[:, None, None], seen[indexes], state.blocks[blocks])
 

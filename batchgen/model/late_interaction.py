@@ -107,7 +107,7 @@ def _words(values: ConfigValues, name: str, default: list[str]) -> tuple[str, ..
 
 
 def _filler(folder: Path) -> str:
-    """The token that fills up queries: the tokenizer's mask token, or else its end token. Raises ModelError."""
+    """The token that fills up queries: the tokenizer's mask token or, without one, its end token. Raises ModelError."""
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (path := folder / name).exists():

@@ -101,7 +101,7 @@ class RecordBuilder:
         return {f"{prefix}logprobs": token_fields(tokens, self._tokenizer)}
 
     def _prompt_of(self, row: Row) -> dict[str, Any]:
-        """The tokens of a prompt with packed log-probabilities, and a mask of the assistant's tokens, if known."""
+        """Fields of a prompt with packed log-probabilities: its tokens and, if known, a mask of the assistant's."""
         if not self._spec.packs_logprobs:
             return {}
         count = len(row.prompt_token_ids)

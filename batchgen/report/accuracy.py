@@ -18,7 +18,7 @@ from batchgen.core.units import shortened
 
 Finder = Callable[[Mapping[str, Any]], Any]  # of the right answer in an output record
 SHOWN_LABELS = 12  # in the table of expected and found labels; with more, only frequent mistakes are shown
-_MAX_LABELS = 1000  # with more, answers are not labels: rows have answers of their own
+_MAX_LABELS = 1000  # with more, answers are not labels: each row has its own
 _NUM_WRONG = 5
 _SHOWN_CHARS = 200  # of a wrong answer, and of a label
 _Z = 1.959964  # of 95%

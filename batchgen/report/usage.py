@@ -60,9 +60,9 @@ def lengthened(usage: Numbers, seconds: float) -> dict[str, Any]:
 
 
 def usage_of(report: Numbers) -> dict[str, Any]:
-    """The usage that a report was made from, to be added to; the inverse of ``split``.
+    """The usage that a report was made from, so that more can be added to it; the inverse of ``split``.
 
-    Its ``tail_s`` is the finished run's, so that the tails of shards add up.
+    Its ``tail_s`` is that of the finished run, so that the tails of shards add up.
     """
     workers = {f"{worker['name']}@{worker['place']}": _worker_usage(worker) for worker in report.get("workers", ())}
     accounts = {name: seconds for name, seconds in report["seconds"].items() if name not in _ENGINE_ACCOUNTS}

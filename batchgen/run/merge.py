@@ -61,7 +61,7 @@ class _Shard:
 
 
 def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> Merged:
-    """Write outputs, failed rows, report and ``job.json`` of all shards of a job into ``target``, new or merged before.
+    """Write outputs, failed rows, report and ``job.json`` of a job's shards into ``target``: new, or an earlier merge.
 
     Times of the report add up as if one machine had run the shards in turn. Raises UsageError and leaves ``target``
     unchanged if the shards are of different jobs, one is missing, unfinished, edited or given twice, if a row is

@@ -115,9 +115,9 @@ class RowDispatcher:
         self._to_stop.append(name)
 
     def on_lost(self, name: str) -> list[Row]:
-        """Take back the leases of a lost worker; returns the rows that ended it, which count as answered.
+        """Take back the leases of a lost worker; returns the rows blamed for its end, which count as answered.
 
-        A row has ended its workers if it was lost twice while it ran alone.
+        A row is blamed if it was lost twice while it ran alone.
         """
         worker = self.workers.get(name)
         if worker is None:

@@ -201,7 +201,7 @@ class CpuKernels(interface.Kernels):
     def attend(
         self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, subset: LogitsSubset | None
     ) -> Tensor:
-        """As in ``Kernels``; attention itself makes the keys of lone tokens, since it reads their blocks anyway."""
+        """As in ``Kernels``; keys of lone tokens are made by the attention, which reads their blocks anyway."""
         q = self.rope_and_cache(qkv, heads, rotary, inputs, cache, inputs.num_alone)
         alone = Alone(qkv, heads, rotary)
         if subset is not None:

@@ -43,7 +43,7 @@ def start(*forms: str) -> None:
             return
         command = fresh_python(_PROGRAM, [*forms])
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        with suppress(OSError):  # a group of its own: Ctrl-C reaches only the run
+        with suppress(OSError):  # in a separate group: Ctrl-C reaches only the run
             process = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)
             _builders[forms] = process, missing
 

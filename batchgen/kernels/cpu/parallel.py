@@ -272,7 +272,7 @@ def num_launches() -> int:
 
 
 def _begin_copy() -> None:
-    """Reset lock and pool in a fork of the process: it lacks the pool's threads, and a holder of the lock."""
+    """Reset lock and pool in a fork of the process, which has no copy of the pool's threads or the lock's holder."""
     global LAUNCHING  # noqa: PLW0603 - the lock may be held for ever by a thread that was not copied
     LAUNCHING = threading.RLock()
     for copied in _POOL.values():
