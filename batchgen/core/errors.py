@@ -98,7 +98,7 @@ class InputError(BatchgenError):
 
 
 class RunStopped(BatchgenError):
-    """The run has ended before its last row; journalled rows stay, and it resumes where its directory is kept."""
+    """The run has ended before its last row; journalled rows stay, and it can be resumed if its directory is kept."""
 
     exit_code = ExitCode.STOPPED
 

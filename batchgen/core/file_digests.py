@@ -96,7 +96,7 @@ class Digests:
         return self._entries[key]
 
     def _trusted(self, path: Path) -> _Entry | None:
-        """Entry of an earlier run, if the file is still in that state."""
+        """The file's entry from an earlier run, if its state has not changed since then."""
         match self._kept.get(_key(path)):
             case {"sha256": str(sha256), "state": [*state]}:
                 try:

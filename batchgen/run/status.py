@@ -117,7 +117,7 @@ def render_status(status: Mapping[str, Any]) -> str:
 
 
 def _silent_s(progress: Mapping[str, Any]) -> float:
-    """Seconds since a running process has written its progress, which it does every ``WATCH_S``."""
+    """Seconds since a run last wrote its progress; while it works, it does so every ``WATCH_S``."""
     return max(0.0, round((datetime.now(UTC) - datetime.fromisoformat(progress["updated_at"])).total_seconds(), 1))
 
 
