@@ -8,6 +8,7 @@ models, kernel_cases for every back end, fault_injection, power_loss, fault_runs
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -98,6 +99,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS
     is_test = collection_path.name.startswith("test_")
     return True if is_plain and not is_named and is_test and not holds_promise(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Garbage is neither looked for meanwhile nor, later, among the modules, which stay."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out

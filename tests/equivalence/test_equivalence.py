@@ -34,8 +34,7 @@ SHORT = [rows for rows in KINDS if rows != "long"]
 MECHANISMS = ["lfm2", "lfm2_moe", "lfm3", "gemma3_text", "granite", "granitemoehybrid", "odd", "trained int8 by int8"]
 every_kind = pytest.mark.parametrize("rows", KINDS)
 every_short_kind = pytest.mark.parametrize("rows", SHORT)
-every_model = pytest.mark.parametrize("model", MODELS)
-every_mechanism = pytest.mark.parametrize("model", [m if m in MECHANISMS else further(m) for m in MODELS])
+every_model = pytest.mark.parametrize("model", [m if m in MECHANISMS else further(m) for m in MODELS])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_type = pytest.mark.parametrize(("dtype", "kv_cache_dtype"), TYPES)
 
@@ -98,7 +97,7 @@ def test_any_block_size_gives_the_same(rows: str, block_size: int, dtype: str) -
     assert run(engine, KINDS[rows].requests) == alone(rows, "odd", dtype)
 
 
-@every_mechanism
+@every_model
 @every_kind
 @every_type
 def test_preempted_equals_undisturbed(rows: str, model: str, dtype: str, kv_cache_dtype: str) -> None:

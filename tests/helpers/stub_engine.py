@@ -11,11 +11,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import RowError, RowErrorCode
@@ -27,27 +26,39 @@ from batchgen.run.loaded_engine import LoadedEngine
 from batchgen.run.loader import ModelInfo
 from batchgen.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:  # processes that tests start need no pytest
+    import pytest
+
 
 def stub_token(request: Request, position: int, vocab_size: int) -> int:
     """The token at a position, by the prompt and all values that decide tokens: greedy ones ignore seed and draw."""
+    digest = _digest_of(request).copy()
+    digest.update(f"{position})".encode())
+    return 8 + int.from_bytes(digest.digest()) % (vocab_size - 8)
+
+
+@lru_cache
+def _digest_of(request: Request) -> blake2b:
     params = replace(request.params, max_tokens=0, n=1, logprobs=None, prompt_logprobs=None)
     drawn = None if params.is_greedy else rng_key_of(request)
     keyed = replace(params, seed=0) if params.is_greedy else params
-    return 8 + _digest(request.prompt_token_ids, keyed, drawn, position) % (vocab_size - 8)
+    return blake2b(f"({request.prompt_token_ids}, {keyed}, {drawn}, ".encode(), digest_size=4)
 
 
 def stub_length(request: Request) -> int:
     """How many tokens a request gets where no limit cuts it, by its prompt: more of them begin with what fewer are."""
-    return max(1 + _digest(request.prompt_token_ids) % 24, request.params.min_tokens)
+    return max(_length_after(request.prompt_token_ids), request.params.min_tokens)
+
+
+@lru_cache
+def _length_after(prompt_token_ids: tuple[int, ...]) -> int:
+    digest = blake2b(f"({prompt_token_ids},)".encode(), digest_size=4).digest()
+    return 1 + int.from_bytes(digest) % 24
 
 
 def rng_key_of(request: Request) -> int:
     """What the randomness of a request is keyed by."""
     return request.key if request.rng_key is None else request.rng_key
-
-
-def _digest(*parts: object) -> int:
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=4).digest())
 
 
 def stub_logprobs(token_ids: Sequence[int], num_top: int | None) -> Logprobs | None:
