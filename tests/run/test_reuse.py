@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, Shell, finish, quiet, read_lines, rows_of, start, without_timings
+from run_helpers import JobMaker, Shell, finish, quiet, read_lines, rows_of, start, updating, without_timings
 
 from batchgen.core.errors import LockedError, UsageError
 from batchgen.output.earlier_rows import EarlierRows
@@ -243,6 +243,10 @@ def test_outputs_that_were_edited_give_no_row(job: JobMaker, capfd: pytest.Captu
     assert "outputs.jsonl can be kept: it was edited or removed" in capfd.readouterr().err
     assert computed(job) == 5
     assert_as_fresh(job)
+    job.write(rows_of(8))
+    job.run(options=updating(max_total_tokens=1))  # has begun to replace no file
+    second(job, rows_of(6), RunOptions(update=True))
+    assert "outputs.jsonl can be kept: it was edited or removed" in capfd.readouterr().err
 
 
 def test_a_run_between_two_jobs_is_refused(job: JobMaker) -> None:
