@@ -176,7 +176,7 @@ REFUSED_FLAGS: list[tuple[str, object, str]] = [
         ("cluster.workers", value, "^--workers = .*must be a number of workers")
         for value in (0, "2:1", "0:2", "2:", ":2", 1.5, "\u0663")
     ),
-    ("cluster.workers", "70000", "^--workers = .*up to 65536"),
+    ("cluster.workers", "65537", "^--workers = .*up to 65536"),
     *(("cluster.ray", value, "^--ray = .*must be auto or HOST:PORT") for value in ("head", "head:", "a b:1", 5)),
     ("cluster.ray", "ray://head:10001", "^--ray = .*the driver must be on a node of the cluster"),
     ("cluster.load_timeout", "0s", "^--load-timeout = .*must be a duration"),
@@ -408,8 +408,8 @@ def test_a_job_file_and_flags_say_the_same(tmp_path: Path) -> None:
     spec = from_text(tmp_path, text, {**NEEDED, "cluster": {"workers": "3", "resources": '{"gpu_a": 1}'}})
     assert (spec.cluster.bounds, spec.cluster.step_timeout_s) == ((1, 3), 90.0)
     assert spec.cluster.resources == {"gpu_a": 1.0}
-    begun = load_job(None, {"cluster": {"workers": "5"}}, begun=spec.to_dict())
-    assert (begun.cluster.bounds, begun.cluster.resources, begun.input) == ((1, 5), {"gpu_a": 1.0}, spec.input)
+    begun = load_job(None, {"cluster": {"workers": "65536"}}, begun=spec.to_dict())
+    assert (begun.cluster.bounds, begun.cluster.resources, begun.input) == ((1, 65536), {"gpu_a": 1.0}, spec.input)
 
 
 # ---------------------------------------------------------------- units
