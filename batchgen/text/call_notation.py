@@ -72,8 +72,8 @@ class _Reader:
         self._items(")", argument)
         return name, json_value(json.dumps(arguments))  # refuses numbers and texts that JSON has not
 
-    def _value(self, kind: str = "", depth: int = 0) -> Any:
-        """A value; ``kind`` is the type that the tool's schema gives it."""
+    def _value(self, json_type: str = "", depth: int = 0) -> Any:
+        """A value; ``json_type`` is the type that the tool's schema gives it."""
         if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deeply")
         if self._takes("["):
@@ -89,7 +89,7 @@ class _Reader:
             return _ESCAPE.sub(_unescaped, match[1])
         if match := _NUMBER.match(self._text, self._at):
             self._at = match.end()
-            return _number(match[0], kind)
+            return _number(match[0], json_type)
         if (word := self._match(_WORD)) in _WORDS:
             return _WORDS[word]
         raise ValueError("a value is not a literal")
@@ -147,12 +147,12 @@ def _names(names: Mapping[str, Any]) -> re.Pattern[str]:
     return re.compile(rf"(?:{listed})(?=\s*[(=])|{_NAME}" if listed else _NAME)
 
 
-def _number(text: str, kind: str) -> Any:
+def _number(text: str, json_type: str) -> Any:
     """A number; with leading zeros it is a text, unless the schema asks for a number."""
     if text.lstrip("+-")[:2] in ("0x", "0X"):
         return int(text, 16)
     if _PADDED.fullmatch(text):
-        return int(text) if kind in ("integer", "number") else text
+        return int(text) if json_type in ("integer", "number") else text
     if text.replace("_", "").lstrip("+-").isdigit():
         return int(text)
     return float(text)

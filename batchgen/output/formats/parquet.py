@@ -33,9 +33,9 @@ _JSON_MARK = {"batchgen": "json"}
 _INFERRED = pa.null()  # stands for the type of a column that is found from its values
 
 
-def field_of(name: str, kind: Any) -> Any:
-    """The field of a column: of Arrow type ``kind``, or of JSON text if ``kind`` is None."""
-    return pa.field(name, kind) if kind is not None else pa.field(name, pa.string(), metadata=_JSON_MARK)
+def field_of(name: str, pa_type: Any) -> Any:
+    """The field of a column: of Arrow type ``pa_type``, or of JSON text if ``pa_type`` is None."""
+    return pa.field(name, pa_type) if pa_type is not None else pa.field(name, pa.string(), metadata=_JSON_MARK)
 
 
 _SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
@@ -87,7 +87,7 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have."""
     left_out = VECTOR_KEYS if spec.generates else _OF_TEXT
     all_types, more = FIXED_TYPES | vector_types(spec.embed.dtype), []
-    types = {name: kind for name, kind in all_types.items() if name not in left_out}
+    types = {name: pa_type for name, pa_type in all_types.items() if name not in left_out}
     if spec.packs_logprobs:
         types |= packed_types(spec.output.logprobs_dtype)
         of_sample = {name: sized_type(types[name], ()) for name in ("logprobs", "top_ids", "top_logprobs")}
@@ -105,8 +105,8 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
 
 def carried_types(spec: JobSpec, types: Mapping[str, str]) -> dict[str, Any]:
     """The Arrow types of kept columns, from their text in the input's fingerprint; unknown ones are left out."""
-    kinds = {name: _parsed_type(str(text)) for name, text in types.items() if name not in record_keys(spec)}
-    return {name: kind for name, kind in kinds.items() if kind is not None}
+    pa_types = {name: _parsed_type(str(text)) for name, text in types.items() if name not in record_keys(spec)}
+    return {name: pa_type for name, pa_type in pa_types.items() if pa_type is not None}
 
 
 def _parsed_type(text: str) -> Any:
@@ -146,7 +146,7 @@ class ParquetFormat(OutputFormat):
 
     def _write_groups(self, file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> str | None:
         """Write all rows; returns early with the name of a column if one of its values does not fit the type."""
-        schema = pa.schema([field_of(name, kind) for name, kind in fields.items()])
+        schema = pa.schema([field_of(name, pa_type) for name, pa_type in fields.items()])
         file.seek(0)
         file.truncate()
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
@@ -192,44 +192,44 @@ def infer_fields(
                 fields[name] = _common_type(fields.get(name, _INFERRED), values)
                 if name in fitting and _restored(values, fitting[name]) is None:
                     del fitting[name]
-    return {name: fitting.get(name, pa.string() if kind == _INFERRED else kind) for name, kind in fields.items()}
+    return {name: fitting.get(name, pa.string() if now == _INFERRED else now) for name, now in fields.items()}
 
 
-def _restored(values: Sequence[Any], kind: Any) -> Any:
-    """The column of type ``kind`` whose values were written as JSON (``core.json_line``); None if one does not fit."""
+def _restored(values: Sequence[Any], pa_type: Any) -> Any:
+    """The column of values that were written as JSON (``core.json_line``); None if one does not fit ``pa_type``."""
     try:
-        if pa.types.is_binary(kind):
-            return pa.array([None if value is None else b64decode(value, validate=True) for value in values], kind)
-        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-            return pa.array(values, kind)
-        if pa.types.is_time(kind):
+        if pa.types.is_binary(pa_type):
+            return pa.array([None if value is None else b64decode(value, validate=True) for value in values], pa_type)
+        if pa.types.is_integer(pa_type) or pa.types.is_floating(pa_type):
+            return pa.array(values, pa_type)
+        if pa.types.is_time(pa_type):
             times = [None if value is None else time.fromisoformat(value) for value in values]
-            return pa.array(times, pa.time64("us")).cast(kind)
+            return pa.array(times, pa.time64("us")).cast(pa_type)
         texts = pa.array(values, pa.string())
-        if pa.types.is_timestamp(kind) and kind.unit != "ns":
-            return texts.cast(pa.timestamp("us", kind.tz)).cast(kind)
-        return texts.cast(kind)
+        if pa.types.is_timestamp(pa_type) and pa_type.unit != "ns":
+            return texts.cast(pa.timestamp("us", pa_type.tz)).cast(pa_type)
+        return texts.cast(pa_type)
     except _UNFIT:
         return None
 
 
-def _common_type(kind: Any, values: list[Any]) -> Any:
-    """The type that can hold both ``values`` and any value of type ``kind``; None if there is none."""
+def _common_type(pa_type: Any, values: list[Any]) -> Any:
+    """The type that can hold both ``values`` and any value of type ``pa_type``; None if there is none."""
     try:
-        schemas = [pa.schema([("column", each)]) for each in (kind, pa.array(values).type)]
+        schemas = [pa.schema([("column", each)]) for each in (pa_type, pa.array(values).type)]
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
     except _UNFIT:
         return None
     return common if _is_storable(common) and not _has_flags(common, values) else None
 
 
-def _is_storable(kind: Any, levels: int = _MAX_LEVELS) -> bool:
+def _is_storable(pa_type: Any, levels: int = _MAX_LEVELS) -> bool:
     """Whether Parquet can hold the type, at most ``levels`` deep, and its objects have few enough keys."""
-    if not pa.types.is_nested(kind):
+    if not pa.types.is_nested(pa_type):
         return True
-    if pa.types.is_struct(kind) and not 0 < kind.num_fields <= _MAX_FIELDS:
+    if pa.types.is_struct(pa_type) and not 0 < pa_type.num_fields <= _MAX_FIELDS:
         return False
-    return levels > 0 and all(_is_storable(kind.field(i).type, levels - 1) for i in range(kind.num_fields))
+    return levels > 0 and all(_is_storable(pa_type.field(i).type, levels - 1) for i in range(pa_type.num_fields))
 
 
 def _holds_json(field: Any) -> bool:
@@ -241,14 +241,14 @@ def _is_json(field: Any) -> bool:
     return b"batchgen" in (field.metadata or {})
 
 
-def _has_flags(kind: Any, values: Iterable[Any]) -> bool:
+def _has_flags(pa_type: Any, values: Iterable[Any]) -> bool:
     """Whether a bool is among floats: the only value that Arrow changes, to a number, instead of refusing it."""
     present = [value for value in values if value is not None]
-    if pa.types.is_struct(kind):
-        return any(_has_flags(item.type, [value.get(item.name) for value in present]) for item in kind)
-    if pa.types.is_list(kind):
-        return _has_flags(kind.value_type, chain.from_iterable(present))
-    return pa.types.is_floating(kind) and any(isinstance(value, bool) for value in present)
+    if pa.types.is_struct(pa_type):
+        return any(_has_flags(item.type, [value.get(item.name) for value in present]) for item in pa_type)
+    if pa.types.is_list(pa_type):
+        return _has_flags(pa_type.value_type, chain.from_iterable(present))
+    return pa.types.is_floating(pa_type) and any(isinstance(value, bool) for value in present)
 
 
 def _encoded(field: Any, value: Any) -> Any:
