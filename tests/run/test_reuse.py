@@ -17,6 +17,7 @@ from run_helpers import JobMaker, Shell, finish, quiet, read_lines, rows_of, sta
 
 from batchgen.core.errors import LockedError, UsageError
 from batchgen.output.earlier_rows import EarlierRows
+from batchgen.output.journal import Journal
 from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
 from batchgen.run.outcome import Outcome
@@ -247,6 +248,20 @@ def test_outputs_that_were_edited_give_no_row(job: JobMaker, capfd: pytest.Captu
     job.run(options=updating(max_total_tokens=1))  # has begun to replace no file
     second(job, rows_of(6), RunOptions(update=True))
     assert "outputs.jsonl can be kept: it was edited or removed" in capfd.readouterr().err
+
+
+def test_answers_to_continue_are_taken_over_up_to_a_number_of_tokens(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    shorter, longer = (
+        job.spec(output={"token_ids": True}, sampling={"max_tokens": limit, "ignore_eos": True}) for limit in (4, 8)
+    )
+    job.run(shorter)
+    with pytest.MonkeyPatch.context() as patch:
+        saved = list[int]()
+        patch.setattr("batchgen.run.update._MAX_PARTIAL_TOKENS", 6)
+        patch.setattr(Journal, "save_partials", lambda _, tokens: saved.append(len(tokens)))
+        assert job.run(longer, updating()).exit_code == 0
+    assert saved[0] == 2, "4 tokens are fewer than 6, 8 are not"
 
 
 def test_a_run_between_two_jobs_is_refused(job: JobMaker) -> None:
