@@ -261,26 +261,28 @@ def crowded_rooms(tree: Tree) -> list[str]:
 
 def docstrings_without_a_noun(tree: Tree) -> list[str]:
     """Docstrings that begin with a relative clause; of a function that returns a bool, "Whether" is what it tells."""
-    faults = []
-    for name, text in tree.texts.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                first = (ast.get_docstring(node) or "").partition(" ")[0]
-                returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
-                if first in RELATIVE_WORDS and not (first == "Whether" and returns.startswith(("bool", "TypeGuard"))):
-                    faults.append(f"{name}: {getattr(node, 'name', 'the module')}")
-    return faults
+    return [f"{name}: {fault}" for name, text in tree.texts.items() for fault in words_of(text)[0]]
 
 
 def vague_names(tree: Tree) -> list[str]:
     """Variables and parameters by names that say where a value came from, not what it is."""
-    faults = []
-    for name, text in tree.texts.items():
-        for node in ast.walk(ast.parse(text)):
-            variable = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
-            if variable in VAGUE_NAMES:
-                faults.append(f"{name}: {variable}")
-    return faults
+    return [f"{name}: {variable}" for name, text in tree.texts.items() for variable in words_of(text)[1]]
+
+
+@cache
+def words_of(text: str) -> tuple[list[str], list[str]]:
+    """What has a docstring without a noun, and the vague names, in one walk."""
+    nameless, vague = [], []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            first = (ast.get_docstring(node) or "").partition(" ")[0]
+            returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
+            if first in RELATIVE_WORDS and not (first == "Whether" and returns.startswith(("bool", "TypeGuard"))):
+                nameless.append(getattr(node, "name", "the module"))
+        variable = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+        if variable in VAGUE_NAMES:
+            vague.append(variable)
+    return nameless, vague
 
 
 RULES: list[Callable[[Tree], list[str]]] = [

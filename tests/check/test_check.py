@@ -229,6 +229,7 @@ def test_a_model_whose_logits_are_not_finite_fails_the_check_with_one_line(
     assert "not finite" in said.splitlines()[-1]
 
 
+@pytest.mark.breadth
 def test_a_model_is_let_go_before_the_next_is_loaded(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +280,7 @@ def test_rows_may_be_templates_over_columns(shell: Shell) -> None:
     assert shell("check", "--model", SAMPLE, *flags).json["num_prompts"] == 2
 
 
+@pytest.mark.breadth
 def test_kernels_that_failed_their_self_test_are_named(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from run_helpers import JobMaker, smollm2
 
 import batchgen.engine
+from batchgen.cli.help import literals
 from batchgen.cli.main import call
 from batchgen.config.job import POLICIES
 from batchgen.config.load import load_job
@@ -134,20 +134,8 @@ def test_a_switch_reaches_the_engine_and_leaves_outputs_and_resumes_alone(
 NOT_USED = re.compile(r"\b(anew|so many|go(?:es)? on|mend(?:s|ed)?|held against|stands? for)\b", re.IGNORECASE)
 
 
-def _literals(path: Path) -> list[str]:
-    """The strings of a module without its docstrings; ``docs/commands.md`` has the help texts of commands."""
-    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
-    return [text for text in texts if isinstance(text, str)]
-
-
 def test_messages_help_and_documents_use_plain_words() -> None:
     package = REPOSITORY / "batchgen"
-    texts = {path: _literals(path) for path in package.rglob("*.py")}
     pages = [REPOSITORY / "README.md", *(package / "docs").glob("*.md"), *(REPOSITORY / ".github").glob("*.md")]
-    texts |= {page: [page.read_text(encoding="utf-8")] for page in pages}
-    used = [
-        (path.name, match[0]) for path, parts in texts.items() for text in parts for match in NOT_USED.finditer(text)
-    ]
-    assert used == []
+    texts = [*literals(), *((page.name, page.read_text(encoding="utf-8")) for page in pages)]
+    assert [(name, match[0]) for name, text in texts for match in NOT_USED.finditer(text)] == []

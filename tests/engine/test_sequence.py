@@ -118,7 +118,7 @@ def ends_in_a_loop(tokens: list[int], max_repeats: int) -> bool:
     return False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     parts=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 5)), max_size=8),
     max_repeats=st.integers(2, 5),

@@ -89,7 +89,7 @@ def _with_params(count: int, kinds: tuple[SamplingParams, ...], **sizes: Any) ->
 
 def _rules() -> tuple[Request, ...]:
     """Rows with biases, allowed tokens and bad words; some of them twice."""
-    requests = _with_params(4 * len(_RULES), _RULES, seed=5, prompt=(1, 24), output=(1, 20))
+    requests = _with_params(3 * len(_RULES), _RULES, seed=5, prompt=(1, 24), output=(1, 20))
     made = [replace(r, bad_words=_WORDS if r.params.bad_words else ()) for r in requests]
     return *made, *(replace(request, key=1000 + request.key) for request in made[:8])
 
@@ -137,8 +137,8 @@ def _sharing() -> tuple[Request, ...]:
 
 
 KINDS = {
-    "greedy": Kind(tuple(random_requests(18, seed=23, prompt=(1, 50), output=(1, 24))), 3),
-    "drawn": Kind(tuple(_with_params(18, _DRAWN, seed=23, prompt=(1, 50), output=(1, 24))), 1),
+    "greedy": Kind(tuple(random_requests(12, seed=28, prompt=(1, 50), output=(1, 24))), 3),
+    "drawn": Kind(tuple(_with_params(12, _DRAWN, seed=28, prompt=(1, 50), output=(1, 24))), 1),
     # Contexts of 240 to 560 tokens cross the CPU kernel's tile of 256 once or twice, some while decoding.
     "long": Kind(
         tuple(random_requests(6, seed=4, prompt=(240, 440), output=(40, 70), params=SamplingParams(ignore_eos=True))), 2

@@ -26,8 +26,8 @@ from batchgen.input import source
 from batchgen.input.rows import chunked
 from batchgen.input.source import RowRange
 
-CHUNK_ROWS = 96
-NUM_ROWS = 2 * CHUNK_ROWS + 60  # three chunks, of which the first is all that is read when the first steps run
+CHUNK_ROWS = 48
+NUM_ROWS = 2 * CHUNK_ROWS + 30  # three chunks, of which the first is all that is read when the first steps run
 Rows = list[dict[str, Any]]
 
 
@@ -40,7 +40,7 @@ def parquet(rows: Rows) -> bytes:
     """With row groups that an edit reaches."""
     sink = pa.BufferOutputStream()
     plain: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100, **plain)
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=50, **plain)
     return sink.getvalue().to_pybytes()
 
 
@@ -48,7 +48,7 @@ def arrow(rows: Rows) -> bytes:
     sink = pa.BufferOutputStream()
     table = pa.Table.from_pylist(rows)
     with pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table, max_chunksize=100)
+        stream.write_table(table, max_chunksize=50)
     return sink.getvalue().to_pybytes()
 
 
@@ -102,7 +102,7 @@ class Changing:
 
 def edited(content: bytes) -> bytes:
     """The last chunk's rows say something else, in as many bytes."""
-    found = content.replace(b"What is 230 times", b"What is 999 times")
+    found = content.replace(b"What is 115 times", b"What is 999 times")
     assert found != content
     assert len(found) == len(content)
     return found

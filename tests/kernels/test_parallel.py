@@ -346,6 +346,7 @@ def test_threads_that_ask_at_once_are_given_the_same_scratch() -> None:
     assert found[0] == [scratch(size) for size in sizes], "what was given out once stays there"
 
 
+@pytest.mark.breadth
 def test_no_launch_begins_in_another_thread_once_the_process_ends() -> None:
     """Daemon threads outlive the memory that kernels write to."""
     code = (

@@ -261,6 +261,7 @@ assert os.listdir("/proc/self/task") == before
 """
 
 
+@pytest.mark.breadth
 def test_a_table_in_memory_is_made_without_threads_of_arrow() -> None:
     command = [sys.executable, "-c", _COUNT_THREADS]  # one that ends late ends the interpreter by SIGABRT
     assert subprocess.run(command, env=ENVIRONMENT, check=False).returncode == 0

@@ -234,6 +234,7 @@ def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, shell: S
     assert "--max-regress-" in said
 
 
+@pytest.mark.breadth
 def test_a_page_has_the_comparison_and_the_answers_that_changed(job: JobMaker, shell: Shell) -> None:
     job.write(rows_of(8))
     before, page = job.folder / "before", job.folder / "page.html"

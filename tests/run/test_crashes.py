@@ -31,7 +31,7 @@ def storm(folder: Path, num_kills: int, num_rows: int, *names: str) -> Counter[s
 
 
 def test_a_few_signals_at_random_moments_change_no_byte(tmp_path: Path) -> None:
-    counts = storm(tmp_path, 4, 40, "run-parquet", "update-job", "run-samples")
+    counts = storm(tmp_path, 2, 40, "run-parquet", "update-job", "run-samples")
     assert counts["rounds"] >= 3
 
 

@@ -47,7 +47,7 @@ def test_a_signal_drains_and_a_second_run_ends_to_the_byte(
     assert code == ExitCode.STOPPED
     assert f"stopped ({number.name})" in said
     assert "half done and saved" in said
-    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
+    assert job.run().exit_code == ExitCode.OK
     assert job.outputs() == without_timings(tmp_path / "reference" / "outputs.jsonl")
 
 
@@ -76,7 +76,7 @@ def test_a_second_interrupt_stops_at_once_and_the_journal_stays_sound(job: JobMa
     code, said = finish(process)
     assert code == ExitCode.STOPPED
     assert "second SIGINT" in said
-    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
+    assert job.run().exit_code == ExitCode.OK
     assert len(job.outputs()) == 200
 
 
@@ -97,7 +97,7 @@ def test_a_stop_while_outputs_are_written_is_harmless(job: JobMaker) -> None:
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == ExitCode.STOPPED
     assert not (job.output / "outputs.jsonl").exists()
-    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
+    assert job.run().exit_code == ExitCode.OK
     assert len(job.outputs()) == 20
 
 
