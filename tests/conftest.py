@@ -110,6 +110,11 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """At the end of the process modules are garbage too: nanobind prints what is left of Triton then."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS
