@@ -84,7 +84,7 @@ class ClusterSpec:
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The fewest workers that a run continues with, and the most; None if they are chosen for the machine.
+        """The fewest workers that a run continues with, and the most; None if they are chosen automatically.
 
         The run starts with the first worker. If fewer than the minimum are left, it waits for others, at most for the
         time that a worker may take to load.

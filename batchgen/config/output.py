@@ -34,7 +34,7 @@ class EmbedSpec:
 
     "auto", or None for ``normalize``, means the checkpoint's value. ``prompt`` is put before each text: it names a
     prompt of the checkpoint or is the prompt itself; for late interaction it is the side, "query" or "document".
-    ``dimensions`` keeps the first numbers of a vector. ``truncate`` cuts texts too long for the model, or refuses them.
+    ``dimensions`` keeps the first numbers of a vector. Too long texts are cut if ``truncate``, otherwise refused.
     """
 
     pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make an embedding", None)

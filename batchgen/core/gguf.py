@@ -56,7 +56,7 @@ def read_header(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads consecutive little-endian values that end before ``end``. Raises struct.error or ValueError."""
+    """Reads consecutive little-endian values; none may go beyond ``end``. Raises struct.error or ValueError."""
 
     def __init__(self, data: mmap.mmap, end: int) -> None:
         self._data = data

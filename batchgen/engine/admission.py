@@ -75,8 +75,8 @@ class LookAhead:
 class WaitingQueue:
     """Queue of requests pulled from the input but not yet admitted, in order of admission.
 
-    Preempted sequences come first, then later turns of chats, whose prefix is cached. The others come in order of
-    arrival or, with ``longest_first``, the longest possible answers first, so that a job does not end with stragglers.
+    Preempted sequences come first, the others by arrival. ``longest_first`` prefers later turns of chats, whose prefix
+    is cached, then rows that may get the most tokens in all turns, so that a job does not end with stragglers.
     """
 
     def __init__(self, longest_first: bool = True) -> None:

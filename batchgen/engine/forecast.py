@@ -16,7 +16,7 @@ from batchgen.engine.sequence import Sequence
 _MEMORY = 512  # ended sequences remembered
 _HUGE = 1 << 40
 _ENOUGH = 32  # ended sequences from which lengths can be estimated
-_UNKNOWN = 1024  # expected tokens of a sequence without an estimate; beyond them, twice its tokens
+_UNKNOWN = 1024  # fewest output tokens to expect without an estimate; otherwise twice those so far
 
 
 class OutputLengths:

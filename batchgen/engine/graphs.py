@@ -41,7 +41,7 @@ class CudaRecorder:
         weakref.finalize(self, _destroy, device, self._graphs).atexit = False
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """See ``Recorder``; the result is valid after a replay. ``work`` runs once unrecorded. Raises CaptureFailed."""
+        """See ``Recorder``; the result is valid after a replay. ``work`` runs once before. Raises CaptureFailed."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:

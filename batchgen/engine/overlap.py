@@ -65,7 +65,7 @@ class Overlap:
     def step(self, schedule: Schedule) -> list[Result]:
         """Launch a step; then wait for the tokens of the step that was in flight, and return its results.
 
-        A step with sequences that need the host runs alone, and its own results are returned.
+        A step with sequences that need the host runs alone, and its own results are returned too.
         """
         if schedule.needs_host:
             results = self.flush()

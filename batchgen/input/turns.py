@@ -104,7 +104,7 @@ class TurnBuilder(RequestBuilder):
             return replace(chat, error=problem.error)
 
     def _named(self, row: ChatRow, request: Request | None) -> ChatRow:
-        """The row with a digest of ``request``, its last turn; without a request, with its first turn's error."""
+        """The row with a digest of ``request``, its last turn; without one, with the error of its first bad turn."""
         if request is not None:
             template, spec = self._tokenizer and self._tokenizer.chat_template, self._spec
             variables = spec.system, spec.chat_template_kwargs, row.columns.get("chat_template_kwargs")
@@ -127,7 +127,7 @@ class TurnBuilder(RequestBuilder):
 
 
 def _messages(name: str, columns: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages of a chat, up to a last turn of the assistant; the assistant's turns lose their content.
+    """The messages of a chat, ending with the assistant's turn (added if missing); these turns lose their content.
 
     Raises RowProblem as ``checked_messages``, for other roles, for tools, and if no text comes before the first answer.
     """

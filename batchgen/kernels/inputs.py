@@ -212,7 +212,7 @@ def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubse
         return None
     positions, cu_seqlens, logits = (t.numpy() for t in (inputs.positions, inputs.cu_seqlens, inputs.logits_indices))
     sequences = np.repeat(np.arange(inputs.num_seqs), np.diff(cu_seqlens))
-    changes = np.zeros(inputs.num_tokens + 1, dtype=np.int64)  # where the number of needing tokens changes
+    changes = np.zeros(inputs.num_tokens + 1, dtype=np.int64)  # token by token, in how many wanted tokens need it
     needs, ahead = [(logits, reach + 1)], 0 if inputs.is_causal else reach
     if inputs.is_causal:
         borders = np.flatnonzero((positions + 1) % block_size == 0)

@@ -188,7 +188,7 @@ class ModelConfig:
 
     @property
     def tail_reach(self) -> int | None:
-        """The number of tokens before a token (if not causal, also after it) that tail layers read, or None."""
+        """Tokens before a token (if not causal, also after it) that tail layers read; None without attention."""
         reach = self.conv_l_cache - 1 if self.is_causal else self.conv_l_cache // 2
         return None if self.num_tail_layers is None else self.num_tail_layers * reach
 

@@ -195,7 +195,7 @@ def _prompt_tokens(survey: Survey) -> dict[str, Any]:
 
 
 def _logprobs(spec: JobSpec, survey: Survey, max_num_seqs: int) -> dict[str, Any] | None:
-    """Most bytes of log-probabilities: in all records before compression, and in rows that run at once; or None."""
+    """Most bytes of log-probabilities, of records before compression and of rows that run at once; None without any."""
     if not survey.logprob_bytes:
         return None
     longest = survey.max_logprob_bytes // (1 if spec.packs_logprobs else JSON_BYTES // PACKED_BYTES)

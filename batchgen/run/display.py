@@ -115,7 +115,7 @@ class BarDisplay(Display):
         self._is_running = False
 
     def show(self, snapshot: Snapshot) -> None:
-        """Redraw the bar; begin another one when the total or the engine's state changes its layout."""
+        """Redraw the bar; begin another one, with a new time and rate, when the engine begins or ends its work."""
         rows, is_running = snapshot["rows"], is_generating(snapshot)
         finished, total = rows["done"] + rows["failed"], rows["total"]
         layout = (_RUNNING if total else _NO_TOTAL) if is_running else _WAITING

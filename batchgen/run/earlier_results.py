@@ -52,8 +52,8 @@ class EarlierResults:
     def find(self, row: Row) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
         """The output record of a row that has its prompt, or None if no source has its result.
 
-        Then also the tokens of an answer that was cut off at a lower limit, which the row can continue; () without such
-        an answer.
+        If it is None, also the tokens of an answer that was cut off at a lower limit, which the row can continue; ()
+        without such an answer.
         """
         fingerprint = self._builder.fingerprint(row)
         limit = limit_of(row.params, len(row.prompt_token_ids), self._builder.max_model_len)

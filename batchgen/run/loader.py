@@ -285,7 +285,7 @@ def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
 
 
 def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
-    """The dtype that kernels are compiled for, if it is known without torch; otherwise ""."""
+    """The dtype that kernels are compiled for, as far as known without torch; "" on a GPU."""
     is_cpu = model.device == "cpu" or (model.device == "auto" and not Path("/dev/nvidiactl").exists())
     dtype = config.auto_dtype(is_cpu=True) if model.dtype == "auto" else model.dtype
     return dtype if is_cpu else ""

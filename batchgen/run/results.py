@@ -125,7 +125,7 @@ class ResultSink:
         self.num_computed_tokens += entry.num_computed_tokens
 
     def tick(self) -> None:
-        """Let the journal sync now, since the next row may take long; safe in any thread.
+        """Let the journal sync if it is time to, since the next row may take long; safe in any thread.
 
         A storage error is not raised here: the journal raises it for the next row.
         """

@@ -194,7 +194,7 @@ def inherited_numerics(begun: Manifest, spec: JobSpec) -> Numerics | None:
 def take_over(
     earlier: EarlierResults, rows: RowRange, validator: RowValidator, sink: ResultSink, progress: Progress
 ) -> KeptCounts:
-    """Record the rows with earlier results, until a stop; counts include a killed earlier call. Raises StorageError."""
+    """Record the rows with earlier results, until a stop; counts include rows of a killed call. Raises StorageError."""
     progress.sink = sink
     journal, num_tokens = sink.journal, 0
     partials: dict[int, tuple[int, ...]] = {}

@@ -50,7 +50,7 @@ def parse_text(line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that is a row: its bytes, 1-based number, the offset after it, its error; ``cells`` if in a table."""
+    """A line that is a row: bytes, 1-based number, offset after it, error; of a table ``num_lines`` and ``cells``."""
 
     content: bytes
     number: int

@@ -36,7 +36,7 @@ def write_lines(file: BinaryIO, rows: Iterable[bytes]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file of this package, each with its row's index. Raises StorageError naming a bad line."""
+    """The lines of a run's file with the rows' indexes, without blank lines. Raises StorageError naming a bad line."""
     with storage_errors("read", path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.isspace():  # as an editor may leave one
