@@ -4,7 +4,7 @@
 undisturbed, then with a fault (see ``fault_injection``) at operation 0, 1, 2 and so on, from the creation of the run
 directory to its last file. After each the command is run again, every second time with another fault at a random
 operation, until an undisturbed one ends; then all files are compared with those of the undisturbed run, times aside.
-``SHARE`` is the share of the faults that is done, drawn by ``SEED``. Prints the counts as JSON.
+``SHARE`` is the share of the faults that is done, drawn by ``SEED`` and the scenario. Prints the counts as JSON.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ class Attack:
             self._attack(f"{kind} at the end", act, is_doubled=False)
         largest = max(path.stat().st_size for path in self.stage.work.rglob("*") if path.is_file())
         for file_bytes in range(0, largest + 4096, 512):
-            if self._rng.random() < self._share:
+            if self._rng.random() < 2 * self._share:
                 act = functools.partial(self._outgrow, file_bytes)
                 self._attack(f"no file above {file_bytes} bytes", act, is_doubled=False)
 
@@ -516,7 +516,9 @@ def main(scenarios: list[str], folder: Path, share: float, seed: int, mount: Pat
     for scenario in scenarios:
         where = folder / scenario
         where.mkdir()
-        attack = Attack(Stage(SCENARIOS[scenario], where, mount and mount / scenario), share, random.Random(seed))
+        attack = Attack(
+            Stage(SCENARIOS[scenario], where, mount and mount / scenario), share, random.Random(f"{seed} {scenario}")
+        )
         if mount is None:
             attack.run()
         else:
