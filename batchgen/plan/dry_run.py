@@ -84,7 +84,7 @@ def make_plan(
     plan["notes"] = [*notes, *cut_note(survey.prompt_lengths[cut_at or 0], cut_at)]
     if spec.output.reuse or base:
         plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
-        plan |= {"reuse": results.lines, "needs_update": bool(jobs.changes(now))}
+        plan |= {"reuse": results.lines, "needs_update": bool(jobs.changes(now) or jobs.edited(job.digests))}
     return plan
 
 

@@ -327,6 +327,8 @@ def test_outputs_that_were_edited_are_no_results_and_never_replaced_unasked(fold
     path.write_text(path.read_text(encoding="utf-8").replace('"finish_reason"', '"ended"', 1), encoding="utf-8")
     code, computed, said = folder.run()
     assert (code, computed) == (0, 0) and "outputs.jsonl was edited since" in said
+    said = folder.command("plan", str(folder.job.folder / "job.toml"))[1]
+    assert "0 kept, 40 to compute" in said and said.rstrip().endswith("--update")
     folder.write(edited(folder.rows))
     before = files(folder.path)
     code, computed, said = folder.run()
