@@ -132,14 +132,9 @@ def package() -> Tree:
     return Tree.of(PACKAGE)
 
 
-@cache
-def import_statements(text: str) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
-
-
 def imports(tree: Tree, name: str) -> Iterator[str]:
     """All modules that one imports, of the package (below it) or not; for types alone and inside functions too."""
-    for node in import_statements(tree.texts[name]):
+    for node in facts_of(tree.texts[name])[0]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif node.module:
@@ -261,19 +256,21 @@ def crowded_rooms(tree: Tree) -> list[str]:
 
 def docstrings_without_a_noun(tree: Tree) -> list[str]:
     """Docstrings that begin with a relative clause; of a function that returns a bool, "Whether" is what it tells."""
-    return [f"{name}: {fault}" for name, text in tree.texts.items() for fault in words_of(text)[0]]
+    return [f"{name}: {fault}" for name, text in tree.texts.items() for fault in facts_of(text)[1]]
 
 
 def vague_names(tree: Tree) -> list[str]:
     """Variables and parameters by names that say where a value came from, not what it is."""
-    return [f"{name}: {variable}" for name, text in tree.texts.items() for variable in words_of(text)[1]]
+    return [f"{name}: {variable}" for name, text in tree.texts.items() for variable in facts_of(text)[2]]
 
 
 @cache
-def words_of(text: str) -> tuple[list[str], list[str]]:
-    """What has a docstring without a noun, and the vague names, in one walk."""
-    nameless, vague = [], []
+def facts_of(text: str) -> tuple[list[ast.Import | ast.ImportFrom], list[str], list[str]]:
+    """In one walk the imports, what has a docstring without a noun, and the vague names."""
+    imports, nameless, vague = [], [], []
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             first = (ast.get_docstring(node) or "").partition(" ")[0]
             returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else ""
@@ -282,7 +279,7 @@ def words_of(text: str) -> tuple[list[str], list[str]]:
         variable = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
         if variable in VAGUE_NAMES:
             vague.append(variable)
-    return nameless, vague
+    return imports, nameless, vague
 
 
 RULES: list[Callable[[Tree], list[str]]] = [
