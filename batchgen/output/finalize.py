@@ -136,9 +136,10 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
             if index in own:
                 seen[own.index(index)] = True
             yield index, kind, line
-    if last is None or not own or (run_dir.errors.name in last.files and not run_dir.errors.exists()):
+    if last is None or not own:
         return
-    is_whole = num_read == sum(seen) == len(own)
+    num_wanted = len(own) if run_dir.errors.exists() or run_dir.errors.name not in last.files else sum(seen)
+    is_whole = num_read == sum(seen) == num_wanted
     if not is_whole and not any(job.has_all_rows for job in run_dir.unfinished()):  # it may be that job's outputs
         lost = f"{counted(num_read, 'line')} with {sum(seen):,} of {len(own):,} rows"
         problem = f"{path} or {run_dir.errors.name} is not as its run wrote it"

@@ -215,6 +215,8 @@ def test_outputs_that_were_cut_at_a_line_are_an_error_and_edited_ones_are_read(j
     assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1
     errors.unlink()
     assert len(shell("cat", job.output).out.splitlines()) == len(ROWS) - 1
+    path.write_bytes(whole + first)
+    assert f"{len(ROWS)} lines with {len(ROWS) - 1} of" in shell("cat", job.output, code=1).err
     path.unlink()
     compared = shell("report", before, "--compare", job.output)
     lost = f"{path} was removed: restore it, or run the job again"
