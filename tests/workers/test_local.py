@@ -274,5 +274,5 @@ def test_workers_take_the_steps_of_one_process_with_the_models_own_engine(job: J
         assert report is not None
         steps[workers], found[workers] = report["engine"]["num_steps"], job.outputs()
     assert found["1"] == found["2"] == found[""]
-    assert steps["1"] <= 1.05 * steps[""], "but for the first ones, which may come one by one"
+    assert steps["1"] <= steps[""] + 13, "but for the first ones, which may come one by one"
     assert steps["2"] <= 2 * steps[""], "1.1 when nothing else runs; a worker that waits for a processor runs few rows"
