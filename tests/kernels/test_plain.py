@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from tiny_model import (
 )
 from torch import Tensor
 
+from batchgen.core.records import Request
 from batchgen.engine.graphs import CudaGraphs, PaddingSlot
 from batchgen.kernels import plain
 from batchgen.kernels.cpu.backend import CpuKernels
@@ -97,13 +100,19 @@ def test_a_random_ragged_batch_gives_the_numbers_of_the_reference(seeds: range) 
             compare(rng, whole, seed, is_causal=False)
 
 
-@pytest.mark.parametrize("may_wait", [True, False])
-@pytest.mark.parametrize("family", RAW)
-def test_an_engine_of_every_family_gives_the_tokens_of_the_reference(family: str, may_wait: bool) -> None:
+@cache
+def requests_and_tokens(family: str) -> tuple[list[Request], Mapping[Any, Any]]:
+    """Requests, greedy and drawn, and the reference's tokens for each by itself."""
     requests = random_requests(24, seed=5, prompt=(1, 60), output=(1, 30))
     drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}
     requests += [replace(r, key=100 + r.key, params=replace(r.params, **drawn)) for r in requests[:6]]
-    expected = solo(tiny_model(kernels=ReferenceKernels(), model_type=family), requests)
+    return requests, solo(tiny_model(kernels=ReferenceKernels(), model_type=family), requests)
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+@pytest.mark.parametrize("family", RAW)
+def test_an_engine_of_every_family_gives_the_tokens_of_the_reference(family: str, may_wait: bool) -> None:
+    requests, expected = requests_and_tokens(family)
     model = tiny_model(kernels=PlainKernels(may_wait=may_wait), model_type=family)
     engine = engine_for(model, num_blocks=12, block_size=16, max_num_seqs=9, max_num_batched_tokens=37)
     assert tokens_of(engine.run(requests)) == expected
