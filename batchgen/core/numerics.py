@@ -49,7 +49,7 @@ class Numerics:
 
     @property
     def integers(self) -> str:
-        """The tensors that are stored or multiplied in a type other than ``dtype``, as words."""
+        """Names of tensors that are stored or multiplied in a type other than ``dtype``, such as "int8 weights"."""
         parts = {"weights": self.weights, "activations": self.activations, "keys and values": self.kv_cache_dtype}
         return ", ".join(f"{value} {name}" for name, value in parts.items() if value != AUTO)
 

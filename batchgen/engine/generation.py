@@ -256,7 +256,7 @@ class Generation:
         return has_history or self.is_scored or not self.generates or self.request.params.logprobs is not None
 
     def score_given(self) -> None:
-        """Mark as to be scored what the request wants of the prompt (also for pooling) and an earlier run's tokens."""
+        """Mark which tokens of the prompt and of an earlier run are scored, for log-probabilities or pooling."""
         params, prompt = self.request.params, len(self.request.prompt_token_ids)
         self.next_scored = 1 if params.prompt_logprobs is not None else prompt
         self.end_scored = prompt if params.logprobs is None else len(self.token_ids)

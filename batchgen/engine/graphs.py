@@ -19,7 +19,7 @@ from batchgen.kernels.interface import Recorder
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
-_USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
+_USUAL_TOKENS = 4096  # a recording's context; longer ones have others; programs beyond a shorter context end at once
 _UPLOADS = 3  # under way at once: for a running step, the next step, and one more
 _ANOTHER_TOKEN = 1
 _MAX_APART = 2**-6  # logits of two launches of one step, of kernels that may add up in another order each time

@@ -112,7 +112,7 @@ def _without_ended(schedule: Schedule) -> Schedule:
 
 
 def penalized_logits(logits: Tensor, times: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Penalized logits of tokens that were seen, and generated ``times`` times; all of one shape or broadcast.
+    """Penalized logits of seen tokens that were generated ``times`` times; arguments have one shape or broadcast.
 
     The repetition penalty divides positive logits and multiplies others (Keskar et al., CTRL, arXiv:1909.05858, 4.1);
     then ``frequency * times`` and, if ``times`` is not 0, ``presence`` are taken off, as OpenAI and vLLM define them.

@@ -49,7 +49,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def refusal(self, sequence: Sequence) -> RowError | None:
-        """Error of a sequence that can never be run to its end, or None; to be called before it is added."""
+        """The error of a sequence that can never run to its end, or None. Call this before the sequence is added."""
         return too_long(sequence, self.config)
 
     def add(self, sequence: Sequence) -> None:

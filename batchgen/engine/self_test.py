@@ -125,11 +125,11 @@ def _narrowed(layer: LayerShape) -> LayerShape:
 
 
 def self_tested(kernels: Kernels, small: SmallModel) -> Kernels:
-    """The kernels, or plain torch in their place, with a line for the user, if they fail the self-test.
+    """The kernels; if they fail the self-test, plain torch with a note for the user.
 
-    If the kernels promise equal bits, a row must get them alone, among others, in chunks, after a cached prefix and as
-    one text. Numbers must match plain torch except for rounding. Verdicts are stored under ``_key``; plain torch is not
-    tested. Raises ModelError if the authors have not tried the device and its results differ from the CPU's.
+    Kernels that promise equal bits must give a row the same bits by itself, in a batch, in chunks, after a cached
+    prefix and as one prompt. Numbers must match plain torch except for rounding. Verdicts are stored under ``_key``;
+    plain torch is not tested. Raises ModelError if the authors have not tried the device and it differs from the CPU.
     """
     device = small.device
     if device.type in UNTRIED_DEVICES and (why := device_fault(kernels, small)):

@@ -60,7 +60,7 @@ def _from_text(what: str, value: object, expected: str) -> list[Any]:
 
 
 def _object(field: str, value: object) -> dict[str, Any]:
-    """An object, or the JSON text of one, as pandas reads ``arrow.json``. Raises RowProblem bad_type."""
+    """An object, or its JSON text: pandas reads ``arrow.json`` columns as text. Raises RowProblem bad_type."""
     if isinstance(value, str):
         try:
             value = parse_json(value)

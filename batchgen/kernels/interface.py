@@ -141,7 +141,7 @@ class Kernels(Protocol):
         """Attention of every token of ``rope_and_cache`` over cached positions, as ``query_blocks`` says.
 
         If tokens see their whole text, a window is the positions less than ``window`` away. A gated head's output is
-        times the sigmoid of its logit in ``qkv``. Returns [num_tokens, num_heads * head_dim] in the dtype of ``qkv``.
+        multiplied by the sigmoid of its logit in ``qkv``. Returns [num_tokens, num_heads * head_dim] in the same dtype.
         """
 
     def attend(

@@ -1,6 +1,6 @@
 """Instruction sets that kernels are compiled for, decided once for the plan, the loader and the kernels.
 
-Numba's settings (``NUMBA_CPU_NAME`` and others) decide here too, without imports of numba or torch, for ``plan``.
+Numba's settings (``NUMBA_CPU_NAME`` and others) apply too; for ``plan`` they are read without importing numba.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-# Of Linux on x86-64: the system call, its request, and the number of the registers' state.
+# Linux on x86-64: the numbers of the system call, of its request, and of the tile registers' state.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-# For tests: processors without a matrix unit take its kernels too, with tiles in memory; see ``compiled.tiles``.
+# For tests: processors without a matrix unit run its kernels too, with tiles in memory; see ``compiled.tiles``.
 ARE_TILES_EMULATED = os.environ.get("BATCHGEN_TILES") == "memory"
 
 
@@ -39,7 +39,7 @@ def target() -> tuple[str, str]:
 
 
 def _numba_settings() -> Any:
-    """Numba's settings, read by its module for them, since importing numba itself takes half a second."""
+    """Numba's settings, from its configuration module, since importing numba itself takes half a second."""
     numba = find_spec("numba")
     assert numba is not None and numba.origin is not None, "batchgen depends on numba"
     config = spec_from_file_location("batchgen_numba_config", Path(numba.origin).parent / "core" / "config.py")
@@ -61,12 +61,12 @@ def has_bfloat16_pairs() -> bool:
 
 
 def has_fast_bfloat16_pairs() -> bool:
-    """Whether pairs of bfloat16 are multiplied faster than float32: on AMD. Intel takes twice as long."""
+    """Whether pairs of bfloat16 are multiplied faster than float32, as on AMD; Intel takes twice as long."""
     return has_bfloat16_pairs() and target()[0].startswith("znver")
 
 
 def has_matrix_unit(kind: str) -> bool:
-    """Whether this process multiplies "bf16" or "int8" by the tiles of a matrix unit: AMX, if Linux grants its use.
+    """Whether this process multiplies "bf16" or "int8" on the tiles of a matrix unit: AMX, if Linux permits its use.
 
     It requests the permission, so it must be called before the first kernel of a process runs.
     """
@@ -139,16 +139,15 @@ def multiplies_bfloat16() -> bool:
 
 
 def processor_variant(library: str = "") -> str:
-    """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and torch's version if that is ``library``.
+    """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``; with ``library``, this and torch's version.
 
-    Another version of torch may add in another order. Our own kernels define each operation and give the same bits with
-    any version.
+    A library's order of sums may change with torch's version. Our own kernels give the same bits with any version.
     """
     import torch
 
     vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them
     has_pairs, is_fast = has_bfloat16_pairs(), has_fast_bfloat16_pairs()
-    has_tiles = has_matrix_unit("bf16")  # "amx" alone: products are made of tiles, attention is not
+    has_tiles = has_matrix_unit("bf16")  # "amx" without "attention": versions whose attention did not use tiles
     unit_names = {"bf16": has_pairs, "intel": has_pairs and not is_fast, "amx": has_tiles, "attention": has_tiles}
     units = [name for name, is_there in unit_names.items() if is_there]
     architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]

@@ -212,7 +212,7 @@ class RandomTensors:
         return tensor.normal_(mean, std, generator=generator).to(self.device)
 
     def finish(self, optional: str = "") -> None:
-        """Nothing can be left over."""
+        """Do nothing: random tensors are never left over."""
 
 
 class NamedTensors:

@@ -177,7 +177,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The number of engines that compute at once, each as fast as here; up to ``at_most`` engines have full batches.
+    """Engines of a run: ``number`` compute at once, each as fast as here; more than ``at_most`` lack full batches.
 
     ``number`` is None for a Ray cluster whose nodes are not known here.
     """

@@ -25,7 +25,7 @@ class Display:
     """Shows nothing; the base of the others. ``show`` is called from the progress thread."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """Called twice per second."""
+        """Show the progress; called twice per second."""
 
     def note(self, text: str) -> None:
         """A line that should stay on the screen."""

@@ -44,7 +44,7 @@ class HiddenError(ChatTemplateError):
 
     @property
     def num_shown(self) -> int:
-        """The number of messages before the one that is not shown."""
+        """The number of messages before the first hidden one."""
         return self._location.message or 0
 
     def describe(self, messages: str = "messages", num_added: int = 0) -> str:

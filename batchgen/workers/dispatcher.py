@@ -246,7 +246,7 @@ class RowDispatcher:
             self._tokens.pop(key, None)
 
     def _end(self, worker: WorkerState, state: str) -> list[Lease]:
-        """Remove a worker; returns the leases that only it had. If it is not lost, their rows are fresh again."""
+        """Remove a worker; returns the leases that only it had. If ``state`` is "left", their rows are fresh again."""
         run_continues = state == "lost" or worker.state == "leaving"
         del self.workers[worker.name]
         leases = list(dict.fromkeys(self._leases[key] for key in worker.tasks))

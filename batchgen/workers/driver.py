@@ -117,7 +117,7 @@ class WorkersEngine:
                 return
 
     def _launch(self) -> None:
-        """Start as many workers as there are rows for. Raises the error of the last one if none is left."""
+        """Start as many workers as there are rows for. If none is left, raises the latest error or NoWorkers."""
         while not (self._handles and self._dispatcher.is_winding_up) and len(self._handles) < self._num_useful:
             handle = self._launcher.launch()
             if handle is None:

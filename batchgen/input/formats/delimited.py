@@ -113,7 +113,7 @@ class DelimitedFile(LinesFile):
 
 
 def _dialect(delimiter: str) -> Any:
-    """The dialect of a ``csv`` reader, which has checked and converted it, for reuse."""
+    """The dialect as a ``csv`` reader has checked and converted it, for use by other readers."""
     return csv.reader((), delimiter=delimiter, strict=True).dialect
 
 

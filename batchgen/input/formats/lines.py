@@ -73,7 +73,7 @@ class LinesFile(StoredFile):
         self._parse = parse
 
     def lines(self, stream: BinaryIO, at: Cursor) -> Iterator[Line]:
-        """The lines that are rows, from a stream of ``open_text`` that begins ``at`` a cursor."""
+        """The lines that are rows; ``stream`` comes from ``open_text`` and begins at the cursor ``at``."""
         return _lines(stream, at.offset, at.row)
 
     def columns(self, line: Line) -> dict[str, Any]:

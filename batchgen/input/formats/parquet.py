@@ -74,7 +74,7 @@ class ParquetFile(TableFile, StoredFile):
 
 
 def _batches(file: pq.ParquetFile, group: int, first: int) -> Iterator[pa.RecordBatch | Unreadable]:
-    """The rows of a row group from ``first`` on; rows that cannot be decoded come as one ``Unreadable``."""
+    """The rows of a row group, starting at ``first``; if some cannot be decoded, one ``Unreadable`` counts them."""
     metadata = file.metadata.row_group(group)
     passed = 0
     reason = "it has fewer rows than the file's metadata says"

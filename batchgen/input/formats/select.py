@@ -150,9 +150,9 @@ def _wide_encoding(head: bytes) -> str:
 
 
 def _refuse_other_encoding(name: str, head: bytes) -> None:
-    """Raises UsageError for a text whose lines beyond ASCII are all cp1252 and not UTF-8.
+    """Raises UsageError if all lines beyond ASCII are not UTF-8 but cp1252, the usual other encoding.
 
-    cp1252 is the usual other encoding. A single such line is left to the reader, which makes it an error row.
+    One such line after the first, or fewer than one line in twenty, are left to the reader, which makes error rows.
     """
     lines = head.split(b"\n")[: -1 if len(head) == _HEAD_BYTES else None]
     others = [(number, _signs_of_cp1252(line)) for number, line in enumerate(lines, 1) if not line.isascii()]

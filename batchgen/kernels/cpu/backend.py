@@ -29,12 +29,12 @@ _ROPE_AND_CACHE, _SHORT_CONV = Kernel(kernel_specs.ROPE_AND_CACHE), Kernel(kerne
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(kernel_specs.ARGMAX), Kernel(kernel_specs.SAMPLE), Kernel(kernel_specs.LOGSUMEXP)
 _ATTENTION, _MASK = Kernel(kernel_specs.ATTENTION), Kernel(kernel_specs.MASK)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
-_CACHED = [  # what is computed, and what is cached of it
+_CACHED = [  # dtypes of the model and of its cache
     *((dtype, kept) for dtype in (torch.bfloat16, torch.float32) for kept in (dtype, torch.int8)),
     (torch.float32, torch.bfloat16),
 ]
 _ROPE_KINDS = {(dtype, kept): kernel_specs.cached_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
-_ATTENTION_KINDS = {  # and whether heads are whole tiles
+_ATTENTION_KINDS = {  # by these dtypes and by whether heads are multiples of ``TILE_STEP``
     (dtype, kept, is_whole): kernel_specs.attention_kind(_NAMES[dtype], _NAMES[kept], is_whole)
     for dtype, kept in _CACHED
     for is_whole in (False, True)
@@ -52,25 +52,25 @@ def _address_of(tensor: Tensor | None) -> int:
 
 
 def _fields(cache: KVCache) -> tuple[int, ...]:
-    """A cache as ``compiled.entry.CACHE_FIELDS`` names its parts."""
+    """The words of a cache, in the order of ``compiled.entry.CACHE_FIELDS``."""
     addresses = address(cache.keys), address(cache.values), _address_of(cache.scales)
     return (*addresses, cache.keys.shape[1], cache.width, cache.block_size, cache.lanes, cache.keys.shape[4])
 
 
 class Alone(NamedTuple):
-    """Queries, keys and values of the ``num_alone`` tokens, which attention makes itself; see ``compiled.heads``."""
+    """Inputs from which attention makes queries, keys and values of ``num_alone`` tokens; see ``compiled.heads``."""
 
     qkv: Tensor
     heads: Heads
     rotary: Tensor
 
     def fields(self) -> tuple[int, ...]:
-        """The fields of ``compiled.heads.HEADS`` after the sizes, and ``ROTARY``."""
+        """The words of ``compiled.heads.HEADS``, without its sizes, and of ``ROTARY``."""
         heads, norms = self.heads, (_address_of(self.heads.q_norm), _address_of(self.heads.k_norm))
         return (*norms, _bits(heads.eps), _bits(heads.head_dim**-0.5), *map(address, self.rotary))
 
 
-_ALONE_WORDS = 12  # of these fields and of ``compiled.attention.ALONE``
+_ALONE_WORDS = 12  # the number of these words and of the words of ``compiled.attention.ALONE``
 
 
 def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
@@ -156,7 +156,7 @@ class CpuKernels(interface.Kernels):
     def rope_and_cache(
         self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, first: int = 0
     ) -> Tensor:
-        """As in ``Kernels``, for the tokens from ``first`` on."""
+        """As in ``Kernels``, but without the first ``first`` tokens."""
         width, num_tokens = cache.width, len(qkv)
         q = empty((num_tokens if first < num_tokens else 0, heads.num_heads, width), torch.float32)
         arguments = (
@@ -201,7 +201,7 @@ class CpuKernels(interface.Kernels):
     def attend(
         self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, subset: LogitsSubset | None
     ) -> Tensor:
-        """As in ``Kernels``; keys of lone tokens are made by the attention, which reads their blocks anyway."""
+        """As in ``Kernels``; attention makes the keys of sequences' only tokens, since it reads their blocks anyway."""
         q = self.rope_and_cache(qkv, heads, rotary, inputs, cache, inputs.num_alone)
         alone = Alone(qkv, heads, rotary)
         if subset is not None:

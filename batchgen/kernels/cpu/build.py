@@ -21,7 +21,7 @@ from batchgen.kernels.cpu.kernel_specs import KernelSpec, needed, needed_by_some
 
 Forms = tuple[str, ...]  # the dtype and forms of a model's weights and caches, as arguments of ``needed``
 Wanted = list[tuple[KernelSpec, str]]
-_MAX_WORKERS = 4  # the longest of the kernels takes as long as all others on three
+_MAX_WORKERS = 4  # the slowest kernel takes as long to compile as all others on three processors
 _LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
 _PROGRAM = """
 from batchgen.kernels.cpu.build import work_on
@@ -29,9 +29,9 @@ work_on(*json.loads(sys.argv[2]))
 """
 _LOCK = threading.RLock()
 _started: set[Forms] = set()
-_builders: dict[Forms, tuple[subprocess.Popen[bytes], Wanted]] = {}  # compiling processes, and their kernels
+_builders: dict[Forms, tuple[subprocess.Popen[bytes], Wanted]] = {}  # compiling processes and their kernels
 _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
-_plainly_compiled: set[str] = set()  # names of kernels that numba has compiled by itself, which are not kept
+_plainly_compiled: set[str] = set()  # names of kernels from ``compile_plainly``, which are not kept
 
 
 def start(*forms: str) -> None:
@@ -123,7 +123,7 @@ def _compiled(spec: KernelSpec, kind: str, name: str) -> int:
 
     try:
         code = compiler.machine_code(spec, kind)
-    except Exception:  # whatever a numba with other insides raises; what is wrong with a kernel is raised again here
+    except Exception:  # another numba may raise anything; an error in the kernel itself is raised again below
         _plainly_compiled.add(name)
         return compiler.compile_plainly(spec, kind)
     object_cache.write(name, code)
@@ -142,8 +142,8 @@ def stop() -> None:
 
 
 def work_on(*forms: str) -> None:
-    """Compile the missing kernels on several processors; the program of the process that ``start`` starts."""
-    gc.disable()  # a tenth of the time, and all memory is given back soon
+    """Compile the missing kernels on several processors; this is the program of the process that ``start`` starts."""
+    gc.disable()  # collecting takes a tenth of the time, and the process ends soon
     while not object_cache.lock():
         if select.select([0], [], [], 0.05)[0]:  # the process that this one works for has ended
             return

@@ -1,6 +1,6 @@
-"""Compiles a kernel by numba: inner functions are only translated, the complete kernel is optimized once.
+"""Compiles a kernel with numba: inner functions are only translated, the complete kernel is optimized once.
 
-Numba alone optimizes and wraps each inner function too, in more than twice the time, for results equal to the bit.
+By default numba also optimizes and wraps each inner function: more than twice the time, for the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEPT: list[Any] = []  # plainly compiled kernels: their machine code lives as l
 
 
 class _Translation(JITCodeLibrary):
-    """The functions of a kernel, translated to LLVM's language and no further."""
+    """The functions of a kernel, translated to LLVM IR but not optimized."""
 
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
@@ -40,7 +40,7 @@ class _Translation(JITCodeLibrary):
         return 0  # as numba returns for a function without such a wrapper
 
     def machine_code(self) -> bytes:
-        """The object of the kernel. Raises NotImplementedError if it calls functions that only numba's process has."""
+        """The kernel's object file. Raises NotImplementedError if it calls functions that need numba in the process."""
         self.finalize()
         super()._optimize_final_module()
         module, process = self._final_module, ctypes.CDLL(None)
@@ -52,7 +52,7 @@ class _Translation(JITCodeLibrary):
 
 
 class _Codegen(JITCPUCodegen):
-    """Numba's own code generator, with its target, for translations."""
+    """Numba's code generator for its own target, but with a ``_Translation`` as the library."""
 
     _library_class = _Translation
 
@@ -61,7 +61,7 @@ class _Codegen(JITCPUCodegen):
 
 
 def prepare(modules: Iterable[str]) -> None:
-    """Import and translate what all kernels of these modules share, so that forks of this process need not do it."""
+    """Import the modules and refresh numba's registries, so that forks of this process need not do it."""
     registry.cpu_target.typing_context.refresh()
     registry.cpu_target.target_context.refresh()
     for module in modules:
@@ -69,7 +69,7 @@ def prepare(modules: Iterable[str]) -> None:
 
 
 def machine_code(spec: KernelSpec, kind: str) -> bytes:
-    """The object of a kernel, with a C function ``ENTRY`` of the words. Raises any error if numba has changed."""
+    """A kernel's object file, with the C function ``ENTRY``. May raise any error if numba's internals have changed."""
     typing, context = registry.cpu_target.typing_context, registry.cpu_target.target_context
     context.refresh()
     flags: Any = compiler.Flags()
@@ -85,7 +85,7 @@ def machine_code(spec: KernelSpec, kind: str) -> bytes:
 def _translating(context: Any) -> Iterator[None]:
     replaced = {
         "_internal_codegen": _Codegen("batchgen"),
-        "cached_internal_func": {},  # functions of numba's own, translated by the codegen before
+        "cached_internal_func": {},  # numba's own functions, which its usual code generator has compiled
         "create_cpython_wrapper": lambda *_, **__: None,
         "create_cfunc_wrapper": lambda *_, **__: None,
     }
@@ -98,7 +98,7 @@ def _translating(context: Any) -> Iterator[None]:
 
 
 def _add_entry(context: Any, library: Any, kernel: Any) -> None:
-    """Add the C function ``ENTRY``, which calls a kernel by numba's calling convention and cannot fail."""
+    """Add the C function ``ENTRY``, which calls a kernel by numba's calling convention; kernels do not raise."""
     module, convention = context.create_module(ENTRY), context.call_conv
     called = ir.Function(module, convention.get_function_type(types.void, (_WORDS,)), kernel.llvm_func_name)
     entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [context.get_value_type(_WORDS)]), ENTRY)
@@ -109,7 +109,7 @@ def _add_entry(context: Any, library: Any, kernel: Any) -> None:
 
 
 def compile_plainly(spec: KernelSpec, kind: str) -> int:
-    """The address of a kernel as numba compiles it by itself."""
+    """Compile a kernel with numba's plain ``cfunc``; returns its address."""
     kept: Any = cfunc(types.void(_WORDS))(_function(spec, kind))
     _KEPT.append(kept)
     address: int = kept.address

@@ -1,6 +1,6 @@
-"""Experts on the CPU: one launch multiplies the panels of all; it reads from memory which rows use which expert.
+"""Experts on the CPU: one launch multiplies all experts' panels; it reads from memory which rows use which expert.
 
-The rows of an expert are copied next to each other, so that tiles of rows are multiplied by panels as in any linear.
+The rows of an expert are copied next to each other, so that tiles of rows are multiplied by panels as in other linears.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PackedRouter:
 
 
 class PackedExperts:
-    """``SparseFeedForward`` of experts that are stored in one type. Raises ModelError for others."""
+    """``SparseFeedForward`` of experts that are stored in one type. Raises ModelError if their types differ."""
 
     def __init__(self, experts: list[tuple[PackedGatedLinear, PackedLinear]]) -> None:
         gated, down = [gated for gated, _ in experts], [down for _, down in experts]
@@ -75,7 +75,7 @@ class PackedExperts:
 
 
 def _joined(parts: list[PackedLinear]) -> Tensor:
-    """Move panels into one tensor, since freed ones would leave holes in memory; returns addresses [num_experts]."""
+    """Move panels into one tensor, as freed ones would leave holes in memory; returns their addresses [num_experts]."""
     for part, strips in zip(parts, torch.stack([part.packed.strips for part in parts]), strict=True):
         part.move_to(strips)
     return torch.tensor([part.weight_at for part in parts])

@@ -17,7 +17,7 @@ from numpy import uint16 as BF16  # noqa: N812
 
 from batchgen.kernels.processor import has_bfloat16_pairs, has_fast_bfloat16_pairs, has_matrix_unit
 
-COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
+COMPILED = "batchgen.kernels.cpu.compiled"  # the package with the sources of kernels
 Kinds = Mapping[str, tuple[Any, ...]]
 _SHORT = {"bfloat16": "bf16", "float32": "f32", "int8": "int8"}
 ELEMENTS: Kinds = {"bfloat16": (BF16,), "float32": (F32,)}
@@ -27,8 +27,8 @@ ELEMENTS: Kinds = {"bfloat16": (BF16,), "float32": (F32,)}
 class KernelSpec:
     """A kernel: the function ``name`` of ``module``, an ``entry.ItemKernel`` or a function of a launch's words.
 
-    ``kinds`` holds the element types that it is compiled for, by the kind's name. A kind that is named as a dtype is
-    for tensors of that dtype.
+    ``kinds`` maps the name of a kind to the element types that the kernel is compiled for. A kind with the name of a
+    dtype is for tensors of that dtype.
     """
 
     module: str
@@ -50,7 +50,7 @@ _CACHED: Kinds = {
     "f32_kv_int8": (F32, INT8),
 }
 ROPE_AND_CACHE = KernelSpec(f"{COMPILED}.rope_conv", "rope_and_cache", _CACHED)
-# The element types of the model, of the cache, and in which both are multiplied.
+# The element types of the model, of the cache, and of queries and probabilities in products.
 _ATTENDED: Kinds = {kind: (*types, F32) for kind, types in _CACHED.items()} | {
     "bf16_pairs": (BF16, BF16, BF16),
     "bf16_tiles": (BF16, BF16, TILED),
@@ -68,23 +68,23 @@ _INT8: Kinds = {"bf16_of_int8": (BF16, BYTES), "f32_of_int8": (F32, BYTES)}
 MATMUL = KernelSpec(f"{COMPILED}.matmul", "matmul", {**_STORED, **_INT8})
 _BYTES: Kinds = {"bfloat16": (BF16, BYTES), "float32": (F32, BYTES)}
 MATMUL_INTEGERS = KernelSpec(f"{COMPILED}.matmul", "matmul_integers", _BYTES)
-# The element type of the model, and that in which its numbers are multiplied.
+# The element types of the model and of the unpacked weights.
 _PAIRED: Kinds = {"bfloat16": (BF16, F32), "bf16_pairs": (BF16, BF16), "float32": (F32, F32)}
 MATMUL_UNPACKED = KernelSpec(f"{COMPILED}.matmul", "matmul_unpacked", _PAIRED)
 
-# By the tiles of a matrix unit.
+# Kernels on the tiles of a matrix unit.
 MATMUL_BF16 = KernelSpec(f"{COMPILED}.amx_bf16", "matmul_bf16", {"bfloat16": (BF16, BF16)})
 MATMUL_BF16_UNPACKED = KernelSpec(f"{COMPILED}.amx_bf16", "matmul_bf16_unpacked", {"bfloat16": (BF16, BYTES)})
 MATMUL_INT8 = KernelSpec(f"{COMPILED}.amx_int8", "matmul_int8", _BYTES)
 
 
 def paired_kind(dtype: str) -> str:
-    """The kind, for a model in this dtype, of a kernel that multiplies pairs of bfloat16 if the processor can."""
+    """The kind of a kernel that multiplies pairs of bfloat16 if the processor can, for a model in ``dtype``."""
     return "bf16_pairs" if dtype == "bfloat16" and has_bfloat16_pairs() else dtype
 
 
 def cached_kind(dtype: str, kv_cache_dtype: str) -> str:
-    """The kind for a model in ``dtype`` of the kernels for keys and values, kept in ``kv_cache_dtype``."""
+    """The kind of the kernels that cache keys and values in ``kv_cache_dtype``, for a model in ``dtype``."""
     if kv_cache_dtype in ("auto", dtype):
         return dtype
     return f"{_SHORT[dtype]}_kv_{_SHORT[kv_cache_dtype]}"
@@ -108,7 +108,7 @@ def needed(
 ) -> list[tuple[KernelSpec, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
-    ``dtype`` is of the computation, ``stored`` of the weights before ``weights`` and ``activations`` apply,
+    ``dtype`` is the dtype of the computation, ``stored`` of the weights before ``weights`` and ``activations`` apply,
     ``kv_cache_dtype`` of keys and values; ``parts`` are ``model.config.ModelConfig.parts``.
     """
     if dtype not in ELEMENTS:
@@ -122,7 +122,7 @@ def needed(
         kernels += [(ROUTE, dtype), (SORT, "any"), (ADD_UP, dtype)]
     kernels += [(spec, dtype) for spec in (SHORT_CONV, ARGMAX, RMS_NORM)]
     kernels.append((ROPE_AND_CACHE, cached_kind(dtype, kv_cache_dtype)))
-    # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
+    # Embeddings are read from a tied head's panels unless these are quantized; queries are float32 in any model.
     kernels.append((EMBEDDING_LOOKUP_PACKED if weights == "auto" else TAKE_ROWS, reading))
     kernels += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
     return list(dict.fromkeys([*kernels, (RUN_ALL, "any"), (SERVE, "any")]))
@@ -142,7 +142,7 @@ def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[t
 
 
 def needed_by_some(dtype: str, *_: str) -> list[tuple[KernelSpec, str]]:
-    """The kernels that are only needed by rows that are drawn, scored, constrained or penalized (in float32)."""
+    """The kernels that only rows with sampling, scores, constraints or penalties need (penalties in float32)."""
     if dtype not in ELEMENTS:
         return []
     kernels = [(spec, dtype) for spec in (SAMPLE, LOGSUMEXP, MASK)]

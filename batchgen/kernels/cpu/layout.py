@@ -1,6 +1,6 @@
 """Sizes and places shared by the compiled kernels and the Python that launches them. Imports nothing.
 
-A kernel is a C function of one pointer to int64 words; the first of them are the same for all kernels.
+A kernel is a C function of one pointer to int64 words; the first words mean the same for all kernels.
 """
 
 from __future__ import annotations
@@ -8,65 +8,65 @@ from __future__ import annotations
 ENTRY = "kernel"  # the symbol of a kernel's function in its object
 LANES = 16  # float32 in a vector
 
-# Words before a kernel's own arguments: the address of the function that numbers the workers and its argument, the
-# number of items, of workers and of ranges, the address of the ranges' counters.
+# Words before a kernel's own arguments: the address of the function that returns a worker's number, its argument, the
+# numbers of items, workers and ranges, and the address of the ranges' counters.
 NUMBERING, KEY, NUM_ITEMS, NUM_WORKERS, NUM_RANGES, RANGES = range(6)
 ARGS = 6  # index of a kernel's first own argument
 
-# Words of a pool of threads, each in a cache line of its own as far as threads write: see ``compiled.thread_pool``.
+# Words of a pool of threads, in three cache lines; threads write to the first two. See ``compiled.thread_pool``.
 PROGRESS, END, SELF = range(0, 24, 8)
-NUM_SLEEPERS, EVENT = 1, 2  # next to ``PROGRESS``, and next to ``END``
+NUM_SLEEPERS, EVENT = 1, 2  # after ``PROGRESS``, and after ``END``
 BASE, TABLE, FUTEX, SLEEP, WAKE = range(SELF + 1, SELF + 6)
 POOL_WORDS = 24
-WORKER_BITS = 16  # of ``PROGRESS`` and ``END``: below the number of a launch, one of workers
-# Words of a program: the pool, how many launches and workers at most, the address of its table, which has a kernel and
-# its words for each launch; whether it grows, and whether it then has begun.
+WORKER_BITS = 16  # low bits of ``PROGRESS`` and ``END`` for a number of workers; the others number a launch
+# Words of a program: the pool, the number of launches, the most workers, the address of its table (a kernel and its
+# words for each launch), whether it is growing, and whether a growing program has begun.
 POOL, NUM_LAUNCHES, MAX_WORKERS, LAUNCHES, IS_GROWING, IS_BEGUN = range(6)
 PROGRAM_WORDS = 6
 
-ROWS_PER_ITEM = 8  # of kernels that treat rows: few enough to balance the threads, enough to hide the atomic
+ROWS_PER_ITEM = 8  # of kernels over rows: few enough to balance the threads, enough to hide the atomic addition
 
-# Linears: a tile is up to MAX_ROWS rows by STRIPS vectors of outputs, as many streams of weights side by side.
+# Linears: a tile is up to MAX_ROWS rows by STRIPS vectors of outputs; it reads a stream of weights for each vector.
 STRIPS = 4
 MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 32 registers
 TILE_COLUMNS = STRIPS * LANES
 GATED_BY_SILU, GATED_BY_GELU = 1, 2  # how a product of gates and ups ends
-SEGMENT_WORDS = 3  # int64 words about the rows that meet one expert; see ``linear.Experts``
+SEGMENT_WORDS = 3  # int64 words about the rows of one expert; see ``linear.Experts``
 
-# Linears by the tiles of a matrix unit: up to 16 rows of 64 bytes each.
+# Linears on the tiles of a matrix unit: up to 16 rows of 64 bytes each.
 TILE_ROWS, TILE_ROW_BYTES = 16, 64
 TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES
 TILE_STEP = 32  # inputs of bfloat16 that one instruction multiplies
-BLOCK_ROWS = 8 * TILE_ROWS  # rows whose sums wait while they are multiplied with a panel
+BLOCK_ROWS = 8 * TILE_ROWS  # rows that are multiplied by a panel at once; scratch memory holds their sums
 # Float32 words of scratch a worker needs: sums; ends of rows and of strips; tiles in memory and their numbers of rows.
 TILE_STATE = (8 * TILE_BYTES + 8 * 8) // 4
 TILE_SCRATCH = BLOCK_ROWS * (TILE_COLUMNS + TILE_ROW_BYTES // 4) + STRIPS * TILE_BYTES // 4 + TILE_STATE
-UNPACKED_STEPS = 10  # of a panel, whose numbers are unpacked at once
+UNPACKED_STEPS = 10  # steps of a panel whose weights are unpacked at once
 UNPACKED_TILE_FLOATS = UNPACKED_STEPS * STRIPS * TILE_BYTES // 4
 
-# Weights of 8 bits: bytes of 16 outputs and a group of inputs that share a scale, scales included.
-GROUP, DOT_GROUP = 32, 128  # where activations are floating-point numbers, and where they are integers too
+# 8-bit weights: inputs that share a scale, and bytes of such a group for 16 outputs, with their scales.
+GROUP, DOT_GROUP = 32, 128  # if activations are floating-point numbers, and if they are integers
 GROUP_BYTES = LANES * (GROUP + 2)
 DOT_GROUP_BYTES = LANES * (DOT_GROUP + 4)
-MIN_QUANTIZED = 2.0**-119  # inputs whose largest is below count as zeros: 127 over it would not be a float32 number
-STEP_INPUTS = 8  # of a group that a tile multiplies as integers before it asks for more weights
-WEIGHT_DIVISOR = 8  # of rotated weights, about the root of a group's length: their scales are to fit float16
-UNPACKED_BYTES = 128 << 10  # of a panel's numbers that are multiplied with many rows before the next are unpacked
-UNPACKED_TILES = 21  # at most these rows: their sums wait in the first caches meanwhile
+MIN_QUANTIZED = 2.0**-119  # a group with a smaller maximum counts as zeros: 127 / maximum may overflow float32
+STEP_INPUTS = 8  # inputs that a tile multiplies as integers before it prefetches again
+WEIGHT_DIVISOR = 8  # rotated weights are divided by it, about the root of a group's length: scales must fit float16
+UNPACKED_BYTES = 128 << 10  # of unpacked weights, which many rows use before the next are unpacked
+UNPACKED_TILES = 21  # most tiles of rows at once, so that the nearer caches hold their sums
 
 # Attention.
 MAX_QUERIES = 8  # query rows that read the same keys at once
-MAX_HEADS = 8  # KV heads of a few query rows that one item walks side by side
-SCORE_ROWS = 32  # of all these heads: their scores of a tile wait in the nearer caches
+MAX_HEADS = 8  # most KV heads, of few query rows each, that one item walks side by side
+SCORE_ROWS = 32  # rows of all these heads together, so that the nearer caches hold their scores of a tile
 CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
 NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
 TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
-SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
+SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may reach past the tile
 QUERY_BLOCK_FIELDS = 6  # of a row of ``ModelInput.query_blocks``
-ITEMS_PER_WORKER = 4  # at least, where sequences that share keys would make fewer: the last ones are waited for
+ITEMS_PER_WORKER = 4  # as many stay, at least, if sequences join to share keys: workers wait for the last items
 
-MAX_WAITING = 16 * MAX_HEADS  # keys of one item: of up to ``QUERY_BLOCK`` sequences
-ROPE_TOKENS = 16  # whose keys of one head are written together: as many as share a cache line
+MAX_WAITING = 16 * MAX_HEADS  # most keys of an item in scratch memory: ``QUERY_BLOCK`` sequences, ``MAX_HEADS`` heads
+ROPE_TOKENS = 16  # tokens whose keys of one head are written together, since they share cache lines
 
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 BINS = 4096  # of the histograms that find a sampling threshold
@@ -78,29 +78,29 @@ def rotated_length(count: int) -> int:
 
 
 def num_multiplied(inputs: int) -> int:
-    """Integers of each row that a product of integers multiplies for ``inputs`` inputs: without the end of a group."""
+    """The integers per row that a product multiplies for ``inputs`` inputs; the last group's padding is left out."""
     whole = inputs // DOT_GROUP * DOT_GROUP
     return whole + (rotated_length(inputs - whole) if inputs > whole else 0)
 
 
 def attention_rows(num_rows: int) -> int:
-    """Rows in the scratch memory of a worker of attention for ``num_rows`` query rows of several blocks.
+    """Rows in the scratch memory of an attention worker for ``num_rows`` query rows of several blocks.
 
-    The rows of a block may be padded to almost twice their number; if there are few, rows of several heads are kept,
-    two tiles each.
+    Padding may almost double the rows of a block. If there are few rows, the memory has room for several heads, two
+    tiles each.
     """
     heads = SCORE_ROWS // MAX_QUERIES
     return max(-(-2 * num_rows // MAX_QUERIES) * MAX_QUERIES + MAX_QUERIES, 2 * MAX_QUERIES * heads)
 
 
 def attention_scratch_floats(width: int, most_rows: int) -> int:
-    """Float32 words one worker of attention needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
+    """Float32 words an attention worker needs for heads padded to ``width`` and ``attention_rows`` of query rows."""
     scores, copies, scales = SCORE_ROWS * SCORE_STRIDE, NUM_STREAMS * CHUNK * width, MAX_HEADS * 2 * TILE
     return 2 * most_rows * (width + 1) + 2 * scores + copies + scales + TILE_STATE
 
 
 def heads_scratch_floats(width: int, num_keys: int) -> int:
-    """Float32 words one worker needs for a head, for waiting keys, and for a key that is spread over ``LANES``."""
+    """Float32 words one worker needs for a head, ``num_keys`` keys, and a key spread over ``LANES`` positions."""
     return (1 + num_keys + LANES) * width
 
 

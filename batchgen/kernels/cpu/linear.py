@@ -39,8 +39,8 @@ from batchgen.kernels.quantize import quantize_rotated, quantize_weight
 
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
-_FEWEST_TILES = 8  # in each share of the rows: every share reads all panels again
-_MAX_SHARED_BYTES = 256 << 10  # of a panel that every share reads: it and the next one should stay in the second cache
+_FEWEST_TILES = 8  # least tiles in each share of the rows, since every share reads all panels again
+_MAX_SHARED_BYTES = 256 << 10  # of a panel that every share reads: two panels should fit the second-level cache
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored weights
     ("bf16", "bf16"): torch.bfloat16,
@@ -59,7 +59,7 @@ _TILED = {  # by the kind of the stored weights
 _UNPACKED_KINDS = {torch.bfloat16: kernel_specs.paired_kind("bfloat16"), torch.float32: "float32"}
 _NUMBER_BYTES = {torch.bfloat16: 2 if has_bfloat16_pairs() else 4, torch.float32: 4}  # of unpacked numbers
 _INTEGER_PRODUCTS = integer_products()
-_ROWS_AT_ONCE = 32 * TILE_COLUMNS  # laid out at once: a second copy of a large weight is not held
+_ROWS_AT_ONCE = 32 * TILE_COLUMNS  # rows laid out at once, so that a large weight is never in memory twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def pack_plain(weight: Tensor) -> PackedWeight:
 
 
 def pack_int8(weight: Tensor) -> PackedWeight:
-    """A weight in 8 bits with scales, to be multiplied as numbers; its inputs are a multiple of ``GROUP``."""
+    """A weight in 8 bits with scales, to be read as numbers; its inputs are a multiple of ``GROUP``."""
 
     def laid_out(rows: Tensor) -> Tensor:
         packed = quantize_weight(rows, GROUP)
@@ -111,7 +111,7 @@ def pack_int8(weight: Tensor) -> PackedWeight:
 
 
 def pack_integers(weight: Tensor, together: int, shift: int) -> PackedWeight:
-    """A weight in integers with ``shift`` added, ``together`` inputs in a lane, to be multiplied as integers."""
+    """A weight to be multiplied as integers: ``shift`` is added to each, and a lane has ``together`` inputs."""
 
     def laid_out(rows: Tensor) -> Tensor:
         packed = quantize_rotated(rows)
@@ -129,7 +129,7 @@ def _with_scales(scales: Tensor, integers: Tensor) -> Tensor:
 
 
 def _in_slices(weight: Tensor, laid_out: Callable[[Tensor], Tensor]) -> Tensor:
-    """All rows as ``laid_out`` stores them, in strips."""
+    """All rows of a weight in strips; ``laid_out`` is called for ``_ROWS_AT_ONCE`` rows at a time."""
     num_rows = -(-len(weight) // TILE_COLUMNS) * TILE_COLUMNS
     strips: Tensor | None = None
     for start in range(0, num_rows, _ROWS_AT_ONCE):
@@ -146,7 +146,7 @@ def _in_slices(weight: Tensor, laid_out: Callable[[Tensor], Tensor]) -> Tensor:
 def pack(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> PackedWeight:
     """A weight in panels for products in ``dtype``, in 8 bits if ``weights`` or ``activations`` are "int8".
 
-    If the last group of inputs is not complete, panels hold the dequantized numbers.
+    If ``weights`` are "int8" and the last group of inputs is not complete, panels hold the dequantized numbers.
     """
     if activations == "int8":
         assert _INTEGER_PRODUCTS is not None, "``processor.cpu_obstacle`` names it"
@@ -169,7 +169,7 @@ class Experts(NamedTuple):
 
 
 class PackedLinear:
-    """``Linear`` with the weight in panels, for an even number of inputs in the weight's dtype or ``dtype``."""
+    """``Linear`` with its weight in panels; the number of inputs is even, their dtype ``dtype`` or the weight's."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class PackedLinear:
         gated: int = 0,
         experts: Experts | None = None,
     ) -> Tensor:
-        """The product [rows, width] of x [rows, inputs] with all panels or its experts'; ``gated`` as in ``layout``."""
+        """The product [rows, width] of x [rows, inputs] with this weight or ``experts``; ``gated`` as in ``layout``."""
         assert x.shape[1:] == (self.inputs,), f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
         assert x.dtype in _TYPES, "kernels read bits"
         out, residual_at, bias_at = empty((len(x), width), x.dtype), 0, 0
@@ -258,9 +258,9 @@ class PackedLinear:
 
 
 def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers of x [rows, groups * 128] with scales and corrections for the weights' shift, [rows, groups].
+    """x as integers [rows, groups * 128], with scales and corrections for the weights' shift [rows, groups].
 
-    The integers are the same as from ``quantize.quantize_rows``, in the type that this machine multiplies.
+    The integers are as from ``quantize.quantize_rows``, in the type that this machine multiplies.
     """
     rows, width = x.shape
     groups = -(-width // DOT_GROUP)

@@ -1,4 +1,4 @@
-"""Machine code of kernels, kept on disk from one process to the next and loaded by llvmlite alone, without numba.
+"""Machine code of kernels, kept on disk for later processes and loaded by llvmlite, without numba.
 
 A torn or foreign file, or another user's, counts as missing: LLVM would crash on garbage, or run that user's code.
 """
@@ -46,7 +46,7 @@ def _sources(module: str) -> str:
 
 
 def read(name: str) -> bytes | None:
-    """The object of that name; None if it is missing or cannot be trusted."""
+    """The object file of that name; None if it is missing or cannot be trusted."""
     folder = _folder()
     if folder is None:
         return None
@@ -78,7 +78,7 @@ def write(name: str, code: bytes) -> bool:
 
 
 def _digest(name: str, code: bytes) -> bytes:
-    """The SHA-256 at the start of a file, by which a torn or renamed file is found."""
+    """The SHA-256 at the start of a file, which reveals a torn or renamed file."""
     return hashlib.sha256(name.encode() + code).digest()
 
 

@@ -1,6 +1,6 @@
 """Launches kernels on threads, or lets a ``CaptureHook`` record their launches.
 
-It does not use OpenMP, whose launches wait for all threads: next to a busy process they take many times longer.
+It does not use OpenMP, whose launches wait for all threads: if another process is busy, they take many times longer.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from batchgen.kernels.cpu.layout import (
 LAUNCHING = threading.RLock()  # engines in several threads share the workers and their scratch memory
 
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
-_NAP_US = 50  # where threads cannot wake each other
+_NAP_US = 50  # of waiting threads on systems where they cannot wake each other
 _MAX_LAUNCHES = 4096  # of a program that grows; then another program begins
-_LAUNCHES_AT_ONCE = 4  # added to it at once: adding takes less time than a thread spins before it sleeps
+_LAUNCHES_AT_ONCE = 4  # added to such a program: this takes less time than a thread spins before it sleeps
 Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``KernelSpec.kinds``
 
 
@@ -56,10 +56,10 @@ _SCRATCH: dict[int, torch.Tensor] = {}
 
 
 def scratch(floats: int) -> tuple[int, int]:
-    """Scratch memory for each worker, in float32: its address, and the bytes of a worker's part (``entry.Own``).
+    """Scratch memory of ``floats`` float32 per worker: its address, and the bytes of a worker's part (``entry.Own``).
 
-    Parts begin at multiples of 64 bytes if ``floats`` is a multiple of 16. It is never freed (kernels run one at a
-    time).
+    Parts begin at multiples of 64 bytes if ``floats`` is a multiple of 16. Kernels run one at a time, so all share this
+    memory; it is never freed.
     """
     num_floats = floats * torch.get_num_threads()
     memory = _SCRATCH.get(num_floats)
@@ -73,17 +73,17 @@ Launches = Sequence[tuple[int, int]]  # the addresses of their functions and wor
 
 
 class Allocator(Protocol):
-    """Memory of results while a step is recorded, or run in one go."""
+    """Memory for results while a step is recorded or runs as a ``GrowingProgram``."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
 
 
 class CaptureHook(threading.local):
-    """Collects the calling thread's launches and allocates their results while a step is recorded, or run in one go.
+    """Collects the calling thread's launches and allocates their results, for a recording or a ``GrowingProgram``.
 
-    It is a thread-local variable: the model, which runs between recorder and launches, does not know it. A launch costs
-    Python 20 microseconds, over a hundred times per step; half of that if it is recorded while other threads run it.
+    It is a thread-local variable, so that the model, which makes the launches, need not know it. A launch costs Python
+    20 microseconds, over a hundred times per step; half as much if it is collected while other threads run it.
     """
 
     launches: list[Launched] | GrowingProgram | None = None  # None: launches run at once
@@ -102,8 +102,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class Kernel:
     """A kernel of several kinds, each compiled before its first launch, unless an earlier process has done so.
 
-    It is a C function of int64 words; from ``ARGS`` on they are addresses and sizes. A worker begins with one range of
-    items in all kernels, so that its rows are in its cache, then helps others: results must not depend on workers.
+    It is a C function of int64 words; its addresses and sizes start at word ``ARGS``. A worker begins with one range of
+    items, the same in all kernels so that its cache has the rows, then helps others: workers must not affect results.
     """
 
     def __init__(self, spec: KernelSpec) -> None:
@@ -119,7 +119,7 @@ class Kernel:
         """Run all items, on torch's number of threads; returns when they are done, or recorded by ``CaptureHook``.
 
         Items are cut into as many ranges as there are workers, or ``num_ranges``. A step launches a hundred kernels,
-        each time with the interpreter out of all caches: every line here counts.
+        each time with the interpreter out of all caches, so every line here counts.
         """
         if not num_items:
             return
@@ -167,10 +167,10 @@ class GrowingProgram:
 
 
 class Pool:
-    """Threads of this process for programs of launches, started when first asked for; they end with the process."""
+    """Threads of this process that run programs of launches; they start when first needed and end with the process."""
 
     def __init__(self) -> None:
-        self._words = array("q", [0] * (POOL_WORDS + 7))  # 7 more, so that the words can begin with a cache line
+        self._words = array("q", [0] * (POOL_WORDS + 7))  # 7 more, so that the words can begin at a cache line
         self._start = (-self._words.buffer_info()[0] % 64) // 8
         self.at = self._words.buffer_info()[0] + 8 * self._start
         library, key = ctypes.CDLL(None), ctypes.c_ulong()  # as wide as on macOS; Linux writes the low half
@@ -214,16 +214,16 @@ class Pool:
                 finally:
                     program.end()
             finally:
-                program.end()  # if Ctrl-C has come before the first did: memory that kernels write may be freed now
+                program.end()  # again, if Ctrl-C interrupted the first: kernels write memory that may be freed now
 
     def _start_threads(self, num_workers: int) -> None:
-        """Have threads for ``num_workers`` workers, but not more than CPUs."""
+        """Start the threads that ``num_workers`` workers need, but not more than there are CPUs."""
         if num_workers > self._num_workers:
             for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
                 self._num_workers = number + 1  # set first, as Ctrl-C may interrupt the start: numbers are unique
                 try:
                     threading.Thread(target=self._serve, args=(number,), daemon=True).start()
-                except RuntimeError:  # the system allows no more: this launch needs none, the next tries again
+                except RuntimeError:  # the system allows no more: this launch can do without
                     self._num_workers = number
                     break
             else:

@@ -12,20 +12,20 @@ import torch
 from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
 from batchgen.kernels.cpu.parallel import CAPTURE, GrowingProgram, Launched, pool
 
-_MIN_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers should serve them all
+_MIN_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and a few buffers should serve all of them
 
 
 class Memory:
     """Buffers for results; each belongs to a tensor until the tensor is dropped.
 
-    Launches run in order, when recorded and in each replay, so a later one may use dropped memory at once.
+    Launches run in order, both when recorded and in each replay, so a later launch may use dropped memory at once.
     """
 
     def __init__(self) -> None:
         self._buffers: list[tuple[int, torch.Tensor, Callable[[], object]]] = []  # with a weak reference to its tensor
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape. It must not be dropped while a view of it is still to be read."""
+        """A tensor of this shape. Keep it as long as a view of it may be read."""
         size = math.prod(shape) * dtype.itemsize
         free = [(of[0], i) for i, of in enumerate(self._buffers) if of[0] >= size and of[2]() is None]
         if free:

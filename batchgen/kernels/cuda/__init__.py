@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs, in Triton: only the sequence and the model's shape decide in which order they sum.
+"""Kernels for NVIDIA GPUs, in Triton. Their order of sums depends only on the sequence and the model's shape.
 
-Bits depend on the sequence alone, as long as matrix instructions of one family round alike for all tiles.
+Bits depend only on the sequence, as long as matrix instructions of one family round alike for all tiles.
 """

@@ -54,8 +54,8 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
     """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end); returns values for ``_merge``.
 
     ``cache`` is (keys, values, scales, num_kv_heads). Scores of keys past ``end`` are replaced; values past it are not
-    read: zero times infinity is NaN. Integers, which 16-bit types hold exactly, are multiplied before their scales; a
-    weight times a scale may be too small for float16, so it is bfloat16.
+    read, since zero times infinity is NaN. Cached integers, which 16-bit types hold exactly, are multiplied before
+    their scales; a weight times a scale may be too small for float16, so it is bfloat16.
     """
     keys, values, scales, num_kv_heads = cache
     TILE: tl.constexpr = LAYOUT[TILE_AT]
@@ -250,7 +250,7 @@ def attend(
     """Write the attention of queries q [num_tokens, num_heads, width] to ``out`` [num_tokens, num_heads * head_dim].
 
     ``Heads`` explains ``window`` and the columns of ``gates``. With ``one_order``, prompts have tiles as high as a
-    single token's, and the compiler cannot choose how to round: a token's bits are the same alone and in a prompt.
+    single token's, and the compiler cannot choose how to round: a token gets the same bits in a prompt as by itself.
     """
     num_tokens, num_heads, width = q.shape
     head_dim, num_kv_heads = out.shape[1] // num_heads, cache.keys.shape[1]

@@ -21,14 +21,14 @@ from batchgen.kernels.interface import Heads, Linear, Router, Routing, SamplingR
 from batchgen.kernels.quantize import stored
 from batchgen.kernels.torch_kernels import TorchKernels, TorchRouter
 
-_FUSED = {"enable_fp_fusion": True}  # the default of compilers; Triton 3.9 warns if it is not stated
+_FUSED = {"enable_fp_fusion": True}  # the compiler's default; Triton 3.9 warns if it is not stated
 
 
 class CudaKernels(TorchKernels):
     """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32; other operations are plain torch.
 
-    With ``batch_invariant`` a token's bits depend on its sequence alone. Without it cuBLAS chooses a kernel by the
-    number of rows, and a prompt's tiles are taller than a single token's: a token may round differently in a prompt.
+    With ``batch_invariant`` a token's bits depend only on its sequence. Otherwise cuBLAS chooses a kernel by the number
+    of rows, and a prompt's tiles are taller than a single token's: a token may round differently in a prompt.
     """
 
     name = "cuda"
@@ -38,7 +38,7 @@ class CudaKernels(TorchKernels):
     ) -> None:
         """``device``, if given, becomes the current device, on which Triton launches: one device per process.
 
-        From here on, products in this process are summed in float32: by default torch may round partial sums.
+        From now on, torch sums products in this process in float32: by default it may round partial sums.
         """
         if device is not None and device.index is not None:  # a device without an index is the current one
             torch.cuda.set_device(device)

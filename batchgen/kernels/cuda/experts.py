@@ -49,7 +49,7 @@ class StackedExperts:
 
 
 def grouped_product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-    """Rows x [rows, width] times weight [num_experts, out_features, width] of the expert in whose range they are.
+    """Each row of x [rows, width] times its expert's weight, from weight [num_experts, out_features, width].
 
     Expert i has the rows from ``starts[i]`` to ``starts[i + 1]``, int32 [num_experts + 1].
     """

@@ -19,7 +19,7 @@ from batchgen.kernels.cuda.tuning import GROUP_M
 
 
 class FixedOrderLinear:
-    """``Linear`` whose weight alone decides the order of its sums; the bias is added before rounding."""
+    """``Linear`` whose order of sums depends only on the weight; the bias is added before rounding."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, counters: SplitCounters) -> None:
         self.weight = weight.contiguous()
@@ -52,7 +52,7 @@ class FixedOrderLinear:
 
 
 class CublasLinear:
-    """``Linear`` by cuBLAS, in float32 as exact as torch's setting says; its default allows no TF32."""
+    """``Linear`` by cuBLAS; torch's setting decides whether float32 may use TF32, by default not."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight.contiguous()
@@ -66,15 +66,15 @@ class CublasLinear:
 def parts_of(out_features: int, width: int) -> int:
     """The number of parts of a product's sums; each is summed separately, then added to the earlier parts.
 
-    A weight with few rows, as at the end of a mixer or feed-forward, has several: one program per tile would leave most
-    of a GPU idle. Width and dtype decide where parts begin, so that both kernels give the same bits.
+    A weight with few rows, as at the end of a mixer or feed-forward, has several parts: one program per tile would
+    leave most of a GPU idle. Width and dtype decide where parts begin, so that both kernels give the same bits.
     """
     return tuning.NUM_PARTS if out_features <= width else 1
 
 
 def tiles_of(x: Tensor, few: tuple[int, int] = tuning.FEW_TILE) -> dict[str, Any]:
-    """Launch options of a product of x: ``few`` rows have small tiles, many rows larger ones, with the same K steps."""
-    if len(x) <= tuning.FEW_ROWS or x.element_size() == 4:  # no matrix instruction to feed: tall tiles spill registers
+    """Launch options of a product of x: the tile ``few`` for few rows, a larger one for many, with the same K steps."""
+    if len(x) <= tuning.FEW_ROWS or x.element_size() == 4:  # without matrix instructions, tall tiles spill registers
         return {"TILE": few, **block_sizes(x)}
     return {"TILE": tuning.TALL_TILE, **block_sizes(x), **tuning.TALL_OPTIONS}
 

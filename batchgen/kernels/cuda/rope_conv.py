@@ -10,7 +10,7 @@ from batchgen.kernels.cuda.tiles import tile_of
 
 CONV_TOKENS = 16  # tokens of a sequence that one program convolves, one after the other
 CONV_CHANNELS = tl.constexpr(256)
-ROUNDER = tl.constexpr(1.5 * 2.0**23)  # a float32 of this size is always an integer: ties go to even
+ROUNDER = tl.constexpr(1.5 * 2.0**23)  # float32 numbers of this size are integers, so adding it rounds, ties to even
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _halves(x, head, num_heads, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
 def _normed_and_rotated(a, b, weight, eps, cosine, sine, HALF: tl.constexpr, dtype: tl.constexpr):
     """RMS norm, if there is a ``weight``, and half-split rotation of heads in halves a, b [rows, HALF_BLOCK].
 
-    In float32, with norms rounded to ``dtype``; ``cosine`` and ``sine`` [1] are the places of the position's values.
+    In float32, with norms rounded to ``dtype``; ``cosine`` and ``sine`` [1] point to the position's values.
     """
     i = tl.arange(0, a.shape[1])
     if weight is not None:
@@ -55,7 +55,7 @@ def _to_int8(a, b):
     Every quotient is rounded as in IEEE 754, so that the integers are the same.
     """
     largest = tl.maximum(tl.abs(a), tl.abs(b))
-    is_finite = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))  # no maximum keeps a NaN
+    is_finite = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))  # a maximum drops NaN
     largest = tl.max(tl.where(is_finite, largest, float("inf")), 1)
     scale = tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
     return _rounded(a, scale), _rounded(b, scale), scale
@@ -119,9 +119,9 @@ def rope_and_cache(qkv, columns, tensors, sizes, LAYOUT: tl.constexpr, POWERS: t
 def _conv_input(bcx, past, token, first, is_started, width, channel, TAPS: tl.constexpr):
     """The convolution's input u = B * x of ``token``, rounded as the model stores it.
 
-    Before the step's ``first`` token of the sequence, from its state ``past``; zero before its start.
+    Before the sequence's ``first`` token in this step it is read from the state ``past``; before position 0 it is zero.
     """
-    num_new = tl.where(token >= first, width, 0)  # channels to take from this step, else from the state
+    num_new = tl.where(token >= first, width, 0)  # channels to read from this step; the next line's, from the state
     num_old = tl.where((token < first) & is_started, width, 0)
     at = bcx + tl.cast(token, tl.int64) * 3 * width + channel
     b = tl.load(at, mask=channel < num_new, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Kernels that treat each row by itself: RMS norm, alone and after a sum; SwiGLU. Only the width decides a sum's order.
+"""Kernels that compute each row separately: RMS norm, sum and RMS norm, SwiGLU. The width decides a sum's order.
 
 Norms are launched with ``WRITTEN_OUT``, since otherwise the compiler would fuse them with the residual.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 SWIGLU_BLOCK = 1024
-WRITTEN_OUT = {"enable_fp_fusion": False}  # nothing is fused but ``tl.fma``
+WRITTEN_OUT = {"enable_fp_fusion": False}  # only ``tl.fma`` is fused
 
 
 @triton.jit

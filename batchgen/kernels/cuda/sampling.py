@@ -13,7 +13,7 @@ DIGIT_BITS = tl.constexpr(3)
 NUM_CANDIDATES = tl.constexpr(8)  # one per value of a digit
 NUM_DIGITS = tl.constexpr(10)
 MIN = tl.constexpr(2 << 23)  # bits of 2**-125: a smaller probability counts as zero, as on the other back ends
-HOTTEST = tl.constexpr(2.0**125)  # the device's division fails beyond 2**126; either makes all tokens alike
+HOTTEST = tl.constexpr(2.0**125)  # the device's division fails beyond 2**126; both make tokens equally likely
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _total(logits, width, peak, temperature):
 
 @triton.jit
 def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.constexpr):
-    """Weight of the tokens from each of ``candidates`` (bits) upward, without tokens below ``floor``.
+    """Weight of the tokens at or above each of ``candidates`` (bits), without tokens below ``floor``.
 
     A token weighs its probability if ``BY_MASS``, else one. Sums have one shape, so that a subset never weighs more.
     """
@@ -51,7 +51,7 @@ def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.co
 
 @triton.jit
 def _threshold(logits, width, peak, temperature, floor, target, BY_MASS: tl.constexpr):
-    """The largest probability (bits) such that the tokens from it upward weigh ``target`` or more, else ``floor``."""
+    """The largest probability (bits) such that the tokens at or above it weigh ``target`` or more, else ``floor``."""
     digit = tl.arange(0, NUM_CANDIDATES)
     threshold = floor * 0
     for place in range(NUM_DIGITS):
@@ -65,14 +65,14 @@ def _threshold(logits, width, peak, temperature, floor, target, BY_MASS: tl.cons
 
 @triton.jit
 def _mass(logits, width, peak, temperature, floor):
-    """Weight of all tokens from ``floor`` upward, summed as ``_threshold`` sums."""
+    """Weight of all tokens at or above ``floor``, summed as ``_threshold`` sums."""
     same = floor + tl.zeros([NUM_CANDIDATES], tl.int32)
     return tl.max(_weights(logits, width, peak, temperature, floor, same, True)).to(tl.float64)
 
 
 @triton.jit
 def _cumulative(logits, start, width, peak, temperature, floor, reached):
-    """(kept tokens, cumulative probability in float64) of ``BLOCK`` tokens; ``reached`` is that of earlier blocks."""
+    """(kept tokens, cumulative probability in float64) of ``BLOCK`` tokens, after ``reached`` in earlier blocks."""
     p = _probabilities(logits, start, width, peak, temperature)
     kept = p.to(tl.int32, bitcast=True) >= floor
     return kept, reached + tl.cumsum(tl.where(kept, p, 0.0).to(tl.float64), 0)
@@ -80,7 +80,7 @@ def _cumulative(logits, start, width, peak, temperature, floor, reached):
 
 @triton.jit
 def _draw(logits, width, peak, temperature, floor, uniform):
-    """First token at which the sum of probabilities, from ``floor`` upward, exceeds ``uniform`` of the total."""
+    """First token at which the sum of probabilities, at or above ``floor``, exceeds ``uniform`` times the total."""
     whole = uniform * 0.0
     last = floor * 0
     for start in range(0, width, BLOCK):
@@ -88,7 +88,7 @@ def _draw(logits, width, peak, temperature, floor, uniform):
         whole = tl.max(cumulative)
         last = tl.maximum(last, tl.max(tl.where(kept, start + tl.arange(0, BLOCK), 0)))
     target = uniform * whole
-    drawn = last  # where rounding leaves nothing above the target
+    drawn = last  # if rounding leaves nothing above the target
     reached = whole * 0.0
     for start in range(0, width, BLOCK):
         kept, cumulative = _cumulative(logits, start, width, peak, temperature, floor, reached)

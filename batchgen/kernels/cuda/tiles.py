@@ -1,6 +1,6 @@
 """The sequence that a program works for, derived on the device, so that the host need not copy a work list.
 
-Sequence i owns the tiles of T tokens from ``cu_seqlens[i] // T + i`` on, never fewer than it needs.
+Sequence i owns tiles of T tokens, from number ``cu_seqlens[i] // T + i``: as many as it needs, or one more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def power_of_two(n: int) -> int:
 class SplitCounters:
     """Counters of the programs that have arrived, all zero between launches.
 
-    Their address stays as long as this object lives, since recordings hold it; if more are needed, they lie elsewhere.
+    Recordings hold their address, so it stays as long as this object lives; more counters get another address.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class SplitCounters:
 
 @triton.jit
 def sequence_of(tile, cu_seqlens, num_seqs, TOKENS: tl.constexpr):
-    """The last sequence that starts at or before ``tile``."""
+    """The last sequence whose tiles start at or before ``tile``."""
     low, high = 0, num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2

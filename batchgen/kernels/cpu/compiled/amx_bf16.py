@@ -1,6 +1,6 @@
-"""Linears of bfloat16 by the tiles of a matrix unit: 16 rows by two strips of a panel at a time.
+"""Linears of bfloat16 on the tiles of a matrix unit: 16 rows by two strips of a panel at a time, or by four if few.
 
-Whatever the number of rows, a row's sums take in 32 inputs at once, in order: see ``tiles.emit_dot_bf16``.
+For any number of rows, a row's sums add 32 inputs at a time, in order: see ``tiles.emit_dot_bf16``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from batchgen.kernels.cpu.layout import (
     UNPACKED_STEPS,
 )
 
-# A part of the inputs meets all rows of a block before the next part, so that its weights stay in the first cache.
-_PART = 10  # steps at most: in two strips they are 20 KiB
-_STEP_NUMBERS = TILE_STEP * LANES  # of a strip
-_NUM_LINES, _MAX_LINES = 32, 4  # of a step in two strips; prefetched in a step at most
-_FEW = (tuple(range(STRIPS)), 4, 5)  # numbers of tiles: of sums, of rows, of weights
+# All rows of a block use a part of the inputs before the next part, so that its weights stay in the first-level cache.
+_PART = 10  # steps in a part, at most: 20 KiB of weights in two strips
+_STEP_NUMBERS = TILE_STEP * LANES  # weights of a step in one strip
+_NUM_LINES, _MAX_LINES = 32, 4  # cache lines of a step in two strips; most lines that a step prefetches
+_FEW = (tuple(range(STRIPS)), 4, 5)  # as ``tiles.WHOLE``, for up to 16 rows and all strips
 # Words of scratch: sums, the ends of rows and of strips that do not fill a step, tiles in memory, unpacked numbers.
 _ROW_ENDS = BLOCK_ROWS * TILE_COLUMNS
 _STRIP_ENDS = _ROW_ENDS + BLOCK_ROWS * TILE_ROW_BYTES // 4
@@ -50,7 +50,7 @@ _accumulate_few = tiles.accumulating(_FEW)
 
 @simd.jit
 def _add_part(product, x, stride, rows, is_few, weights, strip_size, goes_on, steps, ahead, lines):
-    """Add the products of a block of rows and a part of the inputs to the sums; how far it has prefetched."""
+    """Add a block's products over a part of the inputs to the sums; returns the next address to prefetch."""
     sums, state = product.sums, simd.shifted(product.sums, _STATE)
     apart = strip_size, _STEP_NUMBERS, TILE_STEP
     if is_few:
@@ -71,7 +71,7 @@ def _add_part(product, x, stride, rows, is_few, weights, strip_size, goes_on, st
 
 @simd.inline
 def _begin(product, rows):
-    """Configure the tiles for ``rows`` rows; whether they are few."""
+    """Configure the tiles for ``rows`` rows; returns whether they are few: one tile of rows."""
     state = simd.shifted(product.sums, _STATE)
     if rows <= TILE_ROWS:
         _configure_few(state, rows)
@@ -98,7 +98,7 @@ def _add_ends(product, x, rows, is_few, weights, count):
 
 @kernel(product=PRODUCT)
 def matmul_bf16(item, product):
-    """The product of bfloat16."""
+    """The product of bfloat16 on tiles."""
     first_row, end_row, weight = group_of(product, item // product.num_panels)
     if first_row == end_row:
         return
@@ -111,7 +111,7 @@ def matmul_bf16(item, product):
     for first in range(first_row, end_row, BLOCK_ROWS):
         rows, x = min(end_row - first, BLOCK_ROWS), simd.shifted(product.x, first * inputs)
         ahead, lines = here, 0
-        if first + BLOCK_ROWS >= end_row:  # the last block brings the panel that this worker multiplies next
+        if first + BLOCK_ROWS >= end_row:  # the last block prefetches the panel that most likely comes next
             ahead, lines = following_panel(product, item), min(-(-_NUM_LINES * TILE_ROWS // rows), _MAX_LINES)
         for part in range(num_parts):
             step = part * steps // num_parts
@@ -127,7 +127,7 @@ def matmul_bf16(item, product):
 
 @kernel(product=PRODUCT)
 def matmul_bf16_unpacked(item, product):
-    """The product with 8-bit weights, unpacked to numbers for a block of rows, a part of a panel at a time."""
+    """The product with 8-bit weights, which are unpacked to bfloat16 for each block of rows, a part at a time."""
     first_row, end_row, weight = group_of(product, item // product.num_panels)
     if first_row == end_row:
         return

@@ -1,6 +1,6 @@
-"""Linears of integers by the tiles of a matrix unit, in panels as VNNI multiplies them: the same bits.
+"""Linears of integers on the tiles of a matrix unit, with the same panels and the same bits as on VNNI.
 
-Products in a group of 128 inputs add up exactly; its sums are scaled while the next group is multiplied.
+Products within a group of 128 inputs add up exactly; a group's sums are scaled while the next group is multiplied.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from batchgen.kernels.cpu.layout import (
     TILE_STATE,
 )
 
-_PART = 8  # groups at most: in two strips they are 33 KiB
+_PART = 8  # groups multiplied at once, at most: 33 KiB of weights in two strips
 _PAIR_BYTES = 2 * TILE_ROW_BYTES  # a row of a group's sums for two strips
 _GROUP_SUMS_BYTES = TILE_ROWS * _PAIR_BYTES
-_NUM_LINES = 66  # of a group in two strips
+_NUM_LINES = 66  # cache lines of a group in two strips
 _GROUP_SUMS = BLOCK_ROWS * TILE_COLUMNS  # words of scratch before the sums of two groups, which take turns
 _STATE = TILE_SCRATCH - TILE_STATE
 
 
 def _emit_scaled(builder, x, sums, group_sums, strips, group, rows):
-    """Add a group's sums, each with its shift and times both scales, to ``sums``; from zero in the first group.
+    """Add a group's sums, plus their shifts and times both scales, to ``sums``, which the first group overwrites.
 
-    ``x``: pointers to the first row's scales and shifts, and the groups per row.
+    ``x`` is (pointer to the first row's scales, pointer to its shifts, groups per row).
     """
     scales, shifts, stride = x
     at = builder.mul(group, emit.number(DOT_GROUP_BYTES))
@@ -61,14 +61,14 @@ def _emit_scaled(builder, x, sums, group_sums, strips, group, rows):
 
 
 def _accumulating(numbers):
-    """Function that adds the products of a tile of rows and two strips, ``count`` groups of them, to sums in memory."""
+    """A numba function that adds the products of a tile of rows with two strips, group by group, to sums in memory."""
     totals, of_rows, of_weights = numbers
 
     @emitted(types.void, ANY, ANY, ANY, ANY, I64, ANY, I64, ANY, I64, I64, I64, I64, I64)
     def accumulate(
         builder, memory, x, scales, shifts, stride, weights, strip_size, sums, first, count, rows, ahead, lines
     ):
-        """``x`` are the rows' integers, ``stride`` groups apart; ``weights`` are the first strip's bytes."""
+        """``x`` are the rows' integers, ``stride`` groups per row; ``weights`` are the first strip's bytes."""
         state = builder.gep(memory, [emit.number(_STATE)])
         waiting = tiles.bytes_at(builder, memory, emit.number(4 * _GROUP_SUMS))
         row_bytes, line = builder.mul(stride, emit.number(DOT_GROUP)), emit.number(TILE_ROW_BYTES)
@@ -113,7 +113,7 @@ _accumulate_whole, _accumulate_rest = map(_accumulating, (tiles.WHOLE, tiles.RES
 
 @simd.jit
 def _add_part(product, first_row, rows, weights, group, count, ahead, lines):
-    """Add the products of a block of rows and ``count`` groups to the sums; how far it has prefetched."""
+    """Add the products of a block of rows with ``count`` groups to the sums; returns the next address to prefetch."""
     values = simd.pointer(simd.address(product.x), BYTES)
     stride, memory = product.inputs // DOT_GROUP, product.sums
     for strip in range(0, STRIPS, 2):
@@ -133,7 +133,7 @@ def _add_part(product, first_row, rows, weights, group, count, ahead, lines):
 
 @kernel(product=PRODUCT)
 def matmul_int8(item, product):
-    """The product of integers; few rows are multiplied by vector instructions, which have less latency."""
+    """The product of integers on tiles; for few rows by vector instructions, which have less latency."""
     first_row, end_row, weight = group_of(product, item // product.num_panels)
     if end_row - first_row <= MAX_ROWS:
         multiply_integers(item, product)

@@ -1,6 +1,6 @@
-"""Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
+"""Grouped-query attention over the paged cache, for prompts, chunks and single tokens.
 
-A row's sums have one order in any batch, chunk or block size (see ``_attend``): an item's rows share loads only.
+A row's sums have one order in any batch, chunk or block size (see ``_attend``): the rows of an item only share loads.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from batchgen.kernels.cpu.compiled.heads import (
 )
 from batchgen.kernels.cpu.compiled.simd import F32
 
-INNER = OfKind(2)  # of queries and probabilities where they are multiplied
-GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end with one per head, or none
-# What queries, keys and values of the first ``num_alone`` tokens are made of; for other tokens they exist already.
+INNER = OfKind(2)  # the type of queries and probabilities in products
+GATES = Group("Gates", "logits columns", logits=DTYPE)  # ``logits`` may be 0; each row ends with one logit per head
+# From these, attention makes queries, keys and values of the first ``num_alone`` tokens; others have them already.
 ALONE = Group("Alone", "num_alone qkv columns slots own", qkv=DTYPE, slots=np.int64, own=Own(F32))
-# Of a query block: whether its token is alone, and then where its keys wait among all in ``own``, and its slot.
+# Of a query block: whether it is one of these tokens, and then the index of its first key in ``own``, and its slot.
 Newest = namedtuple("Newest", "is_alone waiting slot own head_dim")
-# Memory is the bound in long contexts, and the processor only prefetches long runs from few places by itself. A block's
-# keys are one run over all heads, its values another: an item walks the heads of four blocks together (one head per
-# item reached two thirds of the bandwidth). If few rows meet a key, a run ends before that prefetching starts, so
-# reading keys prefetches the values at the same positions, and reading values the next keys.
-# Keys that will be read soon: their block table, their distance after the values that are read now, and their end.
+# Memory limits the speed of long contexts, and the processor itself only prefetches long runs from few places. The keys
+# of a block are one run over all heads, its values another: an item walks the heads of four blocks together (one head
+# per item reached two thirds of the bandwidth). If few rows use a key, a run ends before that prefetching starts,
+# so code that reads keys prefetches the values at the same positions, and code that reads values the next keys.
+# Keys to prefetch: their block table, how many positions they come after the values being read, and their end.
 Upcoming = namedtuple("Upcoming", "table ahead end")
 
 
 @simd.inline
 def _place(table, position, head, cache):
-    """The number of a position's block and head among all; times the size of one, it is where keys or values begin."""
+    """Index of a position's block and head in the cache; times the size of one, the offset of its keys or values."""
     return table[position // cache.block_size] * cache.num_kv_heads + head
 
 
@@ -54,10 +54,10 @@ def _chunk(table, position, head, cache):
 
 @simd.jit
 def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch):
-    """Scores of ``tall`` query rows of each head against the positions from a chunk's ``begin`` to ``tile_end``.
+    """Score ``tall`` query rows of each head against the positions from ``begin`` (a chunk's start) to ``tile_end``.
 
-    Few rows take a group of chunks at once, to read from several places of memory; the nearest chunk takes the place of
-    one outside these positions, and is masked later.
+    Few rows read a group of chunks at once, from several places of memory. The nearest chunk replaces a chunk outside
+    these positions; its scores are masked later.
     """
     keys, _, _, _, width, block_size, lanes, pack = cache
     head, num_heads = heads
@@ -89,10 +89,10 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch
 
 @simd.jit
 def _values_of(position, begin, tile_end, table, head, upcoming, cache, copies):
-    """Pointer to the values of the chunk at ``position``, and bytes from there to keys that will be read soon.
+    """(pointer to the values of the chunk at ``position``, bytes from the pointer to keys to prefetch).
 
-    Values beyond ``tile_end`` are zero: if other data follows them, or a block ends, the values are copied first. A
-    chunk outside the positions from ``begin`` to ``tile_end`` must not be read.
+    Values from ``tile_end`` must be zero: a chunk that reaches past it, or past its block, is copied first. If a chunk
+    is outside the positions from ``begin`` to ``tile_end``, the caller must not read from the pointer.
     """
     values, width, block_size = cache.values, cache.width, cache.block_size
     if position < begin or position >= tile_end:
@@ -140,7 +140,7 @@ def _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cach
 
 @simd.jit
 def _gather_scales(tile, begin, tile_end, table, head, cache, scales):
-    """Copy the scales from position ``begin`` on: first of the keys, and ``TILE`` elements further of the values."""
+    """Copy the scales of the positions from ``begin``: the keys', and ``TILE`` elements further the values'."""
     source, block_size, lanes, position = cache.scales, cache.block_size, cache.lanes, begin
     while position < tile_end:
         offset = position % block_size
@@ -159,18 +159,18 @@ def _chunk_of(position):
 
 @simd.jit
 def _attend(num_rows, apart, group, start, window, first, end, table, heads, newest, following, cache, scratch):
-    """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
+    """Attend from query rows (see ``query_rows``) to the positions they see from ``first`` (a tile's start) to ``end``.
 
-    ``heads`` are the first KV head and how many; their rows begin ``apart`` rows from each other. ``start`` is the
-    position of the block's first token; sums and totals are left in ``scratch``. ``following`` are the keys to come.
+    ``heads`` is (first KV head, number of heads); heads' rows begin ``apart`` rows from each other. ``start`` is the
+    position of the block's first token. Sums and totals stay in ``scratch``. ``following`` is read after these keys.
     """
     width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
     most = products.rows_at_once(scratch.rows_q)
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
-    # Why a row's bits are its own: a score is a sum over head_dim in order; tiles start at multiples of ``TILE`` of the
-    # *sequence*; probabilities add up per lane = position mod 16; values add up two positions at a time, in turn from
-    # each of four chunks of 32 (see ``matrix_attention`` for tiles). What no row sees within a window would add zeros.
-    # Tiles are the outer loop, so that all rows meet a tile's keys and values while they are near.
+    # Why other rows do not change a row's bits: a score is a sum over head_dim in order; tiles start at multiples of
+    # ``TILE`` of the *sequence*; probabilities add up per lane = position mod 16; values add up two positions at once,
+    # in turn from each of four chunks of 32 (see ``matrix_attention`` for tiles). Positions outside a window add zeros.
+    # Tiles are the outer loop, so that all rows use a tile's keys and values while caches hold them.
     for tile in range(seen - seen % layout.TILE, end, layout.TILE):
         tile_end = min(tile + layout.TILE, end)
         for number in range(num_heads if has_scales else 0):
@@ -199,7 +199,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
 
 @simd.jit
 def _take_alone(token, position, number, waiting, group, heads, rotary, alone, cache, scratch):
-    """Write a sequence's only token: queries of head ``number`` and key ``waiting`` to scratch, value to the cache."""
+    """For a token and KV head ``number``, write queries and key (number ``waiting``) to scratch, value to the cache."""
     width, own = cache.width, alone.own
     row, angle = token * alone.columns, position * (heads.head_dim // 2)
     query_rows.clear(group, width, scratch)
@@ -210,15 +210,14 @@ def _take_alone(token, position, number, waiting, group, heads, rotary, alone, c
 
 @simd.jit
 def _own_keys(place, tall, apart, heads, newest, cache, scratch):
-    """Score a sequence's only token against its own key, at ``place`` of the scores, and write the key to the cache.
+    """Score a sequence's only token against its own key, as score ``place``, and write the key to the cache.
 
-    The other scores have fetched the cache lines that the key is spread over; fetching them only for it would take
-    long.
+    The key is spread over cache lines that the other scores have fetched; fetching them only for it would take long.
     """
     (head, num_heads), own, waiting = heads, newest.own, newest.waiting
     cleared = simd.shifted(own, cache.width * (1 + layout.MAX_WAITING))
     spread = simd.pointer(simd.address(cleared), cache.keys)
-    for i in range(0, cache.width * layout.LANES, layout.LANES):  # of what lies there, some might be no normal numbers
+    for i in range(0, cache.width * layout.LANES, layout.LANES):  # old contents may be NaN or denormal
         simd.store(cleared, i, simd.splat(F32(0.0)))
     for number in range(num_heads):
         mine = query_rows.of_head(scratch, number, apart, tall, cache.width)
@@ -232,9 +231,9 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
 def _attend_together(
     block, members, num_blocks, kv_heads, queries, q, heads, rotary, alone, window, cache, scratch, gates, out
 ):
-    """Attend for all rows of ``members`` query blocks, from ``block`` on; ``heads``: the first KV head and how many.
+    """Compute attention for ``members`` query blocks, starting at ``block``; ``kv_heads`` is (first head, number).
 
-    First all blocks meet the tiles that their sequences share, then each block its own tiles.
+    First all blocks attend to the tiles that their sequences share, then each block to its own tiles.
     """
     num_heads, head_dim, group = heads.num_heads, heads.head_dim, heads.num_heads // cache.num_kv_heads
     kv_head, num_kv_heads = kv_heads
@@ -282,9 +281,9 @@ def _attend_together(
 def attention(
     item, q, cache, queries, heads, rotary, alone, rows_q, most_rows, window, gates, most, most_heads, num_blocks, out
 ):
-    """Attend for up to ``most`` of ``num_blocks`` query blocks and ``most_heads`` KV heads.
+    """Compute attention for up to ``most`` of ``num_blocks`` query blocks and for ``most_heads`` KV heads.
 
-    ``rows_q`` begin ``layout.attention_scratch_floats`` for ``most_rows``.
+    ``rows_q`` points to ``layout.attention_scratch_floats`` words for ``most_rows`` rows.
     """
     shares, group = cache.num_kv_heads // most_heads, heads.num_heads // cache.num_kv_heads
     block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads

@@ -1,6 +1,6 @@
 """The two inner products of attention as tiles of accumulators in vector registers, emitted as LLVM IR.
 
-The element type of the pointers to queries and probabilities decides how they multiply; callers apply scales.
+The element type of the pointers to queries and probabilities decides how products are computed; callers apply scales.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit, s
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
 from batchgen.kernels.processor import has_wide_registers
 
-_MAX_SUMS = 4  # of 16 numbers, where a sum takes two of 16 registers, and factors need some
-# Where parts of a tile take turns: dimensions of keys, or positions of each chunk's values, that all of them meet
-# before the next, so that these wait in the first cache, and memory is read from several places at once.
+_MAX_SUMS = 4  # sums of 16 numbers if each takes two of 16 registers, and factors need some
+# If parts of a tile take turns: the dimensions of keys, or positions of each chunk's values, that all parts use before
+# the next ones. These stay in the first-level cache, and memory is read from several places at once.
 _DIMENSIONS, _POSITIONS = LANES, 8
-MAX_TOGETHER = 4  # query rows that are scored against several chunks at once
-ROW_COUNTS = (1, 2, 3, 4, MAX_QUERIES)  # of query rows, for each of which there are tiles that fit 32 vector registers
+MAX_TOGETHER = 4  # most query rows that are scored against several chunks at once
+ROW_COUNTS = (1, 2, 3, 4, MAX_QUERIES)  # heights of tiles, in query rows; all fit 32 vector registers
 
 
 def _vector_at(builder, base, index):
@@ -41,7 +41,7 @@ def _multiply(builder, paired, a, b, total):
 
 
 def _factors(builder, q, keys, places, d):
-    """Keys of dimension ``d`` (or of the pair from it on) at ``places``, each with the dimension of q that it meets."""
+    """[(vectors of keys at ``places``, dimension of q to multiply by)] for dimension ``d``, or for the pair from it."""
     if not emit.is_bf16(keys):
         return [([emit.load(builder, keys, place) for place in places], d)]
     pairs = [emit.load_whole_pairs(builder, keys, place, align=4) for place in places]
@@ -54,11 +54,11 @@ def _factors(builder, q, keys, places, d):
 def _turns(rows, columns, base):
     """A tile's rows and columns in parts whose sums fit the registers.
 
-    One or two rows wait for memory anyway, unless ``base`` points to integers: those stay together.
+    One or two rows stay one part, since they wait for memory anyway, unless ``base`` points to integers.
     """
     if has_wide_registers() or (rows <= 2 and not emit.is_int8(base)):
         return [(range(rows), range(columns))]
-    tall = min(rows, 4 if rows == MAX_QUERIES else 2)  # two by two leave the least to read, four by one to compute
+    tall = min(rows, 4 if rows == MAX_QUERIES else 2)  # 2 x 2 parts read the least, 4 x 1 compute the least
     wide = _MAX_SUMS // tall
     return [
         (range(r, min(r + tall, rows)), range(v, min(v + wide, columns)))
@@ -69,7 +69,7 @@ def _turns(rows, columns, base):
 
 @contextmanager
 def _part_of_tile(builder, turn, places):
-    """The sums of a part of a tile as variables in registers; before and after they are at ``places`` in memory."""
+    """Context with the sums of a part of a tile in registers, loaded from ``places`` and stored there at its end."""
     rows, columns = turn
     sums = {(r, v): cgutils.alloca_once(builder, emit.VECTOR) for r in rows for v in columns}
     for at, total in sums.items():
@@ -80,10 +80,10 @@ def _part_of_tile(builder, turn, places):
 
 
 def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, ahead, out, out_index):
-    """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
+    """Write the scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
 
     Chunks begin at ``starts`` in the keys; if there are several, memory ``ahead`` bytes after them is prefetched. A
-    score is a sum over dimensions (or pairs of them) in order. Parts of a tile take turns, to read chunks side by side.
+    score is a sum over dimensions (or pairs of them) in order. Parts of a tile take turns, to read chunks in parallel.
     """
     unit = 2 if emit.is_bf16(keys) else 1  # dimensions that lie side by side
     starts = cgutils.unpack_tuple(builder, starts)
@@ -150,8 +150,8 @@ def _scores(vectors, row_counts):
 def _emit_values(builder, rows, vectors, weights, weight_index, chunks, some, width, out, out_index):
     """Add weighted values of some of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
-    ``some`` are the first and last chunk. A chunk is a pointer to its values [CHUNK, width] from the first vector on,
-    and the bytes to where few rows prefetch. Each chunk in turn adds two positions.
+    ``some`` is (first chunk, last chunk). A chunk is (pointer to its values [CHUNK, width], at the first vector; bytes
+    from there to what few rows prefetch). Each chunk in turn adds two positions.
     """
     some = cgutils.unpack_tuple(builder, some)
     chunks = [cgutils.unpack_tuple(builder, chunk) for chunk in cgutils.unpack_tuple(builder, chunks)]
@@ -173,7 +173,7 @@ def _emit_values(builder, rows, vectors, weights, weight_index, chunks, some, wi
 
 
 def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks, some, width):
-    """Add the weighted values at ``position`` of each chunk, and at the next."""
+    """Add the weighted values at ``position`` of each chunk and at the position after it."""
     rows, columns = turn
     at = builder.mul(position, width)
     then = builder.add(at, width)
@@ -206,7 +206,7 @@ _WHOLE, _IS_WHOLE = 8, has_wide_registers()  # vectors of 128 dimensions, and wh
 
 @jit
 def _wide_vectors(rows, vectors):
-    """Most vectors of values, of ``vectors``, in a tile of ``rows`` rows, so that its sums fit the registers.
+    """The number of vectors, of ``vectors``, in a tile of ``rows`` rows of values: its sums must fit the registers.
 
     One or two rows wait for memory, which is read faster in whole rows of 128 dimensions.
     """
@@ -216,7 +216,7 @@ def _wide_vectors(rows, vectors):
 
 
 def _values(widths):
-    """Function of the tiles of ``_emit_values``; ``widths`` maps each count of rows to a width in vectors."""
+    """A numba function for tiles of ``_emit_values``; ``widths`` maps each height in rows to a width in vectors."""
 
     @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
     def values(builder, rows, weights, weight_index, chunks, some, width, out, out_index):
@@ -236,10 +236,10 @@ _values_wide = _values({rows: _wide_vectors.py_func(rows, 4) for rows in ROW_COU
 
 @jit
 def score_chunks(rows, last, q, width, keys, starts, stride, ahead, out, to):
-    """Scores of up to ``MAX_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions up to ``last``.
+    """Score up to ``MAX_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions.
 
-    ``starts`` has the start of each chunk. Three or four queries meet two chunks at a time: the registers hold the
-    sums.
+    ``starts`` has the start of each chunk; chunks after number ``last`` may be left out. Three or four queries take two
+    chunks at a time, so that registers hold the sums.
     """
     if rows <= 2:
         _scores_of_four_chunks(rows, q, width, keys, starts, stride, ahead, out, to)
@@ -251,7 +251,7 @@ def score_chunks(rows, last, q, width, keys, starts, stride, ahead, out, to):
 
 @jit
 def score(rows, count, q, width, keys, at, pack, stride, out, to):
-    """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks."""
+    """Score ``rows`` queries against ``count`` positions of a block, and up to 31 more, which the caller masks."""
     j = 0
     while j < count:
         start = (at + j * pack,)
@@ -265,14 +265,14 @@ def score(rows, count, q, width, keys, at, pack, stride, out, to):
 
 @inline
 def _shifted(chunks, by):
-    """The pointers of four chunks ``by`` elements further on, each with its own bytes."""
+    """Four chunks with their pointers moved ``by`` elements; each keeps its bytes."""
     (a, e), (b, f), (c, g), (d, h) = chunks
     return (shifted(a, by), e), (shifted(b, by), f), (shifted(c, by), g), (shifted(d, by), h)
 
 
 @jit
 def accumulate(rows, weights, weight_index, chunks, some, width, out):
-    """``out[r, :width]`` plus the values of ``some`` of the ``chunks`` times ``weights[r]``; see ``_emit_values``."""
+    """Add the values of ``some`` of ``chunks``, times ``weights[r]``, to ``out[r, :width]``; see ``_emit_values``."""
     vectors = width // LANES
     step = _wide_vectors(rows, vectors)
     whole = vectors - vectors % step

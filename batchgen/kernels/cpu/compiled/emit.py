@@ -1,6 +1,6 @@
 """Operations on vectors of 16 float32, as functions that emit LLVM IR; ``simd`` makes them callable from numba.
 
-The element type of a pointer decides the conversion: 16-bit integers are bfloat16 bits, 8-bit ones become float32.
+A pointer's element type decides how elements become float32: 16-bit integers are bfloat16 bits, 8-bit ones numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batchgen.kernels.processor import has_bfloat16_pairs
 
 LOG2_E = 1.4426950408889634
 CACHE_LINE = 64  # bytes: how far one prefetch reaches
-# Whether the machine rounds to bfloat16 and multiplies pairs of them by itself.
+# Whether the processor has instructions that round to bfloat16 and multiply pairs of bfloat16.
 HAS_BF16 = has_bfloat16_pairs()
 
 FLOAT = ir.FloatType()
@@ -25,10 +25,10 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(INT, LANES)
 HALF_VECTOR = ir.VectorType(ir.IntType(16), LANES)
 BYTE_VECTOR = ir.VectorType(ir.IntType(8), LANES)
-_MAX = 127.0  # of an 8-bit integer; its negative is the least: -128 is not used
+_MAX = 127.0  # the largest 8-bit integer used; the smallest is -127, since -128 is not used
 
 
-class _BFloat(ir.Type):  # llvmlite does not have this one
+class _BFloat(ir.Type):  # llvmlite lacks this type
     """LLVM's ``bfloat``."""
 
     def _to_string(self) -> str:
@@ -42,7 +42,7 @@ class _BFloat(ir.Type):  # llvmlite does not have this one
 
 
 def number(value: int) -> ir.Constant:
-    """An int64."""
+    """An int64 constant."""
     return ir.Constant(ir.IntType(64), value)
 
 
@@ -52,14 +52,14 @@ def int_splat(value: int) -> ir.Constant:
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """The same 32 bits, a float or an integer, in every lane."""
+    """``scalar``, a float32 or an int32, in every lane."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
     return builder.shuffle_vector(first, undefined, int_splat(0))
 
 
 def call(builder: ir.IRBuilder, name: str, arguments: Sequence[ir.Value], result: ir.Type = VECTOR) -> ir.Value:
-    """A call of an LLVM intrinsic by its full name."""
+    """Call an LLVM intrinsic by its full name."""
     kind = ir.FunctionType(result, [a.type for a in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -81,7 +81,7 @@ def is_int8(pointer: ir.Value) -> bool:
 
 
 def _memory_form(pointer: ir.Value) -> tuple[ir.VectorType, str, int]:
-    """16 elements of a pointer: as a vector, its name in intrinsics, and the alignment of an element in bytes."""
+    """The vector type of 16 elements at a pointer, its name in intrinsics, and an element's alignment in bytes."""
     if is_int8(pointer):
         return BYTE_VECTOR, "v16i8", 1
     return (HALF_VECTOR, "v16i16", 2) if is_bf16(pointer) else (VECTOR, "v16f32", 4)
@@ -93,7 +93,7 @@ def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
 
 
 def narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Round to bfloat16, to nearest even; the result's bits."""
+    """Round to bfloat16 (to nearest, ties to even); returns the bits."""
     if HAS_BF16:
         kind = ir.VectorType(_BFloat(), LANES)
         return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", [value], kind), HALF_VECTOR)
@@ -112,39 +112,39 @@ def round_to_byte(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def _from_memory(builder: ir.IRBuilder, base: ir.Value, loaded: ir.Value) -> ir.Value:
-    """Float32 of 16 elements of ``base``."""
+    """Convert 16 elements that were loaded from ``base`` to float32."""
     if is_int8(base):
         return builder.sitofp(builder.sext(loaded, INT_VECTOR), VECTOR)
     return widen(builder, loaded) if is_bf16(base) else loaded
 
 
 def _to_memory(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> ir.Value:
-    """16 float32 rounded to the element type of ``base``."""
+    """Round 16 float32 to the element type of ``base``."""
     if is_int8(base):
         return round_to_byte(builder, value)
     return narrow(builder, value) if is_bf16(base) else value
 
 
 def _vector_at(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> tuple[ir.Value, int]:
-    """Pointer to the 16 elements from ``base[index]`` on, and their alignment in bytes."""
+    """Pointer to the 16 elements that start at ``base[index]``, and their alignment in bytes."""
     shape, _, align = _memory_form(base)
     return builder.bitcast(builder.gep(base, [index]), shape.as_pointer()), align
 
 
 def load(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
-    """16 consecutive elements from ``base[index]`` on, as float32."""
+    """The 16 elements that start at ``base[index]``, as float32."""
     at, align = _vector_at(builder, base, index)
     return _from_memory(builder, base, builder.load(at, align=align))
 
 
 def store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """Round 16 values to the element type and write them from ``base[index]`` on."""
+    """Round 16 values to the element type and write them, starting at ``base[index]``."""
     at, align = _vector_at(builder, base, index)
     builder.store(_to_memory(builder, base, value), at, align=align)
 
 
 def _emit_copy_in(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
-    """The first ``count`` (up to 16) elements from ``base[index]`` on as they are; zero in the other lanes."""
+    """The ``count`` (up to 16) elements that start at ``base[index]``, unconverted; zero in the other lanes."""
     at, align = _vector_at(builder, base, index)
     shape, name, _ = _memory_form(base)
     parts = [at, ir.Constant(INT, align), lane_mask(builder, count), ir.Constant(shape, None)]
@@ -152,26 +152,27 @@ def _emit_copy_in(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, count:
 
 
 def _emit_copy_out(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, elements: ir.Value, count: ir.Value) -> None:
-    """Write the first ``count`` (up to 16) of ``elements`` as they are from ``base[index]`` on."""
+    """Write the first ``count`` (up to 16) of ``elements``, unconverted, starting at ``base[index]``."""
     at, align = _vector_at(builder, base, index)
     parts = [elements, at, ir.Constant(INT, align), lane_mask(builder, count)]
     call(builder, f"llvm.masked.store.{_memory_form(base)[1]}.p0", parts, ir.VoidType())
 
 
 def load_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
-    """The first ``count`` (up to 16) elements from ``base[index]`` on; zero in the other lanes."""
+    """The ``count`` (up to 16) elements that start at ``base[index]``, as float32; zero in the other lanes."""
     return _from_memory(builder, base, _emit_copy_in(builder, base, index, count))
 
 
 def store_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value, count: ir.Value) -> None:
-    """As ``store``, the first ``count`` lanes only."""
+    """Like ``store``, but only for the first ``count`` lanes."""
     _emit_copy_out(builder, base, index, _to_memory(builder, base, value), count)
 
 
 def forbid(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, allowed: ir.Value, count: ir.Value) -> None:
-    """Set -inf in the first ``count`` elements from ``base[index]`` on if their bit in ``allowed`` is 0; NaN stays.
+    """Set -inf in the elements, starting at ``base[index]``, whose bit in ``allowed`` is 0; NaN stays.
 
-    The others keep their bits: a conversion to float32 and back would change the smallest numbers.
+    Of 16 elements only the first ``count`` are changed. Allowed ones keep their bits, which a conversion to float32 and
+    back may change for the smallest numbers.
     """
     shape, _, _ = _memory_form(base)
     lowest = ir.Constant(shape, [ir.Constant(shape.element, 0xFF80 if is_bf16(base) else -float("inf"))] * LANES)
@@ -190,7 +191,7 @@ def forbid(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, allowed: ir.V
 
 
 def round_like(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> ir.Value:
-    """Round every lane to the element type of ``base`` and back."""
+    """Round every lane to the element type of ``base``, then convert it back to float32."""
     return _from_memory(builder, base, _to_memory(builder, base, value))
 
 
@@ -201,7 +202,7 @@ def any_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def all_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """True if every lane of ``a`` equals its counterpart in ``b``, as no NaN does."""
+    """True if every lane of ``a`` equals its counterpart in ``b``; NaN equals nothing."""
     same = builder.fcmp_ordered("==", a, b)
     return call(builder, "llvm.vector.reduce.and.v16i1", [same], ir.IntType(1))
 
@@ -211,7 +212,7 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return call(builder, "llvm.fma.v16f32", [a, b, c])
 
 
-# Taylor coefficients of 2**f, the highest first: good to float32 for |f| <= 1/2, and the last five to bfloat16.
+# Taylor coefficients of 2**f, highest power first: accurate to float32 for |f| <= 1/2; five suffice for bfloat16.
 _POWERS_OF_2 = (
     1.5252733804059840e-5,
     1.5403530393381609e-4,
@@ -227,11 +228,11 @@ _POWERS_OF_2 = (
 def exp2(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
     """2**x, to about one unit in the last place of float32, or of bfloat16 if ``base`` points to bfloat16.
 
-    0 below -126 (denormal numbers would make products thirty times slower), 2**127 above 127; NaN stays NaN. x = n + f
-    with |f| <= 1/2, then a polynomial in f.
+    The result is 0 below -126 (denormal numbers would make products thirty times slower) and 2**127 above 127; NaN
+    stays NaN. With x = n + f and |f| <= 1/2, it is 2**n times a polynomial in f.
     """
     low, high = (splat(builder, ir.Constant(FLOAT, bound)) for bound in (-126.0, 127.0))
-    is_low = builder.fcmp_ordered("<", x, low)  # an instruction each, as x86's max and min pass NaN on
+    is_low = builder.fcmp_ordered("<", x, low)  # min and max below are comparisons, so that NaN stays NaN
     x = builder.select(is_low, low, x)
     x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
     n = call(builder, "llvm.rint.v16f32", [x])
@@ -246,7 +247,7 @@ def exp2(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def exp(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
-    """e**x, as ``exp2``; in float32 off by up to a hundred units in the last place at |x| = 80."""
+    """e**x by ``exp2``; in float32 the error reaches a hundred units in the last place at |x| = 80."""
     log2_e = ir.Constant(FLOAT, float(np.float32(LOG2_E)))
     return exp2(builder, base, builder.fmul(x, splat(builder, log2_e)))
 
@@ -269,7 +270,7 @@ _PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
 def load_pairs(
     builder: ir.IRBuilder, base: ir.Value, first: ir.Value, second: ir.Value, vectors: int
 ) -> list[ir.Value]:
-    """Bfloat16 elements from ``base[first]`` and ``base[second]`` on, side by side: 16 pairs in each vector."""
+    """16 pairs per vector of bfloat16 from two rows, which start at ``base[first]`` and ``base[second]``."""
     wide = 2 if vectors % 2 == 0 else 1
     shape = ir.VectorType(ir.IntType(16), wide * LANES)
     pairs = []
@@ -301,32 +302,32 @@ def scalar_as_float(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> i
 
 
 def dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
-    """``total`` plus, in every lane, the sum of the products of its two pairs; needs ``HAS_BF16``."""
+    """``total`` plus, in every lane, the dot product of a pair of ``a`` and a pair of ``b``; needs ``HAS_BF16``."""
     kind = ir.VectorType(_BFloat(), 2 * LANES)
     pairs = [builder.bitcast(v, kind) for v in (a, b)]
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", [total, *pairs])
 
 
 def load_whole_pairs(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, align: int) -> ir.Value:
-    """16 neighbouring pairs of bfloat16 from ``base[index]`` on, which lies at a multiple of ``align`` bytes."""
+    """The 16 pairs of bfloat16 that start at ``base[index]``, whose address is a multiple of ``align`` bytes."""
     return builder.load(builder.bitcast(builder.gep(base, [index]), _PAIRS.as_pointer()), align=align)
 
 
 def widen_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The first and the second of 16 pairs of bfloat16, as float32."""
+    """The first and the second elements of 16 pairs of bfloat16, as two vectors of float32."""
     both = builder.bitcast(pairs, INT_VECTOR)
     first, second = builder.shl(both, int_splat(16)), builder.and_(both, int_splat(-(1 << 16)))
     return builder.bitcast(first, VECTOR), builder.bitcast(second, VECTOR)
 
 
 def pair_of(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
-    """32 float32 in two vectors, rounded to bfloat16, as pairs of neighbours; needs ``HAS_BF16``."""
+    """Round two vectors of float32 to bfloat16; returns 16 pairs of neighbours. Needs ``HAS_BF16``."""
     kind = ir.VectorType(_BFloat(), 2 * LANES)
     return builder.bitcast(call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", [second, first], kind), _PAIRS)
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) -> None:
-    """IR that asks for the cache line at an integer address, to be read soon; 3 is the first cache, 2 the second."""
+    """Prefetch the cache line at an integer address; ``closeness`` 3 is the first-level cache, 2 the second."""
     flags = [ir.Constant(INT, flag) for flag in (0, closeness, 1)]  # read, how close, data
     where = builder.inttoptr(address, ir.IntType(8).as_pointer())
     call(builder, "llvm.prefetch.p0", [where, *flags], ir.VoidType())

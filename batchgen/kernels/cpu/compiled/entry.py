@@ -1,6 +1,6 @@
-"""The C function that a launch calls: it takes items, and calls a kernel's function for each of them.
+"""The C function that a launch calls: it takes items and calls a kernel's function for each of them.
 
-A kernel is a function of an item and of its own arguments by name; ``kernel`` declares types other than integers.
+A kernel's function takes an item and named arguments; ``kernel`` declares the types of those that are not integers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from batchgen.kernels.cpu.compiled import emit, simd
 from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, NUM_ITEMS, NUM_WORKERS
 
-# Types of arguments: an element type for a pointer to such elements (may be 0), ``FLOAT``, or one of these classes.
-FLOAT = types.float32  # given by its bits
+# Types of arguments: an element type (for a pointer to elements, or 0), ``FLOAT``, or one of the classes below.
+FLOAT = types.float32  # passed as its bits
 
 
 @dataclass(frozen=True)
 class OfKind:
-    """A pointer to elements of the type at ``index`` in the kind's element types."""
+    """A pointer whose element type is number ``index`` of the kind's element types."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Own:
-    """A pointer to the worker's own part of scratch memory: an address, then the bytes of a part."""
+    """A pointer to the worker's part of scratch memory, passed as two words: its address and the bytes per part."""
 
     element: Any
 
@@ -42,7 +42,7 @@ class Group:
     """Several arguments as one named tuple; ``pointers`` are the types of arguments that are not integers."""
 
     def __init__(self, name: str, fields: str, **pointers: Any) -> None:
-        self.made: Any = namedtuple(name, fields)  # type: ignore[misc]  # mypy knows none that is made at run time
+        self.made: Any = namedtuple(name, fields)  # type: ignore[misc]  # mypy does not know types made at run time
         self.fields = [pointers.get(field, simd.I64) for field in fields.split()]
 
 
@@ -52,14 +52,14 @@ DTYPE, STORED = OfKind(0), OfKind(1)  # the model's type, and the stored type th
 
 @dataclass(frozen=True)
 class ItemKernel:
-    """A function of an item and arguments of these types; ``is_last_first``: items are taken from the last on."""
+    """A kernel's function and the types of its arguments; ``is_last_first``: it takes items from last to first."""
 
     function: Any
     parameters: list[Any]
     is_last_first: bool = False
 
     def entry(self, element_types: tuple[Any, ...]) -> Callable[[Any], None]:
-        """The function of a launch's words, for a kind with these element types."""
+        """A function of a launch's words that runs the kernel on elements of these types."""
         called, is_last_first, unpack = self.function, self.is_last_first, _unpacking(self.parameters, element_types)
 
         def kernel(args: Any) -> None:
@@ -75,7 +75,7 @@ class ItemKernel:
 
 
 def kernel(**pointers: Any) -> Callable[[Callable[..., None]], ItemKernel]:
-    """Decorator of a kernel; ``pointers`` are the types of arguments that are not integers."""
+    """Decorator that makes an ``ItemKernel``; ``pointers`` are the types of arguments that are not integers."""
 
     def decorate(function: Callable[..., None]) -> ItemKernel:
         _, *names = inspect.signature(function).parameters
@@ -86,12 +86,12 @@ def kernel(**pointers: Any) -> Callable[[Callable[..., None]], ItemKernel]:
 
 
 def last_first(kernel: ItemKernel) -> ItemKernel:
-    """Decorator of a kernel whose items are taken from the last on."""
+    """Decorator for a kernel that takes its items from last to first."""
     return replace(kernel, is_last_first=True)
 
 
 def _unpacking(parameters: list[Any], element_types: tuple[Any, ...]) -> Any:
-    """Function of a launch's words and a worker's number that returns a kernel's arguments, a tuple."""
+    """A numba function that turns a launch's words and a worker's number into the tuple of a kernel's arguments."""
 
     def typed(parameter: Any) -> Any:
         if isinstance(parameter, Group):

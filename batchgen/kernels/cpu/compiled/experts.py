@@ -1,6 +1,6 @@
 """Experts: the routing of tokens, the sorting of rows by expert, and the weighted sum of outputs.
 
-Only memory holds an expert's number of rows, so launches are the same for each batch of as many rows and can repeat.
+The number of rows per expert is only in memory: launches depend only on the number of rows, and can be replayed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ROUTING = Group("Routing", "is_softmax is_normalized eps scale", eps=FLOAT, scal
 
 @kernel(x=DTYPE, bias=F32, ids=np.int32, weights=F32, sums=Own(F32), routing=ROUTING)
 def route(item, x, packed, strip_size, bias, ids, weights, sums, rows, width, experts, active, routing):
-    """Ids and weights [rows, active] of x [rows, width]; an item is a tile's number of rows.
+    """Write experts' ids and weights [rows, active] for x [rows, width]; an item is up to ``MAX_ROWS`` rows.
 
-    ``packed`` is the address of a float32 ``linear.PackedWeight``, ``bias`` [experts] may be missing, ``sums`` begin
-    ``layout.routing_scratch_floats``. See ``interface.Routing``.
+    ``packed`` is the address of a float32 ``linear.PackedWeight``; ``bias`` [experts] may be 0; ``sums`` points to
+    ``layout.routing_scratch_floats`` words. See ``interface.Routing``.
     """
     num_items, num_panels = -(-rows // MAX_ROWS), -(-experts // TILE_COLUMNS)
     scores = simd.shifted(sums, num_panels * SUMS)
@@ -50,7 +50,7 @@ def _load_logits(logits, expert):
 
 @simd.jit
 def _score(logits, num_experts, is_softmax, scores):
-    """Scores of one row, softmax or sigmoid, from logits in tiles of sums."""
+    """Write the scores of one row (softmax or sigmoid) to ``scores``, from logits in tiles of sums."""
     zero, one, lowest = simd.splat(F32(0.0)), simd.splat(F32(1.0)), simd.splat(F32(-np.inf))
     best, total = lowest, zero
     if is_softmax:
@@ -83,7 +83,7 @@ def _choose(scores, bias, num_experts, num_active, ids, weights):
         for expert in range(num_experts):
             if ranks[expert] > best or (chosen < 0 and not math.isnan(ranks[expert])):
                 best, chosen = ranks[expert], expert
-        ranks[chosen] = F32(np.nan)  # larger than nothing, so it is not chosen again
+        ranks[chosen] = F32(np.nan)  # NaN is never larger, so this expert is not chosen again
     total, at = F32(0.0), 0
     for expert in range(num_experts):
         if math.isnan(ranks[expert]):
@@ -95,10 +95,10 @@ def _choose(scores, bias, num_experts, num_active, ids, weights):
 
 @kernel(ids=np.int32, segments=np.int64, source=np.int64, place=np.int64, counts=np.int64)
 def sort(_, ids, segments, source, place, counts, rows, num_active, num_experts):
-    """Sort the (row, expert) pairs of ids [rows, active] by expert; all of it is one item.
+    """Sort the (row, expert) pairs of ids [rows, active] by expert, as one item.
 
-    ``source`` [pairs] is the row of each sorted pair, ``place`` [rows, active] the place of each pair. ``counts``
-    [experts] is scratch memory. For what ``segments`` are, see ``linear.Experts``.
+    ``source`` [pairs] gets the row of each sorted pair, ``place`` [rows, active] the sorted position of each pair.
+    ``counts`` [experts] is scratch memory. ``segments`` is as in ``linear.Experts``.
     """
     for expert in range(num_experts):
         counts[expert] = 0
@@ -126,7 +126,7 @@ def sort(_, ids, segments, source, place, counts, rows, num_active, num_experts)
 def add_up(item, parts, place, weights, residual, out, rows, width, num_active):
     """``out = residual + sum of weight * part``, summed in float32 in the order of a row's pairs, rounded once.
 
-    Parts [pairs, width], their place and weights [rows, active], residual and out [rows, width].
+    Shapes: parts [pairs, width], place and weights [rows, active], residual and out [rows, width].
     """
     for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
         for i in range(0, width, LANES):

@@ -1,6 +1,6 @@
 """Queries, keys and values of a token, head by head: normed, rotated, and written where attention reads them.
 
-``rope_and_cache`` calls it for prompts; ``attention``, for a sequence's only token, fetches the keys' lines anyway.
+``rope_and_cache`` does this for prompts, ``attention`` for a sequence's only token, whose keys' lines it reads anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROTARY = Group("Rotary", "cosines sines", cosines=F32, sines=F32)
 
 @simd.inline
 def _normed(x, at, count, weight, i, scale):
-    """A vector of a head from ``x[at]`` on: unchanged, or times ``scale`` and ``weight[i:]`` if there are weights."""
+    """The vector of a head at ``x[at]``: unchanged, or times ``scale`` and ``weight[i:]`` if there are weights."""
     v = simd.load_some(x, at, count)
     if simd.address(weight):
         v = simd.round_like(x, simd.mul(v, scale))
@@ -48,7 +48,7 @@ def _norm_and_rotate(x, start, weight, eps, rotary, angle, head_dim, head):
 
 @simd.inline
 def rotate_query(qkv, row, number, heads, rotary, angle, own, out, to):
-    """Query head ``number`` of the token whose ``qkv`` begin at ``row``, scaled, to ``out[to]``; zero up to the width.
+    """Write query head ``number`` of the token at ``qkv[row]``, scaled, to ``out[to]``; zero up to the width.
 
     ``angle`` is where the token's position begins in the tables; ``own`` is scratch memory.
     """
@@ -60,7 +60,7 @@ def rotate_query(qkv, row, number, heads, rotary, angle, own, out, to):
 
 @simd.inline
 def _scale_of(x, count):
-    """A 127th of the largest magnitude in ``x[:count]``; NaN if one is not finite."""
+    """The largest magnitude in ``x[:count]``, divided by 127; NaN if an element is not finite."""
     zero = simd.splat(F32(0.0))
     largest, spoilt = zero, zero
     for i in range(0, count, LANES):
@@ -72,7 +72,7 @@ def _scale_of(x, count):
 
 @simd.inline
 def _keep(head, head_dim, out, start, scales, place):
-    """Round one head's float32 values to the type of ``out``, over a scale if it has them; whether all are finite."""
+    """Round a head, divided by its scale if there are ``scales``, into ``out``; returns whether all are finite."""
     by, zero = simd.splat(F32(1.0)), simd.splat(F32(0.0))
     odd = zero
     if simd.address(scales):
@@ -97,13 +97,13 @@ def _fill(head, head_dim, value):
 
 @simd.inline
 def _rounded_keys(own, cache):
-    """Place of keys in the scratch memory ``own``, as the cache stores them, each ``width`` elements."""
+    """Pointer to the keys in scratch memory ``own``, ``width`` elements each, in the cache's type."""
     return simd.pointer(simd.address(own) + 4 * cache.width, cache.keys)
 
 
 @simd.inline
 def take_key_and_value(qkv, row, number, heads, rotary, angle, slot, own, waiting, cache):
-    """Cache the value of KV head ``number``; its key waits in scratch memory as ``waiting``; see ``rotate_query``."""
+    """Cache the value of KV head ``number``; put its key in scratch memory as key ``waiting``. See ``rotate_query``."""
     head_dim, width, scales = heads.head_dim, cache.width, cache.scales
     place, offset = slot // cache.block_size * cache.num_kv_heads + number, slot % cache.block_size
     start = row + (heads.num_heads + cache.num_kv_heads + number) * head_dim
@@ -122,9 +122,9 @@ def take_key_and_value(qkv, row, number, heads, rotary, angle, slot, own, waitin
 
 @simd.inline
 def scatter_keys(own, waiting, count, slots, number, head_dim, cache):
-    """``count`` keys of KV head ``number``, from ``waiting`` on, into their ``slots``, dimension by dimension.
+    """Copy ``count`` keys of KV head ``number``, from key ``waiting``, dimension by dimension to their ``slots``.
 
-    The dimensions that lie side by side are copied as one unit.
+    Dimensions that are adjacent in the cache are copied as one unit.
     """
     units, targets = simd.units(_rounded_keys(own, cache)), simd.units(cache.keys)
     apart, first = cache.width // cache.pack, 0

@@ -1,6 +1,6 @@
-"""Weights of 8 bits in a tile: read as numbers, or multiplied as integers. Emitted as LLVM IR.
+"""8-bit weights in a tile, read as numbers or multiplied as integers; emitted as LLVM IR.
 
-``layout.GROUP`` and ``layout.DOT_GROUP`` inputs share scales; products within a group of integers add up exactly.
+``layout.GROUP`` numbers or ``layout.DOT_GROUP`` integers share a scale; a group's integer products add up exactly.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from batchgen.kernels.cpu.layout import DOT_GROUP, DOT_GROUP_BYTES, GROUP, GROUP
 from batchgen.kernels.processor import cpu_features, has_matrix_unit
 
 _BYTE = ir.IntType(8)
-# A strip of numbers is, per group of 32 inputs, 16 float16 scales and bytes [16 pairs, 16 outputs, 2]; a number is
-# rounded to the type of the product. A strip of integers is, per group of 128 rotated inputs, 16 float32 scales and
+# A strip of numbers has, per group of 32 inputs, 16 float16 scales and bytes [16 pairs, 16 outputs, 2]; a number is
+# rounded to the type of the product. A strip of integers has, per group of 128 rotated inputs, 16 float32 scales and
 # bytes [16, 4] per four inputs, shifted to be positive if the machine multiplies unsigned by signed bytes; or [16, 2]
 # per two inputs if it cannot multiply bytes exactly and widens them to 16 bits.
 _SCALE_BYTES = 2 * LANES
@@ -27,7 +27,7 @@ def _at(builder, base, offset, kind):
 
 
 def emit_scales(builder, strip, group):
-    """The float32 scales of 16 outputs in a group of a strip of numbers."""
+    """The scales of 16 outputs in a group of a strip of numbers, as float32."""
     halves = ir.VectorType(ir.HalfType(), LANES)
     at = _at(builder, strip, builder.mul(group, emit.number(GROUP_BYTES)), halves)
     return builder.fpext(builder.load(at, align=_SCALE_BYTES), emit.VECTOR)
@@ -36,7 +36,7 @@ def emit_scales(builder, strip, group):
 def emit_numbers(builder, strip, group, pair, scales, x):
     """Weights of a pair of inputs for 16 outputs: a vector of pairs of bfloat16, or two of float32.
 
-    ``x`` points to the inputs that they are multiplied with, in the type to which they are rounded.
+    ``x`` points to the inputs; weights are rounded to its element type.
     """
     start = builder.add(builder.mul(group, emit.number(GROUP_BYTES)), emit.number(_SCALE_BYTES))
     at = builder.add(start, builder.mul(pair, emit.number(_PAIR_BYTES)))
@@ -59,7 +59,7 @@ def emit_numbers(builder, strip, group, pair, scales, x):
 
 
 def emit_unpack(builder, out, strip, groups, x):
-    """Write the numbers of ``groups`` groups of a strip to ``out``: [pairs, 16, 2] of bfloat16 or [inputs, 16]."""
+    """Write the numbers of ``groups`` groups of a strip to ``out``: bfloat16 [pairs, 16, 2] or [inputs, 16]."""
     with cgutils.for_range(builder, groups) as outer:
         scales = emit_scales(builder, strip, outer.index)
         with cgutils.for_range(builder, emit.number(GROUP // 2)) as inner:
@@ -73,19 +73,19 @@ def emit_unpack(builder, out, strip, groups, x):
 
 
 def _pair_up(builder, first, second):
-    """16 pairs of bfloat16, each of a number in ``first`` and its counterpart in ``second``, which are rounded."""
+    """``first`` and ``second``, rounded to bfloat16 and interleaved as 16 pairs."""
     lanes = [ir.Constant(emit.INT, lane) for i in range(LANES) for lane in (i, LANES + i)]
     mask = ir.Constant(ir.VectorType(emit.INT, 2 * LANES), lanes)
     return builder.shuffle_vector(emit.narrow(builder, first), emit.narrow(builder, second), mask)
 
 
 def adds_up():
-    """True if one instruction multiplies bytes and adds the products to a total, or tiles in memory take its place."""
+    """True if one instruction multiplies bytes and adds the products to a total, or tiles in memory emulate it."""
     return has_matrix_unit("int8") or not _ADDING.isdisjoint(cpu_features())
 
 
 def integer_type():
-    """The integer type of inputs to be multiplied: the products of 32 bits of them add up in a lane."""
+    """The integer type in which inputs are multiplied; a lane adds the products of 32 bits of inputs."""
     return _BYTE if adds_up() else ir.IntType(16)
 
 
@@ -94,7 +94,7 @@ def _in_a_lane():
 
 
 def emit_dot(builder, weights, inputs, total):
-    """``total`` plus, for 16 outputs, the sum of the products in a lane: integers of ``integer_type``.
+    """``total`` plus, in each of 16 lanes, the sum of the lane's products of integers of ``integer_type``.
 
     Both factors are vectors of 64 bytes; if ``weights`` are unsigned, ``inputs`` are signed.
     """
@@ -121,7 +121,7 @@ def emit_dot(builder, weights, inputs, total):
 
 
 def emit_byte_products(builder, weights, inputs, total):
-    """``emit_dot`` of unsigned and signed bytes, four in each lane of int32, without an instruction for it."""
+    """``emit_dot`` of unsigned weights and signed inputs, four bytes per int32 lane, without a special instruction."""
     for place in range(0, 32, 8):
         of_weight = builder.and_(builder.lshr(weights, emit.int_splat(place)), emit.int_splat(0xFF))
         of_input = builder.ashr(builder.shl(inputs, emit.int_splat(24 - place)), emit.int_splat(24))
@@ -130,7 +130,7 @@ def emit_byte_products(builder, weights, inputs, total):
 
 
 def _in_parts(builder, parts, name, vectors):
-    """An instruction of smaller registers for each part of ``vectors``; the int32 results side by side."""
+    """Call an instruction for smaller registers on each part of ``vectors``; returns the int32 results, joined."""
     sums = []
     for part in range(parts):
         taken = []
@@ -152,17 +152,17 @@ def _joined(builder, a, b):
 
 
 def _emit_weights(builder, strip, at):
-    """The bytes of 16 outputs that fill a lane each, in ``integer_type``."""
+    """The weights of 16 outputs, one lane each, in ``integer_type``."""
     count = _in_a_lane() * LANES
     weights = builder.load(_at(builder, strip, at, ir.VectorType(_BYTE, count)), align=count)
     return weights if adds_up() else builder.sext(weights, ir.VectorType(integer_type(), count))
 
 
 def _emit_group_sums(builder, sums, values, start, strip, base, steps, done, prefetch):
-    """Add the products of a group to ``sums`` {(row, strip): int32 vector}: ``steps`` of 8 inputs after ``done``.
+    """Add a group's products to ``sums`` {(row, strip): int32 vector}, in ``steps`` steps of 8 inputs.
 
-    ``start`` are the places of the rows' integers in ``values``; ``base`` is the place of the weights, after their
-    scales.
+    ``start`` are the indices of the rows' integers in ``values``; ``base`` is the offset of the group's weights in a
+    strip, after their scales. ``done`` steps of earlier groups come first.
     """
     together = _in_a_lane()
 
@@ -194,7 +194,7 @@ def emit_integer_sums(builder, totals, x, first_row, strip, groups, num_steps, p
     """Add the products of rows with strips to ``totals`` {(row, strip): vector}, group by group in float32.
 
     ``x`` is (integers [rows, groups * 128], float32 scales [rows, groups], int32 [rows, groups] that cancel the shift
-    of weights). Of ``num_steps`` steps of 8 inputs, each calls ``prefetch`` with its number; padding is left out.
+    of weights). Each of ``num_steps`` steps of 8 inputs calls ``prefetch`` with its number; padding is left out.
     """
     values, scales, shifts = x
     rows = 1 + max(r for r, _ in totals)

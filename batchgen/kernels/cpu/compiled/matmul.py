@@ -1,4 +1,4 @@
-"""Linears in panels of weights: tiles of rows by four strips of outputs, and the use of their sums."""
+"""Linears over panels of weights: products of tiles of rows with four strips, and outputs from their sums."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from batchgen.kernels.cpu.compiled.simd import BYTES, F32
 
 SUMS = layout.MAX_ROWS * layout.TILE_COLUMNS  # float32 words of scratch a worker needs
 HALF = layout.TILE_COLUMNS // 2
-# Pointers, of which bias, residual, scales, shifts and segments may be missing, and sizes. ``sums`` are a worker's own.
-# Weights are those that are multiplied; with ``segments`` (see ``linear.Experts``) their addresses stand there.
+# Pointers (bias, residual, scales, shifts and segments may be 0) and sizes. ``sums`` is a worker's own memory. With
+# ``segments`` (see ``linear.Experts``), ``weights`` points to the addresses of the experts' weights.
 PRODUCT = Group(
     "Product",
     "x bias residual out weights sums rows inputs width is_gated groups num_panels stride strip_size panel_bytes steps"
@@ -25,7 +25,7 @@ PRODUCT = Group(
 
 @simd.jit
 def _finish_gated(product, sums, rows, first, column):
-    """``silu(gate) * up`` (or gelu) of a panel of 32 gates and ups into ``out[first + r, column : column + 32]``."""
+    """Write ``silu(gate) * up`` (or gelu) of a panel's 32 gates and ups to ``out[first + r, column : column + 32]``."""
     out, width = product.out, product.width
     for r in range(rows):
         at = (first + r) * width + column
@@ -40,7 +40,7 @@ def _finish_gated(product, sums, rows, first, column):
 
 @simd.jit
 def _finish(product, sums, rows, first, column):
-    """Sums, plus bias and residual, rounded once, into ``out[first + r, column : column + 64]``."""
+    """Write sums plus bias and residual, rounded once, to ``out[first + r, column : column + 64]``."""
     bias, residual, out, width = product.bias, product.residual, product.out, product.width
     for r in range(rows):
         at = (first + r) * width + column
@@ -56,7 +56,7 @@ def _finish(product, sums, rows, first, column):
 
 @simd.inline
 def finish_tile(product, sums, rows, first, column):
-    """Write the outputs of rows and of the panel that begins at ``column``, from their sums."""
+    """Write the outputs of rows, in the panel that begins at ``column``, from their sums."""
     if product.is_gated:
         _finish_gated(product, sums, rows, first, column)
     else:
@@ -65,10 +65,10 @@ def finish_tile(product, sums, rows, first, column):
 
 @simd.jit
 def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
-    """(address, bytes per step) from which a tile of ``steps`` steps prefetches.
+    """(address, bytes per step) of the prefetches in a tile's ``steps`` steps.
 
     The last ``num_fetching`` tiles (this is number ``turn``) prefetch the panel that this thread most likely multiplies
-    next, late, so that the cache still has it then. The others prefetch lines that are in the cache, which is free.
+    next: late, so that it is still cached then. The others prefetch lines that the cache holds, which costs nothing.
     """
     if turn < 0 or num_fetching == 0:
         return here, 0
@@ -78,9 +78,9 @@ def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
 
 @simd.inline
 def group_of(product, number):
-    """(first row, end, address of the weights) of a group: a share of all rows, or those that meet one expert.
+    """(first row, end, address of the weights) of a group: a share of all rows, or the rows of one expert.
 
-    If rows meet fewer experts than there are groups, the other groups are empty.
+    If rows use fewer experts than there are groups, the other groups are empty.
     """
     num_rows, segments = product.rows, product.segments
     weights = simd.address(product.weights)
@@ -97,7 +97,7 @@ def group_of(product, number):
 @simd.inline
 def following_panel(product, item):
     """The address of the panel that this worker most likely multiplies next."""
-    last = item // product.num_panels + 1  # shares have workers of their own
+    last = item // product.num_panels + 1  # each share has its own workers
     if simd.address(product.segments):
         last = product.segments[0]
     item = min(item + product.stride, last * product.num_panels - 1)
@@ -116,7 +116,7 @@ def _multiply_panel(item, product, x):
     finish = tiles.GATE if product.is_gated else (tiles.ADD if simd.address(product.residual) else tiles.STORE)
     if width - column < columns or simd.address(product.bias) or not tiles.ALL_STRIPS:
         finish = tiles.TO_SUMS
-    if product.is_gated == layout.GATED_BY_GELU:  # which tiles do not know
+    if product.is_gated == layout.GATED_BY_GELU:  # tiles only compute silu
         finish = tiles.TO_SUMS
     how, w = (finish, product.sums, product.residual), simd.pointer(here, product.weights)
     for tile in range(num_tiles):
@@ -131,7 +131,7 @@ def _multiply_panel(item, product, x):
 
 @kernel(product=PRODUCT)
 def matmul(item, product):
-    """The product with weights of type ``STORED``, read as numbers; with bytes, for one or two rows only."""
+    """The product with weights of type ``STORED``, read as numbers; if they are bytes, for one or two rows only."""
     _multiply_panel(item, product, product.x)
 
 
@@ -144,7 +144,7 @@ def multiply_integers(item, product):
 
 @kernel(product=PRODUCT)
 def matmul_integers(item, product):
-    """The product of integers."""
+    """The product of integers by vector instructions."""
     multiply_integers(item, product)
 
 

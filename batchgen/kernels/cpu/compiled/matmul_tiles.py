@@ -1,6 +1,6 @@
 """The inner product of a linear: a tile of accumulators in vector registers, emitted as LLVM IR.
 
-Sums are float32 in order of the inputs, whatever the number of rows: so a row has the same bits in every product.
+Sums are float32 and add inputs in order, for any number of rows, so a row has the same bits in every product.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from batchgen.kernels.cpu.layout import (
 )
 from batchgen.kernels.processor import has_wide_registers
 
-_SEGMENT = 128  # pairs of inputs: a divisor of the pairs in each part in which weights are unpacked
-_LEAD = 1024  # bytes: how far ahead one or two rows prefetch weights
+_SEGMENT = 128  # pairs of inputs that are summed separately; it divides the pairs of weights unpacked at once
+_LEAD = 1024  # bytes between the weights in use and those that tiles of one or two rows prefetch
 
-# How a tile ends: float32 sums that the caller finishes; rounded into ``out``, with ``residual`` added or without; or,
-# where the first two strips are gates and the others what they gate, ``silu(gate) * up``. ``MORE_SUMS`` begins and ends
-# with the sums, to continue with later inputs.
+# What becomes of a tile's sums: TO_SUMS stores them as float32 for the caller; STORE rounds them into ``out``; ADD adds
+# ``residual`` first; GATE stores ``silu(gate) * up``, for two strips of gates and two of ups. MORE_SUMS is TO_SUMS that
+# starts from the stored sums, to add later inputs.
 TO_SUMS, STORE, ADD, GATE, MORE_SUMS = range(5)
-# 32 registers of 16 numbers hold the sums of all strips. Elsewhere strips take turns, and tiles can only end in sums.
+# 32 registers of 16 numbers hold the sums of all strips. With fewer, strips take turns and only sums can be stored.
 ALL_STRIPS = has_wide_registers()
 
 
 def strips_at_once(rows):
-    """Strips whose sums, for ``rows`` rows, fit the registers together with the factors."""
+    """The number of strips whose sums for ``rows`` rows fit the registers together with the factors."""
     if ALL_STRIPS or rows == 1:
         return STRIPS
     return 2 if rows <= 3 else 1
@@ -46,8 +46,8 @@ def strips_at_once(rows):
 
 @contextmanager
 def _each_pair(builder, weight, strip, first, pairs):
-    """Loop over pairs of inputs from ``first`` on; gives a pair's number and, of weights of 8 bits, (group, number in
-    it, scales)."""
+    """Loop over ``pairs`` pairs of inputs, starting at ``first``; yields a pair's number and (group, number in the
+    group, scales) for 8-bit weights, else None."""
     if not _is_bytes(weight):
         with cgutils.for_range(builder, pairs) as loop:
             yield builder.add(first, loop.index), None
@@ -66,7 +66,7 @@ def _is_bytes(weight):
 
 
 def _emit_factors(builder, x, weight, row, strip, pair, group):
-    """Functions that load the factors of a pair of inputs for a row, and for a strip: one or two vectors in order."""
+    """Two functions, for a row and for a strip, that load the factors of a pair of inputs: one or two vectors."""
     at, first = builder.mul(pair, emit.number(2 * LANES)), builder.mul(pair, emit.number(2))
     second = builder.add(first, emit.number(1))
     paired = emit.is_bf16(x) and emit.HAS_BF16 and weight.type.pointee != emit.FLOAT
@@ -89,10 +89,10 @@ def _emit_factors(builder, x, weight, row, strip, pair, group):
 
 
 def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, step):
-    """Prefetch weights into the second cache, in step ``index`` of a tile, which reads ``step_bytes`` of each strip.
+    """Prefetch weights into the second-level cache in step ``index`` of a tile; a step reads ``step_bytes`` per strip.
 
-    One or two rows only wait for their weights: they prefetch each strip a little ahead. More rows prefetch from the
-    address ``ahead``, ``step`` bytes a step: one per strip would take too many registers; lines may come twice.
+    A tile of one or two rows only waits for weights, so it prefetches each strip ``_LEAD`` bytes early. A taller tile
+    prefetches from ``ahead``, ``step`` bytes per step: an address per strip takes too many registers. Lines may repeat.
     """
     if rows <= 2:
         lead = builder.add(builder.mul(index, emit.number(step_bytes)), emit.number(_LEAD))
@@ -111,8 +111,8 @@ def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, ste
 def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, prefetch):
     """Add the products of rows of x with the neighbouring strips ``strip`` to ``totals`` {(row, strip): vector}.
 
-    A strip is [pairs, 16, 2] of bfloat16, [inputs, 16] of float32, or bytes as in ``int8``. In float32, sums of
-    ``_SEGMENT`` pairs are added up: the error of one long sum would grow with its number of roundings.
+    A strip is [pairs, 16, 2] of bfloat16, [inputs, 16] of float32, or bytes as in ``int8``. For float32 x, every
+    ``_SEGMENT`` pairs are summed separately, since the error of one long sum would grow with its roundings.
     """
     rows = 1 + max(r for r, _ in totals)
     row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, emit.number(r)))]) for r in range(rows)]
@@ -213,23 +213,23 @@ def _multiply(
                 _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, steps, prefetch)
             _emit_end(builder, totals, first, out, out_index, out_stride, how)
 
-    most = 2 if _is_bytes(weight) and not is_integer else MAX_ROWS  # more rows multiply with numbers once unpacked
+    most = 2 if _is_bytes(weight) and not is_integer else MAX_ROWS  # more rows are multiplied by unpacked numbers
     emit.switch(builder, rows, range(1, most + 1), tile)
 
 
 @jit
 def multiply(rows, x, x_index, x_stride, weight, strip_size, steps, out, out_index, out_stride, how, ahead, step):
-    """The products of up to ``MAX_ROWS`` rows; ``how`` is (finish, sums, residual), ``strip_size`` between strips.
+    """Multiply up to ``MAX_ROWS`` rows by a panel; ``how`` is (finish, sums, residual).
 
-    ``x`` points to rows ``x_stride`` apart, in ``steps`` pairs of inputs, or is a tuple as in ``emit_integer_sums``, in
-    steps of 8. For ``ahead`` and ``step`` see ``_emit_ahead``.
+    ``x`` points to rows, ``x_stride`` elements apart, of ``steps`` pairs of inputs, or is a tuple as in
+    ``emit_integer_sums`` with steps of 8 inputs. Strips are ``strip_size`` apart. See ``_emit_ahead`` for the rest.
     """
     _multiply(rows, x, x_index, x_stride, weight, strip_size, steps, out, out_index, out_stride, how, ahead, step)
 
 
 @emitted(types.void, ANY, ANY, I64, I64, I64, ANY)
 def unpack(builder, out, weight, strip_size, first_group, groups, x):
-    """Write the numbers of a panel's groups from ``first_group`` on, as [strips, ...] for ``multiply``."""
+    """Unpack a panel's ``groups`` groups, starting at ``first_group``, to ``out`` [strips, ...] for ``multiply``."""
     with cgutils.for_range(builder, emit.number(STRIPS)) as loop:
         start = builder.add(builder.mul(strip_size, loop.index), builder.mul(first_group, emit.number(GROUP_BYTES)))
         size = builder.mul(groups, emit.number(GROUP * LANES))

@@ -1,4 +1,4 @@
-"""The two inner products of attention by vectors or, for queries of type ``simd.TILED``, by tiles of a matrix unit.
+"""The two inner products of attention on vectors or, for queries of type ``simd.TILED``, on tiles of a matrix unit.
 
 Tiles add 32 dimensions or positions at once, in order: a row's bits do not depend on the other rows of a tile.
 """
@@ -24,21 +24,21 @@ from batchgen.kernels.cpu.layout import (
 
 _COLUMNS = 2 * LANES  # positions or dimensions that are multiplied side by side
 _LOG2_E = np.float32(emit.LOG2_E)
-_MIN_RESULT = np.float32(2.0**-126)  # tiles take smaller numbers as zeros
+_MIN_RESULT = np.float32(2.0**-126)  # tiles treat smaller numbers as zeros
 
 
 @simd.chosen
 def rows_at_once(q):
-    """Most query rows that meet a key at once."""
+    """The most query rows that one product takes."""
     most = TILE_ROWS if simd.is_tiled(q) else MAX_QUERIES
     return lambda q: most
 
 
 @simd.chosen
 def least_result(q):
-    """The least magnitude of a result; smaller ones are zero.
+    """The least magnitude of a result; smaller results become zero.
 
-    Whether tiles have taken one as zero before its last step may depend on the other rows.
+    Otherwise other rows could decide whether tiles have treated a sum as zero before its last step.
     """
     least = _MIN_RESULT if simd.is_tiled(q) else F32(0.0)
     return lambda q: least
@@ -56,7 +56,7 @@ def begin(q, state, rows):
 
 @simd.chosen
 def end(q):
-    """Give back what ``begin`` took."""
+    """Release the tiles that ``begin`` configured."""
 
     def release(q):
         tiles.release()
@@ -107,7 +107,7 @@ def accumulate(state, copies, rows, weights, weight_index, chunks, some, width, 
 
 @simd.jit
 def _score(state, rows, count, q, width, keys, stride, ahead, out, to):
-    """Scores against ``count`` positions from the pointer ``keys`` on; what lies ``ahead`` bytes further is fetched."""
+    """Score against the ``count`` positions that start at ``keys``; prefetch memory ``ahead`` bytes later, unless 0."""
     apart, to_base_2 = (2 * LANES, 2 * stride * TILE_ROWS, 2 * stride), simd.splat(_LOG2_E)
     lines = 2 * TILE_ROWS if ahead else 0
     for j in range(0, count, _COLUMNS):
@@ -121,7 +121,7 @@ def _score(state, rows, count, q, width, keys, stride, ahead, out, to):
 
 @emitted(types.void, ANY, ANY, I64, I64, ANY)
 def _pair_up(builder, chunks, some, width, is_few, out):
-    """Values of some chunks, [CHUNK, width], as [pairs of positions, width, 2] each; few rows fetch what comes next."""
+    """Write the values of some chunks [CHUNK, width] as [pairs of positions, width, 2]; few rows prefetch the next."""
     first, last = cgutils.unpack_tuple(builder, some)
     for c, chunk in enumerate(cgutils.unpack_tuple(builder, chunks)):
         base, ahead = cgutils.unpack_tuple(builder, chunk)
@@ -145,7 +145,7 @@ def _pair_up(builder, chunks, some, width, is_few, out):
 
 @simd.jit
 def _accumulate(state, copies, rows, weights, weight_index, chunks, some, width, out):
-    """Sums of weighted values; pairs of values follow the copies, which take half of the scratch memory."""
+    """Add weighted values to ``out``; pairs of values are stored after the copies, which take half of their memory."""
     (first, last), pairs = some, simd.shifted(copies, NUM_STREAMS * CHUNK * width)
     _pair_up(chunks, some, width, np.int64(rows <= vectors.MAX_TOGETHER), pairs)
     apart, steps = (2 * LANES, CHUNK * width, 2 * width), min(last + 1, NUM_STREAMS) - first

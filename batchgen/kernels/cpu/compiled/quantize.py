@@ -1,6 +1,6 @@
-"""Rotated inputs of products as 8-bit integers: the same bits as ``quantize.quantize_rows``.
+"""Rotates inputs of products and rounds them to 8-bit integers: the same bits as ``quantize.quantize_rows``.
 
-A group of 128 inputs stays in registers; lanes are added to permuted lanes times ones and minus ones.
+A group of 128 inputs stays in registers; within a vector, lanes times 1 or -1 are added to permuted lanes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _lanes(values):
 
 
 def emit_hadamard(builder, vectors):
-    """``quantize.hadamard`` of the numbers in several vectors, a power of two."""
+    """``quantize.hadamard`` over all lanes of ``vectors``, whose number is a power of two."""
     mixed, half = list(vectors), len(vectors) // 2
     while half:
         for i in range(len(mixed)):
@@ -47,7 +47,7 @@ def emit_hadamard(builder, vectors):
 
 
 def _emit_largest(builder, vectors):
-    """The largest magnitude of all lanes, and whether one is NaN."""
+    """The largest magnitude of all lanes, and whether any lane is NaN."""
     best, odd = ir.Constant(emit.VECTOR, None), None
     for v in vectors:
         best = emit.call(builder, "llvm.maxnum.v16f32", [best, emit.call(builder, "llvm.fabs.v16f32", [v])])
@@ -58,7 +58,7 @@ def _emit_largest(builder, vectors):
 
 
 def _emit_integers(builder, vectors, out, to):
-    """Write integers of rotated vectors from ``out[to]`` on, with zeros to the group's end; undivided scale, sum."""
+    """Write a rotated group as integers, starting at ``out[to]``; returns (largest magnitude or NaN, integers' sum)."""
     largest, is_nan = _emit_largest(builder, vectors)
     is_zero = builder.fcmp_ordered("<", largest, _float(MIN_QUANTIZED))
     factor = builder.select(is_zero, _float(0.0), builder.fdiv(_float(_MAX), largest))
@@ -80,7 +80,7 @@ def _emit_integers(builder, vectors, out, to):
 
 @emitted(types.void, ANY, I64, I64, ANY, ANY, ANY, I64, I64)
 def _quantize_group(builder, x, start, count, out, scales, shifts, place, shift):
-    """``count`` numbers from ``x[start]`` on as the integers of group ``place``, padded with zeros."""
+    """Write the ``count`` numbers that start at ``x[start]`` as the integers of group ``place``, padded with zeros."""
 
     def write(num_vectors):
         rests = [builder.sub(count, emit.number(i * LANES)) for i in range(num_vectors or _VECTORS)]
@@ -110,9 +110,9 @@ def _quantize_group(builder, x, start, count, out, scales, shifts, place, shift)
 
 @kernel(x=DTYPE, out=BYTES, scales=F32, shifts=np.int32)
 def quantize_rows(item, x, out, scales, shifts, rows, width, groups, shift):
-    """``out`` [rows, groups * DOT_GROUP], scales and shifts [rows, groups] of x [rows, width].
+    """Quantize x [rows, width] to ``out`` [rows, groups * DOT_GROUP], scales and shifts [rows, groups].
 
-    ``shift`` is the shift of the weights: it adds the shift times the sum of the integers to a product.
+    Since ``shift`` is added to weights, a product is too large by ``shift`` times the sum of x; ``shifts`` cancel that.
     """
     for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
         for group in range(groups):

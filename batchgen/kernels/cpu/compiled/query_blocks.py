@@ -13,10 +13,10 @@ QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32
 
 @simd.inline
 def piece(queries, block, window):
-    """The block table of a query block, its first token, number of tokens, and how far the first token sees.
+    """(block table, first token, number of tokens, last position the first token sees, end of all positions seen).
 
-    Also the end of the positions that all see; if all tokens see the whole text, both are equal. The window of a token
-    that sees later ones is centred on it.
+    If all tokens see the whole text, the last two are both the text's end. If tokens see later ones, a token's window
+    is centred on it.
     """
     at = block * layout.QUERY_BLOCK_FIELDS
     table, token = simd.shifted(queries.tables, queries.blocks[at] * queries.max_blocks), queries.blocks[at + 1]
@@ -29,7 +29,7 @@ def piece(queries, block, window):
 
 @simd.inline
 def rows_of(queries, block, members, group):
-    """Rows of scratch memory for one KV head of ``members`` query blocks."""
+    """The rows of scratch memory that one KV head takes for ``members`` query blocks, starting at ``block``."""
     rows = 0
     for i in range(members):
         rows += query_rows.stride(queries.blocks[(block + i) * layout.QUERY_BLOCK_FIELDS + 2] * group)
@@ -38,7 +38,7 @@ def rows_of(queries, block, members, group):
 
 @simd.inline
 def members(queries, block, most, num_blocks):
-    """The number of query blocks from ``block`` on that one item attends for; 0 if an earlier block's item does."""
+    """The number of query blocks in the item that starts at ``block``; 0 if ``block`` is in an earlier block's item."""
     place_of = simd.shifted(queries.blocks, 3)
     place = place_of[block * layout.QUERY_BLOCK_FIELDS]
     if place % most:
@@ -53,7 +53,7 @@ def members(queries, block, most, num_blocks):
 
 @simd.inline
 def heads_together(rows, at_once, most):
-    """KV heads of ``rows`` rows walked side by side; 1 if products of ``at_once`` rows take longer than reading."""
+    """The number of KV heads, of ``rows`` rows each, to walk side by side; 1 if products take longer than reading."""
     if rows > 2 * layout.MAX_QUERIES:
         return 1
     return min(layout.SCORE_ROWS // query_rows.stride(min(rows, at_once)), most)

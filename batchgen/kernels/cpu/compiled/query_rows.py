@@ -1,6 +1,6 @@
 """Query rows of attention in the scratch memory of a worker: gathered, weighed and written.
 
-Row r of a query block is query head ``r % group`` of its token ``r // group``; a next block begins ``stride`` rows on.
+Row r of a block is query head ``r % group`` of its token ``r // group``; the next block begins ``stride`` rows later.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Scratch = namedtuple("Scratch", "rows_q sums scores weights copies scales peak t
 
 @simd.jit
 def padded(num_rows):
-    """The rows of the tile that takes up to ``MAX_QUERIES`` of them."""
+    """The height of the tile that computes ``num_rows`` rows, at most ``MAX_QUERIES``."""
     return num_rows if num_rows <= MAX_TOGETHER else layout.MAX_QUERIES
 
 
 @simd.jit
 def stride(num_rows):
-    """The rows that tiles write for a block's ``num_rows``; the rows of the next block begin after them."""
+    """The number of rows that tiles write for a block of ``num_rows``; the next block's rows begin after them."""
     rest = num_rows % layout.MAX_QUERIES
     return num_rows - rest + (padded(rest) if rest else 0)
 
@@ -44,7 +44,7 @@ def from_row(scratch, row, width):
 
 @simd.inline
 def of_head(scratch, number, apart, tall, width):
-    """The scratch memory of KV head ``number``; rows of heads begin ``apart`` rows from each other, scores ``tall``."""
+    """The scratch memory of KV head ``number``; heads are ``apart`` rows from each other, scores ``tall`` rows."""
     mine, at = from_row(scratch, number * apart, width), number * tall * layout.SCORE_STRIDE
     scores, weights = simd.shifted(mine.scores, at), simd.shifted(mine.weights, at)
     scales = simd.shifted(mine.scales, number * 2 * layout.TILE)
@@ -53,7 +53,7 @@ def of_head(scratch, number, apart, tall, width):
 
 @simd.jit
 def divide_scratch(rows_q, num_rows, width, values):
-    """The parts of one worker's memory for ``num_rows``, which begins with ``rows_q``; ``values`` gives a type."""
+    """Divide a worker's memory at ``rows_q`` for ``num_rows`` rows; copies have the type of ``values``."""
     sums = simd.address(rows_q) + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
     weights = scores + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
@@ -75,7 +75,7 @@ def divide_scratch(rows_q, num_rows, width, values):
 
 @simd.inline
 def clear(num_rows, width, scratch):
-    """Clear the sums of a block's query rows, and the queries of the rows that pad its last tile."""
+    """Clear sums, peaks and totals of a block's query rows, and the queries of the rows that pad its last tile."""
     zero = simd.splat(F32(0.0))
     for r in range(stride(num_rows)):
         for i in range(r * width, (r + 1) * width, layout.LANES):
@@ -119,7 +119,7 @@ def softmax_row(scores, weights, start, first, seen, visible, count, peak):
     """Turn the scores (base-2 logarithms) from ``seen`` to ``visible`` into unnormalized probabilities ``weights``.
 
     Those from ``first`` to ``seen`` and from ``visible`` to ``count`` are zero. Returns the new running maximum, the
-    factor by which earlier sums shrink, and this tile's sum; a row that sees nothing of the tile keeps its own.
+    factor by which earlier sums shrink, and this tile's sum: ``peak``, 1 and 0 if the row sees nothing of the tile.
     """
     if seen >= visible:
         _clear(weights, start + first, start + count)
@@ -158,7 +158,7 @@ def lowest(position, window):
 
 @simd.jit
 def weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, scratch, has_scales):
-    """Turn the scores of ``rows`` query rows from ``first`` on into probabilities, and rescale their sums."""
+    """Turn the scores of ``rows`` query rows, starting at ``first``, into probabilities, and rescale their sums."""
     sums, scores, weights, scales = scratch.sums, scratch.scores, scratch.weights, scratch.scales
     peak, total = scratch.peak, scratch.total
     weighted = -(-(tile_end - tile) // layout.CHUNK) * layout.CHUNK
@@ -187,7 +187,7 @@ def _sigmoid(scratch, logit):
 
 @simd.jit
 def write_rows(num_rows, group, target, num_heads, head_dim, width, least, scratch, gates, out):
-    """Write sums over totals, gated and rounded (zero below ``least``), to ``out`` [tokens, num_heads, head_dim]."""
+    """Write sums / totals, gated and rounded (zero below ``least``), to ``out`` [tokens, num_heads, head_dim]."""
     for r in range(num_rows):
         place = target + (r // group) * num_heads + r % group
         scale = F32(1.0) / scratch.total[r]

@@ -19,10 +19,10 @@ from batchgen.kernels.cpu.layout import LANES, ROPE_TOKENS, SEGMENT
     **{"own": Own(F32), "cache": CACHE},
 )
 def rope_and_cache(item, qkv, columns, heads, rotary, positions, slots, q_out, own, first, num_tokens, cache):
-    """Queries, keys and values of tokens from ``first`` on, as in ``Kernels.rope_and_cache``.
+    """``Kernels.rope_and_cache`` for the tokens from ``first`` to ``num_tokens``.
 
-    One item is one KV head of ``ROPE_TOKENS`` tokens: neighbours write to the same cache lines, which single keys would
-    fetch one by one. ``columns`` is the width of ``qkv``.
+    One item is one KV head of ``ROPE_TOKENS`` tokens: neighbours write to the same cache lines, which would be fetched
+    again for each single key. ``columns`` is the width of ``qkv``.
     """
     group, begin = heads.num_heads // cache.num_kv_heads, first + item // cache.num_kv_heads * ROPE_TOKENS
     head, count = item % cache.num_kv_heads, min(ROPE_TOKENS, num_tokens - begin)
@@ -37,7 +37,7 @@ def rope_and_cache(item, qkv, columns, heads, rotary, positions, slots, q_out, o
 
 @simd.inline
 def _load_conv_state(state, position, width, taps, past):
-    """The inputs of the ``taps - 1`` positions before ``position`` into float32 ``past``; zero before the start."""
+    """Load the inputs of the ``taps - 1`` positions before ``position`` into ``past``; zero before position 0."""
     for i in range(taps - 1):
         is_inside = position - (taps - 1) + i >= 0
         for channel in range(0, width, LANES):
@@ -47,7 +47,7 @@ def _load_conv_state(state, position, width, taps, past):
 
 @simd.inline
 def _take_input(bcx, token, end, width, channel, past, to):
-    """A vector of the input u = B * x of a token, rounded as the model's dtype stores it; zero from ``end`` on."""
+    """Write a vector of a token's input u = B * x, rounded to the model's dtype, to ``past``; zero from ``end``."""
     left, u = width - channel, simd.splat(F32(0.0))
     if token < end:
         row = token * 3 * width + channel
@@ -58,9 +58,9 @@ def _take_input(bcx, token, end, width, channel, past, to):
 
 @simd.inline
 def _convolve(bcx, weight, bias, out, token, count, end, width, taps, ahead, past):
-    """``count`` tokens from ``token`` on of a sequence up to ``end``, each with the inputs ``ahead`` tokens after it.
+    """Convolve ``count`` tokens, starting at ``token``; taps reach ``ahead`` tokens further, with zeros from ``end``.
 
-    ``past`` holds earlier inputs at first, and the inputs of the last tokens at the end.
+    ``past`` holds the earlier inputs that the first token needs; the next inputs are appended.
     """
     for t in range(count):
         row = (token + t) * 3 * width
@@ -78,13 +78,13 @@ def _convolve(bcx, weight, bias, out, token, count, end, width, taps, ahead, pas
 
 @simd.inline
 def _store_conv_state(past, first, num_rows, width, state):
-    """``num_rows`` inputs from row ``first`` of ``past`` on, into the state."""
+    """Store ``num_rows`` inputs, starting at row ``first`` of ``past``, in ``state``."""
     for i in range(0, num_rows * width, LANES):
         left = num_rows * width - i
         simd.store_some(state, i, simd.load_some(past, first * width + i, left), left)
 
 
-@last_first  # prompts stand last in a step, and long items come first for the threads' balance
+@last_first  # prompts are last in a step; long items should come first, to balance the threads
 @kernel(
     **{"bcx": DTYPE, "weight": F32, "bias": F32, "states": DTYPE, "cu_seqlens": np.int32, "conv_slots": np.int32},
     **{"positions": np.int32, "out": DTYPE, "past": Own(F32), "blocks": DTYPE, "slots": np.int64},
@@ -107,10 +107,10 @@ def short_conv(
     slots,
     block_size,
 ):
-    """The convolution of a sequence as in ``Kernels.short_conv``; ``states``, ``blocks`` hold ``taps - 1`` rows each.
+    """``Kernels.short_conv`` for one sequence; each state in ``states`` and ``blocks`` has ``taps - 1`` rows.
 
-    A row is processed from end to end: memory is read in its order, twice as fast as in strips of channels. With
-    ``ahead``, of a whole text, the taps reach ``ahead`` tokens further, and blocks are left unchanged.
+    A row is processed from end to end: memory is read in order, twice as fast as in strips of channels. If ``ahead`` is
+    not 0 (the model is not causal), taps reach ``ahead`` tokens further, and blocks stay unchanged.
     """
     first, end = cu_seqlens[item], cu_seqlens[item + 1]
     state_size = (taps - 1) * width

@@ -1,6 +1,6 @@
-"""Kernels that treat each token by itself: RMS norm, masks, greedy argmax.
+"""Kernels that compute each row separately: RMS norm, scaling, copies, masks, greedy argmax.
 
-A row's result depends on that row alone and on a fixed order of additions, so it does not change with the batch.
+A row's result depends only on the row and on a fixed order of additions, so it does not change with the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def mean_square(x, start, width):
 
 @kernel(x=DTYPE, weight=DTYPE, out=DTYPE, eps=FLOAT, residual=DTYPE)
 def rms_norm(item, x, weight, out, rows, width, eps, residual):
-    """``out`` [rows, width] of x [rows, width], weight [width] and residual [rows, width], if there is one."""
+    """RMS norm of x [rows, width] times weight [width], plus residual [rows, width] if given, to ``out``."""
     for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
         start = row * width
         scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, width) + eps)))
@@ -48,7 +48,7 @@ def rms_norm(item, x, weight, out, rows, width, eps, residual):
 
 @kernel(x=DTYPE, by=FLOAT)
 def scale(item, x, rows, width, by):
-    """X [rows, width] times ``by``, in place."""
+    """Multiply x [rows, width] by ``by``, in place."""
     factor = simd.splat(by)
     for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
         for i in range(0, width, LANES):
@@ -58,7 +58,7 @@ def scale(item, x, rows, width, by):
 
 @kernel(x=STORED, taken=np.int64, out=DTYPE)
 def take_rows(item, x, taken, out, width):
-    """``out`` [taken, width] of x [rows, width] and the rows to take; one item is a row."""
+    """Copy the rows ``taken`` of x [rows, width] to ``out`` [taken, width]; an item is one row."""
     source, target = taken[item] * width, item * width
     for i in range(width):
         simd.copy_element(out, target + i, x, source + i)
@@ -66,7 +66,7 @@ def take_rows(item, x, taken, out, width):
 
 @kernel(packed=STORED, taken=np.int64, out=DTYPE)
 def embedding_lookup_packed(item, packed, taken, out, width, unit):
-    """``out`` [taken, width] of a ``PackedWeight``, ``unit`` inputs of a row side by side; one item is a row taken."""
+    """``take_rows`` from a ``PackedWeight``, in which ``unit`` inputs of a row are adjacent."""
     row, target = taken[item], item * width
     first = row // LANES * LANES * width + row % LANES * unit
     for i in range(0, width, unit):
@@ -91,7 +91,7 @@ def row_max(x, start, width):
 
 @simd.jit
 def _first_equal(x, start, width, value):
-    """Index of the first element equal to ``value``; -1 without one, as for NaN."""
+    """Index of the first element equal to ``value``; -1 if none is, which is always so for NaN."""
     wanted, other = simd.splat(value), simd.splat(F32(np.nan))
     for i in range(0, width, LANES):
         count = min(LANES, width - i)
@@ -109,13 +109,13 @@ def _first_equal(x, start, width, value):
 
 @kernel(x=DTYPE, out=np.int64)
 def argmax(row, x, out, width):
-    """``out`` [rows] of x [rows, width]."""
+    """Index of the largest element of each row of x [rows, width] to ``out`` [rows]; -1 if an element is NaN."""
     out[row] = _first_equal(x, row * width, width, row_max(x, row * width, width))
 
 
 @kernel(x=DTYPE, masked=np.int64, bits=np.uint16)
 def mask(item, x, masked, bits, width, words):
-    """Set -inf in a row ``masked[item]`` of x [rows, width] where a bit in bits [masked, 2 * words] is 0."""
+    """Set elements of row ``masked[item]`` of x to -inf if their bit in row ``item`` of ``bits`` is 0."""
     start = masked[item] * width
     for i in range(0, width, LANES):
         allowed = np.int64(bits[item * 2 * words + i // LANES])

@@ -1,6 +1,6 @@
 """Draws one token per row of logits, without a sort and without a copy of the logits.
 
-Probabilities in (0, 1] order like their bits: three histograms of 12, 10 and 10 bits find a filter's threshold.
+Probabilities in (0, 1] are ordered like their bits: histograms of 12, 10 and 10 bits find a filter's threshold.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.layout import BINS, LANES
 
 F64 = np.float64
-MIN = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability counts as zero
+MIN = np.int64(2 << 23)  # bits of 2**-125; a smaller probability counts as zero, since exp is 0 below 2**-126
 
 
 @simd.jit
 def _threshold(bits, p, width, floor, target, by_mass, bins):
-    """The largest probability (as bits) such that the tokens from it upward weigh at least ``target``.
+    """The largest probability (as bits) such that the tokens at or above it weigh at least ``target``.
 
-    A token weighs its probability if ``by_mass``, else one. Tokens below ``floor`` (bits) do not count. If all together
-    weigh less, it is ``floor``.
+    A token weighs its probability if ``by_mass``, else one. Tokens below ``floor`` (bits) do not count. If all tokens
+    together weigh less, the result is ``floor``.
     """
     prefix, low = np.int64(0), 32
     above = 0.0
@@ -40,7 +40,7 @@ def _threshold(bits, p, width, floor, target, by_mass, bins):
         while b >= 0 and above + bins[b] < target:
             above += bins[b]
             b -= 1
-        if b < 0:  # nothing left to add: all of them weigh less, or rounding lost the last of it
+        if b < 0:  # no tokens are left: all of them weigh less, or rounding made the sum too small
             return floor if low == 32 else max(floor, prefix << low)
         prefix, low = prefix << digit | b, shift
     return prefix
@@ -77,7 +77,7 @@ def _mass(bits, p, width, floor):
 
 @simd.jit
 def _draw(bits, p, width, floor, u):
-    """First token at which the cumulative probability, of tokens from ``floor`` upward, exceeds ``u`` of the total."""
+    """First token at which the cumulative probability of tokens at or above ``floor`` exceeds ``u`` times the total."""
     target, reached, last = u * _mass(bits, p, width, floor), 0.0, -1
     for i in range(width):
         if bits[i] >= floor:
@@ -90,7 +90,7 @@ def _draw(bits, p, width, floor, u):
 
 @kernel(x=DTYPE, out=np.int64, temperature=F32, min_p=F32, top_k=np.int64, top_p=F64, uniform=F64, bins=Own(F64))
 def sample(row, x, out, temperature, min_p, top_k, top_p, uniform, bins, width):
-    """``out`` [rows] of x [rows, width] and parameters [rows]; ``bins`` begin ``layout.sampling_scratch_bytes``."""
+    """Draw from each row of x to ``out`` [rows], -1 if not finite; ``bins`` has ``layout.sampling_scratch_bytes``."""
     behind = simd.address(bins) + 8 * BINS
     p, bits = simd.pointer(behind, F32), simd.pointer(behind, np.int32)
     if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
@@ -107,7 +107,7 @@ def sample(row, x, out, temperature, min_p, top_k, top_p, uniform, bins, width):
 
 @kernel(x=DTYPE, out=F32)
 def logsumexp(row, x, out, width):
-    """``out`` [rows] of x [rows, width]."""
+    """Log-sum-exp of each row of x [rows, width] to ``out`` [rows]."""
     start, peak, lowest = row * width, row_max(x, row * width, width), simd.splat(F32(-np.inf))
     by, total = simd.splat(peak), simd.splat(F32(0.0))
     for i in range(0, width, LANES):

@@ -21,14 +21,14 @@ from numba.extending import overload, register_model
 from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.layout import LANES
 
-# A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
+# Kernels must not raise: after an exception in a worker thread, items would be missing without notice.
 jit: Any = njit(error_model="numpy")
-# A call would pass vectors through memory. What such a function calls is inlined too: no tile of accumulators may be.
+# Inlined, since a call passes vectors through memory. Callees are inlined too, so they must not have accumulators.
 inline: Any = njit(error_model="numpy", forceinline=True)
 intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
-BF16, TILED = np.uint16, np.int16  # element types of pointers to bfloat16 bits; to those that tiles multiply
+BF16, TILED = np.uint16, np.int16  # element types of bfloat16 bits; ``TILED`` if tiles multiply them
 F32 = np.float32
-BYTES = np.uint8  # of signed or unsigned 8-bit integers, as a kernel takes them
+BYTES = np.uint8  # element type of 8-bit integers in a kernel's arguments, signed or unsigned
 
 
 class Vec(types.Type):
@@ -73,7 +73,7 @@ def emitted(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any
 
 
 def chosen(choose: Callable[..., Callable[..., Any]]) -> Any:
-    """Decorator of a function of numba types: kernels call what it returns for the types of their arguments."""
+    """Decorator for a function that, given the numba types of the arguments, returns the function to call."""
 
     def called(*_: Any) -> Any:
         raise AssertionError("a name for kernels, which is compiled as what is chosen")
@@ -83,7 +83,7 @@ def chosen(choose: Callable[..., Callable[..., Any]]) -> Any:
 
 
 def is_tiled(base: Any) -> bool:
-    """Whether a pointer of this numba type leads to bfloat16 that is multiplied by tiles."""
+    """Whether the elements of a numba pointer type are ``TILED``: bfloat16 that tiles multiply."""
     return bool(base.dtype == types.int16)
 
 
@@ -102,11 +102,11 @@ sub = emitted(vec, vec, vec)(lambda builder, a, b: builder.fsub(a, b))
 mul = emitted(vec, vec, vec)(lambda builder, a, b: builder.fmul(a, b))
 div = emitted(vec, vec, vec)(lambda builder, a, b: builder.fdiv(a, b))
 fma = emitted(vec, vec, vec, vec)(emit.fma)
-# The larger, lane by lane; of a number and NaN the number.
 absolute = emitted(vec, vec)(lambda builder, v: emit.call(builder, "llvm.fabs.v16f32", [v]))
+# The larger, lane by lane; if one is NaN, the other.
 maximum = emitted(vec, vec, vec)(lambda builder, a, b: emit.call(builder, "llvm.maxnum.v16f32", [a, b]))
 lane = emitted(types.float32, vec, I64)(lambda builder, v, i: builder.extract_element(v, builder.trunc(i, emit.INT)))
-# The first vector in the lanes below ``n``, the second above.
+# ``a`` in the lanes below ``n``, ``b`` in the others.
 keep_lanes = emitted(vec, vec, vec, I64)(lambda builder, a, b, n: builder.select(emit.lane_mask(builder, n), a, b))
 exp2 = emitted(vec, ANY, vec)(emit.exp2)
 exp = emitted(vec, ANY, vec)(emit.exp)
@@ -123,7 +123,7 @@ def drop_below(builder: ir.IRBuilder, v: ir.Value, least: ir.Value) -> ir.Value:
 
 @emitted(vec, ANY, vec, vec)
 def gelu_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, up: ir.Value) -> ir.Value:
-    """``silu_mul`` with gelu, ``g / 2 * (1 + tanh(x)) = g * sigmoid(2 x)``, x = sqrt(2 / pi) * (g + 0.044715 g**3)."""
+    """``gelu(g) * up``: gelu is g / 2 * (1 + tanh(x)) = g * sigmoid(2 x), x = sqrt(2 / pi) * (g + 0.044715 g**3)."""
     first = 2 * math.sqrt(2 / math.pi)
     linear, cubic = (
         emit.splat(builder, ir.Constant(emit.FLOAT, float(np.float32(c)))) for c in (first, 0.044715 * first)
@@ -134,7 +134,7 @@ def gelu_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, up: ir.Value)
 
 @intrinsic
 def pointer(_context: Any, address: Any, dtype: Any) -> Any:
-    """Typed pointer to the element at an integer address; ``dtype`` is its type, or a pointer to others of its type."""
+    """Typed pointer to an integer address; ``dtype`` is the element type, or a pointer with the same element type."""
     kind = dtype if isinstance(dtype, types.CPointer) else types.CPointer(dtype.dtype)
 
     def generate(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> ir.Value:
@@ -168,7 +168,7 @@ def units(_context: Any, keys: Any) -> Any:
 
 @emitted(types.void, ANY, I64, ANY, I64)
 def copy_element(builder: ir.IRBuilder, out: ir.Value, to: ir.Value, x: ir.Value, index: ir.Value) -> None:
-    """``out[to] = x[index]``, bit by bit, or as float32 of bfloat16."""
+    """``out[to] = x[index]``: the same bits, or bfloat16 converted to float32."""
     same = out.type == x.type
     value = builder.load(builder.gep(x, [index])) if same else emit.scalar_as_float(builder, x, index)
     builder.store(value, builder.gep(out, [to]))
@@ -176,7 +176,7 @@ def copy_element(builder: ir.IRBuilder, out: ir.Value, to: ir.Value, x: ir.Value
 
 @emitted(I64, ANY, I64, I64)
 def fetch_add(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, amount: ir.Value) -> ir.Value:
-    """Atomically add ``amount`` to the int64 ``base[index]``; the value before."""
+    """Atomically add ``amount`` to the int64 ``base[index]``; returns the previous value."""
     return builder.atomic_rmw("add", builder.gep(base, [index]), amount, "seq_cst")
 
 
@@ -188,14 +188,14 @@ def fetch(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
 
 @emitted(types.boolean, ANY, I64, I64, I64)
 def replace(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, old: ir.Value, new: ir.Value) -> ir.Value:
-    """Atomically make ``new`` of the int64 ``base[index]`` if it is ``old``; whether it was."""
+    """Atomically set the int64 ``base[index]`` to ``new`` if it is ``old``; returns whether it was."""
     exchange = builder.cmpxchg(builder.gep(base, [index]), old, new, "seq_cst", "seq_cst")
     return builder.extract_value(exchange, 1)
 
 
 @emitted(types.void)
 def pause(builder: ir.IRBuilder) -> None:
-    """Tell the processor that this is a loop that waits."""
+    """Tell the processor that this loop only waits."""
     if platform.machine() in ("x86_64", "AMD64"):
         emit.call(builder, "llvm.x86.sse2.pause", [], ir.VoidType())
 
@@ -210,7 +210,7 @@ def bits_of_float(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def call(  # numba wants to see the parameters
     builder: ir.IRBuilder, code: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
 ) -> ir.Value:
-    """Call a C function of up to five integers or addresses by its address; returns its result as an int."""
+    """Call the C function at address ``code`` with five integers or addresses; returns its C int."""
     kind = ir.FunctionType(emit.INT, [a.type] * 5)
     called = builder.call(builder.inttoptr(code, kind.as_pointer()), [a, b, c, d, e])
     return builder.sext(called, ir.IntType(64))
@@ -218,13 +218,13 @@ def call(  # numba wants to see the parameters
 
 @inline
 def load_some(x, at, count):
-    """As ``load_part`` for any positive ``count``; all lanes from 16 up."""
+    """Like ``load_part``, for any positive ``count``: with 16 or more, all lanes are loaded."""
     return load(x, at) if count >= LANES else load_part(x, at, count)
 
 
 @inline
 def store_some(x, at, value, count):
-    """As ``store_part`` for any positive ``count``."""
+    """Like ``store_part``, for any positive ``count``."""
     if count >= LANES:
         store(x, at, value)
     else:
@@ -251,7 +251,7 @@ def sum_lanes(v):
 
 @inline
 def max_lanes(v):
-    """Largest lane; NaN lanes are passed over."""
+    """Largest lane of a vector without NaN."""
     largest = lane(v, 0)
     for i in range(1, LANES):
         largest = max(largest, lane(v, i))

@@ -1,6 +1,6 @@
-"""Sharing of items among compiled kernels, and the threads of a pool, which run programs: launches of kernels in order.
+"""Work of a pool's threads, compiled: they share a launch's items, and run programs, which are launches in order.
 
-If another process takes a core, the others only wait for the items that its thread holds, and begin the next launch.
+If another process takes a core, the other threads only wait for the items that its thread has taken.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled.simd import call, fetch, fetch_add, jit, pause, pointer, replace
 
-# As long as gaps between launches usually last; then threads sleep: a ready thread would be moved to any free core.
-_SPINS = 4000  # some 100 microseconds: Python takes 20 from one launch to the next
+# Threads spin for as long as gaps between launches usually last; then they sleep, which frees a core for a ready one.
+_SPINS = 4000  # about 100 microseconds: Python takes 20 from one launch to the next
 _WAIT, _WAKE, _ALL = 128, 129, 1 << 30  # operations of Linux's futex among threads of one process
 _FUTEX_BITS, _WORKERS, _NEXT = (1 << 32) - 1, (1 << layout.WORKER_BITS) - 1, 1 << layout.WORKER_BITS
 
 
 @jit
 def next_item(args, worker):
-    """Take the next work item, first from the worker's own range; ``NUM_ITEMS`` if none is left."""
+    """Take the next work item, first from the worker's own range; the number of items if all are taken."""
     num_items, num_ranges = args[layout.NUM_ITEMS], args[layout.NUM_RANGES]
     taken = pointer(args[layout.RANGES], np.int64)
     for other in range(num_ranges):
@@ -33,22 +33,20 @@ def next_item(args, worker):
 
 @jit
 def worker_number(args):
-    """The calling worker's number, from 0: the key to its own scratch memory and its range."""
+    """The calling worker's number, from 0; it selects the worker's scratch memory and range."""
     return call(args[layout.NUMBERING], args[layout.KEY], 0, 0, 0, 0)
 
 
 @jit
 def wait_while(pool, place, shift, value):
-    """Return when ``pool[place] >> shift`` is another than ``value``; ``place`` is ``PROGRESS`` or ``END``."""
+    """Wait while ``pool[place] >> shift`` is ``value``; ``place`` is ``PROGRESS`` or ``END``."""
     for _ in range(_SPINS):
         if fetch(pool, place) >> shift != value:
             return
         pause()
     fetch_add(pool, place + layout.NUM_SLEEPERS, 1)
     while True:
-        event = fetch(
-            pool, place + layout.EVENT
-        )  # before the look: a change after it makes another event, and none sleeps
+        event = fetch(pool, place + layout.EVENT)  # read first: a later change raises it, so the call returns at once
         if fetch(pool, place) >> shift != value:
             break
         call(
@@ -72,11 +70,11 @@ def wake(pool, place):
 
 @jit
 def take_part(pool, number):
-    """Work in launch after launch until the current program has run out of them, unless it is for fewer workers.
+    """Take part in each launch until the current program ends; return at once if it is for fewer workers.
 
-    ``PROGRESS`` is the number of the current launch, over all programs, above the number of its threads; ``END``,
-    raised once ``TABLE`` has new launches, the number after the last launch, above the most workers. ``BASE`` and
-    ``TABLE`` cannot change while a thread is in a launch.
+    ``PROGRESS`` holds the current launch's number, counted over all programs, and in its low bits how many threads are
+    in it. ``END`` holds the number after the last launch and in its low bits the most workers; it rises once ``TABLE``
+    has new launches. ``BASE`` and ``TABLE`` cannot change while a thread is in a launch.
     """
     while True:
         progress, end = fetch(pool, layout.PROGRESS), fetch(pool, layout.END)
@@ -95,9 +93,9 @@ def take_part(pool, number):
 
 @jit
 def run_all(args):
-    """Compiled: run a program, whose words are as in ``layout``; returns when its last launch is done.
+    """Run a program, whose words are as in ``layout``; returns when its last launch is done.
 
-    If the program is still growing, it lets the other threads begin the added launches, and returns at once.
+    If the program is still growing, let the other threads begin the added launches, and return at once.
     """
     pool, num_workers = pointer(args[layout.POOL], np.int64), args[layout.MAX_WORKERS]
     if not args[layout.IS_BEGUN]:
@@ -114,7 +112,7 @@ def run_all(args):
 
 @jit
 def serve(args):
-    """Compiled: work in all later programs, on a thread of its own; arguments are a pool and the worker's number."""
+    """Body of a pool's thread: take part in all later programs. The words are the pool and the worker's number."""
     pool, number = pointer(args[0], np.int64), args[1]
     while True:
         end = fetch(pool, layout.END)

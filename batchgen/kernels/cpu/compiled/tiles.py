@@ -1,6 +1,6 @@
-"""Tile registers of a matrix unit (AMX), eight of up to 16 rows of 64 bytes: operations on them, emitted as LLVM IR.
+"""Operations on the tile registers of a matrix unit (AMX), emitted as LLVM IR: eight of up to 16 rows of 64 bytes.
 
-Without AMX, operations on memory give the same bits (of denormal numbers on x86 only), so that kernels can be tested.
+Without AMX, tiles in memory give the same bits (for denormal numbers only on x86), so that kernels can be tested.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NUM_TILES = 8
 _BYTE, _WORD = ir.IntType(8), ir.IntType(64)
 _FLUSHES_DENORMALS = 0x9FC0  # of MXCSR: denormal numbers are zeros, in and out; no operation traps
 _SETS_MXCSR = platform.machine() in ("x86_64", "AMD64")
-# Instructions name tiles by immediates: ``emit_*`` take Python integers. Kernels configure and release the tiles, so
-# that they do not depend on other libraries, and thread switches need not save them. They set them to zero after use:
-# tiles with numbers leave too few registers to rename next to a busy thread on the core, which doubles a loop's time.
-# Numbers of tiles: of sums, of rows, of weights. The second of these sets is for fewer than 16 rows.
+# Instructions name tiles by immediates, so ``emit_*`` take Python integers. Each kernel configures and releases tiles:
+# other libraries cannot interfere, and thread switches need not save tiles. Kernels clear tiles after use: tiles that
+# hold numbers leave too few registers for renaming if the core's other thread is busy, which doubles a loop's time.
+# Tiles by number: (tiles of sums, tile of rows, tile of weights). ``REST`` is for fewer than 16 rows.
 WHOLE, REST = ((0, 1), 2, 3), ((4, 5), 6, 7)
 
 
@@ -40,19 +40,19 @@ def _tile(number):
 
 
 def bytes_at(builder, base, offset):
-    """Pointer to bytes, ``offset`` bytes from the pointer ``base`` on."""
+    """Pointer to the byte ``offset`` bytes after the pointer ``base``."""
     return builder.gep(builder.bitcast(base, _BYTE.as_pointer()), [offset])
 
 
 def emit_prefetch(builder, ahead, turn, lines):
-    """Prefetch cache lines ``turn * lines`` to ``(turn + 1) * lines`` from the address ``ahead``."""
+    """Prefetch ``lines`` cache lines, starting ``turn * lines`` lines after the address ``ahead``."""
     with cgutils.for_range(builder, lines) as loop:
         line = builder.add(builder.mul(turn, lines), loop.index)
         emit.prefetch(builder, builder.add(ahead, builder.mul(line, emit.number(emit.CACHE_LINE))), closeness=2)
 
 
 def emit_configure(builder, state, rows):
-    """Give the eight tiles ``rows`` rows (eight int64 from 1 to 16) of 64 bytes each, and set them to zero."""
+    """Configure the eight tiles for ``rows`` rows (eight int64 from 1 to 16) of 64 bytes, and set them to zero."""
     if IN_MEMORY:
         for tile, count in enumerate(rows):
             builder.store(count, _rows_at(builder, state, tile))
@@ -64,7 +64,7 @@ def emit_configure(builder, state, rows):
     counts = emit.number(0)
     for tile, count in enumerate(rows):
         counts = builder.or_(counts, builder.shl(count, emit.number(8 * tile)))
-    # The palette; then bytes of a row, 16 bits for each tile of 16; then rows, 8 bits for each.
+    # The palette; from byte 16, the bytes per row of each tile in 16 bits; from byte 48, the rows of each in 8 bits.
     widths = emit.number(0x0001_0001_0001_0001 * TILE_ROW_BYTES)
     words = [emit.number(1), emit.number(0), widths, widths, emit.number(0), emit.number(0), counts, emit.number(0)]
     for i, word in enumerate(words):
@@ -73,13 +73,13 @@ def emit_configure(builder, state, rows):
 
 
 def emit_release(builder):
-    """Give the tiles back."""
+    """Release the tiles."""
     if not IN_MEMORY:
         _call(builder, "tilerelease")
 
 
 def emit_zero(builder, state, tile):
-    """Make a tile zero."""
+    """Set a tile to zero."""
     if not IN_MEMORY:
         _call(builder, "tilezero", _tile(tile))
         return
@@ -88,7 +88,7 @@ def emit_zero(builder, state, tile):
 
 
 def emit_load(builder, state, tile, at, stride):
-    """Load a tile with rows ``stride`` bytes apart, from the pointer to bytes ``at`` on."""
+    """Load a tile whose rows are ``stride`` bytes apart and start at the pointer ``at``."""
     if not IN_MEMORY:
         _call(builder, "tileloadd64", _tile(tile), at, stride)
         return
@@ -108,7 +108,7 @@ def emit_store(builder, state, tile, at, stride):
 
 
 def emit_dot_bf16(builder, state, total, a, b):
-    """``total += a @ b`` of float32 [rows, 16], bfloat16 [rows, 32] and [16 pairs, 16, 2].
+    """``total += a @ b``: float32 ``total`` [rows, 16], bfloat16 ``a`` [rows, 32] and ``b`` [16 pairs, 16, 2].
 
     In each lane the products of even inputs are added up from zero by FMA, and so are the products of odd inputs; both
     sums are added, and the result is added to the total. Denormal numbers are zeros.
@@ -121,7 +121,7 @@ def emit_dot_bf16(builder, state, total, a, b):
 
 
 def emit_dot_int8(builder, state, total, a, b):
-    """``total += a @ b`` of int32 [rows, 16], signed bytes [rows, 64] and unsigned ones [16 quads, 16, 4]."""
+    """``total += a @ b``: int32 [rows, 16], signed bytes ``a`` [rows, 64], unsigned bytes ``b`` [16 quads, 16, 4]."""
     if IN_MEMORY:
         _emit_dot_in_memory(builder, state, (total, a, b), _add_int8)
     else:
@@ -155,9 +155,9 @@ def _add_int8(builder, held, words, weights):
 
 @contextmanager
 def _flushing_denormals(builder) -> Iterator[None]:
-    """Context whose operations take denormal numbers as zeros, as AMX does whatever MXCSR says.
+    """Context in which operations treat denormal numbers as zeros, as AMX always does, regardless of MXCSR.
 
-    Loads and stores of tiles cannot move across its ends, since empty assembly there claims to change all memory.
+    LLVM cannot move loads and stores of tiles across its ends: empty assembly there claims to change all memory.
     """
     if not _SETS_MXCSR:
         yield
@@ -199,27 +199,27 @@ def _each_row(builder, state, tile) -> Iterator[ir.Value]:
 
 @emitted(types.void, ANY, I64)
 def configure(builder, state, rest):
-    """Configure tiles for 16 rows and for ``rest`` rows, each with two totals; see ``accumulating``."""
+    """Configure the tiles ``WHOLE`` for 16 rows, and ``REST`` for ``rest`` rows (its weights for 16)."""
     full = emit.number(TILE_ROWS)
     emit_configure(builder, state, [full, full, full, full, rest, rest, rest, full])
 
 
 @emitted(types.void)
 def release(builder):
-    """Give the tiles back."""
+    """Release the tiles."""
     emit_release(builder)
 
 
 def accumulating(numbers):
-    """Function that adds the products of a tile of rows and of neighbouring strips of weights to sums in memory."""
+    """A numba function that adds the products of a tile of rows with adjacent strips of weights to sums in memory."""
     totals, of_rows, of_weights = numbers
 
     @emitted(types.void, ANY, ANY, I64, ANY, ANY, ANY, I64, I64, I64, I64, I64)
     def accumulate(builder, state, x, stride, weights, apart, sums, sums_stride, goes_on, steps, ahead, lines):
-        """``x`` are rows of bfloat16 ``stride`` numbers apart, ``sums`` rows ``sums_stride`` numbers apart.
+        """``x`` are rows of bfloat16, ``stride`` elements apart; ``sums`` are rows, ``sums_stride`` elements apart.
 
-        ``apart`` are the numbers from a strip of weights, from its tile and from a tile's row to the next. Sums begin
-        at zero unless one ``goes_on``; ``lines`` are prefetched a step, from ``ahead`` on.
+        ``apart`` has three distances in elements: between strips of weights, between tiles, between rows of a tile. If
+        ``goes_on`` is 0, sums start at zero. Each step prefetches ``lines`` cache lines, starting at ``ahead``.
         """
         two, four, line = emit.number(2), emit.number(4), emit.number(TILE_ROW_BYTES)
         strip, step, row = (builder.mul(number, two) for number in cgutils.unpack_tuple(builder, apart))
