@@ -275,7 +275,7 @@ def test_another_runs_folder_is_not_merged_over(tmp_path: Path, is_begun: bool) 
         ([1, 3, 6, 7], r"shard 2/2 \(.*\) holds row 6, which comes twice"),
         ([1, 3, 5, 7], r"holds row 5, which comes twice"),  # as an error already
         ([1, 3, 7, 11], r"holds row 11, which comes twice or is not of the input"),
-        ([1, 7], r"the input has 11 rows, but the journal holds 10 and the first unfinished one is row 3"),
+        ([1, 7], r"outputs.jsonl or errors.jsonl is not as its run wrote it: 4 lines with 4 of 5 rows"),
     ],
 )
 def test_rows_that_do_not_add_up_are_refused(tmp_path: Path, rows: list[int], message: str) -> None:
