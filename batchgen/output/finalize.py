@@ -143,7 +143,7 @@ def _lines(run_dir: RunDir) -> Iterator[tuple[int, Literal["result", "error"], b
     if not is_whole and not any(job.has_all_rows for job in run_dir.unfinished()):  # it may be that job's outputs
         lost = f"{counted(num_read, 'line')} with {sum(seen):,} of {len(own):,} rows"
         problem = f"{path} or {run_dir.errors.name} is not as its run wrote it"
-        raise StorageError(f"{problem}: {lost}; restore it, or run with --overwrite")
+        raise StorageError(f"{problem}: {lost}; restore it, or run with --update")
 
 
 def _stage_errors(run_dir: RunDir, form: OutputFormat, journal: Journal) -> Counts:

@@ -81,7 +81,7 @@ def _unread(run_dir: RunDir) -> Iterator[str]:
 
 def already_done(run_dir: RunDir, output_format: str, edited: Sequence[str], *, has_failed: bool) -> Outcome:
     """The outcome of a job that was finished before, and whose files ``edited`` have been changed since then."""
-    changed = f"{', '.join(edited)} was edited since; " if edited else ""
+    changed = f"{', '.join(edited)} was edited since, --update replaces it; " if edited else ""
     line = f"already done: outputs in {short(run_dir.outputs(output_format))}; {changed}--overwrite starts again"
     if not has_failed:
         return Outcome(ExitCode.OK, (line,))

@@ -326,7 +326,7 @@ def test_outputs_that_were_edited_are_no_results_and_never_replaced_unasked(fold
     path = folder.path / "outputs.jsonl"
     path.write_text(path.read_text(encoding="utf-8").replace('"finish_reason"', '"ended"', 1), encoding="utf-8")
     code, computed, said = folder.run()
-    assert (code, computed) == (0, 0) and "outputs.jsonl was edited since" in said
+    assert (code, computed) == (0, 0) and "outputs.jsonl was edited since, --update replaces it" in said
     said = folder.command("plan", str(folder.job.folder / "job.toml"))[1]
     assert "0 kept, 40 to compute" in said and said.rstrip().endswith("--update")
     folder.write(edited(folder.rows))
