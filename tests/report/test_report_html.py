@@ -121,12 +121,14 @@ def test_the_page_shows_the_run_its_prompts_answers_mistakes_failed_rows_and_job
     assert re.search(r"input\.prompt</td><td class=\"text\">Say: \{question\}", text)
 
 
-@pytest.mark.parametrize("name", ["outputs.jsonl", "errors.jsonl"])
-def test_a_page_without_rows_of_files_that_cannot_be_read_says_why(job: JobMaker, shell: Shell, name: str) -> None:
+@pytest.mark.parametrize(("name", "index"), [("outputs.jsonl", 0), ("errors.jsonl", 2)])
+def test_a_page_without_rows_of_files_that_cannot_be_read_says_why(
+    job: JobMaker, shell: Shell, name: str, index: int
+) -> None:
     job.write([*rows_of(2), {"id": "bad", "question": ""}])
     job.run()
     page = job.folder / "report.html"
-    (job.output / name).write_text('{"index": 0}\n')
+    (job.output / name).write_text(f'{{"index": {index}}}\n')
     said = shell("report", job.output, "--html", page).err
     assert "the page shows no rows: " in said and "is not as it was written" in said
     assert "The first answers" not in page.read_text(encoding="utf-8")
