@@ -310,7 +310,7 @@ def rows_in(store: ObjectStore) -> int:
 def test_a_run_whose_machines_are_taken_away_goes_on_from_its_copy(
     job: JobMaker, commands: dict[str, str], store: ObjectStore
 ) -> None:
-    job.write(rows_of(60))
+    job.write(rows_of(240))  # more than a machine finishes before a copy of 30, however slow the command aws is
     undisturbed = job.elsewhere("undisturbed", load_job(job.toml()))
     environment = {**commands, **store.environment, "SYNC_EVERY_S": "0.1", "STEP_S": "0.4"}
     for number, cut in enumerate((12, 30)):
